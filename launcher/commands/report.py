@@ -26,15 +26,34 @@ _DPI = 130
 def command(arguments: Sequence[str]) -> int:
     """Write report.html into the run's folder."""
     parser = Parser("report")
-    parser.add_argument("run", metavar="RUN", help="a run folder, or its name under runs/; running, failed or finished")
-    parser.add_argument("--output", "-o", metavar="FILE", help="the page (default: report.html in the run's folder)")
-    parser.add_argument("--spectra", action="store_true",
-                        help="train one more job to measure the spectra of the Fisher factors (needs the training examples)")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="a run folder, or its name under runs/; running, failed or finished",
+    )
+    parser.add_argument(
+        "--output", "-o", metavar="FILE", help="the page (default: report.html in the run's folder)"
+    )
+    parser.add_argument(
+        "--spectra",
+        action="store_true",
+        help="train one more job to measure the spectra of the Fisher factors",
+    )
     # the default since spectra are made on request
     parser.add_argument("--no-spectra", action="store_true", help=SUPPRESS)
-    parser.add_argument("--pictures", action="store_true", help="also write the charts as PNG into a folder next to the page")
-    parser.add_argument("--mlflow", action="store_true", help="also add the page to the artifacts of the run in MLflow")
-    parser.add_argument("--quiet", "-q", action="store_true", help="print only the path of the page")
+    parser.add_argument(
+        "--pictures",
+        action="store_true",
+        help="also write the charts as PNG into a folder next to the page",
+    )
+    parser.add_argument(
+        "--mlflow",
+        action="store_true",
+        help="also add the page to the artifacts of the run in MLflow",
+    )
+    parser.add_argument(
+        "--quiet", "-q", action="store_true", help="print only the path of the page"
+    )
     options = parser.parse_args(list(arguments))
     folder = RunFolder.open(find_run(options.run))
     target = Path(options.output) if options.output else folder.report
@@ -60,13 +79,19 @@ def _send(folder: RunFolder, page: Path, *, with_pictures: bool) -> None:
 
 
 def pictures_of(page: Path) -> Path:
-    """The folder of a page's pictures next to it, so that a run on a read-only disk can have its page elsewhere."""
+    """The folder of a page's pictures, next to the page, which may lie outside the run."""
     return page.with_suffix("") if page.suffix else page.with_name(f"{page.name}-pictures")
 
 
-def write(folder: RunFolder, target: Path, say: Callable[[str], None], *, with_spectra: bool = False,
-          with_pictures: bool = False) -> str:
-    """Write the page, and on request the pictures in a folder next to it; return the verdict in one line."""
+def write(
+    folder: RunFolder,
+    target: Path,
+    say: Callable[[str], None],
+    *,
+    with_spectra: bool = False,
+    with_pictures: bool = False,
+) -> str:
+    """Write the page, and on request the pictures next to it; return the verdict in one line."""
     from ngsgd.launcher.reports.charts import charts_of
     from ngsgd.launcher.reports.checks import checks_of, verdict_of
     from ngsgd.launcher.reports.svg import themed
@@ -81,7 +106,9 @@ def write(folder: RunFolder, target: Path, say: Callable[[str], None], *, with_s
         pictures = pictures_of(target)
         pictures.mkdir(exist_ok=True)
         for chart in (chart for group in charts.values() for chart in group):
-            chart.figure.savefig(pictures / f"{chart.name}.png", dpi=_DPI, format="png", facecolor="white")
+            chart.figure.savefig(
+                pictures / f"{chart.name}.png", dpi=_DPI, format="png", facecolor="white"
+            )
     write_text(target, text)
     return f"{verdict.word}: {verdict.sentence}"
 
@@ -93,14 +120,17 @@ def history_of(folder: RunFolder) -> RunHistory:
         ConfigError: Its process has not written anything yet.
     """
     from ngsgd.launcher.commands.info import state_of
+    from ngsgd.launcher.reports.comparison import interval_in
     from ngsgd.launcher.reports.history import RunHistory
 
     config, events = read_config(folder.config), read_events(folder.events)
     if not events:
-        raise ConfigError(f"{folder.path} has no event yet, so there is nothing to report; wait for its first outer iteration.")
+        raise ConfigError(
+            f"{folder.path} has no event yet, so there is nothing to report; wait for its first "
+            "outer iteration."
+        )
     try:
-        found = read_json(folder.decode / "wer.json")["test_interval_95"]
-        interval = (float(found["low"]), float(found["high"]))
+        interval = interval_in(read_json(folder.decode / "wer.json"))
     # not decoded, or damaged
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         interval = None
@@ -108,7 +138,9 @@ def history_of(folder: RunFolder) -> RunHistory:
     return RunHistory(folder.path.name, config, events, state_of(folder.path), ledger, interval)
 
 
-def _spectra(folder: RunFolder, run: RunHistory, say: Callable[[str], None]) -> dict[str, list[float]]:
+def _spectra(
+    folder: RunFolder, run: RunHistory, say: Callable[[str], None]
+) -> dict[str, list[float]]:
     """Empty, with a reason, for a run that has none."""
     from ngsgd.pipeline.runs.fisher_spectra import fisher_spectra
 
@@ -122,21 +154,33 @@ def _spectra(folder: RunFolder, run: RunHistory, say: Callable[[str], None]) -> 
         return {}
 
 
-def _page(folder: RunFolder, run: RunHistory, charts: Mapping[str, Sequence[Chart]], verdict: Verdict,
-          checks: Sequence[Check]) -> str:
+def _page(
+    folder: RunFolder,
+    run: RunHistory,
+    charts: Mapping[str, Sequence[Chart]],
+    verdict: Verdict,
+    checks: Sequence[Check],
+) -> str:
     from ngsgd.asr.decode.scoring import read_per_utterance
     from ngsgd.launcher.reports import page as html
     from ngsgd.launcher.reports import sections
 
     utterances = read_per_utterance(_text_of(folder.decode / "test.per_utt.txt"))
-    body = [*sections.summary(run, verdict, checks),
-            *sections.quality(run, charts.get("learning", []), _word_errors(folder)),
-            *sections.words(utterances, _text_of(folder.decode / "test.per_spk.txt")),
-            *sections.time_spent(run, charts.get("time", [])), *sections.interruptions(run),
-            *sections.natural_gradient(run, charts.get("layers", [])),
-            *sections.settings(run, config_file.to_yaml(run.config))]
-    return html.page(run.name, f"{run.state['state']} - {folder.path}", body,
-                     f"ngsgd {version('ngsgd')}, torch {version('torch')}. Every figure is in {folder.events}.")
+    body = [
+        *sections.summary(run, verdict, checks),
+        *sections.quality(run, charts.get("learning", []), _word_errors(folder)),
+        *sections.words(utterances, _text_of(folder.decode / "test.per_spk.txt")),
+        *sections.time_spent(run, charts.get("time", [])),
+        *sections.interruptions(run),
+        *sections.natural_gradient(run, charts.get("layers", [])),
+        *sections.settings(run, config_file.to_yaml(run.config)),
+    ]
+    return html.page(
+        run.name,
+        f"{run.state['state']} - {folder.path}",
+        body,
+        f"ngsgd {version('ngsgd')}, torch {version('torch')}. Every figure is in {folder.events}.",
+    )
 
 
 def _text_of(path: Path) -> str:
@@ -149,12 +193,21 @@ def _text_of(path: Path) -> str:
 
 def _word_errors(folder: RunFolder) -> list[tuple[str, str, str, str]]:
     """(set, WER, interval, counts) of the final model; empty where nothing was decoded."""
+    from ngsgd.launcher.reports.comparison import interval_in
+
     try:
         about = read_json(folder.decode / "wer.json")
-        low, high = (float(about["test_interval_95"][name]) for name in ("low", "high"))
+        low, high = interval_in(about)
         results = {"validation": str(about["valid"]), "test": str(about["test"])}
     # not decoded yet, or damaged
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
-    return [(name, result.removeprefix("%WER ").partition(" ")[0], f"{low:.2f} to {high:.2f}" if name == "test" else "",
-             result.partition("[ ")[2].removesuffix(" ]")) for name, result in results.items()]
+    return [
+        (
+            name,
+            result.removeprefix("%WER ").partition(" ")[0],
+            f"{low:.2f} to {high:.2f}" if name == "test" else "",
+            result.partition("[ ")[2].removesuffix(" ]"),
+        )
+        for name, result in results.items()
+    ]

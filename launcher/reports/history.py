@@ -17,8 +17,11 @@ Event = Mapping[str, Any]
 # incidents about a worker that lost a job, marked with a cross on the timeline
 FAULTS = ("worker_died", "job_failed")
 # statuses of a closed event -> how a person says it
-_ENDINGS = {"KILLED": "stopped by Ctrl-C or a signal", "FAILED": "ended by an error",
-            "FINISHED": "finished and continued"}
+_ENDINGS = {
+    "KILLED": "stopped by Ctrl-C or a signal",
+    "FAILED": "ended by an error",
+    "FINISHED": "finished and continued",
+}
 _NO_WORD = "its process ended without a last entry (killed, out of memory, or power loss)"
 
 
@@ -82,7 +85,9 @@ class RunHistory:
     curve: Curve = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "curve", Curve(self.events, is_speech=not self.config.task._target_))
+        object.__setattr__(
+            self, "curve", Curve(self.events, is_speech=not self.config.task._target_)
+        )
 
     @property
     def iterations(self) -> list[Event]:
@@ -91,11 +96,23 @@ class RunHistory:
     @property
     def final(self) -> Event | None:
         """The scores of the final model; None before the end."""
-        return next((event for event in reversed(self.events) if event.get("event") == "finished"), None)
+        return next(
+            (event for event in reversed(self.events) if event.get("event") == "finished"), None
+        )
 
     @property
     def incidents(self) -> list[Event]:
-        return [event for event in self.events if event.get("event") == "incident"]
+        """With a kind, a worker and a time each, also where a log does not have them."""
+        found = [event for event in self.events if event.get("event") == "incident"]
+        return [
+            {
+                **event,
+                "what": str(event.get("what", "")),
+                "worker": worker if isinstance(worker := event.get("worker"), int) else -1,
+                "elapsed_s": at if isinstance(at := event.get("elapsed_s"), int | float) else 0.0,
+            }
+            for event in found
+        ]
 
     def stops(self) -> list[Stop]:
         """Every stop that a later process resumed, in order."""
@@ -105,16 +122,25 @@ class RunHistory:
                 newest = event["outer_iter"]
             elif event.get("event") == "closed":
                 closed[newest] = event["status"]
-        starts = [line["after"] for line in self.ledger
-                  if line.get("event") == "started" and isinstance(line.get("after"), int)]
+        starts = [
+            line["after"]
+            for line in self.ledger
+            if line.get("event") == "started" and isinstance(line.get("after"), int)
+        ]
         if not starts:
             # no ledger: a closed event that others follow
             starts = [-1, *(outer_iter for outer_iter in closed if outer_iter < newest)]
         found = {event["outer_iter"]: event for event in self.iterations}
-        return [Stop(after, float(found[after]["elapsed_s"]) if after in found else 0.0,
-                     int(found[after]["frames_processed"]) if after in found else 0,
-                     _ENDINGS.get(closed.get(after, ""), _NO_WORD), closed.get(after) in ("KILLED", "FINISHED"))
-                for after in starts[1:]]
+        return [
+            Stop(
+                after,
+                float(found[after]["elapsed_s"]) if after in found else 0.0,
+                int(found[after]["frames_processed"]) if after in found else 0,
+                _ENDINGS.get(closed.get(after, ""), _NO_WORD),
+                closed.get(after) in ("KILLED", "FINISHED"),
+            )
+            for after in starts[1:]
+        ]
 
     def workers(self) -> list[WorkerRow]:
         """A row for each worker, the slowest first."""
@@ -127,16 +153,25 @@ class RunHistory:
                 busy[job["worker"]] = busy.get(job["worker"], 0.0) + job["seconds"]
             for worker, seconds in busy.items():
                 waits[worker] = waits.get(worker, 0.0) + max(0.0, event["compute_s"] - seconds)
-        failed = [event.get("worker") for event in self.incidents if event.get("what") in FAULTS]
-        rows = [WorkerRow(worker, next((job.get("host", "") for job in reversed(mine)), ""), len(mine),
-                          sum(job["num_frames"] for job in mine) / max(sum(job["seconds"] for job in mine), 1e-9),
-                          sum(job["seconds"] for job in mine), waits[worker],
-                          sum(job["attempt"] > 1 for job in mine), failed.count(worker))
-                for worker, mine in jobs.items()]
+        failed = [event["worker"] for event in self.incidents if event["what"] in FAULTS]
+        rows = [
+            WorkerRow(
+                worker,
+                next((job.get("host", "") for job in reversed(mine)), ""),
+                len(mine),
+                sum(job["num_frames"] for job in mine)
+                / max(sum(job["seconds"] for job in mine), 1e-9),
+                sum(job["seconds"] for job in mine),
+                waits[worker],
+                sum(job["attempt"] > 1 for job in mine),
+                failed.count(worker),
+            )
+            for worker, mine in jobs.items()
+        ]
         return sorted(rows, key=lambda row: (row.frames_per_s, row.worker))
 
     def layers(self) -> list[LayerRow]:
-        """A row for each preconditioned layer, in the order of the model; empty for other optimizers."""
+        """A row for each preconditioned layer, in the order of the model."""
         if not self.iterations:
             return []
         last = self.iterations[-1]
@@ -145,12 +180,23 @@ class RunHistory:
         nan = float("nan")
         rows = []
         for layer in dict.fromkeys(name.rpartition("/")[0] for name in health):
-            sides = {name.rpartition("/")[2].removesuffix("_effective_rank"):
-                     (value, health.get(name.replace("_effective_rank", "_last_e"), nan))
-                     for name, value in health.items()
-                     if name.startswith(f"{layer}/") and name.endswith("_effective_rank")}
-            rows.append(LayerRow(layer, sides, health.get(f"{layer}/limited", nan), health.get(f"{layer}/cosine", nan),
-                                 changes.get(f"{layer}.weight", nan)))
+            sides = {
+                name.rpartition("/")[2].removesuffix("_effective_rank"): (
+                    value,
+                    health.get(name.replace("_effective_rank", "_last_e"), nan),
+                )
+                for name, value in health.items()
+                if name.startswith(f"{layer}/") and name.endswith("_effective_rank")
+            }
+            rows.append(
+                LayerRow(
+                    layer,
+                    sides,
+                    health.get(f"{layer}/limited", nan),
+                    health.get(f"{layer}/cosine", nan),
+                    changes.get(f"{layer}.weight", nan),
+                )
+            )
         return rows
 
 
@@ -167,5 +213,7 @@ def mean_health(event: Event) -> dict[str, float]:
 def errors_by_speaker(text: str) -> list[tuple[str, int, int]]:
     """(speaker, errors, words) from test.per_spk.txt, the highest WER first."""
     found = re.findall(r"^(\S+) +%WER \S+ \[ (\d+) / (\d+),", text, re.MULTILINE)
-    rows = [(speaker, int(errors), int(words)) for speaker, errors, words in found if speaker != "SUM"]
+    rows = [
+        (speaker, int(errors), int(words)) for speaker, errors, words in found if speaker != "SUM"
+    ]
     return sorted(rows, key=lambda row: (-row[1] / max(row[2], 1), row[0]))

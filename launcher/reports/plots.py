@@ -1,13 +1,16 @@
-"""Learning curves as a picture: objective and accuracy against frames processed, rate and max-change below."""
+"""Learning curves as a picture, and the outer iterations of a run that charts are made of."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ngsgd.launcher.reports.theme import BLUE, GRAY, GREEN, LINE, ORANGE, RED, RUN_COLORS
+from ngsgd.launcher.reports.svg import BLUE, GRAY, GREEN, INK, LINE, ORANGE, RED, RUN_COLORS
+
+if TYPE_CHECKING:
+    from ngsgd.launcher.reports.comparison import ComparedRun, Group
 
 Events = Iterable[Mapping[str, Any]]
 
@@ -15,19 +18,27 @@ _DPI = 130
 
 
 def draw(events: Events, path: Path, *, is_speech: bool = True) -> None:
-    """Draw the curves of one run from the lines of its events.jsonl; without an outer iteration nothing is written."""
+    """Draw the curves of one run; without an outer iteration nothing is written."""
     curve = Curve(events, is_speech=is_speech)
     if not curve.iterations:
         return
     figure = new_figure(10.0, 7.4)
     top, bottom = figure.subplots(2, 2, sharex=True, height_ratios=(3, 2))
     for axes, score in zip(top, curve.scores, strict=False):
-        lines(axes, curve, {"train": (score.train, BLUE), "valid": (score.valid, ORANGE)}, scale=score.scale)
+        lines(
+            axes,
+            curve,
+            {"train": (score.train, BLUE), "valid": (score.valid, ORANGE)},
+            scale=score.scale,
+        )
         label(axes, score.title, score.unit, legend="best")
     lines(bottom[0], curve, {"effective": ("effective_lr", GREEN), "each job": ("lr", GRAY)})
     bottom[0].set_yscale("log")
     label(bottom[0], "Learning rate", f"per {curve.example}", legend="best")
-    shares = {"layers": ("max_change_share", RED), "complete model": ("max_param_change_share", GRAY)}
+    shares = {
+        "layers": ("max_change_share", RED),
+        "complete model": ("max_param_change_share", GRAY),
+    }
     lines(bottom[1], curve, shares, scale=100.0)
     bottom[1].set_ylim(bottom=0)
     label(bottom[1], "Clipped updates (max_change)", "%", legend="best")
@@ -37,50 +48,87 @@ def draw(events: Events, path: Path, *, is_speech: bool = True) -> None:
     save(figure, path)
 
 
-def compare(runs: Sequence[tuple[str, Events]], path: Path) -> None:
-    """Overlay several runs, against frames and against seconds.
+def compare(groups: Sequence[Group], path: Path) -> None:
+    """Draw several settings: the objective against epochs and time, and the results as bars.
 
-    The upper row has the objective. The lower row has the WER of final models, or the frame accuracy
-    where nothing was decoded.
+    The bars are the WER of final models, or the time of training where nothing was decoded.
     """
-    figure = new_figure(10.0, 7.4)
-    panels = figure.subplots(2, 2, sharex="col", sharey="row")
-    curves = [(name, Curve(events := list(told)), _word_errors(events)) for name, told in runs]
-    decoded = any(wer is not None for _, _, wer in curves)
-    for (name, curve, wer), color in zip(curves, RUN_COLORS * (1 + len(runs) // len(RUN_COLORS)), strict=False):
-        for (top, bottom), across in zip(panels.T, ([event["frames_processed"] / 1e6 for event in curve.iterations], curve.values("elapsed_s")), strict=True):
-            top.plot(across, curve.values("valid.objf"), color=color, linewidth=2.0, label=name)
-            top.plot(across, curve.values("train.objf"), color=color, linewidth=1.2, linestyle="--", alpha=0.7)
-            if wer is not None:
-                bottom.plot(across[-1:], [wer], "o", color=color, markersize=8, label=name)
-            elif not decoded:
-                bottom.plot(across, curve.values("valid.accuracy", 100.0), color=color, linewidth=2.0, label=name)
-    label(panels[0][0], "Objective function", "nats per frame", legend="lower right")
-    label(panels[0][1], "Objective function", "")
-    for axes in panels[1]:
-        label(axes, "WER of final models" if decoded else "Frame accuracy", "%")
-    if decoded:
-        # so that a difference is not made larger than it is
-        panels[1][0].set_ylim(bottom=0.0)
-    panels[1][1].set_ylabel("")
-    panels[1][0].set_xlabel("frames processed (millions)")
-    panels[1][1].set_xlabel("seconds of training")
-    figure.suptitle("Validation set (solid) and training set (dashed)", fontsize=12)
+    height = 0.9 + 0.45 * len(groups)
+    figure = new_figure(10.0, 4.0 + height)
+    panels = figure.subplot_mosaic(
+        [["epochs", "minutes"], ["bars", "bars"]], height_ratios=(4.0, height)
+    )
+    for index, group in enumerate(groups):
+        for run in group.runs:
+            _objectives(panels["epochs"], [point.epoch for point in run.points], run, index)
+            _objectives(
+                panels["minutes"], [point.elapsed_s / 60 for point in run.points], run, index
+            )
+    label(
+        panels["epochs"], "Objective: validation set solid, training set dashed", "nats per frame"
+    )
+    label(panels["minutes"], "", "")
+    panels["epochs"].set_xlabel("epochs")
+    panels["minutes"].set_xlabel("minutes of training")
+    decoded = all(run.wer for group in groups for run in group.runs)
+    for index, group in enumerate(groups):
+        values = [
+            run.wer[0] if decoded and run.wer else run.points[-1].elapsed_s / 60
+            for run in group.runs
+        ]
+        wer = group.runs[0].wer
+        bounds = wer[1:] if decoded and wer and len(values) == 1 else (min(values), max(values))
+        result_bar(
+            panels["bars"],
+            index,
+            group.name,
+            sum(values) / len(values),
+            bounds,
+            RUN_COLORS[index % len(RUN_COLORS)],
+        )
+    label(
+        panels["bars"],
+        "WER on the test set; line: 95 % interval of one run, or the range of seeds"
+        if decoded
+        else "Time of training; line: the range of seeds",
+        "",
+    )
+    panels["bars"].set_xlabel("%" if decoded else "minutes")
     save(figure, path)
 
 
-def _word_errors(events: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the WER in percent of a run that has been decoded."""
-    return next((event["wer_percent"] for event in reversed(events) if event.get("event") == "finished"
-                 and event.get("wer_percent") is not None), None)
+def _objectives(axes: Any, x: Sequence[float], run: ComparedRun, index: int) -> None:
+    color = RUN_COLORS[index % len(RUN_COLORS)]
+    axes.plot(x, [point.valid_objf for point in run.points], color=color, linewidth=1.8)
+    axes.plot(
+        x, [point.train_objf for point in run.points], color=color, linewidth=0.9, linestyle="--"
+    )
+
+
+def result_bar(
+    axes: Any, index: int, name: str, mean: float, bounds: tuple[float, float], color: str
+) -> None:
+    """Draw the index-th bar from the top, its name, and a line between the bounds."""
+    axes.barh(index, mean, height=0.5, color=color)
+    if bounds[1] > bounds[0]:
+        axes.plot(bounds, [index, index], color=INK, linewidth=1.6, marker="|", markersize=7)
+    axes.annotate(name, (0.0, index - 0.27), fontsize=7.5, verticalalignment="bottom")
+    axes.set_yticks([])
+    axes.set_ylim(index + 0.5, -0.7)
 
 
 def draw_schedule(learned: Sequence[float], before: Sequence[float], path: Path) -> None:
-    """Draw a learned schedule of learning rates and the one it started from, at even distances over the run."""
+    """Draw a learned schedule of learning rates and the one it started from."""
     figure = new_figure(7.0, 4.0)
     axes = figure.subplots()
     for name, rates, color in (("before", before, GRAY), ("learned", learned, BLUE)):
-        axes.plot([100.0 * index / (len(rates) - 1) for index in range(len(rates))], rates, "o-", color=color, label=name)
+        axes.plot(
+            [100.0 * index / (len(rates) - 1) for index in range(len(rates))],
+            rates,
+            "o-",
+            color=color,
+            label=name,
+        )
     axes.set_yscale("log")
     axes.set_xlabel("share of the run (%)")
     label(axes, "Learning rate of a job", "per frame", legend="best")
@@ -107,10 +155,20 @@ class Curve:
         self.is_speech = is_speech
         self.example = "frame" if is_speech else "example"
         # the line of an outer iteration that ran twice is superseded by the later one
-        latest = {event["outer_iter"]: event for event in events if event.get("event") == "outer_iteration"}
+        latest = {
+            event["outer_iter"]: event
+            for event in events
+            if event.get("event") == "outer_iteration"
+        }
         self.iterations = [latest[outer_iter] for outer_iter in sorted(latest)]
         most = max((event["frames_processed"] for event in self.iterations), default=0)
-        scale, unit = (1e6, " (millions)") if most >= 2e6 else (1e3, " (thousands)") if most >= 2e3 else (1.0, "")
+        scale, unit = (
+            (1e6, " (millions)")
+            if most >= 2e6
+            else (1e3, " (thousands)")
+            if most >= 2e3
+            else (1.0, "")
+        )
         self.x_label = f"{self.example}s processed{unit}"
         self.positions = [event["frames_processed"] / scale for event in self.iterations]
         self.scale = scale
@@ -119,15 +177,33 @@ class Curve:
     def scores(self) -> list[Score]:
         """Return the scores that are charted."""
         if self.is_speech:
-            return [Score("objf", "Objective function", "nats per frame", "train.objf", "valid.objf"),
-                    Score("accuracy", "Frame accuracy", "%", "train.accuracy", "valid.accuracy", 100.0, 1)]
-        metrics = [name.removeprefix("valid/") for name in self.iterations[-1].get("diagnostics", {}) if name.startswith("valid/")]
-        return [Score("loss", "Loss (mean over examples)", "", "train.objf", "valid.objf", -1.0, 4),
-                *(Score(name, name, "", f"diagnostics.train/{name}", f"diagnostics.valid/{name}", 1.0, 4) for name in metrics)]
+            return [
+                Score("objf", "Objective function", "nats per frame", "train.objf", "valid.objf"),
+                Score(
+                    "accuracy", "Frame accuracy", "%", "train.accuracy", "valid.accuracy", 100.0, 1
+                ),
+            ]
+        metrics = [
+            name.removeprefix("valid/")
+            for name in self.iterations[-1].get("diagnostics", {})
+            if name.startswith("valid/")
+        ]
+        return [
+            Score("loss", "Loss (mean over examples)", "", "train.objf", "valid.objf", -1.0, 4),
+            *(
+                Score(
+                    name, name, "", f"diagnostics.train/{name}", f"diagnostics.valid/{name}", 1.0, 4
+                )
+                for name in metrics
+            ),
+        ]
 
     def values(self, key: str, scale: float = 1.0) -> list[float]:
         first, _, second = key.partition(".")
-        found = (event[first].get(second, float("nan")) if second else event.get(first, float("nan")) for event in self.iterations)
+        found = (
+            event[first].get(second, float("nan")) if second else event.get(first, float("nan"))
+            for event in self.iterations
+        )
         return [scale * value for value in found]
 
 
@@ -135,8 +211,15 @@ def lines(axes: Any, curve: Curve, what: Mapping[str, tuple[str, str]], scale: f
     # markers of a long run would hide its line
     marker = "o" if len(curve.positions) <= 40 else ""
     for name, (key, color) in what.items():
-        axes.plot(curve.positions, curve.values(key, scale), color=color, label=name,
-                  linewidth=1.8, marker=marker, markersize=3.5)
+        axes.plot(
+            curve.positions,
+            curve.values(key, scale),
+            color=color,
+            label=name,
+            linewidth=1.8,
+            marker=marker,
+            markersize=3.5,
+        )
 
 
 def label(axes: Any, title: str, unit: str, *, legend: str = "") -> None:
@@ -153,10 +236,14 @@ def label(axes: Any, title: str, unit: str, *, legend: str = "") -> None:
 def _title(curve: Curve) -> str:
     last = curve.iterations[-1]
     num_jobs = max(event["num_jobs"] for event in curve.iterations)
-    start = f"{len(curve.iterations)} outer iterations, {last['epoch']:.1f} epochs, up to {num_jobs} jobs: "
+    start = (
+        f"{len(curve.iterations)} outer iterations, {last['epoch']:.1f} epochs, "
+        f"up to {num_jobs} jobs: "
+    )
     if not curve.is_speech:
         return f"{start}validation loss {-last['valid']['objf']:.4g}"
-    return f"{start}validation objf {last['valid']['objf']:.3f}, frame accuracy {100 * last['valid']['accuracy']:.1f}%"
+    accuracy = f"{100 * last['valid']['accuracy']:.1f}%"
+    return f"{start}validation objf {last['valid']['objf']:.3f}, frame accuracy {accuracy}"
 
 
 def new_figure(width: float, height: float) -> Any:
