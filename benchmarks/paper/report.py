@@ -74,7 +74,8 @@ def _variants(group: Group, outers: tuple[str, ...]) -> str:
     jobs = {setting[2] for setting in group if setting[1] in outers[1:]}
     if not jobs:
         return "Not run yet."
-    rows = ["| jobs | what | method | seeds | averagings | valid objf | test %WER |", "|---|---|---|---|---|---|---|"]
+    rows = ["| jobs | setting | method | seeds | synchronizations | validation objf | test %WER |",
+            "|---|---|---|---|---|---|---|"]
     for num_jobs, outer, method in itertools.product(sorted(jobs), outers, METHODS):
         lines = group.get((method, outer, num_jobs))
         if lines:

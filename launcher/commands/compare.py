@@ -14,7 +14,8 @@ from typing import Any
 
 from ngsgd.errors import EXIT_OK
 from ngsgd.files import write_text
-from ngsgd.launcher.console import Parser, version
+from ngsgd.launcher.arguments import Parser
+from ngsgd.launcher.console import version
 from ngsgd.launcher.reports import comparison
 from ngsgd.launcher.reports.comparison import ComparedRun, Group
 from ngsgd.launcher.reports.progress import duration

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from ngsgd.errors import EXIT_OK, ConfigError, NgsgdError
 from ngsgd.files import read_json, read_json_lines, read_log, write_text
-from ngsgd.launcher.console import Parser, version
+from ngsgd.launcher.arguments import Parser
+from ngsgd.launcher.console import version
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.pipeline.runs.saved_config import read_config

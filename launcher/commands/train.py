@@ -40,7 +40,8 @@ def train(config: RunConfig, quiet: bool, trust: bool = False, *, allow_other_bi
     `trust` allows the import of a module that only the model to start from names.
     """
     if config.cluster.kind in ("slurm", "kubernetes"):
-        raise ConfigError(f"cluster={config.cluster.kind} is a place to submit to: ngsgd submit cluster={config.cluster.kind} ...")
+        raise ConfigError(f"cluster={config.cluster.kind} is a place to submit to: ngsgd submit "
+                          f"cluster={config.cluster.kind} ...")
     require_cluster(config.cluster)
     # brings speech recognition, which the services of a task do without
     from ngsgd.pipeline.run import build_run
@@ -113,7 +114,8 @@ def open_run(run_dir: Path, quiet: bool, *, is_unchanged: bool = True) -> Run:
 
     progress = _progress(config, quiet)
     if config.task._target_:
-        raise ConfigError(f"{run_dir} trains {config.task._target_}, and this command is for speech; read the scores in "
+        raise ConfigError(f"{run_dir} trains {config.task._target_}, and this command is for "
+                          "speech; read the scores in "
                           f"{folder.metrics}, or use ngsgd.load({str(run_dir)!r}, task) in Python.")
     return Run(config, folder, Services(progress.report, progress.warn))
 

@@ -32,14 +32,17 @@ def _read(override: str) -> list[str]:
     try:
         content = yaml.safe_load(read_yaml_text(path))
     except OSError as error:
-        raise ConfigError(f"{override}: {path} cannot be read ({error.strerror}); give the tuned.yaml that ngsgd tune "
+        raise ConfigError(f"{override}: {path} cannot be read ({error.strerror}); give the "
+                          "tuned.yaml that ngsgd tune "
                           "wrote.") from None
     except (yaml.YAMLError, UnicodeError, RecursionError):
         raise ConfigError(f"{override}: {path} is not valid YAML; tune again, or restore it.") from None
     if not isinstance(content, dict) or not all(isinstance(part, dict) for part in content.values()):
-        raise ConfigError(f"{override}: {path} holds no settings; give the tuned.yaml that ngsgd tune wrote.")
+        raise ConfigError(f"{override}: {path} holds no settings; give the tuned.yaml that ngsgd "
+                          "tune wrote.")
     if wrong := [name for name in ("_target_", "search_path", "args") if name in content.get("model", {})]:
-        raise ConfigError(f"{override}: {path} sets model.{wrong[0]}, which ngsgd tune never writes and which decides what code is "
+        raise ConfigError(f"{override}: {path} sets model.{wrong[0]}, which ngsgd tune never "
+                          "writes and which decides what code is "
                           "run; take it out of the file, and give it on the command line.")
     return [f"{section}.{key}={_shown(value)}" for section, part in content.items() for key, value in part.items()]
 

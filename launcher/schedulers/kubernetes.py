@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ngsgd import __version__
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.console import version
 
@@ -43,12 +44,15 @@ class KubernetesJob:
     def of(cls, options: argparse.Namespace, name: str) -> KubernetesJob:
         """From the command line; raises one ConfigError that lists everything wrong."""
         least = {"nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "retries": 0}
-        problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least {low}."
+        problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least "
+                    f"{low}."
                     for what, low in least.items() if getattr(options, what) < low]
         if not _NAME.fullmatch(name):
-            problems.append(f"--name is {name!r}; Kubernetes takes up to 47 small letters, digits and '-'.")
+            problems.append(f"--name is {name!r}; Kubernetes takes up to 47 small letters, digits "
+                            "and '-'.")
         if not options.claim:
-            problems.append("--claim is missing; name a PersistentVolumeClaim that all pods can write (ReadWriteMany).")
+            problems.append("--claim is missing; name a PersistentVolumeClaim that all pods can "
+                            "write (ReadWriteMany).")
         if problems:
             raise ConfigError(problems)
         return cls(name, options.namespace, options.image, options.claim, options.mount, options.nodes, options.cpus_per_node,
@@ -56,14 +60,20 @@ class KubernetesJob:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What Kubernetes alone is asked for."""
-    parser.add_argument("--image", default=f"ngsgd:{version('ngsgd')}", help="kubernetes (default: %(default)s; see docker/)")
-    parser.add_argument("--namespace", default="default", help="kubernetes (default: %(default)s)")
-    parser.add_argument("--claim", default="", help="kubernetes: PersistentVolumeClaim for output_dir, ReadWriteMany")
-    parser.add_argument("--mount", default="/shared", help="kubernetes: where it is in the pods (default: %(default)s)")
-    parser.add_argument("--retries", type=int, default=3,
-                        help="kubernetes: new clusters for a run that fails; it goes on from its checkpoint (default: %(default)s)")
-    parser.add_argument("--memory", default="8Gi", help="kubernetes: of a worker pod (default: %(default)s)")
+    """Add the flags of Kubernetes alone."""
+    group = parser.add_argument_group("Kubernetes")
+    group.add_argument("--image", default=f"ngsgd:{__version__}",
+                       help="container image (default: %(default)s; see docker/)")
+    group.add_argument("--namespace", default="default", help="namespace (default: %(default)s)")
+    group.add_argument("--claim", default="", metavar="NAME",
+                       help="PersistentVolumeClaim (ReadWriteMany) of output_dir")
+    group.add_argument("--mount", default="/shared", metavar="PATH",
+                       help="path of the claim in the pods (default: %(default)s)")
+    group.add_argument("--retries", type=int, default=3, metavar="N",
+                       help="number of new clusters for a failed run, which resumes from its "
+                            "checkpoint (default: %(default)s)")
+    group.add_argument("--memory", default="8Gi",
+                       help="memory of a worker pod (default: %(default)s)")
 
 
 def manifest(request: KubernetesJob, words: Sequence[str]) -> str:
@@ -84,7 +94,8 @@ def ray_job(request: KubernetesJob, words: Sequence[str]) -> dict[str, Any]:
             "ttlSecondsAfterFinished": 600,
             # each with a cluster of its own
             "backoffLimit": request.num_retries,
-            "runtimeEnvYAML": "env_vars:\n  RAY_JOB_STOP_WAIT_TIME_S: \"60\"\n  OMP_WAIT_POLICY: PASSIVE\n",
+            "runtimeEnvYAML": "env_vars:\n  RAY_JOB_STOP_WAIT_TIME_S: \"60\"\n  OMP_WAIT_POLICY: "
+                              "PASSIVE\n",
             "rayClusterSpec": {
                 "rayVersion": version("ray"),
                 "authOptions": {"mode": "token"},

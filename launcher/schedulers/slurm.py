@@ -114,11 +114,13 @@ class SlurmJob:
     @classmethod
     def of(cls, options: argparse.Namespace, name: str) -> SlurmJob:
         """From the command line; raises one ConfigError that lists everything wrong."""
-        problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least {low}."
+        problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least "
+                    f"{low}."
                     for what, low in (("nodes", 1), ("cpus_per_node", 1), ("gpus_per_node", 0)) if getattr(options, what) < low]
         if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             problems.append(f"--name is {name!r}; use letters, digits, '-', '_' and '.'.")
-        problems += [f"--sbatch is {option!r}; give one option of sbatch, such as --sbatch=--mem=32G."
+        problems += [f"--sbatch is {option!r}; give one option of sbatch, such as "
+                     "--sbatch=--mem=32G."
                      for option in options.sbatch if not option.startswith("-") or len(option.split()) != 1]
         if problems:
             raise ConfigError(problems)
@@ -127,15 +129,21 @@ class SlurmJob:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What both Slurm and Kubernetes, or Slurm alone, are asked for."""
-    parser.add_argument("--nodes", type=int, default=2, help="slurm, kubernetes: machines (default: %(default)s)")
-    parser.add_argument("--cpus-per-node", type=int, default=4, help="slurm, kubernetes (default: %(default)s)")
-    parser.add_argument("--gpus-per-node", type=int, default=0, help="slurm, kubernetes (default: %(default)s)")
-    parser.add_argument("--time", default="1-0", help="slurm: limit, as sbatch reads it (default: one day)")
-    parser.add_argument("--partition", default="", help="slurm")
-    parser.add_argument("--account", default="", help="slurm")
-    parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION",
-                        help="slurm: one more option of sbatch, such as --sbatch=--mem=32G; may be given several times")
+    """Add the flags of Slurm and Kubernetes, and those of Slurm alone."""
+    both = parser.add_argument_group("Slurm and Kubernetes")
+    both.add_argument("--nodes", type=int, default=2, metavar="N",
+                      help="number of machines (default: %(default)s)")
+    both.add_argument("--cpus-per-node", type=int, default=4, metavar="N",
+                      help="cores of a machine (default: %(default)s)")
+    both.add_argument("--gpus-per-node", type=int, default=0, metavar="N",
+                      help="GPUs of a machine (default: %(default)s)")
+    group = parser.add_argument_group("Slurm")
+    group.add_argument("--time", default="1-0",
+                       help="time limit in the notation of sbatch (default: one day)")
+    group.add_argument("--partition", default="", help="partition (default: that of the cluster)")
+    group.add_argument("--account", default="", help="account (default: that of the user)")
+    group.add_argument("--sbatch", action="append", default=[], metavar="OPTION",
+                       help="another option of sbatch, such as --sbatch=--mem=32G; repeatable")
 
 
 def script(request: SlurmJob, words: Sequence[str]) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.config import RunConfig, build, check, unused, with_new_names
-from ngsgd.config.build import OTHER_NAMES, defaults, did_you_mean, leaves, merged, paths
+from ngsgd.config.build import defaults, leaves, merged, paths
+from ngsgd.config.other_names import OTHER_NAMES, did_you_mean
 from ngsgd.config.unused import of_speech
 from ngsgd.errors import ConfigError
 from ngsgd.pipeline.base_run import BaseRun

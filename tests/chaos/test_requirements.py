@@ -1,4 +1,4 @@
-"""What fault tolerance promises beyond the matrix; docs/fault-tolerance.md says which test protects which requirement."""
+"""What fault tolerance promises beyond the matrix; docs/fault-tests.md says which test protects which requirement."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_a_description_fits_the_terminal_and_has_its_parts(columns: str, monkeyp
     monkeypatch.setenv("COLUMNS", columns)
     assert cli.main(["train", "--help", "optimizer"]) == 0
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= min(int(columns), 110)
+    assert max(map(len, text.splitlines())) <= min(int(columns), 100)
     [damping] = [one for one in describe.options() if one.path == "optimizer.damping"]
     joined = " ".join(text.split())
     for part in (damping.help, damping.default, damping.values, damping.used):

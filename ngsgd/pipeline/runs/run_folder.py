@@ -314,11 +314,17 @@ def folder_of_model(init_model: str) -> Path:
 
 
 def find_run(run: str) -> Path:
-    """The folder of a run given as a path, or by its name under runs/."""
+    """Return the folder of a run given as a path, or by its name under runs/.
+
+    Raises:
+        ConfigError: there is no such run; the message names a similar one, or the newest runs.
+    """
     found = known_run(run)
     if found:
         return found
-    existing = [folder.parent.name for folder in Path("runs").glob("*/config.yaml")]
-    near = difflib.get_close_matches(Path(run).name, existing, n=1)
-    hint = f"Did you mean {Path('runs') / near[0]}?" if near else "Give the folder that ngsgd train printed at its end."
+    newest = sorted(Path("runs").glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
+    names = [file.parent.name for file in newest]
+    near = difflib.get_close_matches(Path(run).name, names, n=1)
+    listed = f"Newest runs: {', '.join(names[:3])}. " if names else ""
+    hint = f"Did you mean {Path('runs') / near[0]}?" if near else f"{listed}List all runs with: ngsgd status [FOLDER]"
     raise ConfigError(f"{run} is not a run folder (it has no config.yaml). {hint}")

@@ -87,14 +87,14 @@ def test_train_help_lists_groups_settings_and_units(capsys: pytest.CaptureFixtur
     assert "--cfg job" in text
 
 
-@pytest.mark.parametrize("columns", ["80", "110", "200"])
+@pytest.mark.parametrize("columns", ["80", "100", "200"])
 def test_columns_of_the_help_of_train_do_not_collide(columns: str, monkeypatch: pytest.MonkeyPatch,
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert cli.main(["train", "--help"]) == 0
     text = capsys.readouterr().out
-    lists = text[text.index("what to use"):text.index("flags:")].splitlines()
-    assert max(map(len, lists)) <= min(int(columns), 110)
+    lists = text[text.index("Groups ("):text.index("Flags:")].splitlines()
+    assert max(map(len, lists)) <= min(int(columns), 100)
     for group, choices in compose.groups().items():
         assert re.search(rf"^  {group}= +{choices[0]}( |$)", text, re.MULTILINE), group
     joined = " ".join(text.split())
@@ -104,8 +104,7 @@ def test_columns_of_the_help_of_train_do_not_collide(columns: str, monkeypatch: 
 
 BAD_INPUTS = [
     (["trian"], "'trian'"),
-    ([], "No command"),
-    (["train", "optimizer.max_chnage=1"], "optimizer.max_change?"),
+    (["train", "optimizer.max_chnage=1"], "optimizer.max_change=1"),
     (["train", "augment=rain"], "augment=rain"),
     (["train", "schedule.num_epochs=abc"], "schedule.num_epochs"),
     (["train", "cluster.num_workers=0"], "cluster.num_workers"),
@@ -113,7 +112,7 @@ BAD_INPUTS = [
     (["train", "name=[1"], "name=[1"),
     (["train", "seed=1,2"], "add --multirun"),
     (["train", "-m", "seed=1,x"], "seed is 'x'"),
-    (["train", "--nope"], "unrecognized arguments: --nope"),
+    (["train", "--nope"], "--nope"),
     (["train", "--cfg", "nope"], "invalid choice: 'nope'"),
     (["train", "--config-dir", "none"], "--config-dir none"),
     (["train", "--resolve"], "--resolve goes with --cfg"),
@@ -147,7 +146,7 @@ def test_bad_input_as_a_real_command_shows_no_traceback_and_writes_nothing(tmp_p
     assert done.returncode == 2
     first, second = done.stderr.splitlines()
     assert first.startswith("ngsgd: augment=rain ") and "kaldi, none, robust, rooms, spec" in first
-    assert second.startswith("ngsgd: sed ") and "seed?" in second
+    assert second.startswith("ngsgd: sed ") and "seed=1" in second
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from ngsgd.cluster.fingerprint import version_digest
 from ngsgd.launcher import cli
-from ngsgd.launcher.commands import doctor
+from ngsgd.launcher.commands.cluster import doctor
 from ngsgd.launcher.doctor import cluster
 from ngsgd.launcher.doctor.machine import Finding
 

@@ -60,15 +60,15 @@ def test_a_model_and_an_optimizer_on_the_command_line_win_over_a_recipe(recipe: 
 
 
 @pytest.mark.parametrize(("override", "sentence"), [
-    ("optimizer.max_chnage=1", "optimizer.max_chnage is not a setting. Did you mean optimizer.max_change?"),
-    ("max_change=1", "max_change is not a setting. Did you mean optimizer.max_change?"),
-    ("optimzer=sgd", "optimzer is not a setting. Did you mean optimizer?"),
+    ("optimizer.max_chnage=1", "optimizer.max_chnage is not a setting. Did you mean optimizer.max_change=1?"),
+    ("max_change=1", "max_change is not a setting. Did you mean optimizer.max_change=1?"),
+    ("optimzer=sgd", "optimzer is not a setting. Did you mean optimizer=sgd?"),
     ("augment=rain", "augment=rain is not a choice; choose one of kaldi, none, robust, rooms, spec."),
-    ("lr=0.1", "lr is not a setting. Did you mean schedule.lr_initial?"),
-    ("optimizer.lr=0.1", "optimizer.lr is not a setting. Did you mean schedule.lr_initial?"),
-    ("epochs=3", "epochs is not a setting. Did you mean schedule.num_epochs?"),
-    ("batch_size=64", "batch_size is not a setting. Did you mean schedule.minibatch_size?"),
-    ("workers=4", "workers is not a setting. Did you mean cluster.num_workers?"),
+    ("lr=0.1", "lr is not a setting. Did you mean schedule.lr_initial=0.1?"),
+    ("optimizer.lr=0.1", "optimizer.lr is not a setting. Did you mean schedule.lr_initial=0.1?"),
+    ("epochs=3", "epochs is not a setting. Did you mean schedule.num_epochs=3?"),
+    ("batch_size=64", "batch_size is not a setting. Did you mean schedule.minibatch_size=64?"),
+    ("workers=4", "workers is not a setting. Did you mean cluster.num_workers=4?"),
     ("+optimizer.max_change=1",
      "+optimizer.max_change=1: settings can be changed, not added or deleted; write optimizer.max_change=VALUE."),
     ("~optimizer", "~optimizer: settings can be changed, not added or deleted; write optimizer=VALUE."),
@@ -80,7 +80,7 @@ def test_a_model_and_an_optimizer_on_the_command_line_win_over_a_recipe(recipe: 
     ("decode.acoustic_scales=[1,x]",
      "decode.acoustic_scales is [1, 'x']; it must be a list of finite numbers, such as [0.1,0.2]."),
     ("optimizer.max_change=-1", "optimizer.max_change is -1.0; it must be at least 0."),
-    ("seed=${no.such.key}", "seed is ${no.such.key}, which leads nowhere; give a value."),
+    ("seed=${no.such.key}", "seed is ${no.such.key}, an unresolved interpolation; give a value."),
     ("seed=1,2", "seed=1,2 lists several values; add --multirun to run them one after another."),
     ("objective.kind=smbr", "combination.kind is mean, which compares the cross-entropy of held-out frames, and "
      "objective.kind is smbr; set combination.kind=none (objective=smbr does)."),
