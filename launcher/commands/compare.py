@@ -83,7 +83,7 @@ def command(arguments: Sequence[str]) -> int:
 # column -> text of a run's figures; empty where a value is not known
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "WER (%)": lambda one: _shown(one["wer_percent"], ".2f"),
-    "95 % interval": lambda one: (
+    "95% interval": lambda one: (
         "{:.2f} to {:.2f}".format(*one["wer_interval_95"]) if one["wer_interval_95"] else ""
     ),
     "validation objf": lambda one: (
@@ -100,7 +100,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "to common objf (s)": lambda one: _shown(one["seconds_to_common_objf"], ".1f"),
 }
 # the table on a terminal of 80 columns
-_PRINTED = ("WER (%)", "95 % interval", "validation objf", "training")
+_PRINTED = ("WER (%)", "95% interval", "validation objf", "training")
 
 
 def _shown(value: float | None, form: str) -> str:
@@ -189,7 +189,7 @@ def _differences(groups: Sequence[Group], measure: str) -> list[str]:
         means = (f"{group.mean(measure):.4g}", str(len(group.runs)), f"{found.value:.3g}")
         rows.append((group.name, *means, interval, significant, found.basis))
     unit = " (%)" if measure == comparison.WER else ""
-    columns = ("runs", "worse by", "95 % interval", "significant", "interval from")
+    columns = ("runs", "worse by", "95% interval", "significant", "interval from")
     header = ("settings", f"{measure}{unit}", *columns)
     return [html.heading(f"Difference to the best: {best.name}"), html.table(header, rows)]
 

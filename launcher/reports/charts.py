@@ -103,13 +103,13 @@ def _learning(run: RunHistory) -> Iterator[Chart]:
         "Clipped updates (max_change)",
         "%",
         shares,
-        "A share near 100 % for long means that the learning rate is too high.",
+        "A share near 100% for long means that the learning rate is too high.",
         scale=100.0,
     )
 
 
 def _score(run: RunHistory, score: Score) -> Chart:
-    last, per_cent = run.iterations[-1], " %" if score.unit == "%" else f" {score.unit}".rstrip()
+    last, per_cent = run.iterations[-1], "%" if score.unit == "%" else f" {score.unit}".rstrip()
     values = {"training": (score.train, BLUE), "validation": (score.valid, ORANGE)}
     first, _, second = score.valid.partition(".")
     value = score.scale * last[first].get(second, float("nan"))

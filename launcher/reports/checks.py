@@ -49,7 +49,7 @@ _CLIPPED = (0.5, 0.9)
 _REJECTED = (0.0, 0.1)
 _DEAD = (0.1, 0.5)
 _SLOW = (0.8, 0.5)
-# share of the whole improvement that the last model may lose to the best one
+# share of the improvement that the last model may lose to the best one
 _BEHIND_BEST = (0.1, 1.0)
 # incidents after which data was not trained on, or an outer iteration ran again
 _LOSSES = ("job_dropped", "shard_quarantined", "archive_quarantined", "rolled_back")
@@ -106,7 +106,7 @@ def verdict_of(run: RunHistory, checks: Sequence[Check]) -> Verdict:
     if doubtful:
         names = ", ".join(check.name.lower() for check in doubtful)
         share = f"{len(doubtful)} of {len(counted)}"
-        return Verdict(AMBER, "look at", f"{start}{share} checks need attention: {names}.")
+        return Verdict(AMBER, "look at", f"{start}Checks with a finding: {names} ({share}).")
     return Verdict(GREEN, "healthy", f"{start}All {len(counted)} checks passed.")
 
 
@@ -186,9 +186,9 @@ def _wer(run: RunHistory) -> Iterator[Check]:
     final = run.final
     if not final or not final["wer"]:
         return
-    name, of_run = "WER", f"{final['wer_percent']:.2f} %"
+    name, of_run = "WER", f"{final['wer_percent']:.2f}%"
     if run.interval:
-        of_run += f" (95 % interval {run.interval[0]:.2f} to {run.interval[1]:.2f})"
+        of_run += f" (95% interval {run.interval[0]:.2f} to {run.interval[1]:.2f})"
     recipe, changed = user_settings(run.config)
     expected = EXPECTED_WER.get((recipe, run.config.optimizer.kind))
     relevant = [
@@ -211,7 +211,7 @@ def _wer(run: RunHistory) -> Iterator[Check]:
     yield Check(
         name,
         level,
-        f"Test WER {of_run}; expected {expected:.2f} % (recipe {recipe}, mean of three seeds).",
+        f"Test WER {of_run}; expected {expected:.2f}% (recipe {recipe}, mean of three seeds).",
         "amber: the interval lies above the expected WER; "
         f"red: by more than {_SEED_SPREAD:g} points",
     )
@@ -265,7 +265,7 @@ def _rejected(run: RunHistory) -> Check:
 
 def _speed(run: RunHistory) -> Iterator[Check]:
     rows = run.workers()
-    # jobs of one process run one after another: their speed says nothing about a worker
+    # jobs of one process run one after another: their speed is not that of a worker
     if len(rows) > 1 and run.config.cluster.kind != "in_process":
         slowest, median = rows[0], statistics.median(row.frames_per_s for row in rows)
         share = slowest.frames_per_s / max(median, 1e-9)

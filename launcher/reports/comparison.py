@@ -1,4 +1,4 @@
-"""Several runs: what differs between them, and which one is better, with a 95 % interval."""
+"""Several runs: what differs between them, and which one is better, with a 95% interval."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.runs.yaml_text import read_yaml_text
 
-# settings that say where a run lies or follow from others, not what it was
+# settings of places and names, or that follow from others
 _NO_DIFFERENCE = (*PLACES, "tracking.uri", "tracking.experiment_name", "schedule.num_jobs_initial")
 # groups whose difference to the best one is tested
 MAX_TESTED = 10
@@ -51,7 +51,7 @@ class ComparedRun:
     folder: RunFolder
     points: tuple[Point, ...]
     settings: dict[str, Any]
-    # percent, and its 95 % interval
+    # percent, and its 95% interval
     wer: tuple[float, float, float] | None
     # of the final model; None before the end
     final_objf: float | None
@@ -176,7 +176,7 @@ def read(folder: RunFolder) -> ComparedRun:
 
 
 def interval_in(about: Mapping[str, Any]) -> tuple[float, float]:
-    """The 95 % interval of the test set's WER in the content of decode/wer.json."""
+    """The 95% interval of the test set's WER in the content of decode/wer.json."""
     found = about["test_interval_95"]
     return float(found["low"]), float(found["high"])
 
@@ -349,7 +349,7 @@ def verdict(groups: Sequence[Group], measure: str) -> tuple[str, str]:
             f"{better} has a lower {measure} than {worse}: {figures}. One run of each gives no "
             "interval; train both with the same two or more seeds."
         )
-    interval = f"95 % interval {found.low:.3g} to {found.high:.3g}, {found.basis}"
+    interval = f"95% interval {found.low:.3g} to {found.high:.3g}, {found.basis}"
     if found.is_significant:
         return "better", f"{better} is better than {worse}: {figures} ({interval})."
     return (
@@ -359,7 +359,7 @@ def verdict(groups: Sequence[Group], measure: str) -> tuple[str, str]:
 
 
 def incomparable(runs: Sequence[ComparedRun], measure: str) -> str:
-    """The reason why a measure says nothing about these runs; empty if it does."""
+    """The reason why these runs cannot be compared by a measure; empty if they can."""
     prefixes = (
         ("objective.kind", "task.", "data.", "features.", "align.") if measure == LOSS else ()
     )

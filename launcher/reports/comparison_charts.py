@@ -43,7 +43,7 @@ def comparison_charts(runs: Sequence[ComparedRun], groups: Sequence[Group]) -> l
                 "%",
                 groups,
                 bars,
-                "Lines: the 95 % interval of one run, or the range of several seeds.",
+                "Lines: the 95% interval of one run, or the range of several seeds.",
             )
         )
     objf = common_objf(runs)

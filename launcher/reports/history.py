@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Event = Mapping[str, Any]
 # incidents about a worker that lost a job, marked with a cross on the timeline
 FAULTS = ("worker_died", "job_failed")
-# statuses of a closed event -> how a person says it
+# statuses of a closed event -> the reason shown
 _ENDINGS = {
     "KILLED": "stopped by Ctrl-C or a signal",
     "FAILED": "ended by an error",
@@ -41,7 +41,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class WorkerRow:
-    """One worker over the whole run."""
+    """One worker over the complete run."""
 
     worker: int
     host: str

@@ -24,7 +24,7 @@ p.lead { margin-bottom: 16px; }
 .verdict b { color: var(--mark); margin-right: 8px; }
 .green { --mark: var(--green); } .amber { --mark: var(--orange); } .red { --mark: var(--red); }
 .gray { --mark: var(--gray); }
-ul.checks { list-style: none; margin: 0 0 14px; padding: 0; }
+ul.checks { list-style: none; margin: 0; padding: 0; }
 ul.checks li { display: grid; grid-template-columns: 1.6em minmax(9em, 13em) 1fr; gap: 2px 8px;
   padding: 6px 12px;
   border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
@@ -60,6 +60,12 @@ ul.list { margin: 0; padding: 10px 14px 10px 30px; } ul.list li { overflow-wrap:
 details summary { cursor: pointer; padding: 10px 14px; color: var(--blue); }
 ul.list summary { padding: 0; color: inherit; }
 footer { color: var(--soft); font-size: .85rem; margin-top: 32px; overflow-wrap: anywhere; }
+svg.chart { display: block; width: 100%; height: auto; }
+svg.chart text { font-family: system-ui, -apple-system, "Segoe UI", sans-serif; }
+svg.chart .hit { fill: transparent; } svg.chart .tip { visibility: hidden; pointer-events: none; }
+svg.chart .spot:hover .tip { visibility: visible; }
+svg.chart .box { fill: var(--ink); opacity: .94; } svg.chart .tip text { fill: var(--card); }
+svg.chart .guide { stroke: var(--soft); stroke-width: .8; }
 @media (max-width: 600px) { ul.checks li { grid-template-columns: 1.6em 1fr; }
 ul.checks li > :nth-child(3) { grid-column: 2; } }
 @media print { body { background: none; } main { max-width: none; padding: 0; }
@@ -87,7 +93,7 @@ def page(title: str, lead: str, body: Iterable[str], footer: str) -> str:
         '<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<link rel="icon" href="data:,">\n<title>{html.escape(title)}</title>\n'
-        f"<style>{svg.css()}{_STYLE}{svg.STYLE}</style>"
+        f"<style>{svg.css()}{_STYLE}</style>"
     )
     main = "\n".join(
         [
@@ -119,7 +125,7 @@ def verdict(level: str, word: str, sentence: str) -> str:
 
 
 def checks(rows: Iterable[tuple[str, str, str, str]]) -> str:
-    """(level, name, reason, threshold) each; the icon says the level without the color."""
+    """(level, name, reason, threshold) each; the icon shows the level without the color."""
     inside = "".join(
         f'<li class="{level}"><span class="icon" role="img" aria-label="{_ICONS[level][1]}">'
         f"{_ICONS[level][0]}</span><b>{html.escape(name)}</b>"

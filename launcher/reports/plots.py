@@ -88,7 +88,7 @@ def compare(groups: Sequence[Group], path: Path) -> None:
         )
     label(
         panels["bars"],
-        "WER on the test set; line: 95 % interval of one run, or the range of seeds"
+        "WER on the test set; line: 95% interval of one run, or the range of seeds"
         if decoded
         else "Time of training; line: the range of seeds",
         "",

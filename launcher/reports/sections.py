@@ -34,7 +34,7 @@ def summary(run: RunHistory, verdict: Verdict, checks: Sequence[Check]) -> Itera
     yield html.checks((check.level, check.name, check.reason, check.threshold) for check in checks)
     state = run.state
     tiles = (
-        [("WER, test set, final model", f"{run.final['wer_percent']:.2f} %")]
+        [("WER, test set, final model", f"{run.final['wer_percent']:.2f}%")]
         if run.final and run.final["wer"]
         else []
     )
@@ -63,7 +63,7 @@ def quality(
             )
     if word_errors:
         yield html.table(
-            ("set", "WER (%), final model", "95 % interval", "errors / words"), word_errors
+            ("set", "WER (%), final model", "95% interval", "errors / words"), word_errors
         )
     yield html.pictures(charts)
 
@@ -263,7 +263,7 @@ def _scores(run: RunHistory) -> list[tuple[str, str, str]]:
             ),
             (
                 "frame accuracy, validation subset",
-                lambda event: f"{100 * event['valid']['accuracy']:.1f} %",
+                lambda event: f"{100 * event['valid']['accuracy']:.1f}%",
             ),
         ]
         return [(name, shown(final) if final else "", shown(last)) for name, shown in names]

@@ -39,14 +39,6 @@ VARIABLES = {light: f"var(--{name})" for name, (light, _) in {**PALETTE, **SURFA
 # of the text of a tip, in points of the figure
 _FONT_SIZE, _LINE_HEIGHT, _CHARACTER = 8.0, 10.5, 4.7
 _POINTS_PER_INCH = 72
-STYLE = """
-svg.chart { display: block; width: 100%; height: auto; }
-svg.chart text { font-family: system-ui, -apple-system, "Segoe UI", sans-serif; }
-svg.chart .hit { fill: transparent; } svg.chart .tip { visibility: hidden; pointer-events: none; }
-svg.chart .spot:hover .tip { visibility: visible; }
-svg.chart .box { fill: var(--ink); opacity: .94; } svg.chart .tip text { fill: var(--card); }
-svg.chart .guide { stroke: var(--soft); stroke-width: .8; }
-"""
 
 
 def css() -> str:

@@ -1,4 +1,4 @@
-"""Which of several runs is better, and what is said where that cannot be known."""
+"""Which of several runs is better, and the verdicts where that cannot be known."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def decoded(folder: Path, errors: list[int]) -> ComparedRun:
 
 
 def test_one_run_each_is_compared_utterance_by_utterance(tmp_path: Path) -> None:
-    """The pairs differ always by one word, so the bootstrap has no spread, while each WER has much."""
+    """Each pair differs by one word, so the bootstrap has no spread, while each WER has."""
     errors = np.random.default_rng(0).integers(0, 6, 50).tolist()
     first, second = (
         decoded(tmp_path / "ngsgd", errors),

@@ -1,4 +1,4 @@
-"""The pages of `ngsgd report` and `ngsgd compare` in a browser: nothing fails, nothing is cut off, all can be read."""
+"""The pages of `ngsgd report` and `ngsgd compare` in a browser: legible, and nothing is cut off."""
 
 from __future__ import annotations
 
