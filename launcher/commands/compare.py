@@ -65,9 +65,9 @@ def command(arguments: Sequence[str]) -> int:
     target = Path(options.output)
     write_text(target, _page(runs, groups, measure, (word, sentence)))
     if options.png:
-        from ngsgd.launcher.reports.plots import compare
+        from ngsgd.launcher.reports.comparison_charts import draw_comparison
 
-        compare(groups, Path(options.png))
+        draw_comparison(groups, Path(options.png))
     if options.json:
         objf = comparison.common_objf(runs)
         about = {"page": str(target), "verdict": word, "sentence": sentence, "common_objf": objf}

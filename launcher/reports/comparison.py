@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ngsgd.asr.decode.scoring import UtteranceErrors, read_per_utterance
+from ngsgd.asr.decode.significance import bootstrap_interval, paired_interval, welch_interval
 from ngsgd.config.build import flatten
 from ngsgd.errors import ConfigError
 from ngsgd.files import parse_json, read_json, read_log
@@ -28,7 +27,6 @@ _NO_DIFFERENCE = (*PLACES, "tracking.uri", "tracking.experiment_name", "schedule
 # groups whose difference to the best one is tested
 MAX_TESTED = 10
 _MAX_IN_NAME = 4
-_NUM_RESAMPLINGS = 2000
 
 
 @dataclass(frozen=True)
@@ -117,6 +115,11 @@ class Group:
     def values(self, measure: str) -> list[float]:
         """WER in percent, or validation loss; low is good."""
         return [run.wer[0] if measure == WER and run.wer else run.valid_loss for run in self.runs]
+
+    def by_seed(self, measure: str) -> dict[int, float]:
+        """Values by seed; of a seed that ran twice, the last."""
+        seeds = [run.settings["seed"] for run in self.runs]
+        return dict(zip(seeds, self.values(measure), strict=True))
 
     def mean(self, measure: str) -> float:
         return statistics.fmean(self.values(measure))
@@ -391,70 +394,21 @@ def difference(best: Group, other: Group, measure: str) -> Difference:
     the utterances of one run each by a paired bootstrap.
     """
     value = other.mean(measure) - best.mean(measure)
-    seeds = [
-        {
-            run.settings["seed"]: one
-            for run, one in zip(group.runs, group.values(measure), strict=True)
-        }
-        for group in (best, other)
-    ]
-    matched = sorted(seeds[0].keys() & seeds[1].keys())
+    ours, theirs = best.by_seed(measure), other.by_seed(measure)
+    matched = [theirs[seed] - ours[seed] for seed in ours if seed in theirs]
     if len(matched) > 1:
-        paired = [seeds[1][seed] - seeds[0][seed] for seed in matched]
-        reach = _quantile(len(paired) - 1) * statistics.stdev(paired) / math.sqrt(len(paired))
-        mean = statistics.fmean(paired)
-        return Difference(mean, mean - reach, mean + reach, f"{len(matched)} matched seeds")
-    if min(len(best.runs), len(other.runs)) > 1:
-        parts = [
-            statistics.variance(group.values(measure)) / len(group.runs) for group in (best, other)
-        ]
-        total = sum(parts)
-        freedom = total**2 / max(
-            sum(
-                part**2 / (len(group.runs) - 1)
-                for part, group in zip(parts, (best, other), strict=True)
-            ),
-            1e-300,
-        )
-        reach = _quantile(max(freedom, 1.0)) * math.sqrt(total)
-        return Difference(
-            value,
-            value - reach,
-            value + reach,
-            f"{len(best.runs)} and {len(other.runs)} runs of other seeds",
-        )
-    if measure == WER and (
-        bounds := _bootstrap(utterances(best.runs[0]), utterances(other.runs[0]))
-    ):
-        return Difference(
-            value, *bounds, "one run each, test utterances resampled; seeds may differ by more"
-        )
+        mean = statistics.fmean(matched)
+        return Difference(mean, *paired_interval(matched), f"{len(matched)} matched seeds")
+    counts = (len(best.runs), len(other.runs))
+    if min(counts) > 1:
+        bounds = welch_interval(best.values(measure), other.values(measure))
+        return Difference(value, *bounds, f"{counts[0]} and {counts[1]} runs of other seeds")
+    if measure == WER:
+        found = bootstrap_interval(utterances(best.runs[0]), utterances(other.runs[0]))
+        if found:
+            basis = "one run each, test utterances resampled; seeds may differ by more"
+            return Difference(value, *found, basis)
     return Difference(value, math.nan, math.nan, "one run each")
-
-
-def _quantile(freedom: float) -> float:
-    """Of Student's t, for a two-sided interval of 95 %."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(freedom, 0.975))
-
-
-def _bootstrap(
-    first: Sequence[UtteranceErrors], second: Sequence[UtteranceErrors]
-) -> tuple[float, float] | None:
-    """Bounds of the difference of two WERs; None where the utterances are not the same."""
-    if not first or [row.utt_id for row in first] != [row.utt_id for row in second]:
-        return None
-    count = len(first)
-    more = np.array(
-        [b.errors.num_errors - a.errors.num_errors for a, b in zip(first, second, strict=True)]
-    )
-    words = np.array([row.errors.num_words for row in first])
-    picks = np.random.default_rng(0).multinomial(
-        count, np.full(count, 1 / count), size=max(200, min(_NUM_RESAMPLINGS, 10**7 // count))
-    )
-    low, high = np.percentile(100.0 * (picks @ more) / np.maximum(picks @ words, 1), (2.5, 97.5))
-    return float(low), float(high)
 
 
 @functools.lru_cache(maxsize=64)

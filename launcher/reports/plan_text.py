@@ -70,7 +70,7 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def advice(machine: Machine, table: Sequence[Row], *, is_speech: bool = True) -> str:
-    """Up to how many workers it pays, what is in the way of more, and the one change that helps most."""
+    """The number of workers that pays, the reason against more, and the most useful change."""
     few, many = machine.serial[0], machine.serial[-1]
     if many.rate < few.rate:
         return (f"one worker is {few.rate / many.rate:.1f} times as fast with {_threads(few.num_threads)} as with "

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ngsgd.launcher.reports.svg import BLUE, GRAY, GREEN, INK, LINE, ORANGE, RED, RUN_COLORS
-
-if TYPE_CHECKING:
-    from ngsgd.launcher.reports.comparison import ComparedRun, Group
+from ngsgd.launcher.reports.svg import BLUE, GRAY, GREEN, LINE, ORANGE, RED
 
 Events = Iterable[Mapping[str, Any]]
 
@@ -46,75 +43,6 @@ def draw(events: Events, path: Path, *, is_speech: bool = True) -> None:
         axes.set_xlabel(curve.x_label)
     figure.suptitle(_title(curve), fontsize=12)
     save(figure, path)
-
-
-def compare(groups: Sequence[Group], path: Path) -> None:
-    """Draw several settings: the objective against epochs and time, and the results as bars.
-
-    The bars are the WER of final models, or the time of training where nothing was decoded.
-    """
-    height = 0.9 + 0.45 * len(groups)
-    figure = new_figure(10.0, 4.0 + height)
-    panels = figure.subplot_mosaic(
-        [["epochs", "minutes"], ["bars", "bars"]], height_ratios=(4.0, height)
-    )
-    for index, group in enumerate(groups):
-        for run in group.runs:
-            _objectives(panels["epochs"], [point.epoch for point in run.points], run, index)
-            _objectives(
-                panels["minutes"], [point.elapsed_s / 60 for point in run.points], run, index
-            )
-    label(
-        panels["epochs"], "Objective: validation set solid, training set dashed", "nats per frame"
-    )
-    label(panels["minutes"], "", "")
-    panels["epochs"].set_xlabel("epochs")
-    panels["minutes"].set_xlabel("minutes of training")
-    decoded = all(run.wer for group in groups for run in group.runs)
-    for index, group in enumerate(groups):
-        values = [
-            run.wer[0] if decoded and run.wer else run.points[-1].elapsed_s / 60
-            for run in group.runs
-        ]
-        wer = group.runs[0].wer
-        bounds = wer[1:] if decoded and wer and len(values) == 1 else (min(values), max(values))
-        result_bar(
-            panels["bars"],
-            index,
-            group.name,
-            sum(values) / len(values),
-            bounds,
-            RUN_COLORS[index % len(RUN_COLORS)],
-        )
-    label(
-        panels["bars"],
-        "WER on the test set; line: 95% interval of one run, or the range of seeds"
-        if decoded
-        else "Time of training; line: the range of seeds",
-        "",
-    )
-    panels["bars"].set_xlabel("%" if decoded else "minutes")
-    save(figure, path)
-
-
-def _objectives(axes: Any, x: Sequence[float], run: ComparedRun, index: int) -> None:
-    color = RUN_COLORS[index % len(RUN_COLORS)]
-    axes.plot(x, [point.valid_objf for point in run.points], color=color, linewidth=1.8)
-    axes.plot(
-        x, [point.train_objf for point in run.points], color=color, linewidth=0.9, linestyle="--"
-    )
-
-
-def result_bar(
-    axes: Any, index: int, name: str, mean: float, bounds: tuple[float, float], color: str
-) -> None:
-    """Draw the index-th bar from the top, its name, and a line between the bounds."""
-    axes.barh(index, mean, height=0.5, color=color)
-    if bounds[1] > bounds[0]:
-        axes.plot(bounds, [index, index], color=INK, linewidth=1.6, marker="|", markersize=7)
-    axes.annotate(name, (0.0, index - 0.27), fontsize=7.5, verticalalignment="bottom")
-    axes.set_yticks([])
-    axes.set_ylim(index + 0.5, -0.7)
 
 
 def draw_schedule(learned: Sequence[float], before: Sequence[float], path: Path) -> None:

@@ -102,8 +102,8 @@ def test_a_score_that_is_not_finite_fails_and_a_skipped_minibatch_is_shown() -> 
     ("valid", "level"), [(-0.9, "green"), (-1.2, "green"), (-1.5, "amber"), (-2.0, "red")]
 )
 def test_the_gap_is_that_of_the_final_model(valid: float, level: str) -> None:
-    scores = {"train": SubsetScore(-1.0, 0.7), "valid": SubsetScore(valid, 0.6)}
-    run = history(record(0, -9.0), record(1, -8.0), final=replace(final_report(), **scores))
+    final = replace(final_report(), train=SubsetScore(-1.0, 0.7), valid=SubsetScore(valid, 0.6))
+    run = history(record(0, -9.0), record(1, -8.0), final=final)
     assert levels(run)["Train/validation gap"] == level
 
 

@@ -12,6 +12,7 @@ import pytest
 from ngsgd.asr.decode.scoring import UtteranceErrors, WordErrors, write_per_utterance
 from ngsgd.launcher import cli
 from ngsgd.launcher.reports import comparison
+from ngsgd.launcher.reports.checks import flat_defaults
 from ngsgd.launcher.reports.comparison import LOSS, WER, ComparedRun, Group, Point
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from tests.launcher.reports.test_report import Page, make_run
@@ -25,7 +26,7 @@ def run(
         for number in range(1, 5)
     )
     found = {
-        **comparison.flat_defaults(),
+        **flat_defaults(),
         **{path.replace("__", "."): value for path, value in settings.items()},
     }
     return ComparedRun(
@@ -68,7 +69,8 @@ def test_other_seeds_are_compared_by_welch() -> None:
         run("c", loss=3.0, seed=2, optimizer__kind="sgd"),
         run("d", loss=3.2, seed=3, optimizer__kind="sgd"),
     ]
-    found = comparison.difference(*comparison.groups_of(runs), LOSS)
+    first, second = comparison.groups_of(runs)
+    found = comparison.difference(first, second, LOSS)
     # both variances 0.02, two degrees of freedom
     assert found.high - found.value == pytest.approx(4.302653 * (0.02 / 2 * 2) ** 0.5, abs=1e-5)
 
@@ -104,7 +106,8 @@ def test_one_run_each_is_compared_utterance_by_utterance(tmp_path: Path) -> None
         decoded(tmp_path / "ngsgd", errors),
         decoded(tmp_path / "sgd", [count + 1 for count in errors]),
     )
-    found = comparison.difference(*comparison.groups_of([first, second]), WER)
+    better, worse = comparison.groups_of([first, second])
+    found = comparison.difference(better, worse, WER)
     assert (found.value, found.low, found.high) == pytest.approx((10.0, 10.0, 10.0))
     assert said(first, second, measure=WER) == "better"
     shuffled = decoded(tmp_path / "adam", errors[::-1])
