@@ -345,14 +345,14 @@ def verdict(groups: Sequence[Group], measure: str) -> tuple[str, str]:
     )
     found = difference(best, second, measure)
     unit = _UNITS[measure]
-    means = f"{best.mean(measure):.4g} and {second.mean(measure):.4g}"
-    figures = f"{measure} {means}, difference {found.value:.3g}{unit}"
+    means = f"{best.mean(measure):.3g} and {second.mean(measure):.3g}"
+    figures = f"{measure} {means}, difference {found.value:.2g}{unit}"
     if math.isnan(found.low):
         return "no interval", (
             f"{better} has a lower {measure} than {worse}: {figures}. One run of each gives no "
             "interval; train both with the same two or more seeds."
         )
-    interval = f"95% interval {found.low:.3g} to {found.high:.3g}, {found.basis}"
+    interval = f"95% interval {found.low:.2g} to {found.high:.2g}, {found.basis}"
     if found.is_significant:
         return "better", f"{better} is better than {worse}: {figures} ({interval})."
     return (
@@ -403,12 +403,19 @@ def difference(best: Group, other: Group, measure: str) -> Difference:
     if min(counts) > 1:
         bounds = welch_interval(best.values(measure), other.values(measure))
         return Difference(value, *bounds, f"{counts[0]} and {counts[1]} runs of other seeds")
-    if measure == WER:
-        found = bootstrap_interval(utterances(best.runs[0]), utterances(other.runs[0]))
-        if found:
-            basis = "one run each, test utterances resampled; seeds may differ by more"
-            return Difference(value, *found, basis)
+    first, second = _pair(best, other)
+    if measure == WER and (bounds := bootstrap_interval(utterances(first), utterances(second))):
+        low, high = bounds
+        value = Group("", (second,)).mean(measure) - Group("", (first,)).mean(measure)
+        basis = "one run each, test utterances resampled; seeds may differ by more"
+        return Difference(value, low, high, basis)
     return Difference(value, math.nan, math.nan, "one run each")
+
+
+def _pair(best: Group, other: Group) -> tuple[ComparedRun, ComparedRun]:
+    """A run of each, with equal seeds if there are such."""
+    pairs = [(first, second) for first in best.runs for second in other.runs]
+    return min(pairs, key=lambda pair: pair[0].settings["seed"] != pair[1].settings["seed"])
 
 
 @functools.lru_cache(maxsize=64)

@@ -110,6 +110,10 @@ def test_one_run_each_is_compared_utterance_by_utterance(tmp_path: Path) -> None
     found = comparison.difference(better, worse, WER)
     assert (found.value, found.low, found.high) == pytest.approx((10.0, 10.0, 10.0))
     assert said(first, second, measure=WER) == "better"
+    # of a group, the run with the same seed is taken
+    extra = replace(decoded(tmp_path / "extra", [9] * 50), settings={**second.settings, "seed": 5})
+    found = comparison.difference(better, Group("sgd", (extra, second)), WER)
+    assert (found.value, found.low) == pytest.approx((10.0, 10.0))
     shuffled = decoded(tmp_path / "adam", errors[::-1])
     assert said(first, shuffled, measure=WER) == "not significant"
     fewer = decoded(tmp_path / "kfac", errors[:20])
