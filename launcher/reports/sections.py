@@ -17,11 +17,12 @@ from ngsgd.launcher.reports.progress import duration
 from ngsgd.launcher.text import masked
 
 _WORST = 10
+_WRONG = ("reference", "hypothesis", "count")
 # rows of a table of words
 _MOST = 15
 _MOST_WORKERS = 100
 _MOST_INCIDENTS = 100
-# of the smallest e_i of a Fisher factor (docs/natural-gradient.md, section 8)
+# of the smallest e_i of a Fisher factor (docs/natural-gradient.md)
 _HEALTHY_E = (0.05, 0.2)
 _RANK_OF = {"input": "rank_in", "output": "rank_out"}
 # of the share of updates that max_change clips
@@ -53,14 +54,15 @@ def quality(
     run: RunHistory, charts: Sequence[Chart], word_errors: Sequence[Sequence[str]]
 ) -> Iterator[str]:
     """Scores of the final model and of the last outer iteration, and the curves."""
+    if not run.iterations:
+        return
     yield html.heading("How good is the model?")
-    if run.iterations:
-        yield html.table(("score", "final model", "last outer iteration"), _scores(run))
-        if run.final:
-            yield html.note(
-                "The final model is combined from the last outer iterations, so its scores differ "
-                "from the ends of the curves."
-            )
+    yield html.table(("score", "final model", "last outer iteration"), _scores(run))
+    if run.final:
+        yield html.note(
+            "The final model is usually combined from the last outer iterations, so its scores "
+            "differ from the ends of the curves."
+        )
     if word_errors:
         yield html.table(
             ("set", "WER (%), final model", "95% interval", "errors / words"), word_errors
@@ -79,37 +81,16 @@ def words(rows: Sequence[UtteranceErrors], per_speaker: str) -> Iterator[str]:
         yield html.note("All words of the test set are right.")
         return
     yield html.note(f"Errors of the final model on the test set, {len(rows)} utterances.")
+    tables = {
+        "Substitutions": (_WRONG, _pairs(wrong, lambda ref, hyp: NOTHING not in (ref, hyp))),
+        "Deletions": (_WRONG, _pairs(wrong, lambda ref, hyp: hyp == NOTHING)),
+        "Insertions": (_WRONG, _pairs(wrong, lambda ref, hyp: ref == NOTHING)),
+        "Words": (("word", "in reference", "wrong", "wrong (%)"), _words(found)),
+        "Speakers": (("speaker", "words", "errors", "WER (%)"), _speakers(per_speaker)),
+    }
+    shown = {title: part for title, part in tables.items() if part[1]}
     yield html.columns(
-        [
-            html.heading(title, level=3) + html.table(header, lines)
-            for title, header, lines in (
-                (
-                    "Substitutions",
-                    ("reference", "hypothesis", "count"),
-                    _pairs(wrong, lambda ref, hyp: NOTHING not in (ref, hyp)),
-                ),
-                (
-                    "Deletions",
-                    ("reference", "", "count"),
-                    _pairs(wrong, lambda ref, hyp: hyp == NOTHING),
-                ),
-                (
-                    "Insertions",
-                    ("", "hypothesis", "count"),
-                    _pairs(wrong, lambda ref, hyp: ref == NOTHING),
-                ),
-                ("Words", ("word", "in reference", "wrong", "wrong (%)"), _words(found)),
-                (
-                    "Speakers",
-                    ("speaker", "words", "errors", "WER (%)"),
-                    [
-                        (name, str(said), str(errors), f"{100 * errors / max(said, 1):.1f}")
-                        for name, errors, said in errors_by_speaker(per_speaker)[:_MOST]
-                    ],
-                ),
-            )
-            if lines
-        ]
+        html.heading(title, level=3) + html.table(*part) for title, part in shown.items()
     )
     worst = sorted(
         (row for row in rows if row.errors.num_errors),
@@ -221,7 +202,7 @@ def natural_gradient(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
         *(text for _ in sides for text in ("1 or more", f"{low:g} to {high:g}")),
         f"0 to {100 * _MAX_CLIPPED:.0f}",
         "0 to 1",
-        "0 to 50",
+        "",
     ]
     yield html.table(header, [ranges, *(_layer(row, sides) for row in rows)])
     yield html.pictures(charts)
@@ -311,6 +292,14 @@ def _words(found: Counter[tuple[str, str]]) -> list[tuple[str, ...]]:
     return [
         (word, str(said[word]), str(wrong[word]), f"{100 * wrong[word] / said[word]:.1f}")
         for word in worst
+    ]
+
+
+def _speakers(text: str) -> list[tuple[str, ...]]:
+    """The speakers with the highest WER."""
+    return [
+        (name, str(said), str(errors), f"{100 * errors / max(said, 1):.1f}")
+        for name, errors, said in errors_by_speaker(text)[:_MOST]
     ]
 
 
