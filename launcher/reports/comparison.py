@@ -303,20 +303,16 @@ def groups_of(runs: Sequence[ComparedRun]) -> list[Group]:
 def _group_names(runs: Sequence[ComparedRun], different: Mapping[str, Sequence[Any]]) -> list[str]:
     """Words as on the command line, such as optimizer=sgd."""
     paths = list(different)[:_MAX_IN_NAME]
-    shorts = [
-        path.removesuffix(".kind") if path.endswith(".kind") else path.rpartition(".")[2]
-        for path in paths
+    # optimizer.kind is chosen with optimizer=sgd, task._target_ with task=module:function
+    choices = [re.sub(r"\.(kind|_target_)$", "", path) for path in paths]
+    shorts = [choice.rpartition(".")[2] for choice in choices]
+    names = [
+        short if shorts.count(short) == 1 else choice
+        for short, choice in zip(shorts, choices, strict=True)
     ]
-    shorts = [
-        short if shorts.count(short) == 1 else path
-        for short, path in zip(shorts, paths, strict=True)
-    ]
-    return [
-        ", ".join(
-            f"{short}={different[path][index]}" for short, path in zip(shorts, paths, strict=True)
-        )
-        for index in range(len(runs))
-    ]
+    values = zip(*(map(str, different[path]) for path in paths), strict=True)
+    words = [", ".join(map("{}={}".format, names, of_run)) for of_run in values]
+    return words or [""] * len(runs)
 
 
 # The verdict --------------------------------------------------------------------------------------
@@ -332,6 +328,8 @@ def verdict(groups: Sequence[Group], measure: str) -> tuple[str, str]:
     best = groups[0]
     if len(groups) == 1:
         values = best.values(measure)
+        if len(values) == 1:
+            return "one run", f"{measure} {values[0]:.4g}; name a second run to compare it with."
         return "no difference", (
             f"The settings of these {len(values)} runs are equal but for the seed: {measure} mean "
             f"{statistics.fmean(values):.4g}, {min(values):.4g} to {max(values):.4g}."
