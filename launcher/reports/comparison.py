@@ -402,8 +402,9 @@ def difference(best: Group, other: Group, measure: str) -> Difference:
         bounds = welch_interval(best.values(measure), other.values(measure))
         return Difference(value, *bounds, f"{counts[0]} and {counts[1]} runs of other seeds")
     first, second = _pair(best, other)
-    if measure == WER and (bounds := bootstrap_interval(utterances(first), utterances(second))):
-        low, high = bounds
+    both = bootstrap_interval(utterances(first), utterances(second)) if measure == WER else None
+    if both:
+        low, high = both
         value = Group("", (second,)).mean(measure) - Group("", (first,)).mean(measure)
         basis = "one run each, test utterances resampled; seeds may differ by more"
         return Difference(value, low, high, basis)

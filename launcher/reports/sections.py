@@ -81,7 +81,7 @@ def words(rows: Sequence[UtteranceErrors], per_speaker: str) -> Iterator[str]:
         yield html.note("All words of the test set are right.")
         return
     yield html.note(f"Errors of the final model on the test set, {len(rows)} utterances.")
-    tables = {
+    tables: dict[str, tuple[tuple[str, ...], Sequence[Sequence[str]]]] = {
         "Substitutions": (_WRONG, _pairs(wrong, lambda ref, hyp: NOTHING not in (ref, hyp))),
         "Deletions": (_WRONG, _pairs(wrong, lambda ref, hyp: hyp == NOTHING)),
         "Insertions": (_WRONG, _pairs(wrong, lambda ref, hyp: ref == NOTHING)),
