@@ -21,7 +21,7 @@ class NgsgdError(Exception):
 
 
 class ConfigError(NgsgdError):
-    """One or more settings are wrong; `problems` lists them all so that they can be mended in one go."""
+    """One or more settings are wrong; `problems` lists all of them."""
 
     exit_code = 2
 
@@ -54,7 +54,7 @@ class DivergenceError(NgsgdError):
 
 
 class ReversalError(NgsgdError):
-    """Training could not be run backwards bit for bit; `step` is the first step, from 1, at which that showed."""
+    """Training could not be reversed exactly; `step` is the first step, from 1, at which that showed."""
 
     def __init__(self, step: int, why: str) -> None:
         super().__init__(f"step {step} could not be undone: {why}; compute both ways with the same data, random numbers and number "
@@ -90,6 +90,6 @@ class MissingExtraError(ConfigError):
 
 
 class RunInterrupted(NgsgdError):
-    """The user or the cluster asked the run to stop; the last checkpoint is whole."""
+    """The user or the cluster asked the run to stop; the last checkpoint is complete."""
 
     exit_code = EXIT_INTERRUPTED

@@ -1,13 +1,14 @@
-"""Wrong command lines with exit code and next step: rows of docs/reference/mistakes.md and cases of test_mistakes.py."""
+"""Wrong command lines with exit code and next step, for docs/reference/mistakes.md and its test."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.entries import ROOT
 
-PAGE = ROOT / "docs" / "reference" / "mistakes.md"
+PAGE: Path = ROOT / "docs" / "reference" / "mistakes.md"
 
 
 @dataclass(frozen=True)
