@@ -276,7 +276,7 @@ def test_continue_begins_a_run_once_and_then_goes_on_with_it(service: Service, t
     assert cli.main(words) == 0
     assert len(service.trained) == 1 and service.runs == [("resume at auto with 3", run, False)]
     assert cli.main(["train", "--continue"]) == 2
-    assert "--continue finds a run by its name" in capsys.readouterr().err
+    assert "--continue" in capsys.readouterr().err
 
 
 def test_completion_offers_commands_then_settings(
