@@ -72,6 +72,7 @@ flags:
   --trust                 import the module that init_model= or the run to continue names (docs/own-model.md)
   --allow-other-bits      accept workers, or a continued run, on other processors, versions or kernels: results agree to rounding
   --quiet, -q             only incidents and the result
+  --verbose, -v           also predicted and measured times at the end
   --debug                 show the traceback of an error
   --info [WHAT], --package, --resolve, --hydra-help, --shell-completion: Hydra's own
 

@@ -18,8 +18,10 @@ from ngsgd.files import write_text
 from ngsgd.launcher.config import compose, config_builder
 from ngsgd.launcher.config.tuned_file import expanded
 from ngsgd.launcher.console import Parser, run_guarded
+from ngsgd.launcher.ray.probe import require_cluster
+from ngsgd.launcher.screen import SCREEN
 from ngsgd.launcher.text import masked
-from ngsgd.pipeline.runs.run_folder import run_to_continue
+from ngsgd.pipeline.runs.run_folder import check_output_dir, run_to_continue
 
 if TYPE_CHECKING:
     from ngsgd.training.records import FinalReport
@@ -30,6 +32,10 @@ def train(arguments: list[str], *, debug: bool) -> int:
     all runs.
     """
     options = _parser().parse_intermixed_args(arguments)
+    if not (options.quiet or options.cfg or options.info or options.multirun or options.hydra_help
+            or options.shell_completion):
+        # imports take seconds
+        SCREEN.phase("loading ngsgd")
     options.overrides = compose.with_current_names(expanded(options.overrides))
     if not (options.shell_completion or options.hydra_help or options.info):
         sweep = options.multirun or any(text.upper() == "HYDRA.MODE=MULTIRUN"
@@ -46,7 +52,7 @@ def train(arguments: list[str], *, debug: bool) -> int:
         codes.touch()
 
         def task(composed: Any) -> float | None:
-            return _train_one(composed, codes, quiet=options.quiet, debug=debug,
+            return _train_one(composed, codes, quiet=options.quiet, verbose=options.verbose, debug=debug,
                               goes_on=options.goes_on, trust=options.trust,
                               allow_other_bits=options.allow_other_bits)
 
@@ -68,6 +74,7 @@ def _parser() -> Parser:
     parser = Parser("train", add_help=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--quiet", "-q", action="store_true")
+    parser.add_argument("--verbose", "-v", action="store_true")
     parser.add_argument("--continue", dest="goes_on", action="store_true")
     parser.add_argument("--trust", action="store_true")
     parser.add_argument("--allow-other-bits", action="store_true")
@@ -97,7 +104,7 @@ def _hydra_arguments(options: argparse.Namespace) -> list[str]:
     return [*valued, *plain, *options.overrides]
 
 
-def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on: bool,
+def _train_one(composed: Any, codes: Path, *, quiet: bool, verbose: bool, debug: bool, goes_on: bool,
                trust: bool = False, allow_other_bits: bool = False) -> float | None:
     """A run of its own, or with `goes_on` the rest of one; what a sweeper minimises, or None where
     there is nothing to say.
@@ -109,16 +116,19 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on:
     _mask_file_of_sweep()
 
     def run() -> int:
-        from ngsgd.launcher.commands import train as service
-
         given = compose.given_by(HydraConfig.get().overrides.task)
         config = config_builder.build(OmegaConf.to_container(composed, resolve=True), given)  # type: ignore[arg-type]
+        # before the imports, which take seconds
+        check_output_dir(config)
+        require_cluster(config.cluster)
+        from ngsgd.launcher.commands import train as service
+
         begun = run_to_continue(config) if goes_on else None
         if begun:
-            return service.resume(begun, quiet=quiet, address=config.cluster.address,
+            return service.resume(begun, quiet=quiet, verbose=verbose, address=config.cluster.address,
                                   num_workers=config.cluster.num_workers,
                                   trust=trust, given=config, allow_other_bits=allow_other_bits)
-        reports.append(service.train(config, quiet=quiet, trust=trust,
+        reports.append(service.train(config, quiet=quiet, verbose=verbose, trust=trust,
                                      allow_other_bits=allow_other_bits))
         return EXIT_OK
 

@@ -16,6 +16,7 @@ def resume(arguments: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, metavar="N", help="as many as there are now; the numbers stay those of the run")
     parser.add_argument("--accept-changed-config", action="store_true",
                         help="resume with a config.yaml that was edited since the run began")
+    parser.add_argument("--verbose", "-v", action="store_true", help="compare predicted with measured times at the end")
     parser.add_argument("--allow-other-bits", action="store_true",
                         help="resume on another processor or with other versions or kernels; results agree to rounding")
     options = parser.parse_args(list(arguments))
@@ -24,7 +25,7 @@ def resume(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--workers is {options.workers}; it must be at least 1.")
     from ngsgd.launcher.commands import train as service
 
-    return service.resume(run, quiet=options.quiet, address=options.address, num_workers=options.workers,
+    return service.resume(run, quiet=options.quiet, verbose=options.verbose, address=options.address, num_workers=options.workers,
                           accept_changed_config=options.accept_changed_config, trust=options.trust,
                           allow_other_bits=options.allow_other_bits)
 

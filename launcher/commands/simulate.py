@@ -111,7 +111,7 @@ class VirtualProgress(ProgressTracker):
     """The usual lines, ending with the virtual time; how long is left of that is nobody's waiting time."""
 
     def iteration_line(self, record: OuterIterationRecord) -> str:
-        return iteration_line(record, ending=f"at {duration(record.elapsed_s)}")
+        return iteration_line(record, width=self._screen.width, ending=f"at {duration(record.elapsed_s)}")
 
 
 @dataclass

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, NgsgdError
+from ngsgd.launcher.ray.logs import divert
 from ngsgd.launcher.ray.probe import require_head, require_version
 from ngsgd.launcher.ray.session import PrivateFolder
 
@@ -46,6 +47,7 @@ class _Start(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        divert()
         try:
             _start()
         except BaseException as error:
@@ -79,6 +81,7 @@ def connect(config: ClusterConfig) -> bool:
     require_version()
     if config.address:
         require_head(config.address)
+    divert()
     try:
         if _take_begun():
             return True
