@@ -1,7 +1,7 @@
 """Names and values of the metrics in MLflow; docs/mlflow.md has their reference table.
 
-The part of a name before the slash is the section of its chart. Names without a slash are in the section "Model metrics",
-and the names of the other sections are chosen to be sorted after it.
+The part of a name before the slash is the section of its chart. MLflow sorts sections by name, so the most important ones
+have a number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from ngsgd.training.records import JobRecord, OuterIterationRecord
 
 # columns of the table of runs
-COLUMNS = ("wer_test", "wer_valid", "objf_valid", "objf_train", "loss_valid", "loss_train", "valid/frame_accuracy")
+COLUMNS = ("1_objf/valid", "1_objf/train", "1_loss/valid", "1_loss/train", "2_wer/test", "2_wer/valid", "3_accuracy/valid")
 # more sections of charts are unreadable
 _MAX_MACHINES = 32
 # of the machine, since it started
@@ -25,8 +25,6 @@ _LARGEST_CHANGE = 1e3
 def run_metrics(record: OuterIterationRecord, *, is_speech: bool = True, before_s: float = 0.0) -> dict[str, float]:
     """The figures of one outer iteration.
 
-    Counts that are zero are omitted.
-
     Args:
         record: the outer iteration.
         is_speech: objectives per frame; otherwise losses per example.
@@ -35,13 +33,11 @@ def run_metrics(record: OuterIterationRecord, *, is_speech: bool = True, before_
     num_frames = sum(job.num_frames for job in record.jobs if job.accepted)
     per_s = num_frames / max(record.elapsed_s - (before_s if before_s < record.elapsed_s else 0.0), 1e-9)
     if is_speech:
-        scores = {"objf_valid": record.valid.objf, "objf_train": record.train.objf,
-                  "valid/frame_accuracy": record.valid.accuracy, "train/frame_accuracy": record.train.accuracy,
+        scores = {"1_objf/valid": record.valid.objf, "1_objf/train": record.train.objf,
+                  "3_accuracy/valid": record.valid.accuracy, "3_accuracy/train": record.train.accuracy,
                   "throughput/frames_per_s": per_s}
     else:
-        scores = {"loss_valid": -record.valid.objf, "loss_train": -record.train.objf, "throughput/examples_per_s": per_s}
-    counts = {"workers/deaths": record.num_deaths, "workers/jobs_deferred": record.num_deferred,
-              "workers/results_discarded": record.num_discarded}
+        scores = {"1_loss/valid": -record.valid.objf, "1_loss/train": -record.train.objf, "throughput/examples_per_s": per_s}
     return {
         **scores, **_diagnostics(record, is_speech=is_speech),
         "optimizer/lr": record.effective_lr, **({"optimizer/outer_gain": record.gain} if record.gain != 1.0 else {}),
@@ -53,7 +49,8 @@ def run_metrics(record: OuterIterationRecord, *, is_speech: bool = True, before_
         "time/elapsed_s": record.elapsed_s, "progress/epoch": record.epoch,
         "workers/jobs_planned": record.num_jobs, "workers/jobs_accepted": record.num_accepted,
         "workers/skew": record.skew, "workers/alive": record.workers_alive,
-        **{name: count for name, count in counts.items() if count},
+        "workers/deaths": record.num_deaths, "workers/jobs_deferred": record.num_deferred,
+        "workers/results_discarded": record.num_discarded,
     }
 
 
@@ -79,7 +76,8 @@ def _over_layers(section: str, figures: Mapping[str, float]) -> dict[str, float]
     """Means over the layers of figures that are named LAYER/FIGURE."""
     by_figure: dict[str, list[float]] = {}
     for name, value in figures.items():
-        by_figure.setdefault(name.rpartition("/")[2], []).append(value)
+        if not math.isnan(value):
+            by_figure.setdefault(name.rpartition("/")[2], []).append(value)
     return {f"{section}/{figure}": statistics.fmean(values) for figure, values in by_figure.items()}
 
 

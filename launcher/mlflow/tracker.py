@@ -175,6 +175,8 @@ class _MlflowRun:
         self._num_incidents = 0
         self._elapsed_s = 0.0
         self._model_id, self._is_registered = "", True
+        # metrics that have not been zero all the time
+        self._shown: set[str] = set()
         # the scores of the final model, and when they were measured
         self._result: tuple[Mapping[str, float], int] = {}, 0
         self._workers, self._system = WorkerTable(), SystemMetrics()
@@ -218,14 +220,15 @@ class _MlflowRun:
     def _log_outer_iteration(self, run_id: str, record: OuterIterationRecord, at_ms: int, load: Mapping[str, float]) -> None:
         self._frames_processed = record.frames_processed
         figures = run_metrics(record, is_speech=self._is_speech, before_s=self._elapsed_s)
-        if self._num_incidents:
-            figures["workers/incidents"] = self._num_incidents
+        figures["workers/incidents"] = self._num_incidents
         if self._config.tracking.nested_runs:
             # the mean over the workers, whose own charts have the same names
             figures |= worker_metrics([job for job in record.jobs if job.accepted], is_speech=self._is_speech)
         if self.has_system:
             figures |= self._system.of(load, record.jobs, at_ms / 1000)
-        self._log(run_id, figures, at_ms)
+        # a chart that is always zero says nothing
+        self._shown |= {name for name, value in figures.items() if value}
+        self._log(run_id, {name: value for name, value in figures.items() if name in self._shown}, at_ms)
         by_worker: dict[int, list[JobRecord]] = {}
         for job in record.jobs:
             if self._config.tracking.nested_runs and job.accepted and 0 <= job.worker < _MAX_WORKER_RUNS:
@@ -249,8 +252,8 @@ class _MlflowRun:
         self._frames_processed = report.frames_processed
         result = {"time/total_s": report.seconds}
         if report.wer:
-            result |= {"wer_test": report.wer_percent, "wer_valid": _percent(report.valid_wer),
-                       "result/objf_valid": report.valid.objf, "result/frame_accuracy_valid": report.valid.accuracy}
+            result |= {"2_wer/test": report.wer_percent, "2_wer/valid": _percent(report.valid_wer),
+                       "result/objf_valid": report.valid.objf, "result/accuracy_valid": report.valid.accuracy}
             self._client.set_tag(self.run_id, "mlflow.note.content", f"test: {report.wer}\n\nvalid: {report.valid_wer}")
         result |= {f"result/{name.replace('/', '_')}": value for name, value in report.metrics.items()}
         self._log(self.run_id, result, at_ms)
