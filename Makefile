@@ -16,7 +16,7 @@ PROCESSES ?=
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel --processes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train check test test-all run-check run-test run-test-all gpu test-matrix mutants chaos soak fuzz nodes slurm reference docs image lint format clean
+.PHONY: help setup train check test test-all run-check run-test run-test-all gpu test-matrix mutants chaos soak fuzz nodes slurm reference docs image lint prose format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -66,8 +66,8 @@ nodes: $(STAMP)  ## train over machines made of network namespaces: cut cables, 
 slurm: $(STAMP)  ## a real Slurm on nodes of that kind: time limit, preemption, scancel (root, slurm-wlm and munge, 10 min)
 	OMP_NUM_THREADS=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m tests.nodes.slurm $(ARGS)
 
-chaos: $(STAMP)  ## break all that can break, in 161 cases, and write the table into docs/fault-tolerance.md (10 min)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --write docs/fault-tolerance.md $(ARGS)
+chaos: $(STAMP)  ## break all that can break, in 161 cases, and write the table into docs/fault-tests.md (10 min)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --write docs/fault-tests.md $(ARGS)
 
 soak: $(STAMP)  ## 16 workers, a random fault every 20 to 30 s for 20 min: what is left of the speed; make soak ARGS="--minutes 5"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak $(ARGS)
@@ -89,6 +89,9 @@ lint: $(STAMP)  ## style, types and import layers
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+prose: $(STAMP)  ## words, sentences, widths and spellings of everything that people read; make prose ARGS="docs README.md"
+	$(BIN)/python -m tools.prose $(ARGS)
 
 format: $(STAMP)  ## sort imports and mend what ruff can
 	$(BIN)/ruff check --fix .

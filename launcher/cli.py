@@ -1,6 +1,6 @@
-"""The `ngsgd` command: reads the arguments, calls one function, turns errors into sentences and exit codes.
+"""The `ngsgd` command: one function per command; errors become messages and exit codes.
 
-Nothing heavy is imported at the top, so that `ngsgd --help` answers at once.
+Heavy packages are imported by the commands, which keeps `ngsgd --help` fast.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from ngsgd.launcher.screen import SCREEN
 
 # 128 + SIGPIPE, the shell's own convention
 _EXIT_BROKEN_PIPE = 141
+_HELP = ("-h", "--help", "help")
 
-# command -> "module" of ngsgd.launcher.commands whose `command(arguments)` it is, or
-# "module:function"
+# command -> "module:function" of ngsgd.launcher.commands; the function is `command` by default
 _COMMANDS = {
-    "resume": "run_commands:resume", "evaluate": "decode:evaluate",
-    "decode": "decode:decode", "align": "run_commands:align", "report": "report",
-    "compare": "compare", "plan": "plan", "simulate": "simulate", "submit": "submit", "tune": "tune",
-    "status": "jobs:status", "logs": "jobs:logs", "stop": "jobs:stop", "ui": "ui",
-    "settings": "settings", "doctor": "doctor", "info": "info", "export": "kaldi:export", "transcribe": "transcribe",
-    "import": "kaldi:import_",
+    "resume": "hydra_app:resume", "stop": "cluster.jobs:stop", "tune": "tune", "align": "align",
+    "transcribe": "transcribe", "decode": "decode:decode", "evaluate": "decode:evaluate",
+    "status": "cluster.jobs:status", "logs": "cluster.jobs:logs", "report": "report", "compare": "compare", "ui": "ui",
+    "info": "info", "settings": "settings",
+    "submit": "cluster.submit", "doctor": "cluster.doctor", "plan": "cluster.plan", "simulate": "cluster.simulate",
+    "export": "kaldi:export", "import": "kaldi:import_",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # what follows is for another command
+    # words after -- belong to another command
     own = arguments[:arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in own
-    # a captured stream cannot be reconfigured, and need not be
+    # a captured stream cannot be reconfigured
     with contextlib.suppress(ValueError, AttributeError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
@@ -45,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SCREEN.close()
         sys.stdout.flush()
     except BrokenPipeError:
-        # the reader has gone (`| head`); what is still buffered must not raise again when the
-        # interpreter ends
+        # the reader of a pipe ended (`| head`); flushing at exit must not raise again
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE
@@ -56,17 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str], debug: bool) -> int:
     from ngsgd.launcher import help as texts
 
-    command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
-    if command in ("-h", "--help", "help"):
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("help", [])
+    if command in _HELP and rest and not rest[0].startswith("-"):
+        # ngsgd help train optimizer
+        command, rest = rest[0], ["--help", *rest[1:]]
+    if command in _HELP:
         print(texts.top(), end="")
         return EXIT_OK
     if command == "--version":
         print(f"ngsgd {version('ngsgd')}")
         return EXIT_OK
-    if command in ("-sc", "--shell-completion"):
+    if command in ("completion", "-sc", "--shell-completion"):
         from ngsgd.launcher import completion
 
-        return completion.complete(rest, lambda name: main([name, "--help"]))
+        return completion.command(rest, lambda name: main([name, "--help"]))
     if command == "train":
         if "--help" in rest or "-h" in rest:
             sections = [word for word in rest if not word.startswith("-") and "=" not in word]
@@ -81,4 +84,4 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
         return code
     near = difflib.get_close_matches(command, texts.COMMANDS, n=1)
     hint = f"Did you mean ngsgd {near[0]}?" if near else f"Choose one of {', '.join(texts.COMMANDS)}; see ngsgd --help."
-    raise ConfigError(f"{command!r} is not a command. {hint}" if command else "No command was given. " + hint)
+    raise ConfigError(f"{command!r} is not a command. {hint}")

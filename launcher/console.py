@@ -5,14 +5,12 @@ Nothing heavy is imported at the top, so that `ngsgd --help` starts fast.
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 from ngsgd.errors import (
     EXIT_INTERRUPTED,
@@ -38,8 +36,6 @@ _EXTRAS = {
     "webrtcvad": ("webrtcvad-wheels", "asr"),
 }
 
-TRUST = "import the module that the run names (model._target_) although another user or machine began it; it runs as you"
-
 # Errors -------------------------------------------------------------------------------------------
 
 
@@ -63,7 +59,7 @@ def run_guarded(action: Callable[[], int], *, debug: bool = False) -> int:
             hint = "" if debug else " Run again with --debug to see where."
             _say([f"{type(error).__name__}: {_first_line(error).rstrip('.')}.{hint}"])
             return EXIT_RUN_FAILED
-        _say(known.problems if isinstance(known, ConfigError) else [str(known)])
+        _say(known.problems if isinstance(known, ConfigError) else str(known).splitlines())
         return known.exit_code
 
 
@@ -115,18 +111,6 @@ def _say(problems: Sequence[str]) -> None:
     SCREEN.close()
     for problem in problems:
         print(f"ngsgd: {printable(masked(problem))}", file=sys.stderr)
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ConfigErrors."""
-
-    def __init__(self, command: str, **options: Any) -> None:
-        from ngsgd.launcher import help as texts
-
-        super().__init__(prog=f"ngsgd {command}", description=texts.COMMANDS[command], allow_abbrev=False, **options)
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help.")
 
 
 def version(package: str) -> str:

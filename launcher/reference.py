@@ -1,6 +1,7 @@
-"""The reference pages that are made from the code: `python -m ngsgd.launcher.reference docs/reference` writes them.
+"""The reference pages written from the code: `python -m ngsgd.launcher.reference docs/reference`.
 
-They are kept in the repository, so that a change of an option is seen as a change of a page; a test compares.
+They are kept in the repository, where a change of an option shows as a change of a page; a test
+compares them with the code.
 """
 
 from __future__ import annotations
@@ -22,38 +23,51 @@ from ngsgd.launcher.config import compose, describe
 
 
 def pages() -> dict[str, str]:
-    """File name -> its text."""
+    """Return the text of each file by name."""
     return {"settings.md": "\n".join(settings()), "commands.md": "\n".join(commands()), "errors.md": "\n".join(error_codes())}
 
 
 def settings() -> Iterator[str]:
-    """Every option with its default, its values and its help text."""
+    """All settings with default, values, condition and help text."""
     yield "# Settings\n"
-    yield ("Made from `ngsgd/config` by `make reference`. On the command line: `ngsgd train KEY=VALUE`; "
-           "`ngsgd settings PATTERN` prints the same. Learning rates are per frame, on the objective function summed over "
-           "the minibatch; section numbers are those of arXiv 1410.7455. An option that is given and not used, by the "
-           "column `used with`, is an error.\n")
-    yield "## Groups\n"
-    yield "A group sets several of the options below: `ngsgd train GROUP=CHOICE`.\n"
+    yield ("Every setting of `ngsgd train`, written as `ngsgd train KEY=VALUE`. `ngsgd settings "
+           "PATTERN` searches this list, and "
+           "`ngsgd train --help GROUP` prints one section. Learning rates are per frame, on the "
+           "objective summed over the "
+           "minibatch. Sections and equations in parentheses are those of arXiv 1410.7455. A "
+           "setting that is given without "
+           "effect, by the column *used with*, is an error. The page is written by `make "
+           "reference` from `ngsgd/config`.\n")
+    about = {one.path: one for one in describe.options()}
+    yield "## Most used\n"
+    yield "| setting | default | description |\n|---|---|---|"
+    for path in texts.MOST_USED:
+        yield f"| [`{path}`](#{path}) | `{about[path].default}` | {_cell(about[path].about)} |"
+    yield "\n## Groups\n"
+    yield "A group sets several of the settings below: `ngsgd train GROUP=CHOICE`.\n"
     yield "| group | choices |\n|---|---|"
     for group, choices in compose.groups().items():
         yield f"| `{group}` | {', '.join(f'`{choice}`' for choice in choices)} |"
-    for section, found in itertools.groupby(describe.options(), key=lambda one: one.section):
-        title = f"{section}\n\n{_cell(describe.section_help(section))}" if section else "The run itself"
+    for section, found in itertools.groupby(about.values(), key=lambda one: one.section):
+        title = f"{section}\n\n{_cell(describe.section_help(section))}" if section else "Run"
         yield f"\n## {title}\n"
-        yield "| option | default | values | used with | |\n|---|---|---|---|---|"
+        yield "| setting | default | values | used with | description |\n|---|---|---|---|---|"
         for one in found:
             yield (f"| `{one.path}` | `{one.default}` | {_cell(one.values)} | {_cell(one.used)} | "
-                   f"{_cell(one.about)} |")
+                   f'<a id="{one.path}"></a>{_cell(one.about)} |')
+    yield from _old_names()
+
+
+def _old_names() -> Iterator[str]:
     yield "\n## Old names\n"
-    yield "Options of earlier versions; the old name still works and is reported.\n"
+    yield "Settings of earlier versions. An old name still works and is reported.\n"
     yield "| old | new |\n|---|---|"
     for old, new in RENAMED.items():
         if new not in REMOVED:
             yield f"| `{old}` | `{new}` |"
-    yield "\n## Removed options\n"
-    yield "These are constants now. Files that set the constant still load; another value is an error.\n"
-    yield "| option | constant |\n|---|---|"
+    yield "\n## Removed settings\n"
+    yield "These are constants now. Files with the constant still load; another value is an error.\n"
+    yield "| setting | constant |\n|---|---|"
     for path, removed in REMOVED.items():
         yield f"| `{path}` | `{str(removed.value).lower()}` |"
     yield ""
@@ -65,43 +79,51 @@ def _cell(text: str) -> str:
 
 
 def commands() -> Iterator[str]:
-    """What each command says of itself."""
+    """The help of every command, by group."""
     yield "# Commands\n"
-    yield "Made from the commands' own `--help` by `make reference`.\n"
-    yield "```text\n" + texts.top().rstrip() + "\n```"
-    for command in texts.COMMANDS:
-        yield f"\n## ngsgd {command}\n"
-        yield "```text\n" + help_of(command).rstrip() + "\n```"
+    yield ("The output of `--help` of every command, written by `make reference`. Exit codes are "
+           "those of [errors.md](errors.md). "
+           "Every command that prints a table also prints JSON with `--json`, and then nothing "
+           "else on stdout.\n")
+    yield "```text\n" + help_of().rstrip() + "\n```"
+    for group, found in texts.GROUPS.items():
+        yield f"\n## {group}"
+        for command in found:
+            yield f"\n### ngsgd {command}\n"
+            yield "```text\n" + help_of(command).rstrip() + "\n```"
     yield ""
 
 
-def help_of(command: str) -> str:
-    """As on a terminal of 110 columns, without what belongs to this machine."""
+def help_of(*command: str) -> str:
+    """Return the help of a command, or of ngsgd, as on a terminal of 100 columns."""
     before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "110"
+    os.environ["COLUMNS"] = "100"
     try:
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            cli.main([command, "--help"])
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            cli.main([*command, "--help"])
     finally:
         if before is None:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = before
-    return said.getvalue()
+    return printed.getvalue()
 
 
 def error_codes() -> Iterator[str]:
-    """The error tree with its exit codes."""
+    """The error classes with their exit codes."""
     yield "# Errors and exit codes\n"
-    yield ("Made from `ngsgd/errors.py` by `make reference`. Every error is a sentence on stderr beginning with `ngsgd:` that says "
-           "what to do next; `--debug` adds the traceback. Scripts can rely on the codes.\n")
+    yield ("Every error is a message on stderr that begins with `ngsgd:` and ends with the next "
+           "step. Several errors have a line "
+           "each. `--debug` adds the traceback. Scripts can rely on the exit codes. [Wrong "
+           "command lines](mistakes.md) lists "
+           "common mistakes. The table is written by `make reference` from `ngsgd/errors.py`.\n")
     yield "| exit code | error | meaning |\n|---|---|---|"
-    yield "| 0 | | all is well; for `ngsgd doctor`: nothing fails |"
+    yield "| 0 | | success; for `ngsgd doctor`: no check failed |"
     tree = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.NgsgdError)]
     for kind in sorted(tree, key=lambda kind: (kind.exit_code, kind.__name__)):
         about = (inspect.getdoc(kind) or "").partition("\n")[0]
         yield f"| {kind.exit_code} | `{kind.__name__}` | {_cell(about)} |"
-    yield "| 141 | | the reader of a pipe went away (`ngsgd ... \\| head`) |"
+    yield "| 141 | | the reader of a pipe ended (`ngsgd ... \\| head`) |"
     yield ""
 
 

@@ -1,6 +1,7 @@
 """Natural-gradient SGD with parameter averaging, for acoustic models and any PyTorch module.
 
-The names below are loaded on first use, so that `import ngsgd` is quick and needs nothing beyond torch and numpy.
+The names below are loaded on first use. `import ngsgd` is therefore fast and needs only torch and
+numpy.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngsgd import moved
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from ngsgd import (

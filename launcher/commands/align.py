@@ -1,4 +1,4 @@
-"""`ngsgd align`: writes the HMM states of all frames to a file."""
+"""`ngsgd align`: write the HMM states of all frames to a file."""
 
 from __future__ import annotations
 
@@ -6,25 +6,53 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ngsgd.asr.corpora import alignments
 from ngsgd.config import RunConfig
-from ngsgd.errors import DataError
+from ngsgd.errors import EXIT_OK, ConfigError, DataError
+from ngsgd.launcher.arguments import TRUST, Parser
 from ngsgd.launcher.config import compose
-from ngsgd.pipeline import align
-from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir, require_unchanged
-from ngsgd.pipeline.runs.saved_config import read_config
+from ngsgd.launcher.config.paths import require_paths, require_writable
+from ngsgd.pipeline.runs.run_folder import find_run
 
 
-def to_file(overrides: Sequence[str], output: Path) -> None:
-    """Align the corpus of these settings by a flat start."""
-    config = compose.compose(overrides)
-    check_output_dir(config)
+def command(arguments: Sequence[str]) -> int:
+    """`ngsgd align`."""
+    parser = Parser("align")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
+                        help="settings of ngsgd train, such as recipe=fsdd data.source=PATH")
+    parser.add_argument("--output", "-o", required=True, metavar="FILE",
+                        help="file to write: .npz, or text lines \"utterance pdf pdf ...\"")
+    parser.add_argument("--model", metavar="RUN",
+                        help="run whose final model, data and settings are used (default: flat "
+                             "start)")
+    parser.add_argument("--trust", action="store_true", help=f"with --model: {TRUST}")
+    options = parser.parse_with_settings(arguments)
+    if options.model and options.overrides:
+        raise ConfigError("--model uses the settings of its run; remove "
+                          f"{' '.join(options.overrides)}.")
+    output = Path(options.output)
+    require_writable("--output", output.parent)
+    if options.model:
+        _with_model(find_run(options.model), output, trust=options.trust)
+    else:
+        _from_flat_start(compose.compose(options.overrides), output)
+    return EXIT_OK
+
+
+def _from_flat_start(config: RunConfig, output: Path) -> None:
+    require_paths(config)
+    from ngsgd.asr.corpora import alignments
+    from ngsgd.pipeline import align
+
     with _written(output):
         alignments.write(output, alignments.read(align.make(config, _cache_root(config), print)).pdf_T)
 
 
-def with_model(run: Path, output: Path, *, trust: bool = False) -> None:
-    """Align the corpus of a run by its final model."""
+def _with_model(run: Path, output: Path, *, trust: bool) -> None:
+    from ngsgd.asr.corpora import alignments
+    from ngsgd.pipeline import align
+    from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged
+    from ngsgd.pipeline.runs.saved_config import read_config
+
     folder = RunFolder.open(run)
     config = read_config(folder.config)
     require_unchanged(folder.config)
@@ -42,6 +70,7 @@ def _written(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"the alignment could not be written to {error.filename or output} ({error.strerror or error}); "
+        raise DataError(f"the alignment could not be written to {error.filename or output} "
+                        f"({error.strerror or error}); "
                         "make room, or choose another place.") from error
     print(f"alignment {output}; use it with data.alignment={output}")

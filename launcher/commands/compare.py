@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import read_json, write_text
-from ngsgd.launcher.console import Parser, version
+from ngsgd.launcher.arguments import Parser
+from ngsgd.launcher.console import version
 from ngsgd.launcher.reports.progress import duration
 from ngsgd.launcher.text import masked, printable
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run

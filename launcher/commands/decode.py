@@ -1,18 +1,16 @@
-"""`ngsgd decode` and `ngsgd evaluate`: WER and frame scores of a trained model, on its own test set
-or on other data.
-"""
+"""`ngsgd decode` and `ngsgd evaluate`: WER and frame accuracy of a trained model."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ngsgd.errors import EXIT_OK, ConfigError
-from ngsgd.launcher.console import TRUST, Parser
+from ngsgd.launcher.arguments import JSON, TRUST, Parser
 from ngsgd.launcher.text import printable
 from ngsgd.pipeline.runs.run_folder import find_run
 
@@ -20,18 +18,9 @@ if TYPE_CHECKING:
     from ngsgd.pipeline.decode_data import DataResult
 
 # options that need --data, as attributes of the parsed arguments
-_OF_DATA = (
-    "lm",
-    "lexicon",
-    "words",
-    "grammar",
-    "scale",
-    "penalty",
-    "tune_on",
-    "rescore_lm",
-    "confidences",
-    "output",
-)
+_OF_DATA = ("lm", "lexicon", "words", "grammar", "scale", "penalty", "tune_on", "rescore_lm", "confidences", "output")
+# options that exclude --data
+_OF_TEST_SET = ("frames", "outer_iter", "streaming")
 
 
 def decode(arguments: Sequence[str]) -> int:
@@ -61,147 +50,97 @@ def decode(arguments: Sequence[str]) -> int:
 
 
 def evaluate(arguments: Sequence[str]) -> int:
-    """`ngsgd evaluate`: the same as `ngsgd decode --frames`."""
+    """`ngsgd evaluate`, equivalent to `ngsgd decode --frames`."""
     parser = Parser("evaluate")
-    parser.add_argument("run", metavar="RUN", help="a run folder, or its name under runs/")
-    parser.add_argument("--quiet", "-q", action="store_true", help="only incidents and the result")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
-    parser.add_argument(
-        "--outer-iter",
-        type=int,
-        metavar="N",
-        help="the checkpoint after outer iteration N, counted from 1 (default: the final model)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("run", metavar="RUN", help="run folder, or its name under runs/")
+    parser.add_argument("--outer-iter", type=int, metavar="N",
+                        help="checkpoint after outer iteration N, counted from 1 (default: final "
+                             "model)")
+    _add_common(parser)
     options = parser.parse_args(list(arguments))
     return _frame_scores(find_run(options.run), options)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    """The checked options of `ngsgd decode`."""
     parser = Parser("decode")
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a run folder, its name under runs/, or with --data also a file of "
-        "ngsgd export --format bundle",
-    )
-    parser.add_argument("--quiet", "-q", action="store_true", help="only incidents and the result")
-    parser.add_argument("--trust", action="store_true", help=TRUST)
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON, and nothing else on stdout"
-    )
-    data = parser.add_argument_group("other data")
-    data.add_argument(
-        "--data",
-        metavar="DIR",
-        type=Path,
-        help="a Kaldi data directory, or a folder with lhotse's recordings.jsonl.gz and supervisions.jsonl.gz "
-        "(default: the test set of the run)",
-    )
-    data.add_argument("--lm", metavar="ARPA", type=Path, help="n-gram language model")
-    data.add_argument(
-        "--lexicon", metavar="FILE", type=Path, help="pronunciations in the phones of the model"
-    )
-    data.add_argument(
-        "--words",
-        metavar="FILE",
-        type=Path,
-        help="the words that may be recognized, one on each line",
-    )
-    data.add_argument(
-        "--grammar",
-        metavar="FILE",
-        type=Path,
-        help="grammar in a subset of JSGF, instead of a language model",
-    )
-    data.add_argument(
-        "--scale", metavar="X", type=float, help="acoustic scale (default: that of the model)"
-    )
-    data.add_argument(
-        "--penalty", metavar="X", type=float, help="cost of a word (default: that of the model)"
-    )
-    data.add_argument(
-        "--tune-on",
-        metavar="DIR",
-        type=Path,
-        help="data to choose scale and penalty on, those that are not given; with --confidences also the "
-        "calibration",
-    )
-    data.add_argument(
-        "--rescore-lm",
-        metavar="ARPA",
-        type=Path,
-        help="n-gram language model to rescore lattices with",
-    )
-    data.add_argument(
-        "--confidences",
-        action="store_true",
-        help="compare the confidences of words with the references",
-    )
-    data.add_argument(
-        "--output",
-        "-o",
-        metavar="DIR",
-        type=Path,
-        help="new folder for wer.json and tables by utterance, speaker and operation",
-    )
-    own = parser.add_argument_group("the test set of the run")
-    own.add_argument(
-        "--frames",
-        action="store_true",
-        help="objective per frame and frame accuracy of the validation and test sets, without decoding",
-    )
-    own.add_argument(
-        "--outer-iter",
-        type=int,
-        metavar="N",
-        help="--frames of the checkpoint after outer iteration N, from 1",
-    )
-    own.add_argument(
-        "--streaming",
-        action="store_true",
-        help="decode frame by frame on one thread, and report differences, speed and delay",
-    )
-    own.add_argument(
-        "--chunk-frames",
-        type=int,
-        default=10,
-        metavar="N",
-        help="frames scored together (default: %(default)s)",
-    )
+    parser.add_argument("model", metavar="MODEL",
+                        help="run folder, or its name under runs/; with --data also a file of "
+                             "ngsgd export --format bundle")
+    _add_common(parser)
+    _add_other_data(parser.add_argument_group("other data"))
+    _add_test_set(parser.add_argument_group("test set of the run"))
     options = parser.parse_args(list(arguments))
-    _check(options)
+    if problems := list(_problems(options)):
+        raise ConfigError(problems)
     return options
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options that exclude each other or are out of range."""
+def _add_common(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help=JSON)
+    parser.add_argument("--quiet", "-q", action="store_true",
+                        help="print incidents and the result only")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
+
+
+def _add_other_data(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--data", metavar="DIR", type=Path,
+                       help="Kaldi data directory, or folder with lhotse's recordings.jsonl.gz "
+                            "and supervisions.jsonl.gz "
+                            "(default: test set of the run)")
+    for flag, metavar, about in (
+            ("--lm", "ARPA", "n-gram language model"),
+            ("--lexicon", "FILE", "pronunciations in the phones of the model"),
+            ("--words", "FILE", "vocabulary, one word per line"),
+            ("--grammar", "FILE", "grammar in a subset of JSGF, instead of a language model"),
+            ("--tune-on", "DIR", "data to choose scale and penalty on; with --confidences also to "
+                                 "fit the calibration"),
+            ("--rescore-lm", "ARPA", "n-gram language model for rescoring lattices"),
+            ("--output", "DIR", "new folder for wer.json and for tables by utterance, speaker and "
+                                "error type")):
+        names = (flag, "-o") if flag == "--output" else (flag,)
+        group.add_argument(*names, metavar=metavar, type=Path, help=about)
+    group.add_argument("--scale", metavar="X", type=float,
+                       help="acoustic scale (default: that of the model)")
+    group.add_argument("--penalty", metavar="X", type=float,
+                       help="cost per word (default: that of the model)")
+    group.add_argument("--confidences", action="store_true",
+                       help="calibration error of the word confidences")
+
+
+def _add_test_set(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--frames", action="store_true",
+                       help="objective and frame accuracy of validation and test set, without "
+                            "decoding")
+    group.add_argument("--outer-iter", type=int, metavar="N",
+                       help="checkpoint after outer iteration N for --frames, counted from 1")
+    group.add_argument("--streaming", action="store_true",
+                       help="streaming decoding on one thread, compared with offline decoding in "
+                            "words, speed and latency")
+    group.add_argument("--chunk-frames", type=int, default=10, metavar="N",
+                       help="frames per chunk of --streaming (default: %(default)s)")
+
+
+def _problems(options: argparse.Namespace) -> Iterator[str]:
+    """A message per option that is out of range or excludes another."""
     if options.chunk_frames < 1:
-        raise ConfigError(f"--chunk-frames is {options.chunk_frames}; it must be at least 1.")
+        yield f"--chunk-frames is {options.chunk_frames}; it must be at least 1."
     for name in ("scale", "penalty"):
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and (value > 0 or name == "penalty")):
-            raise ConfigError(
-                f"--{name} is {value}; give a number{' above 0' if name == 'scale' else ''}."
-            )
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in _OF_DATA
-        if getattr(options, name) not in (None, False)
-    ]
-    if options.data is None and given:
-        raise ConfigError(f"{given[0]} needs --data DIR, the data to decode.")
-    own = [
-        f"--{name.replace('_', '-')}"
-        for name in ("frames", "outer_iter", "streaming")
-        if getattr(options, name) not in (None, False)
-    ]
-    if options.data is not None and own:
-        raise ConfigError(f"{own[0]} is for the test set of a run; leave it or --data out.")
+            yield f"--{name} is {value}; give a number{' above 0' if name == 'scale' else ''}."
+    given = {name: f"--{name.replace('_', '-')}" for name in (*_OF_DATA, *_OF_TEST_SET)
+             if getattr(options, name) not in (None, False)}
+    of_data = [given[name] for name in _OF_DATA if name in given]
+    of_test_set = [given[name] for name in _OF_TEST_SET if name in given]
+    if options.data is None and of_data:
+        yield f"{of_data[0]} needs --data DIR, the data to decode."
+    if options.data is not None and of_test_set:
+        yield f"{of_test_set[0]} applies to the test set of a run; remove it, or --data."
     if options.streaming and (options.frames or options.outer_iter is not None):
-        raise ConfigError("--streaming decodes, and --frames does not; give one of them.")
+        yield "--streaming decodes, and --frames does not; give one of them."
     if options.output is not None and options.output.exists():
-        raise ConfigError(f"--output {options.output} exists; give a new folder.")
+        yield f"--output {options.output} exists; give a new folder."
 
 
 def _decode_data(options: argparse.Namespace) -> int:
@@ -246,12 +185,14 @@ def _as_text(result: DataResult, *, quiet: bool) -> str:
         return lines[0]
     tuned = f", chosen on other data: {result.tuned}" if result.tuned else ""
     lines.append(
-        f"acoustic scale {result.weights.acoustic_scale:g}, word penalty {result.weights.word_penalty:g}{tuned}"
+        f"acoustic scale {result.weights.acoustic_scale:g}, word penalty "
+        f"{result.weights.word_penalty:g}{tuned}"
     )
     if (unknown := result.unknown).num_unknown:
         listed = ", ".join(f"{word} ({count})" for word, count in unknown.most_frequent)
         lines.append(
-            f"{unknown.num_unknown} of {unknown.num_words} words of the references are not in the vocabulary: {listed}"
+            f"{unknown.num_unknown} of {unknown.num_words} words of the references are not in the "
+            f"vocabulary: {listed}"
         )
     for title, groups in (("speaker", by_speaker(result)), ("words", by_length(result.rows))):
         width = max(map(len, [title, *groups]))
@@ -259,7 +200,8 @@ def _as_text(result: DataResult, *, quiet: bool) -> str:
     if result.reliability:
         lines += ["", "confidence    words   mean  correct"]
         lines += [
-            f"{one.low:.1f} to {one.high:.1f} {one.num_words:8} {one.mean_confidence:6.3f} {one.accuracy:8.3f}"
+            f"{one.low:.1f} to {one.high:.1f} {one.num_words:8} {one.mean_confidence:6.3f} "
+            f"{one.accuracy:8.3f}"
             for one in result.reliability
         ]
         lines.append(
@@ -277,14 +219,12 @@ def _frame_scores(run: Path, options: argparse.Namespace) -> int:
     print(
         json.dumps(scores, indent=1)
         if options.json
-        else "\n".join(_told(name, score) for name, score in scores.items())
+        else "\n".join(_score_line(name, score) for name, score in scores.items())
     )
     return EXIT_OK
 
 
-def _told(name: str, score: dict[str, float] | None) -> str:
+def _score_line(name: str, score: dict[str, float] | None) -> str:
     if score is None:
-        return (
-            f"{name:6} the states of its frames are not known; ngsgd decode gives a word error rate"
-        )
-    return f"{name:6} objf {score['objf']:.4f} nats per frame, {100 * score['accuracy']:.2f}% of frames right"
+        return f"{name:6} without alignment, so without frame scores; compute the WER with: ngsgd decode"
+    return f"{name:6} objf {score['objf']:.4f} nats per frame, frame accuracy {100 * score['accuracy']:.2f}%"

@@ -1,6 +1,4 @@
-"""`ngsgd train` as a Hydra application: --cfg, --multirun, --info and shell completion work as in
-any other.
-"""
+"""`ngsgd train`, a Hydra application with --cfg, --multirun and --info, and `ngsgd resume`."""
 
 from __future__ import annotations
 
@@ -9,35 +7,34 @@ import contextlib
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from ngsgd.files import write_text
+from ngsgd.launcher.arguments import TRUST, Parser
 from ngsgd.launcher.config import compose, config_builder
+from ngsgd.launcher.config.paths import require_paths
 from ngsgd.launcher.config.tuned_file import expanded
-from ngsgd.launcher.console import Parser, run_guarded
+from ngsgd.launcher.console import run_guarded
 from ngsgd.launcher.ray.probe import require_cluster
 from ngsgd.launcher.screen import SCREEN
 from ngsgd.launcher.text import masked
-from ngsgd.pipeline.runs.run_folder import check_output_dir, run_to_continue
+from ngsgd.pipeline.runs.run_folder import find_run, run_to_continue
 
 if TYPE_CHECKING:
     from ngsgd.training.records import FinalReport
 
 
 def train(arguments: list[str], *, debug: bool) -> int:
-    """Checks every setting first, then lets Hydra do what its flags ask for; the worst exit code of
-    all runs.
-    """
-    options = _parser().parse_intermixed_args(arguments)
-    if not (options.quiet or options.cfg or options.info or options.multirun or options.hydra_help
-            or options.shell_completion):
+    """Check all settings, then run Hydra; return the worst exit code of all runs."""
+    options = _parser().parse_with_settings(arguments)
+    if not (options.quiet or options.cfg or options.info or options.multirun or options.hydra_help):
         # imports take seconds
         SCREEN.phase("loading ngsgd")
     options.overrides = compose.with_current_names(expanded(options.overrides))
-    if not (options.shell_completion or options.hydra_help or options.info):
+    if not (options.hydra_help or options.info):
         sweep = options.multirun or any(text.upper() == "HYDRA.MODE=MULTIRUN"
                                         for text in options.overrides)
         validate = compose.check_sweep if sweep else compose.compose
@@ -47,13 +44,13 @@ def train(arguments: list[str], *, debug: bool) -> int:
     import hydra
 
     with tempfile.TemporaryDirectory(prefix="ngsgd-sweep-") as scratch:
-        # a file, since joblib and submitit run a sweep's jobs in other processes
+        # a file, because joblib and submitit run the jobs of a sweep in other processes
         codes = Path(scratch) / "exit-codes"
         codes.touch()
 
         def task(composed: Any) -> float | None:
             return _train_one(composed, codes, quiet=options.quiet, verbose=options.verbose, debug=debug,
-                              goes_on=options.goes_on, trust=options.trust,
+                              continues=options.continues, trust=options.trust,
                               allow_other_bits=options.allow_other_bits)
 
         compose.register_schema()
@@ -64,18 +61,45 @@ def train(arguments: list[str], *, debug: bool) -> int:
         return max(map(int, codes.read_text().split()), default=EXIT_OK)
 
 
-def complete(arguments: list[str]) -> int:
-    """Hydra's completion of settings; COMP_LINE has what was typed."""
-    return train(["--quiet", "--shell-completion", *arguments], debug=False)
+def resume(arguments: Sequence[str]) -> int:
+    """`ngsgd resume`."""
+    parser = Parser("resume")
+    parser.add_argument("run", metavar="RUN", help="run folder, or its name under runs/")
+    parser.add_argument("--address", metavar="HOST:PORT",
+                        help="Ray cluster to join, or auto (default: that of the run)")
+    parser.add_argument("--workers", type=int, metavar="N",
+                        help="number of workers; results stay the same (default: that of the run)")
+    parser.add_argument("--accept-changed-config", action="store_true",
+                        help="accept a config.yaml that was edited after the start of the run")
+    parser.add_argument("--allow-other-bits", action="store_true",
+                        help="accept other processors, versions or kernels; results then agree up "
+                             "to rounding")
+    parser.add_argument("--quiet", "-q", action="store_true",
+                        help="print incidents and the result only")
+    parser.add_argument("--verbose", "-v", action="store_true",
+                        help="compare predicted with measured times at the end")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
+    options = parser.parse_args(list(arguments))
+    run = find_run(options.run)
+    if options.workers is not None and options.workers < 1:
+        raise ConfigError(f"--workers is {options.workers}; it must be at least 1.")
+    if not options.quiet:
+        # imports take seconds
+        SCREEN.phase("loading ngsgd")
+    from ngsgd.launcher.commands import train as service
+
+    return service.resume(run, quiet=options.quiet, verbose=options.verbose, address=options.address, num_workers=options.workers,
+                          accept_changed_config=options.accept_changed_config, trust=options.trust,
+                          allow_other_bits=options.allow_other_bits)
 
 
 def _parser() -> Parser:
-    """The flags of Hydra that make sense here, and ours."""
+    """The flags of Hydra that apply here, and those of ngsgd; help.py describes them."""
     parser = Parser("train", add_help=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--quiet", "-q", action="store_true")
     parser.add_argument("--verbose", "-v", action="store_true")
-    parser.add_argument("--continue", dest="goes_on", action="store_true")
+    parser.add_argument("--continue", dest="continues", action="store_true")
     parser.add_argument("--trust", action="store_true")
     parser.add_argument("--allow-other-bits", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
@@ -84,31 +108,27 @@ def _parser() -> Parser:
     parser.add_argument("--info", "-i", nargs="?", const="all",
                         choices=["all", "config", "defaults", "defaults-tree", "plugins",
                                  "searchpath"])
-    for flags in (["--multirun", "-m"], ["--resolve"], ["--hydra-help"],
-                  ["--shell-completion", "-sc"]):
+    for flags in (["--multirun", "-m"], ["--resolve"], ["--hydra-help"]):
         parser.add_argument(*flags, action="store_true")
     return parser
 
 
 def _hydra_arguments(options: argparse.Namespace) -> list[str]:
-    """Flags first: Hydra's own parser does not take settings on both sides of a flag."""
+    """Flags before settings, because Hydra's parser rejects settings on both sides of a flag."""
     if options.resolve and not options.cfg:
         raise ConfigError("--resolve goes with --cfg: ngsgd train --cfg job --resolve.")
-    if sum([options.multirun, options.cfg is not None, options.info is not None,
-            options.shell_completion]) > 1:
-        raise ConfigError("Give only one of --multirun, --cfg, --info and --shell-completion.")
+    if sum([options.multirun, options.cfg is not None, options.info is not None]) > 1:
+        raise ConfigError("Give only one of --multirun, --cfg and --info.")
     valued = [f"--{flag}={value}" for flag in ("cfg", "package", "config-dir", "info")
               if (value := getattr(options, flag.replace("-", "_"))) is not None]
-    plain = [f"--{flag}" for flag in ("multirun", "resolve", "hydra-help", "shell-completion")
+    plain = [f"--{flag}" for flag in ("multirun", "resolve", "hydra-help")
              if getattr(options, flag.replace("-", "_"))]
     return [*valued, *plain, *options.overrides]
 
 
-def _train_one(composed: Any, codes: Path, *, quiet: bool, verbose: bool, debug: bool, goes_on: bool,
+def _train_one(composed: Any, codes: Path, *, quiet: bool, verbose: bool, debug: bool, continues: bool,
                trust: bool = False, allow_other_bits: bool = False) -> float | None:
-    """A run of its own, or with `goes_on` the rest of one; what a sweeper minimises, or None where
-    there is nothing to say.
-    """
+    """Train a run, or with `continues` resume one; return the value that a sweeper minimizes."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
@@ -118,12 +138,14 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, verbose: bool, debug:
     def run() -> int:
         given = compose.given_by(HydraConfig.get().overrides.task)
         config = config_builder.build(OmegaConf.to_container(composed, resolve=True), given)  # type: ignore[arg-type]
-        # before the imports, which take seconds
-        check_output_dir(config)
-        require_cluster(config.cluster)
+        require_paths(config)
+        if config.cluster.address != "auto":
+            # Ray itself resolves auto, after its import
+            require_cluster(config.cluster)
+        # heavy imports, which take seconds
         from ngsgd.launcher.commands import train as service
 
-        begun = run_to_continue(config) if goes_on else None
+        begun = run_to_continue(config) if continues else None
         if begun:
             return service.resume(begun, quiet=quiet, verbose=verbose, address=config.cluster.address,
                                   num_workers=config.cluster.num_workers,
@@ -133,19 +155,17 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, verbose: bool, debug:
         return EXIT_OK
 
     code = run_guarded(run, debug=debug)
-    # another machine does not have it, and does not need it
+    # a job on another machine cannot write the file, and its code is not needed
     with contextlib.suppress(OSError), codes.open("a") as file:
         file.write(f"{code}\n")
     if code == EXIT_INTERRUPTED:
-        # no further run of a sweep
+        # end the sweep
         sys.exit(EXIT_INTERRUPTED)
-    return to_minimise(reports[0]) if reports else None
+    return to_minimize(reports[0]) if reports else None
 
 
 def _mask_file_of_sweep() -> None:
-    """Hydra writes all overrides to a sweep's multirun.yaml before the first run begins, passwords
-    as well.
-    """
+    """Mask passwords in multirun.yaml, to which Hydra writes all overrides of a sweep."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -158,17 +178,15 @@ def _mask_file_of_sweep() -> None:
             write_text(file, masked(text))
 
 
-def to_minimise(report: FinalReport) -> float:
-    """Word errors of valid in per cent, never of test; without decoding, the held-out objf with its
-    sign changed.
-    """
+def to_minimize(report: FinalReport) -> float:
+    """Return the WER of the validation set in percent; without decoding, the negative objective."""
     found = re.search(r"%WER\s+([0-9.]+)", report.valid_wer)
     return float(found[1]) if found else -report.valid.objf
 
 
 @contextlib.contextmanager
 def _command_line(arguments: list[str]) -> Iterator[None]:
-    """@hydra.main reads sys.argv and nothing else."""
+    """Set sys.argv, the only command line that @hydra.main reads."""
     saved = sys.argv
     sys.argv = ["ngsgd", *arguments]
     try:

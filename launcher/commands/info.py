@@ -1,6 +1,4 @@
-"""`ngsgd info`: the state of a run, what a folder of examples holds, or the versions of what is
-installed.
-"""
+"""`ngsgd info`: the state of a run, the contents of a folder of examples, or installed versions."""
 
 from __future__ import annotations
 
@@ -16,26 +14,29 @@ from typing import Any
 from ngsgd import process_identity
 from ngsgd.errors import EXIT_OK
 from ngsgd.files import read_json, read_regular_text, unsealed
-from ngsgd.launcher.console import Parser, version
+from ngsgd.launcher.arguments import JSON, Parser
+from ngsgd.launcher.console import version
 from ngsgd.launcher.text import duration, masked, printable
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.training.storage.event_log import read_events
 from ngsgd.training.storage.lock import holder_of
 
-# MLflow's word for how a run ended -> Ray's, which `ray job` users know
+# MLflow's state of a run -> that of a Ray job
 _STATES = {"FINISHED": "SUCCEEDED", "FAILED": "FAILED", "KILLED": "STOPPED"}
 _PACKAGES = ("ngsgd", "torch", "numpy", "ray", "hydra-core", "mlflow", "kaldi-native-fbank",
              "kaldi-decoder", "espeakng-loader")
-# a run of another machine whose last event is older than this is called lost
+# a run of another machine counts as lost after this time without an event
 _ALIVE_S = 600.0
 
 
 def command(arguments: Sequence[str]) -> int:
     """`ngsgd info`."""
     parser = Parser("info")
-    parser.add_argument("run", nargs="?", help="a run folder, or its name under runs/; or a folder "
-                                               "of examples, runs/data/egs-...")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("run", nargs="?", metavar="RUN",
+                        help="run folder, or its name under runs/; or a folder of examples, "
+                             "runs/data/egs-... "
+                             "(default: installed versions)")
+    parser.add_argument("--json", action="store_true", help=JSON)
     options = parser.parse_args(list(arguments))
     if options.run and (Path(options.run) / "info.json").is_file():
         about, lines = examples(Path(options.run))
@@ -50,7 +51,7 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def state_of(run_dir: Path) -> dict[str, Any]:
-    """How far a run has come, from the files in its folder; figures that are not known yet are None."""
+    """Return state and progress of a run from the files in its folder; unknown figures are None."""
     folder = RunFolder(run_dir)
     events = read_events(folder.events)
     nothing: dict[str, Any] = {}
@@ -78,7 +79,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
 
 
 def describe_run(state: Mapping[str, Any]) -> list[str]:
-    """The same in a few lines."""
+    """Return the state of a run as lines of text."""
     lines = [f"run        {state['run']}", f"state      {_state_line(state)}"]
     if state["error"] and state["state"] in ("FAILED", "STOPPED"):
         lines.append(f"error      exit code {state['error']['exit_code']}: {state['error']['message']}")
@@ -86,7 +87,7 @@ def describe_run(state: Mapping[str, Any]) -> list[str]:
         lines.append(f"progress   {progress_line(state)}")
     if state["is_finished"]:
         if state["is_speech"]:
-            result = state["wer"] or "nothing was decoded"
+            result = state["wer"] or "not decoded"
         else:
             metrics = state["metrics"] or {}
             result = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
@@ -101,7 +102,7 @@ def describe_run(state: Mapping[str, Any]) -> list[str]:
 
 
 def progress_line(state: Mapping[str, Any]) -> str:
-    """Where training is, in one line."""
+    """Return the progress of training as one line."""
     objf, accuracy = (math.nan if state[name] is None else state[name]
                       for name in ("valid_objf", "valid_accuracy"))
     where = f"iter {state['outer_iter']}/{state['num_outer_iters']}, epoch {state['epoch']:.2f}/{state['num_epochs']:g}, "
@@ -112,9 +113,7 @@ def progress_line(state: Mapping[str, Any]) -> str:
 
 
 def _is_speech(folder: RunFolder) -> bool:
-    """Whether no task of the user's own is named near the top of config.yaml; reading all options
-    takes too long for a list.
-    """
+    """Whether config.yaml names no custom task; parsing the complete file is slow."""
     try:
         text = read_regular_text(folder.config)
     except (OSError, ValueError):
@@ -123,9 +122,7 @@ def _is_speech(folder: RunFolder) -> bool:
 
 
 def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:
-    """Ray's words for a job; LOST for a run whose process is gone without a word, UNKNOWN where
-    that cannot be told.
-    """
+    """The state in Ray's terms; LOST: the process ended without a final event; UNKNOWN: unclear."""
     process = _process(folder)
     if process_identity.is_alive(process):
         return "RUNNING" if events else "PENDING"
@@ -145,17 +142,18 @@ def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:
 
 def _state_line(state: Mapping[str, Any]) -> str:
     if state["state"] == "LOST":
-        return (f"LOST: its process is gone, the last event came {duration(state['silent_s'])} "
-                f"ago; it goes on with: ngsgd resume {state['run']}")
+        return ("LOST: its process ended without a result, last event "
+                f"{duration(state['silent_s'])} ago; "
+                f"continue with: ngsgd resume {state['run']}")
     if state["state"] == "UNKNOWN":
         return (f"UNKNOWN: process.json names process {state['process']['process_id']} without its "
-                "start time, so that id may belong to another program by now; the last event came "
+                "start time, so that it may be another program; last event "
                 f"{duration(state['silent_s'])} ago")
     return f"{state['state']}{' (no event yet)' if state['state'] == 'PENDING' else ''}"
 
 
 def _process(folder: RunFolder) -> dict[str, Any]:
-    """The identity of the process that trains; empty when none does, or none that said so."""
+    """The identity of the process that trains; empty if there is none."""
     held = holder_of(folder.lock)
     if held and held.get("purpose") != "decode":
         return _as_identity(held.get("holder"))
@@ -170,22 +168,21 @@ def _as_identity(stored: object) -> dict[str, Any]:
 
 
 def is_elsewhere(process: Mapping[str, Any]) -> bool:
-    """Whether it is a process of another machine, or of another container, whose end cannot be seen
-    from here.
-    """
+    """Return whether a process belongs to another machine or container."""
     if not process:
         return False
     if process["host"] != socket.gethostname():
         return True
-    # a container on this machine; a process of another boot is simply gone
+    # a container on this machine; a process of another boot has ended
     return (process_identity.is_complete(process)
             and process["boot_id"] == process_identity.current()["boot_id"]
             and not process_identity.is_here(process))
 
 
 def may_be_alive(process: Mapping[str, Any]) -> bool:
-    """Whether some process of this machine has the id of an incomplete record, which does not prove
-    that it is the same one.
+    """Return whether a process of this machine has the id of a record without a start time.
+
+    It may be another process.
     """
     process_id = process.get("process_id")
     if not process or is_elsewhere(process) or process_identity.is_complete(process) or type(process_id) is not int:
@@ -201,16 +198,16 @@ def _examples_of(folder: RunFolder) -> str | None:
     try:
         return str(read_json(folder.data)["egs"])
     except (OSError, ValueError, KeyError, TypeError):
-        # a run that has not begun
+        # the run has not started
         return None
 
 
 def _fingerprint(folder: RunFolder) -> dict[str, Any] | None:
-    """What decides the run's bits, as stored: the module that compares it would import torch."""
+    """The stored numeric fingerprint; the module that compares it imports torch."""
     try:
         return dict(unsealed(read_json(folder.fingerprint))[0]["history"][-1]["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):
-        # a run that has not begun, or of a version before
+        # the run has not started, or is of an earlier version
         return None
 
 
@@ -226,7 +223,7 @@ def _fingerprint_lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:
-    """What archives of examples hold, and whether they are well mixed; reads their labels."""
+    """Describe archives of examples and how well they are shuffled; reads their labels."""
     from dataclasses import asdict
 
     from ngsgd.data.reader import EgsReader
@@ -239,7 +236,7 @@ def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:
     lines = [f"examples   {directory}",
              f"archives   {info.num_archives}, of {sizes} examples; {info.num_frames:,} frames "
              f"of {info.feature_dim} "
-             f"features{f' and {info.side_dim} values beside them' if info.side_dim else ''}, "
+             f"features{f' and {info.side_dim} side values' if info.side_dim else ''}, "
              f"{info.num_classes} classes{', with weights' if info.has_weights else ''}",
              f"an example {info.frames_per_eg} frames, context -{info.left_context} "
              f"+{info.right_context}"]
@@ -253,4 +250,4 @@ def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:
     about = {**asdict(info), "mixing": {one.what: {"is_well_mixed": bool(one.is_well_mixed),
                                                    "divergence": float(one.divergence)}
                                         for one in found}}
-    return about, lines if found else [*lines, "mixing     a single archive holds everything"]
+    return about, lines if found else [*lines, "mixing     a single archive holds all examples"]

@@ -1,4 +1,4 @@
-"""`ngsgd transcribe`: recordings and live audio to words, with a trained model."""
+"""`ngsgd transcribe`: recognize recordings and live audio with a trained model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import make_directories, write_text
-from ngsgd.launcher.console import TRUST, Parser
+from ngsgd.launcher.arguments import TRUST, Parser
+from ngsgd.launcher.config.paths import require_writable
 from ngsgd.launcher.text import printable
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 _STREAM = "-"
 _ENDINGS = {"text": ".txt", "json": ".json", "ctm": ".ctm", "srt": ".srt"}
-# of a live stream; the delay of its words
+# chunk of a live stream; it delays the words
 _CHUNK_S = 0.2
 
 
@@ -57,73 +58,48 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        "transcribe",
-        epilog="exit codes: 0 all recordings were recognized; 3 some could not be read, and the "
-        "others "
-        "were; 2, 6: no recording was, for a wrong argument or a model that cannot be used",
-    )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a run folder, its name under runs/, or a file of ngsgd export --format bundle",
-    )
-    parser.add_argument(
-        "audio",
-        metavar="AUDIO",
-        nargs="+",
-        help="files (wav, flac, ogg, mp3 and others), folders, patterns; -: a wav or raw 16-bit "
-        "samples from stdin",
-    )
-    parser.add_argument(
-        "--format",
-        choices=tuple(_ENDINGS),
-        default="text",
-        help="form of the result (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--output",
-        "-o",
-        metavar="FOLDER",
-        help="write one file for each recording there (default: stdout)",
-    )
-    parser.add_argument(
-        "--nbest",
-        type=int,
-        default=1,
-        metavar="N",
-        help="word sequences for each segment (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes that share the files (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rate",
-        type=int,
-        metavar="HZ",
-        help="sampling rate of raw samples from stdin (default: the model's)",
-    )
-    parser.add_argument(
-        "--quiet", "-q", action="store_true", help="only the words, and what failed"
-    )
-    parser.add_argument("--trust", action="store_true", help=TRUST)
+    parser = _parser()
     options = parser.parse_args(list(arguments))
-    for name in ("nbest", "processes"):
-        if not 1 <= getattr(options, name) <= 1000:
-            raise ConfigError(f"--{name} is {getattr(options, name)}; it must be 1 to 1000.")
+    problems = [f"--{name} is {getattr(options, name)}; it must be 1 to 1000." for name in ("nbest", "processes")
+                if not 1 <= getattr(options, name) <= 1000]
     if _STREAM in options.audio and len(options.audio) > 1:
-        raise ConfigError(
-            "- is the stream on stdin, which cannot be combined with files; give it alone."
-        )
-    if options.rate is not None and options.audio != [_STREAM]:
-        raise ConfigError(
-            "--rate is for raw samples from stdin (-); files have their own rate. Leave it out."
-        )
+        problems.append("- is the stream on stdin, which cannot be combined with files; give it "
+                        "alone.")
+    if options.sample_rate is not None and options.audio != [_STREAM]:
+        problems.append("--sample-rate is for raw samples from stdin (-); files have their own "
+                        "rate. Remove it.")
+    if problems:
+        raise ConfigError(problems)
+    if options.output:
+        require_writable("--output", Path(options.output))
     return options
+
+
+def _parser() -> Parser:
+    parser = Parser("transcribe", epilog="exit codes: 0: all recordings were recognized; 3: some "
+                                         "could not be read; 2 and 6: none "
+                                         "was recognized, because of a wrong argument or an "
+                                         "unusable model")
+    parser.add_argument("model", metavar="MODEL",
+                        help="run folder, its name under runs/, or a file of ngsgd export "
+                             "--format bundle")
+    parser.add_argument("audio", metavar="AUDIO", nargs="+",
+                        help="files (wav, flac, ogg, mp3 and others), folders or patterns; -: a "
+                             "wav or raw 16-bit samples from stdin")
+    parser.add_argument("--format", choices=tuple(_ENDINGS), default="text",
+                        help="format of the result (default: %(default)s)")
+    parser.add_argument("--output", "-o", metavar="FOLDER",
+                        help="folder for one file per recording (default: stdout)")
+    parser.add_argument("--nbest", type=int, default=1, metavar="N",
+                        help="number of hypotheses per segment (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=1, metavar="N",
+                        help="number of processes that share the files (default: %(default)s)")
+    parser.add_argument("--sample-rate", type=int, metavar="HZ",
+                        help="sampling rate of raw samples from stdin (default: the model's)")
+    parser.renamed("--rate", "--sample-rate", type=int)
+    parser.add_argument("--quiet", "-q", action="store_true", help="print words and failures only")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
+    return parser
 
 
 def _require_different_names(audio: Sequence[Path]) -> None:
@@ -138,8 +114,8 @@ def _require_different_names(audio: Sequence[Path]) -> None:
 
 
 def _with_progress(outcomes: Iterable[Outcome], total: int) -> Iterator[Outcome]:
-    """The same, with a bar on a terminal."""
-    # rich comes with the service; recognition alone does without
+    """Yield the outcomes, with a progress bar on a terminal."""
+    # rich belongs to the extra [service], which recognition does not need
     has_bar = total > 1 and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
     if not has_bar:
         yield from outcomes
@@ -174,7 +150,7 @@ def _write(outcome: Outcome, options: argparse.Namespace, *, is_alone: bool) -> 
 
 
 def _summarize(outcomes: Sequence[Outcome], rate_hz: int, elapsed_s: float, *, quiet: bool) -> None:
-    """Lines on stderr: how much, how fast, what was resampled, and what failed."""
+    """Print amount, speed, resampled files and failures on stderr."""
     done = [outcome.transcript for outcome in outcomes if outcome.transcript is not None]
     failed = [outcome for outcome in outcomes if outcome.transcript is None]
     if not quiet:
@@ -206,14 +182,14 @@ def _summarize(outcomes: Sequence[Outcome], rate_hz: int, elapsed_s: float, *, q
 
 
 def _stream(recognizer: Recognizer, options: argparse.Namespace) -> int:
-    """Words of stdin; as text each segment is printed when it ends."""
+    """Recognize stdin; text is printed at the end of each segment."""
     from ngsgd.asr import recording
     from ngsgd.asr.features.audio import FULL_SCALE
     from ngsgd.asr.transcript import FORMATS, Partial, Segment, Transcript
 
     # a BufferedReader; typed as any binary stream
     source = recording.of_stream(
-        cast(Any, sys.stdin.buffer), options.rate or recognizer.sample_rate_hz
+        cast(Any, sys.stdin.buffer), options.sample_rate or recognizer.sample_rate_hz
     )
     as_written = FORMATS[options.format]
     if source.num_channels > 1:

@@ -1,4 +1,4 @@
-"""`ngsgd ui`: MLflow's pages on the runs of one output folder, on this machine only unless told otherwise."""
+"""`ngsgd ui`: the MLflow dashboard of the runs of one output folder."""
 
 from __future__ import annotations
 
@@ -18,37 +18,41 @@ from pathlib import Path
 from typing import IO, Any
 
 from ngsgd.errors import EXIT_OK, ConfigError, MissingExtraError, NgsgdError
-from ngsgd.launcher.console import Parser
+from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.mlflow.metrics import COLUMNS
 from ngsgd.launcher.mlflow.store import read_tracking, sqlite_uri
 
 # MLflow with our check of origins around it
 _APP = "ngsgd-ui"
-# 20 s on two busy cores; a cold disk takes longer
+# it takes 20 s on two busy cores, and longer with a cold disk
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 5.0
 # our columns of the table of runs
 _VIEW = "ngsgd"
-# MLflow opens in its page for language models otherwise
+# the default is MLflow's page for language models
 _PAGES = "?workflowType=machine_learning"
 
 
 class DashboardError(NgsgdError):
-    """The MLflow server would not run."""
+    """The MLflow server did not start, or ended."""
 
 
 def command(arguments: Sequence[str]) -> int:
     """`ngsgd ui`."""
     parser = Parser("ui")
-    parser.add_argument("output_dir", nargs="?", default="runs", help="holds mlflow.db (default: %(default)s)")
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s, this machine only)")
-    parser.add_argument("--port", type=int, default=5000, help="default: %(default)s")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER",
+                        help="folder of the runs, with mlflow.db (default: runs)")
+    parser.add_argument("--output-dir", metavar="DIR", help="FOLDER as an option")
+    parser.add_argument("--host", default="127.0.0.1",
+                        help="address to listen on (default: %(default)s, this machine only)")
+    parser.add_argument("--port", type=int, default=5000,
+                        help="port to listen on (default: %(default)s)")
     options = parser.parse_args(list(arguments))
-    return serve(Path(options.output_dir), host=options.host, port=options.port)
+    return serve(Path(options.folder or options.output_dir or "runs"), host=options.host, port=options.port)
 
 
 def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: Callable[[str], None] = print) -> int:
-    """Serves until Ctrl-C or SIGTERM, and leaves no process behind."""
+    """Serve until Ctrl-C or SIGTERM, and end all processes of the server."""
     _check(output_dir, host, port)
     say(f"starting MLflow on {output_dir.absolute() / 'mlflow.db'} ...")
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="ngsgd-ui-") as plugin, _terminate_like_interrupt():
@@ -60,9 +64,9 @@ def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: C
             experiment = newest_run(output_dir).get("experiment_id", "")
             for line in page_links(output_dir, address, has_view=bool(experiment) and _add_view(address, str(experiment))):
                 say(line)
-            say("Ctrl-C ends it.")
+            say("Stop it with Ctrl-C.")
             server.wait()
-            raise DashboardError(f"the MLflow server ended by itself: {_last_line(log)}")
+            raise DashboardError(f"the MLflow server ended: {_last_line(log)}")
         except KeyboardInterrupt:
             say("stopped.")
             return EXIT_OK
@@ -71,13 +75,13 @@ def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: C
 
 
 def newest_run(output_dir: Path) -> dict[str, Any]:
-    """Where the run that was written last is in MLflow; empty if there is none."""
+    """Return where the run that was written last is in MLflow; empty if there is none."""
     written = sorted(output_dir.glob("*/tracking.json"), key=lambda file: file.stat().st_mtime)
     return read_tracking(written[-1].parent) if written else {}
 
 
 def page_links(output_dir: Path, address: str, *, has_view: bool = False) -> list[str]:
-    """Links to the table and the charts of the newest run's experiment, and to the charts of that run.
+    """Return links to the table and the charts of the newest experiment, and to its newest run.
 
     `has_view`: the experiment has our columns of the table.
     """
@@ -107,18 +111,23 @@ def _add_view(address: str, experiment_id: str) -> bool:
 
 
 def _check(output_dir: Path, host: str, port: int) -> None:
+    """Raise one ConfigError with all problems."""
+    problems = []
     if not (output_dir / "mlflow.db").is_file():
-        raise ConfigError(f"{output_dir} holds no mlflow.db, so there are no runs to show; "
-                          "give the output_dir of a run: ngsgd ui PATH.")
-    if importlib.util.find_spec("mlflow") is None:
-        raise MissingExtraError("mlflow", "service", "ngsgd ui")
+        problems.append(f"{output_dir} holds no mlflow.db, so there are no runs to show; give the "
+                        "output_dir of a run: ngsgd ui PATH")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(f"{host}:{port} cannot be used ({reason}); choose another port with --port.") from None
+            problems.append(f"{host}:{port} cannot be used ({reason}); choose another port with "
+                            "--port.")
+    if problems:
+        raise ConfigError(problems)
+    if importlib.util.find_spec("mlflow") is None:
+        raise MissingExtraError("mlflow", "service", "ngsgd ui")
 
 
 def server_command(output_dir: Path, host: str, port: int) -> list[str]:
@@ -128,11 +137,12 @@ def server_command(output_dir: Path, host: str, port: int) -> list[str]:
 
 
 def _write_plugin(folder: Path) -> None:
-    """Register `ngsgd.launcher.mlflow.ui_app` with MLflow, which reads its servers from the entry points of installed packages."""
+    """Register `ngsgd.launcher.mlflow.ui_app` as an entry point, where MLflow looks for servers."""
     package = folder / "ngsgd_ui-1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: ngsgd-ui\nVersion: 1\n")
-    (package / "entry_points.txt").write_text(f"[mlflow.app]\n{_APP} = ngsgd.launcher.mlflow.ui_app:app\n")
+    (package / "entry_points.txt").write_text(f"[mlflow.app]\n{_APP} = "
+                                              "ngsgd.launcher.mlflow.ui_app:app\n")
 
 
 def _start(command: list[str], log: IO[bytes], plugin: str) -> subprocess.Popen[bytes]:
@@ -140,8 +150,7 @@ def _start(command: list[str], log: IO[bytes], plugin: str) -> subprocess.Popen[
     settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
                 "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1",
                 "PYTHONPATH": os.pathsep.join(filter(None, [plugin, str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))}
-    # a session of its own, so that Ctrl-C reaches only us and we end the server with all its
-    # children
+    # a new session: Ctrl-C reaches only this process, which ends the server with its children
     return subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                             start_new_session=True)
 
@@ -154,13 +163,14 @@ def _wait_until_healthy(server: subprocess.Popen[bytes], address: str, log: IO[b
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
             return
         time.sleep(0.3)
-    raise DashboardError(f"the MLflow server did not answer within {_START_TIMEOUT_S:.0f} s: {_last_line(log)}")
+    raise DashboardError(f"the MLflow server did not answer within {_START_TIMEOUT_S:.0f} s: "
+                         f"{_last_line(log)}")
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
     for sign in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
-            # the whole group: MLflow starts workers of its own
+            # the process group, because MLflow starts workers
             os.killpg(server.pid, sign)
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(_STOP_TIMEOUT_S)
@@ -168,7 +178,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def _terminate_like_interrupt() -> Iterator[None]:
-    """SIGTERM must not leave the server behind either."""
+    """Raise KeyboardInterrupt on SIGTERM, so that it ends the server, too."""
     def interrupt(_number: int, _frame: Any) -> None:
         raise KeyboardInterrupt
 
@@ -182,7 +192,7 @@ def _terminate_like_interrupt() -> Iterator[None]:
 def _last_line(log: IO[bytes]) -> str:
     log.seek(0)
     lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 def _reachable(host: str) -> str:

@@ -1,7 +1,7 @@
-"""From command-line overrides and YAML to `ngsgd.config.RunConfig`, with every mistake reported at once.
+"""From command-line overrides and YAML to `ngsgd.config.RunConfig`, with all mistakes at once.
 
-Hydra merges; the dataclasses decide.  The schema that Hydra starts from is made of the dataclasses' defaults, and what
-it returns is built back into dataclasses, so that unknown keys and wrong types cannot slip through `+key` or a file.
+Hydra merges, and the dataclasses decide. Hydra's schema consists of the dataclasses' defaults. Its
+result is built back into dataclasses, which rejects unknown keys and wrong types of files as well.
 """
 
 from __future__ import annotations
@@ -17,14 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngsgd.config import RunConfig, choices_of, default_of, types_of
-from ngsgd.config.build import (
-    OTHER_NAMES,
-    defaults,
-    did_you_mean,
-    leaves,
-    paths,
-    section_names,
-)
+from ngsgd.config.build import defaults, leaves, paths, section_names
+from ngsgd.config.other_names import did_you_mean, instead_of
 from ngsgd.config.renamed import REMOVED, Rename, removed_sentence, with_new_names_in
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.config.config_builder import Given, build_checked
@@ -33,9 +27,9 @@ from ngsgd.pipeline.runs.saved_config import yaml_problem
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-# composing takes about 0.1 s each; the jobs beyond are checked when their turn comes
+# composing takes about 0.1 s each; further jobs are checked when they start
 _MAX_SWEEP_JOBS_CHECKED = 64
-# what is in it is for a model of the user's own, and no setting of ours
+# arguments of a custom network, whose names are free
 _FREE = "model.args"
 _CONFIG_NAME = "config"
 # characters of an override in a message
@@ -48,12 +42,23 @@ def conf_dir() -> Path:
 
 
 def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Return the groups and their choices: kinds of sections, and files of conf/ and of the user's folder."""
+    """Return the choices of each group: kinds of sections, files of conf/ and of `config_dir`."""
     found = {group: set(kinds) for group, kinds in _kinds().items()}
     for root in [conf_dir(), *([config_dir] if config_dir else [])]:
         for file in root.glob("*/*.yaml"):
             found.setdefault(file.parent.name, set()).add(file.stem)
     return {group: sorted(choices) for group, choices in sorted(found.items())}
+
+
+def about_choice(group: str, choice: str) -> str:
+    """Return the description of a choice: the first sentence of its file in conf/."""
+    file = conf_dir() / group / f"{choice}.yaml"
+    if not file.is_file():
+        return ""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    text = " ".join(line.lstrip("# ") for line in comments if not line.startswith("# @"))
+    return text.partition(". ")[0].rstrip(".")
 
 
 def with_current_names(overrides: Sequence[str]) -> list[str]:
@@ -72,15 +77,32 @@ _reported = set[Rename]()
 
 
 def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> RunConfig:
-    """The configuration that these overrides give; raises one ConfigError that lists everything wrong with them."""
+    """Return the configuration of these overrides.
+
+    Raises:
+        ConfigError: all mistakes.
+    """
     good, problems = _read_overrides(overrides, config_dir)
     sweeps = [override.input_line for override in good if override.is_sweep_override()]
     problems += [f"{line} lists several values; add --multirun to run them one after another." for line in sweeps]
     return _compose([_line(override) for override in good if not override.is_sweep_override()], problems, config_dir)
 
 
+def wrong_settings(overrides: Sequence[str]) -> list[str]:
+    """Return a message per mistake in these overrides; an empty list if they compose."""
+    try:
+        compose(overrides)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
 def check_sweep(overrides: Sequence[str], *, config_dir: Path | None = None) -> None:
-    """Raises one ConfigError that lists everything wrong in any of the runs that `--multirun` would start."""
+    """Check all runs that `--multirun` would start.
+
+    Raises:
+        ConfigError: all mistakes in any of them.
+    """
     good, problems = _read_overrides(overrides, config_dir)
     # a dict keeps the order and drops repetitions
     found = dict.fromkeys(problems)
@@ -94,9 +116,8 @@ def check_sweep(overrides: Sequence[str], *, config_dir: Path | None = None) -> 
         raise ConfigError(found)
 
 
-
 def each_of_sweep(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]:
-    """(the settings of a run, those among them that the sweep varies) of every run that `--multirun` would start."""
+    """Return the settings of each run of a sweep, and those among them that the sweep varies."""
     good, _ = _read_overrides(overrides, None)
     varied = [override.is_discrete_sweep() for override in good]
     return [(list(lines), [line for line, is_varied in zip(lines, varied, strict=True) if is_varied])
@@ -105,7 +126,7 @@ def each_of_sweep(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]
 
 @functools.cache
 def register_schema() -> None:
-    """Gives Hydra all keys and their defaults; a plain mapping, so that the groups may fill in any part of it."""
+    """Register all keys and defaults with Hydra; groups may set any part of the plain mapping."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
@@ -122,25 +143,25 @@ def register_schema() -> None:
 
 
 def _kinds() -> dict[str, tuple[str, ...]]:
-    """The groups whose choices are the kinds of a section; a file of conf/ may set more for a kind."""
+    """Return the groups whose choices are the kinds of a section."""
     return {group: choices_of(types_of(RunConfig)[group], "kind") for group in ("model", "optimizer", "outer", "cluster")}
 
 
 def default_of_kind(path: str, kind: str) -> Any:
-    """The default of a setting, such as optimizer.damping, in a section of that kind."""
+    """Return the default of a setting, such as optimizer.damping, in a section of that kind."""
     section, _, name = path.partition(".")
     return default_of(_of_kind()[section, name], kind)
 
 
 def _of_kind() -> dict[tuple[str, str], Field[Any]]:
-    """The settings whose default depends on the kind of their section, by section and name."""
+    """Return the settings whose default depends on the kind of their section."""
     run = RunConfig()
     return {(section.name, spec.name): spec for section in fields(run) if is_dataclass(getattr(run, section.name))
             for spec in fields(getattr(run, section.name)) if spec.metadata.get("default_of_kind")}
 
 
 def given_by(overrides: Sequence[str]) -> Given:
-    """Which settings and groups a command line gives, of those that can be read."""
+    """Return the settings and groups of a command line that can be read."""
     good, _ = _read_overrides(overrides, None)
     chosen = groups()
     settings, names = set(), set()
@@ -159,16 +180,20 @@ def given_by(overrides: Sequence[str]) -> Given:
 
 
 def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[list[Override], list[str]]:
-    """The overrides that can be applied, and a sentence about each of the others."""
+    """Return the overrides that can be applied, and a message about each of the others."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException
 
     if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError(f"--config-dir {config_dir} is not a folder; give one that holds recipe/*.yaml and so on.")
+        raise ConfigError(f"--config-dir {config_dir} is not a folder; give one that holds "
+                          "recipe/*.yaml and so on.")
     parser, choices = OverridesParser.create(), groups(config_dir)
     good: list[Override] = []
     problems: list[str] = []
     for text in with_current_names(overrides):
+        if text.startswith("--"):
+            problems.append(_flag_problem(text, choices))
+            continue
         if text.startswith("="):
             problems.append(_syntax_problem(text))
             continue
@@ -184,13 +209,23 @@ def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[
     return good, problems
 
 
+def _flag_problem(text: str, choices: Mapping[str, Any]) -> str:
+    """The message about a flag that no command has, such as --epochs=5."""
+    flag, _, value = text.partition("=")
+    key = flag.lstrip("-").replace("-", "_")
+    hint = did_you_mean(key, [*paths(), *choices], key.rpartition(".")[2], value)
+    return f"{flag} is not a flag; settings are written KEY=VALUE.{hint or ' See them with: ngsgd settings.'}"
+
+
 def _syntax_problem(text: str) -> str:
-    if not text.partition("=")[0] or "=" not in text:
-        near = did_you_mean(text, ["train", "resume", "decode", "ui", "info", *paths()], "")
+    key, has_value, value = text.partition("=")
+    if not key or not has_value:
+        near = did_you_mean(text, ["train", "resume", "decode", "ui", "info", *paths()], text)
         return f"{text!r} is not a setting; write key=value, such as seed=1.{near}"
     if len(text) > _LONGEST_SHOWN:
         return f"{text[:_LONGEST_SHOWN]!r}... cannot be read; it has {len(text)} characters."
-    key, _, value = text.partition("=")
+    if instead := instead_of(key, value):
+        return f"{key} is not a setting. Did you mean {instead}?"
     return f"{text!r} cannot be read; quote special characters for Hydra and for the shell: {key}='\"{value}\"'."
 
 
@@ -200,32 +235,35 @@ def _override_problems(override: Override, choices: dict[str, list[str]]) -> Ite
         return
     if override.is_add() or override.is_force_add() or override.is_delete():
         known = key in paths() or key in choices
-        see_all = f"see them all with: ngsgd train --cfg job.{_unknown_hint(key, choices)}"
+        see_all = f"search for it with: ngsgd settings PATTERN.{_unknown_hint(key, choices)}"
         advice = f"write {key}=VALUE." if known else see_all
         yield f"{override.input_line}: settings can be changed, not added or deleted; {advice}"
     elif key in choices:
         values = list(override.sweep_string_iterator()) if override.is_discrete_sweep() else [str(override.value())]
         for value in values:
             if not override.is_interval_sweep() and value not in choices[key]:
-                yield f"{key}={value} is not a choice; choose one of {', '.join(choices[key])}."
+                near = difflib.get_close_matches(value.lower(), choices[key], n=1, cutoff=0.7)
+                hint = f" Did you mean {key}={near[0]}?" if near else ""
+                yield f"{key}={value} is not a choice; choose one of {', '.join(choices[key])}.{hint}"
     elif key in REMOVED:
         yield removed_sentence(key)
     elif key not in paths() and key not in section_names():
-        yield f"{key} is not a setting.{_unknown_hint(key, choices) or ' See them all with: ngsgd train --cfg job.'}"
+        value = _line(override).partition("=")[2]
+        hint = _unknown_hint(key, choices, value) or f" Search for it with: ngsgd settings {key.rpartition('.')[2]}"
+        yield f"{key} is not a setting.{hint}"
 
 
-def _unknown_hint(key: str, choices: Mapping[str, Any]) -> str:
-    """What the user may have meant by a key that does not exist; empty if it does."""
+def _unknown_hint(key: str, choices: Mapping[str, Any], value: str = "") -> str:
+    """A question with the nearest key to an unknown one; empty for a known key."""
     if key in paths() or key in choices:
         return ""
     section, _, last = key.rpartition(".")
     siblings = [path.rpartition(".")[2] for path in paths() if section and path.startswith(f"{section}.")]
     # a name of other trainers, an unknown section, or none
-    if last in OTHER_NAMES or not siblings:
-        return did_you_mean(key, [*paths(), *choices], last)
+    if instead_of(last) or not siblings:
+        return did_you_mean(key, [*paths(), *choices], last, value)
     near = difflib.get_close_matches(last, siblings, n=1)
-    return f" Did you mean {section}.{near[0]}?" if near else f" {section} has {', '.join(siblings)}."
-
+    return f" Did you mean {section}.{near[0]}={value or 'VALUE'}?" if near else f" {section} has {', '.join(siblings)}."
 
 
 def _line(override: Override) -> str:
@@ -234,7 +272,7 @@ def _line(override: Override) -> str:
 
 
 def _lines(override: Override) -> list[str]:
-    """The override itself, or one per value of a sweep."""
+    """Return the override itself, or one per value of a sweep."""
     if not override.is_discrete_sweep():
         return [_line(override)]
     return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
@@ -244,7 +282,7 @@ def _lines(override: Override) -> list[str]:
 
 
 def _compose(lines: list[str], problems: list[str], config_dir: Path | None) -> RunConfig:
-    """Composes what can be composed, adds the problems found there, and raises them all."""
+    """Compose the valid overrides, and raise all problems together."""
     try:
         values = _resolved(lines, problems, config_dir)
     except ConfigError as error:
@@ -256,7 +294,7 @@ def _compose(lines: list[str], problems: list[str], config_dir: Path | None) -> 
 
 
 def _resolved(lines: list[str], problems: list[str], config_dir: Path | None) -> dict[str, Any]:
-    """Hydra's composition as nested dicts; values that cannot be resolved take their defaults and add to `problems`."""
+    """Return Hydra's composition as nested dicts, with defaults for unresolved values."""
     import yaml
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -279,14 +317,14 @@ def _resolved(lines: list[str], problems: list[str], config_dir: Path | None) ->
             try:
                 value = OmegaConf.select(composed, path, throw_on_missing=True)
             except OmegaConfBaseException:
-                problems.append(f"{path} is {raw}, which leads nowhere; give a value.")
+                problems.append(f"{path} is {raw}, an unresolved interpolation; give a value.")
                 value = default.get(path)
             OmegaConf.update(composed, path, value)
     return typing.cast("dict[str, Any]", OmegaConf.to_container(composed))
 
 
 def _composition_problem(error: Exception) -> str:
-    """Hydra says the useful thing in the first line of the error, or of its cause."""
+    """The message of a composition error; Hydra's first lines hold the reason."""
     import yaml
 
     causes: list[BaseException] = [error]
@@ -296,5 +334,5 @@ def _composition_problem(error: Exception) -> str:
         if isinstance(cause, yaml.YAMLError):
             return yaml_problem(cause, conf_dir())
     lines = [line.strip() for cause in causes for line in str(cause).splitlines() if line.strip()]
-    told = dict.fromkeys(line.rstrip(".") for line in lines[:1] + str(causes[-1]).splitlines()[:1])
-    return f"The settings cannot be put together: {': '.join(told)}; see ngsgd train --info searchpath."
+    reasons = dict.fromkeys(line.rstrip(".") for line in lines[:1] + str(causes[-1]).splitlines()[:1])
+    return f"The settings cannot be composed: {': '.join(reasons)}; see ngsgd train --info searchpath."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -10,22 +11,25 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from ngsgd.config import METHODS, RunConfig, choices_of, types_of
+from ngsgd.config.other_names import instead_of
 
-_TYPES = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false",
+_TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true or false",
           "tuple[float, ...]": "list of numbers", "tuple[str, ...]": "list of names"}
 # columns of a text
-_WIDEST = 110
+_WIDEST = 100
 
 
 @dataclass(frozen=True)
 class Described:
-    """What people read about an option."""
+    """The description of an option."""
 
     path: str
     help: str
     default: str
     # the choices, or the type with its range
     values: str
+    # the words that are allowed after =; empty: any value of the type
+    choices: tuple[str, ...]
     unit: str
     # the condition under which a run uses the option; empty: always
     used: str
@@ -46,7 +50,7 @@ def options() -> list[Described]:
 
 
 def section_help(name: str) -> str:
-    """Return the first sentence about a section, such as tune.proxy."""
+    """Return the description of a section, such as tune.proxy."""
     section: Any = RunConfig()
     for part in name.split("."):
         section = getattr(section, part)
@@ -60,6 +64,7 @@ def _of_section(section: Any, prefix: str) -> Iterator[Described]:
             yield from _of_section(value, f"{path}.")
         else:
             yield Described(path, data["help"], _default(data), _values(type(section), spec.name, data),
+                            choices_of(type(section), spec.name) or (("true", "false") if isinstance(value, bool) else ()),
                             data["unit"], _used(data["used"]))
 
 
@@ -77,12 +82,12 @@ def _values(section: type[Any], name: str, metadata: Any) -> str:
     if choices := choices_of(section, name):
         return ", ".join(choices)
     kind = types_of(section)[name]
-    told = _TYPES.get(getattr(kind, "__name__", ""), _TYPES.get(str(kind), "mapping"))
+    kind_text = _TYPES.get(getattr(kind, "__name__", ""), _TYPES.get(str(kind), "mapping"))
     low, high, above = metadata["low"], metadata["high"], metadata["above"]
     limits = [f"at least {low:g}"] if low is not None else []
     limits += [f"above {above:g}"] if above is not None else []
     limits += [f"at most {high:g}"] if high is not None else []
-    return ", ".join([told, *limits])
+    return ", ".join([kind_text, *limits])
 
 
 def _used(condition: str) -> str:
@@ -112,16 +117,29 @@ def shown(value: Any) -> str:
     return "''" if value == "" else str(value)
 
 
+def in_section(name: str) -> list[Described]:
+    """Return the options of a section and of the sections in it."""
+    return [one for one in options() if f"{one.path}.".startswith(f"{name}.") and one.path != name]
+
+
 def matching(pattern: str) -> list[Described]:
-    """Return the options of a section, those whose name matches, or those whose help text does."""
+    """Return the options that a pattern selects, the best matches first.
+
+    Args:
+        pattern: a section; or a shell pattern of names; or part of a name, a word of the help
+            text, a default or value, or the option's name in another trainer.
+    """
     every = options()
     if pattern in {one.section for one in every if one.section}:
-        return [one for one in every if one.section == pattern or one.section.startswith(f"{pattern}.")]
+        return in_section(pattern)
     wanted = pattern.lower()
     if any(sign in wanted for sign in "*?["):
         return [one for one in every if fnmatch.fnmatchcase(one.path, wanted)]
-    by_name = [one for one in every if wanted in one.path]
-    return by_name or [one for one in every if wanted in one.help.lower()]
+    same = [one for one in every if one.path == instead_of(wanted)]
+    by_name = [one for one in every if wanted in one.path and one not in same]
+    word = re.compile(rf"(?<![\w.]){re.escape(wanted)}(?![\w.])", re.IGNORECASE)
+    by_text = [one for one in every if word.search(f"{one.about} {one.default} {one.values}")]
+    return [*same, *by_name, *(one for one in by_text if one not in same and one not in by_name)]
 
 
 def text(found: Sequence[Described]) -> str:

@@ -16,7 +16,7 @@ from ngsgd.launcher.ray.probe import require_dashboard, require_version
 from ngsgd.launcher.text import printable
 
 if TYPE_CHECKING:
-    from ngsgd.launcher.console import Parser
+    from ngsgd.launcher.arguments import Parser
 
 # Ray's words for a job that is over
 ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
@@ -37,14 +37,16 @@ class JobServer:
 
 
 def add_arguments(parser: Parser) -> None:
-    """--address and --token-file; arguments win over the environment."""
-    parser.add_argument("--address", help=f"of the cluster's dashboard (default: ${_ADDRESS}, else {_DEFAULT})")
+    """Add --dashboard-url and --token-file, which take precedence over the environment."""
+    parser.add_argument("--dashboard-url", metavar="URL",
+                        help=f"dashboard of the Ray cluster (default: ${_ADDRESS}, else {_DEFAULT})")
+    parser.renamed("--address", "--dashboard-url")
     parser.add_argument("--token-file", metavar="FILE",
-                        help="holds the cluster's token (default: $RAY_AUTH_TOKEN, $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)")
+                        help="token of the Ray cluster (default: $RAY_AUTH_TOKEN, $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)")
 
 
 def job_server_of(options: Any) -> JobServer:
-    address = options.address or os.environ.get(_ADDRESS) or _DEFAULT
+    address = options.dashboard_url or os.environ.get(_ADDRESS) or _DEFAULT
     return JobServer(address if "://" in address else f"http://{address}", options.token_file or "")
 
 
@@ -71,7 +73,7 @@ def told(server: JobServer, job: str = "") -> Iterator[None]:
         said = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
         if job and "does not exist" in str(error):
             raise ConfigError(f"{job} is neither a run nor a job of the cluster at {server.address}; see them with: ngsgd status "
-                              f"--address {server.address}.") from error
+                              f"--dashboard-url {server.address}") from error
         if any(word in str(error).lower() for word in _TOKEN_ERRORS):
             raise ClusterError(f"the cluster at {server.address} refuses this token, or none was given ({said}); give the one of "
                                "its head with --token-file FILE or RAY_AUTH_TOKEN.") from error
@@ -79,7 +81,7 @@ def told(server: JobServer, job: str = "") -> Iterator[None]:
             raise ClusterError(f"the head at {server.address} has no agent to run jobs; another Ray there may have its port: "
                                "start the head with --dashboard-agent-listen-port=PORT.") from error
         raise ClusterError(f"no Ray job server answers at {server.address} ({said}); give the address of its dashboard with "
-                           "--address http://HEAD:8265.") from error
+                           "--dashboard-url http://HEAD:8265.") from error
 
 
 def submit(client: Any, **what: Any) -> str:

@@ -86,7 +86,7 @@ def require_dashboard(address: str) -> None:
     except (OSError, ValueError) as error:
         raise ClusterError(f"no Ray job server answers at {address} ({_why(error)}); give the "
                            "address of its "
-                           "dashboard with --address http://HEAD:8265.") from error
+                           "dashboard with --dashboard-url http://HEAD:8265.") from error
 
 
 def _resolved(address: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The manifest of a run on Kubernetes: a RayJob of the KubeRay operator (1.5.1 or newer), with token authentication."""
+"""The manifest of a run on Kubernetes: a RayJob with token authentication, for KubeRay 1.5.1."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ngsgd import __version__
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.console import version
 
-# a DNS label, short enough for what KubeRay appends
+# a DNS label, short enough for the suffixes of KubeRay
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?")
 # the coordinator averages; workers train
 _HEAD = {"cpu": "1", "memory": "4Gi"}
-# for the outer iteration at hand, when a pod is evicted
+# time to finish the current outer iteration when a pod is evicted
 _GRACE_S = 60
 
 
@@ -28,27 +29,32 @@ class KubernetesJob:
     name: str
     namespace: str
     image: str
-    # of a volume that all pods share, mounted at `mount`
+    # PersistentVolumeClaim that all pods share, mounted at `mount`
     claim: str
     mount: str
-    num_nodes: int      # worker pods
+    # worker pods
+    num_nodes: int
     cpus_per_node: int
     gpus_per_node: int
-    # of a worker pod, as Kubernetes writes it
+    # memory of a worker pod in the notation of Kubernetes
     memory: str
-    # when the run or its cluster fails
+    # after a failure of the run or its cluster
     num_retries: int
 
     @classmethod
     def of(cls, options: argparse.Namespace, name: str) -> KubernetesJob:
-        """From the command line; raises one ConfigError that lists everything wrong."""
+        """Return the job of a command line; raise one ConfigError with all mistakes."""
         least = {"nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "retries": 0}
-        problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least {low}."
+        problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least "
+                    f"{low}."
                     for what, low in least.items() if getattr(options, what) < low]
         if not _NAME.fullmatch(name):
-            problems.append(f"--name is {name!r}; Kubernetes takes up to 47 small letters, digits and '-'.")
+            problems.append(f"--job-name is {name!r}; Kubernetes accepts up to 47 lower-case "
+                            "letters, digits "
+                            "and '-'.")
         if not options.claim:
-            problems.append("--claim is missing; name a PersistentVolumeClaim that all pods can write (ReadWriteMany).")
+            problems.append("--claim is missing; name a PersistentVolumeClaim that all pods can "
+                            "write (ReadWriteMany).")
         if problems:
             raise ConfigError(problems)
         return cls(name, options.namespace, options.image, options.claim, options.mount, options.nodes, options.cpus_per_node,
@@ -56,25 +62,31 @@ class KubernetesJob:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What Kubernetes alone is asked for."""
-    parser.add_argument("--image", default=f"ngsgd:{version('ngsgd')}", help="kubernetes (default: %(default)s; see docker/)")
-    parser.add_argument("--namespace", default="default", help="kubernetes (default: %(default)s)")
-    parser.add_argument("--claim", default="", help="kubernetes: PersistentVolumeClaim for output_dir, ReadWriteMany")
-    parser.add_argument("--mount", default="/shared", help="kubernetes: where it is in the pods (default: %(default)s)")
-    parser.add_argument("--retries", type=int, default=3,
-                        help="kubernetes: new clusters for a run that fails; it goes on from its checkpoint (default: %(default)s)")
-    parser.add_argument("--memory", default="8Gi", help="kubernetes: of a worker pod (default: %(default)s)")
+    """Add the flags of Kubernetes alone."""
+    group = parser.add_argument_group("Kubernetes")
+    group.add_argument("--image", default=f"ngsgd:{__version__}",
+                       help="container image (default: %(default)s; see docker/)")
+    group.add_argument("--namespace", default="default", help="namespace (default: %(default)s)")
+    group.add_argument("--claim", default="", metavar="NAME",
+                       help="PersistentVolumeClaim (ReadWriteMany) of output_dir")
+    group.add_argument("--mount", default="/shared", metavar="PATH",
+                       help="path of the claim in the pods (default: %(default)s)")
+    group.add_argument("--retries", type=int, default=3, metavar="N",
+                       help="number of new clusters for a failed run, which resumes from its "
+                            "checkpoint (default: %(default)s)")
+    group.add_argument("--memory", default="8Gi",
+                       help="memory of a worker pod (default: %(default)s)")
 
 
 def manifest(request: KubernetesJob, words: Sequence[str]) -> str:
-    """YAML for kubectl; `words` are the command that trains or resumes, without the cluster's address."""
+    """Return YAML for kubectl; `words` are the train or resume command, without cluster address."""
     import yaml
 
     return str(yaml.safe_dump(ray_job(request, words), sort_keys=False, width=120))
 
 
 def ray_job(request: KubernetesJob, words: Sequence[str]) -> dict[str, Any]:
-    """The RayJob, as nested mappings."""
+    """Return the RayJob as nested mappings."""
     return {
         "apiVersion": "ray.io/v1", "kind": "RayJob",
         "metadata": {"name": request.name, "namespace": request.namespace, "labels": {"app.kubernetes.io/name": "ngsgd"}},
@@ -82,9 +94,10 @@ def ray_job(request: KubernetesJob, words: Sequence[str]) -> dict[str, Any]:
             "entrypoint": shlex.join(_entrypoint(request, words)),
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 600,
-            # each with a cluster of its own
+            # every retry has a new cluster
             "backoffLimit": request.num_retries,
-            "runtimeEnvYAML": "env_vars:\n  RAY_JOB_STOP_WAIT_TIME_S: \"60\"\n  OMP_WAIT_POLICY: PASSIVE\n",
+            "runtimeEnvYAML": "env_vars:\n  RAY_JOB_STOP_WAIT_TIME_S: \"60\"\n  OMP_WAIT_POLICY: "
+                              "PASSIVE\n",
             "rayClusterSpec": {
                 "rayVersion": version("ray"),
                 "authOptions": {"mode": "token"},
@@ -96,7 +109,7 @@ def ray_job(request: KubernetesJob, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _entrypoint(request: KubernetesJob, words: Sequence[str]) -> list[str]:
-    """The same words at every retry, whose run has a name of its own: the first begins it, the others go on with it."""
+    """The command with a unique run name: the first try starts the run, retries resume it."""
     if "train" not in words[:2]:
         return list(words)
     given = next((word.partition("=")[2] for word in words if word.startswith("name=")), request.name)
@@ -120,6 +133,5 @@ def _pod(request: KubernetesJob, name: str, resources: dict[str, str]) -> dict[s
             "securityContext": {"allowPrivilegeEscalation": False},
             "volumeMounts": [{"name": "shared", "mountPath": request.mount}, {"name": "shm", "mountPath": "/dev/shm"}]}],
         "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": request.claim}},
-                    # a container's own /dev/shm has 64 MB; parameters and Ray's object store need
-                    # more
+                    # the default /dev/shm of 64 MB is too small for Ray's object store
                     {"name": "shm", "emptyDir": {"medium": "Memory"}}]}}

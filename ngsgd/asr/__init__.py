@@ -1,4 +1,7 @@
-"""Speech: corpora, features, HMM-state topology, decoding, scoring and recognition.  No training code."""
+"""Speech: corpora, features, HMM topology, decoding, scoring and recognition.
+
+This package contains no training code.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ __all__ = ["Bundle", "Partial", "Recognizer", "Segment", "Transcript"]
 
 
 def __getattr__(name: str) -> Any:
-    # on first use: the packages of the extra `asr` need not be there for everything else
+    # lazy, so that the packages of the extra `asr` are needed only by functions that use them
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ngsgd.asr' has no attribute {name!r}")
     return getattr(importlib.import_module(f"ngsgd.asr.{_HOME_OF[name]}"), name)

@@ -1,4 +1,4 @@
-"""Optional packages, imported where they are first needed."""
+"""Optional packages, imported at their first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ngsgd.errors import MissingExtraError
 
 
 def load(module: str, *, extra: str, purpose: str) -> Any:
-    """The imported module, or one sentence that names the extra to install."""
+    """Import a module; raise MissingExtraError with the extra to install if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

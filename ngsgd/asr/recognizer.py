@@ -1,9 +1,9 @@
-"""Speech to words with a trained model: recordings, arrays and live streams.
+"""Speech recognition with a trained model: recordings, arrays and live streams.
 
     recognizer = Recognizer.load("runs/RUN")
     print(recognizer.transcribe("recording.wav").text)
 
-Letters: N samples, C channels, T frames, D features, S values next to them, P pdfs.
+Letters: N samples, C channels, T frames, D features, S side values (i-vectors), P pdfs.
 """
 
 from __future__ import annotations
@@ -30,40 +30,46 @@ from ngsgd.data.frames import Side
 from ngsgd.errors import DataError
 
 FRAME_S = 0.01
-# of the lattices that confidences and further hypotheses come from (nats); stretches are long, and
-# with twice as much determinization takes twenty times as long as everything else
+# beam of the lattices for confidences and further hypotheses (nats); segments are long, and with
+# twice this beam determinization takes 20 times as long as everything else
 LATTICE_BEAM = 4.0
-# blocks that an array is taken in
+# block length for arrays
 _BLOCK_S = 5.0
 
 
 class Recognizer:
     """Recognizes speech with a model of `ngsgd train`.
 
-    A recording is cut into stretches of speech (`ngsgd.asr.segmentation`), and each is decoded as
-    one utterance; memory does not grow with the length of the recording. Channels are recognized
-    one by one. Features are normalized over each stretch (`features.cmvn=utterance`), over the
-    channel so far (`speaker`), or frame by frame (`online`), as the model was trained.
+    A recording is split into segments of speech (`ngsgd.asr.segmentation`), each of which is
+    decoded as one utterance. Memory is independent of the length of the recording. Channels are
+    recognized separately. Features are normalized over each segment (`features.cmvn=utterance`),
+    over the channel so far (`speaker`), or frame by frame (`online`), as in training.
+
+    Args:
+        bundle: the model; see `Recognizer.load` for reading one.
+
+    Raises:
+        DataError: the model does not accept audio.
 
     Example:
-        recognizer = ngsgd.asr.Recognizer.load("runs/RUN")
-        transcript = recognizer.transcribe("recording.wav")
-        for word, start_s, end_s, confidence in transcript.words:
-            print(word, start_s, end_s, confidence)
+        With a finished run in runs/RUN:
+
+            recognizer = ngsgd.asr.Recognizer.load("runs/RUN")
+            transcript = recognizer.transcribe("recording.wav")
+            for word, start_s, end_s, confidence in transcript.words:
+                print(word, start_s, end_s, confidence)
     """
 
     def __init__(self, bundle: Bundle) -> None:
         if bundle.features.kind == "given":
             raise DataError(
-                f"{bundle.path} was trained on features that came with its corpus "
-                f"(features.kind=given), so it cannot "
-                "take audio; train a model on recordings (features.kind=fbank or mfcc)."
+                f"{bundle.path} was trained on precomputed features (features.kind=given), so it "
+                "cannot process audio; train a model on recordings (features.kind=fbank or mfcc)."
             )
         if bundle.features.cmvn == "online" and bundle.all_speech is None:
             raise DataError(
                 f"{bundle.path} has no statistics of its training speech, which "
-                f"features.cmvn=online needs; export it "
-                "again."
+                "features.cmvn=online needs; export it again."
             )
         self.bundle = bundle
 
@@ -73,17 +79,21 @@ class Recognizer:
 
         Args:
             path: a run folder, its folder `final/`, or a file of `ngsgd export --format bundle`.
-            trust: import the module of a custom network, which runs its code.
+            trust: import the module of a custom network, which runs its code. Default: False.
+
+        Returns:
+            The recognizer.
 
         Raises:
-            CheckpointError: it is damaged, unfinished, or of another version.
-            DataError: it does not take audio.
+            CheckpointError: the model is damaged, unfinished, or of another version.
+            ConfigError: the model has a custom network, and `trust` is False.
+            DataError: the model does not accept audio.
         """
         return cls(Bundle.load(path, trust=trust))
 
     @property
     def sample_rate_hz(self) -> int:
-        """Sampling rate of the model; other audio is resampled by soxr."""
+        """Sampling rate of the model in Hz; other audio is resampled by soxr."""
         return self.bundle.features.sample_rate_hz
 
     def transcribe(
@@ -96,19 +106,23 @@ class Recognizer:
         """Recognize a complete recording.
 
         Args:
-            audio: a file, or samples: N, N x C or C x N (NumPy array, torch tensor). Integers count
-                by their width, floating-point samples are in the range -1 to 1.
-            sample_rate_hz: of samples; None is the model's own. A file has its own.
-            num_best: hypotheses of each segment.
+            audio: a file, or samples: N, N x C or C x N (NumPy array, torch tensor). Integers are
+                scaled by their width; floating-point samples are in the range -1 to 1.
+            sample_rate_hz: sampling rate of an array in Hz; None for the rate of the model. Not
+                allowed for files.
+            num_best: maximum number of hypotheses per segment. Default: 1.
+
+        Returns:
+            Segments with words, times and confidences.
 
         Raises:
-            DataError: the audio cannot be read, or has impossible values.
+            DataError: the audio cannot be read, or has invalid values.
         """
         if isinstance(audio, (str, Path)):
             if sample_rate_hz is not None:
                 raise DataError(
-                    f"sample_rate_hz was given with the file {audio}, which has its own; leave it "
-                    f"out."
+                    f"sample_rate_hz was given with the file {audio}, whose header specifies it; "
+                    "omit sample_rate_hz."
                 )
             with recording.opened(Path(audio)) as source:
                 return self.transcribe(source, num_best=num_best)
@@ -141,18 +155,25 @@ class Recognizer:
         num_best: int = 1,
         partial: bool = True,
     ) -> Iterator[Partial | Segment]:
-        """Recognize speech while it is spoken.
+        """Recognize live speech.
 
-        Every stretch of speech ends with a `Segment`, whose words are those of `transcribe` for the
-        same samples. Until then a `Partial` comes whenever the words so far change. With
-        `features.cmvn=utterance` or `speaker` partial words are found with the mean so far, as the
-        mean of the stretch is not known.
+        Every segment of speech ends with a `Segment`, whose words are those of `transcribe` for the
+        same samples. Until then a `Partial` is yielded whenever the words so far change. With
+        `features.cmvn=utterance` or `speaker` partial words use the mean so far, since the mean of
+        the segment is not known yet.
 
         Args:
-            chunks: samples of one channel, as they come; any size.
-            sample_rate_hz: of the samples; None is the model's own.
-            num_best: hypotheses of each segment.
-            partial: also yield partial words, which takes about as much computing again.
+            chunks: samples of one channel, in chunks of any size.
+            sample_rate_hz: sampling rate in Hz; None for the rate of the model.
+            num_best: maximum number of hypotheses per segment. Default: 1.
+            partial: also yield partial words, which about doubles the computing time. Default:
+                True.
+
+        Yields:
+            Partial and final results, in order.
+
+        Raises:
+            DataError: a chunk has a wrong shape or invalid values.
         """
         rate_hz = self.sample_rate_hz if sample_rate_hz is None else sample_rate_hz
         recording.check_rate("the stream", rate_hz)
@@ -162,8 +183,8 @@ class Recognizer:
             samples_N = recording.scaled(_array(chunk), "the stream")
             if samples_N.ndim != 1:
                 raise DataError(
-                    f"a chunk of the stream has the shape {samples_N.shape}; give the samples of "
-                    f"one channel."
+                    f"a chunk of the stream has the shape {samples_N.shape}; pass the samples of "
+                    "one channel."
                 )
             yield from channel.accept(samples_N)
             if drafts is not None and (draft := drafts.update(channel)) is not None:
@@ -174,10 +195,10 @@ class Recognizer:
         samples = _array(audio)
         if samples.ndim not in (1, 2):
             raise DataError(
-                f"the samples have the shape {samples.shape}; give one dimension, or samples and "
-                f"channels."
+                f"the samples have the shape {samples.shape}; pass one dimension, or samples and "
+                "channels."
             )
-        # the shorter side is that of the channels
+        # the shorter dimension is the channels
         samples_NC = (
             samples[:, None]
             if samples.ndim == 1
@@ -197,7 +218,7 @@ class Recognizer:
 
 
 class _Channel:
-    """One channel: resampling, segmentation, and the words of each stretch."""
+    """One channel: resampling, segmentation, and recognition of each segment."""
 
     def __init__(
         self, recognizer: Recognizer, number: int, sample_rate_hz: int, num_best: int
@@ -213,11 +234,11 @@ class _Channel:
         self.speaker = _Speaker()
 
     def accept(self, samples_N: Samples) -> Iterator[Segment]:
-        """The segments that end in these samples."""
+        """Yield the segments that end in these samples."""
         yield from map(self._segment, self.segmenter.accept(self._resampled(samples_N)))
 
     def finish(self) -> Iterator[Segment]:
-        """The segments that are left."""
+        """Yield the remaining segments."""
         if self._resampler is not None:
             rest_N = self._resampled(np.zeros(0, np.float32), is_last=True)
             yield from map(self._segment, self.segmenter.accept(rest_N))
@@ -255,7 +276,7 @@ class _Channel:
 
 @dataclass(frozen=True)
 class _Speaker:
-    """Statistics of a channel's stretches so far."""
+    """Statistics of the segments of a channel so far."""
 
     stats: Stats | None = None
     mean: CmnState | None = None
@@ -265,7 +286,7 @@ class _Speaker:
 def _front(
     bundle: Bundle, samples_N: Samples, before: _Speaker
 ) -> tuple[npt.NDArray[np.float32], Side | None, _Speaker]:
-    """(normalized features, i-vectors, what the channel's next stretch begins with)."""
+    """(normalized features, i-vectors, state for the next segment of the channel)."""
     raw_TD = filterbank.extract(samples_N, bundle.features)
     normal_TD, speaker = _normalized(bundle, raw_TD, before)
     if bundle.ivectors is None:
@@ -302,7 +323,7 @@ def _normalized(
 
 
 class _Drafts:
-    """Words of the stretch that is spoken at the moment."""
+    """Partial words of the current segment."""
 
     def __init__(self, recognizer: Recognizer) -> None:
         self._bundle = recognizer.bundle
@@ -310,7 +331,7 @@ class _Drafts:
         self._words: tuple[str, ...] = ()
 
     def update(self, channel: _Channel) -> Partial | None:
-        """The words so far, where they changed."""
+        """Return the words so far if they changed."""
         stretch = channel.segmenter.current
         if stretch is None:
             self._draft, self._words = None, ()
@@ -327,7 +348,7 @@ class _Drafts:
 
 
 class _Draft:
-    """A stretch, decoded as its samples come."""
+    """A segment, decoded as its samples arrive."""
 
     def __init__(self, bundle: Bundle, first: int, speaker: _Speaker) -> None:
         self.first, self._num_samples, self._num_frames = first, 0, 0
@@ -352,7 +373,7 @@ class _Draft:
         )
 
     def words(self, samples_N: Samples) -> tuple[str, ...]:
-        """Words so far; `samples_N` are all samples of the stretch."""
+        """Return the words so far; `samples_N` are all samples of the segment."""
         self._features.accept_waveform(self._rate_hz, samples_N[self._num_samples :])
         self._num_samples = len(samples_N)
         frames = [
@@ -384,6 +405,6 @@ def _shifted(found: Hypothesis, start_s: float, end_s: float) -> Hypothesis:
 
 
 def _array(audio: npt.ArrayLike | Sequence[float]) -> npt.NDArray[Any]:
-    """A NumPy array of a list, an array or a torch tensor."""
+    """Convert a list, an array or a torch tensor to a NumPy array."""
     detach = getattr(audio, "detach", None)
     return np.asarray(audio if detach is None else detach().cpu().numpy())

@@ -1,7 +1,6 @@
-"""Recordings read block by block, in any format of libsndfile; whatever is wrong with one is a
-DataError with its name.
+"""Block-wise reading of recordings in all formats of libsndfile.
 
-Letters: N samples, C channels.
+Errors are DataErrors with the name of the recording. Letters: N samples, C channels.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ngsgd.errors import DataError
 
 Samples = npt.NDArray[np.float32]
 
-# endings that a folder is searched for
+# file suffixes that a folder is searched for
 SUFFIXES = (
     ".wav",
     ".flac",
@@ -44,10 +43,10 @@ SUFFIXES = (
     ".rf64",
 )
 LOWEST_RATE_HZ, HIGHEST_RATE_HZ, MAX_CHANNELS = 2000, 768_000, 64
-# floating-point samples reach 1.0; a little beyond is a loud recording, not another unit
+# floating-point samples reach 1.0; a slightly higher peak is a loud recording, not another unit
 _LOUDEST = 8.0
 _BLOCK_S = 5.0
-# a size in a header that a writer to a pipe could not know
+# placeholder for a size that the writer to a pipe could not determine
 _UNKNOWN_BYTES = 0x7FFF0000
 _MAX_CHUNKS = 1000
 # soundfile.LibsndfileError is a RuntimeError
@@ -60,7 +59,7 @@ class Recording:
 
     Attributes:
         name: for messages.
-        sample_rate_hz: as its header says.
+        sample_rate_hz: from the header.
         num_channels: number of channels.
     """
 
@@ -70,10 +69,10 @@ class Recording:
     _read: Any
 
     def blocks(self, seconds: float = _BLOCK_S) -> Iterator[Samples]:
-        """N x C samples of 16-bit scale, in order.
+        """Yield N x C samples at 16-bit scale, in order.
 
         Raises:
-            DataError: the recording is damaged, or is truncated and promised more.
+            DataError: the recording is damaged or truncated.
         """
         size = max(1, round(seconds * self.sample_rate_hz))
         while len(block_NC := self._read(size)):
@@ -82,10 +81,10 @@ class Recording:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Recording]:
-    """An audio file, open for reading.
+    """Open an audio file.
 
     Raises:
-        DataError: it is not there, not an audio file, damaged, empty or truncated.
+        DataError: the file is missing, not an audio file, damaged, empty or truncated.
     """
     file = _File(path)
     try:
@@ -105,16 +104,16 @@ class _File:
         try:
             with files.open_regular(path) as file:
                 _check_is_whole(path, file)
-                # a descriptor: by its name a file's ending would decide the format
+                # a descriptor: with a name, the suffix would determine the format
                 self.audio = soundfile.SoundFile(os.dup(file.fileno()), closefd=True)
         except _UNREADABLE as error:
             raise self._error(error) from error
         check_rate(str(path), self.audio.samplerate, self.audio.channels)
         if self.audio.frames == 0:
-            raise DataError(f"{path} holds no sample; make it again, or leave it out.")
+            raise DataError(f"{path} contains no samples; replace or remove it.")
 
     def read(self, size: int) -> Samples:
-        """Up to `size` samples of each channel, N x C."""
+        """Read up to `size` samples of each channel, N x C."""
         try:
             block_NC: Samples = self.audio.read(size, dtype="float32", always_2d=True)
         except _UNREADABLE as error:
@@ -123,8 +122,7 @@ class _File:
         if not len(block_NC) and self._num_read < self.audio.frames:
             raise DataError(
                 f"{self._path} is truncated: {self._num_read} of the {self.audio.frames} samples "
-                f"that it promises; "
-                "copy it again."
+                "in its header; copy it again."
             )
         return block_NC
 
@@ -133,18 +131,18 @@ class _File:
             str(getattr(error, "strerror", None) or error).rpartition(": ")[2].strip().rstrip(".")
         )
         return DataError(
-            f"{self._path} cannot be read as audio ({reason or type(error).__name__}); make it "
-            f"again, or convert it "
-            "to wav."
+            f"{self._path} cannot be read as audio ({reason or type(error).__name__}); replace it, "
+            "or convert it to wav."
         )
 
 
 def scaled(samples: npt.NDArray[Any], name: str) -> Samples:
-    """Samples as float32 of 16-bit scale: integers by their width, floating-point numbers from the
-    range -1 to 1.
+    """Convert samples to float32 at 16-bit scale.
+
+    Integers are scaled by their width, floating-point numbers from the range -1 to 1.
 
     Raises:
-        DataError: numbers that are no audio: not finite, or beyond 8.
+        DataError: samples are not finite, or beyond 8.
     """
     if samples.dtype.kind == "u" and samples.dtype.itemsize == 1:
         return (samples.astype(np.float32) - 128.0) * 256.0
@@ -155,43 +153,40 @@ def scaled(samples: npt.NDArray[Any], name: str) -> Samples:
         )
     if samples.dtype.kind != "f":
         raise DataError(
-            f"{name} has samples of the type {samples.dtype}; give integers or floating-point "
-            f"numbers."
+            f"{name} has samples of the type {samples.dtype}; pass integers or floating-point "
+            "numbers."
         )
     peak = float(np.abs(samples).max(initial=0.0))
-    # false for NaN, too
+    # also false for NaN
     if not peak <= _LOUDEST:
         raise DataError(
             f"{name} has floating-point samples up to {peak:g}; they must be finite and within -1 "
-            f"to 1: divide samples "
-            f"of 16-bit scale by {FULL_SCALE:g}, or make the recording again."
+            f"to 1: divide samples of 16-bit scale by {FULL_SCALE:g}, or replace the recording."
         )
     return np.asarray(samples * FULL_SCALE, dtype=np.float32)
 
 
 def check_rate(name: str, sample_rate_hz: int, num_channels: int = 1) -> None:
-    """Raise DataError for a sampling rate or a number of channels that no recording of speech
-    has.
-    """
+    """Raise DataError for an implausible sampling rate or number of channels."""
     if (
         not LOWEST_RATE_HZ <= sample_rate_hz <= HIGHEST_RATE_HZ
         or not 1 <= num_channels <= MAX_CHANNELS
     ):
         raise DataError(
-            f"{name} has {num_channels} channels at {sample_rate_hz} Hz; give 1 to {MAX_CHANNELS} "
-            f"channels at "
-            f"{LOWEST_RATE_HZ} to {HIGHEST_RATE_HZ} Hz."
+            f"{name} has {num_channels} channels at {sample_rate_hz} Hz; use 1 to {MAX_CHANNELS} "
+            f"channels at {LOWEST_RATE_HZ} to {HIGHEST_RATE_HZ} Hz."
         )
 
 
 def _check_is_whole(path: Path, file: BinaryIO) -> None:
-    """Raise DataError for a wav that was cut off, which libsndfile reads as a shorter one; leaves
-    the file at its start.
+    """Raise DataError for a truncated wav, which libsndfile reads as a shorter one.
+
+    The file is at its start afterwards.
     """
     size = os.fstat(file.fileno()).st_size
     try:
         if not size:
-            raise DataError(f"{path} is empty; make it again, or leave it out.")
+            raise DataError(f"{path} is empty; replace or remove it.")
         if file.read(4) != b"RIFF" or file.seek(8) != 8 or file.read(4) != b"WAVE":
             return
         for _ in range(_MAX_CHUNKS):
@@ -203,15 +198,14 @@ def _check_is_whole(path: Path, file: BinaryIO) -> None:
                 found = size - file.tell()
                 if found < length < _UNKNOWN_BYTES:
                     raise DataError(
-                        f"{path} is truncated: {found} of the {length} bytes of samples that it "
-                        f"promises; copy it "
-                        "again."
+                        f"{path} is truncated: {found} of the {length} bytes of samples in its "
+                        "header; copy it again."
                     )
                 return
             file.seek(length + length % 2, 1)
     finally:
         file.seek(0)
-        # the descriptor's own place, which a buffered seek may leave
+        # the position of the descriptor, which a buffered seek may not change
         os.lseek(file.fileno(), 0, os.SEEK_SET)
 
 
@@ -219,8 +213,9 @@ def _check_is_whole(path: Path, file: BinaryIO) -> None:
 
 
 def of_stream(stream: io.BufferedReader, raw_rate_hz: int) -> Recording:
-    """A recording that comes through a pipe: a wav of whole numbers, else single-channel 16-bit
-    samples, little-endian.
+    """Read a recording from a pipe: an integer wav, or raw single-channel 16-bit samples.
+
+    Raw samples are little-endian.
 
     Args:
         stream: for example `sys.stdin.buffer`.
@@ -233,9 +228,8 @@ def of_stream(stream: io.BufferedReader, raw_rate_hz: int) -> Recording:
         width, num_channels, rate_hz = wav.getsampwidth(), wav.getnchannels(), wav.getframerate()
     except (wave.Error, EOFError) as error:
         raise DataError(
-            f"the stream has a wav header that cannot be read ({str(error) or 'it is cut'}); send "
-            f"a wav of whole numbers, or "
-            "raw 16-bit samples."
+            f"the stream has a wav header that cannot be read ({str(error) or 'it is truncated'}); "
+            "send an integer wav, or raw 16-bit samples."
         ) from error
     check_rate("the stream", rate_hz, num_channels)
     return Recording(
@@ -247,7 +241,7 @@ def of_stream(stream: io.BufferedReader, raw_rate_hz: int) -> Recording:
 
 
 def _integers(content: bytes, width: int, num_channels: int) -> npt.NDArray[Any]:
-    """N x C samples; an incomplete one at the end is dropped."""
+    """Convert bytes to N x C samples; an incomplete one at the end is dropped."""
     content = content[: len(content) // (width * num_channels) * (width * num_channels)]
     if width == 3:
         # the lowest of four bytes is 0

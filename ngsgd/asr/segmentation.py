@@ -1,16 +1,15 @@
-"""A stream of samples cut into stretches of speech, in constant memory.
+"""Segmentation of a stream of samples into speech, in constant memory.
 
-The cuts depend on the samples alone, never on how many come at once: a file and a live stream are
-cut at the same places.
+The boundaries depend on the samples alone, not on the chunk size: a file and a live stream have the
+same segments.
 
-- Silence is skipped where it lasts longer than two seconds; half a second stays at each end of the
-  speech.
-- From ten seconds on, a stretch is cut in the middle of the next pause of half a second.
-- A stretch of thirty seconds without such a pause is cut at its quietest place of the last ten
+- Silence longer than two seconds is skipped; half a second is kept at each end of the speech.
+- A segment longer than ten seconds is split in the middle of the next pause of half a second.
+- A segment of thirty seconds without such a pause is split at its quietest point in the last ten
   seconds.
 
-A recording of less than ten seconds without long pauses is one stretch. WebRTC's voice-activity
-detection, in its mode that loses the least speech, decides which 30 ms are speech.
+A recording of less than ten seconds without long pauses is one segment. The voice-activity
+detection of WebRTC classifies frames of 30 ms, in the mode that misses the least speech.
 
 Letters: N samples.
 """
@@ -29,30 +28,30 @@ from ngsgd.asr import extras
 Samples = npt.NDArray[np.float32]
 
 _FRAME_S = 0.03
-# silence that ends a stretch of any length, and what stays of it
+# silence that ends a segment of any length, and the part of it that is kept
 _LONG_PAUSE, _KEPT = round(2.0 / _FRAME_S), round(0.5 / _FRAME_S)
-# from this length on a shorter pause is enough
+# from this length a shorter pause suffices
 _SHORT_PAUSE, _ENOUGH, _MOST = round(0.5 / _FRAME_S), round(10.0 / _FRAME_S), round(30.0 / _FRAME_S)
-# frames that are searched for a quiet place, and how many must be quiet together
+# frames searched for a quiet point, and number of consecutive quiet frames
 _SEARCHED, _QUIET = round(10.0 / _FRAME_S), 5
-# rates that WebRTC's detector takes; others are interpolated to the second
+# rates of the detector; others are interpolated to the second
 _RATES_HZ = (8000, 16000, 32000, 48000)
 _LOSES_LEAST = 0
-# frames in which the detector takes any noise for speech, until it has adapted; they count in
-# recordings of less than a second only
+# initial frames in which the detector may classify noise as speech; they are used only in
+# recordings of less than a second
 _ADAPTATION, _SHORT = 6, round(1.0 / _FRAME_S)
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Speech, and its first sample counted from the start of the stream."""
+    """A segment of speech, and the index of its first sample in the stream."""
 
     first: int
     samples: Samples
 
 
 class Segmenter:
-    """Cuts one channel; `accept` as often as samples come, then `finish`."""
+    """Segments one channel: call `accept` for each chunk of samples, then `finish`."""
 
     def __init__(self, sample_rate_hz: int) -> None:
         self._frame = round(_FRAME_S * sample_rate_hz)
@@ -60,7 +59,7 @@ class Segmenter:
         self._vad: Any = extras.load(
             "webrtcvad", extra="asr", purpose="Finding speech in recordings"
         ).Vad(_LOSES_LEAST)
-        # samples of the stretch so far, in frames, and what is not a complete frame yet
+        # frames of the current segment, followed by an incomplete frame
         self._frames: list[Samples] = []
         self._is_speech: list[bool] = []
         self._rest = np.zeros(0, np.float32)
@@ -70,13 +69,13 @@ class Segmenter:
 
     @property
     def current(self) -> Stretch | None:
-        """The stretch so far; None as long as there is only silence."""
+        """The current segment; None while there is only silence."""
         if not any(self._is_speech):
             return None
         return Stretch(self._first, np.concatenate([*self._frames, self._rest]))
 
     def accept(self, samples_N: Samples) -> Iterator[Stretch]:
-        """Take samples in the range of 16-bit numbers; yields the stretches that end in them."""
+        """Accept samples at 16-bit scale; yield the segments that end in them."""
         samples_N = np.concatenate([self._rest, samples_N])
         num_frames = len(samples_N) // self._frame
         self._rest = samples_N[num_frames * self._frame :]
@@ -93,7 +92,7 @@ class Segmenter:
                 self._skip_silence()
 
     def finish(self) -> Stretch | None:
-        """The last stretch, where it has speech."""
+        """Return the last segment if it contains speech."""
         if self._num_detected <= _SHORT and self._starts_with_speech:
             self._is_speech[0] = True
         stretch = self.current
@@ -115,7 +114,7 @@ class Segmenter:
         return is_speech
 
     def _end(self) -> int | None:
-        """How many frames from the start make a stretch that has ended."""
+        """Number of frames of a completed segment; None if it is not complete."""
         length, pause = len(self._frames), self._pause()
         if pause == length:
             # no speech yet
@@ -145,6 +144,6 @@ class Segmenter:
         del self._frames[:num_frames], self._is_speech[:num_frames]
 
     def _skip_silence(self) -> None:
-        """After a stretch only silence is left, or the beginning of the next one."""
+        """Skip silence after a segment, up to the beginning of the next one."""
         if self._pause() == len(self._frames) > _KEPT:
             self._remove(len(self._frames) - _KEPT)

@@ -1,4 +1,4 @@
-"""One of a corpus' three sets, in memory."""
+"""One of the three sets of a corpus, in memory."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ Features = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SpeechSet:
-    """Labelled frames of U utterances, with what is said in each and by whom."""
+    """Labeled frames of U utterances, with their words and speakers."""
 
-    frames: FrameSet                     # normalised, not spliced
+    frames: FrameSet                     # normalized, not spliced
     # words of each utterance
     texts: tuple[tuple[str, ...], ...]
     speakers: tuple[str, ...]
-    # what features were normalised by; without statistics: not at all; None: not known
+    # statistics of the normalization; empty: not normalized; None: unknown
     cmvn: CmvnStats | None = None
-    # features before they were, where `cmvn` cannot give them back
+    # features before normalization, if `cmvn` cannot restore them
     raw_TD: Features | None = None
 
     def __post_init__(self) -> None:
         num_utterances = len(self.frames.utt_ids)
         if len(self.texts) != num_utterances or len(self.speakers) != num_utterances:
-            raise DataError(f"{num_utterances} utterances, {len(self.texts)} texts and {len(self.speakers)} speakers do not fit "
-                            "together; prepare the data again.")
+            raise DataError(f"{num_utterances} utterances, {len(self.texts)} texts and "
+                            f"{len(self.speakers)} speakers are inconsistent; prepare the data "
+                            "again.")
 
     @property
     def num_words(self) -> int:
@@ -51,22 +52,23 @@ class SpeechSet:
         return np.split(self.frames.features_TD, self.frames.offsets[1:-1])
 
     def raw(self, utterance: int) -> Features:
-        """The features of an utterance before they were normalised, to the rounding of float32."""
+        """Return the features of an utterance before normalization, up to rounding of float32."""
         rows = slice(*self.frames.offsets[utterance:utterance + 2])
         if self.raw_TD is not None:
             return self.raw_TD[rows]
         if self.cmvn is None:
-            raise DataError("the prepared data is of an older version of ngsgd, which did not keep what features were normalised "
-                            "by; remove its folder under data.cache_dir (or output_dir/data) and run again.")
+            raise DataError("the prepared data is of an older version of ngsgd, which did not keep "
+                            "statistics of the normalization; remove its folder under "
+                            "data.cache_dir (or output_dir/data) and run again.")
         features_TD = self.frames.features_TD[rows]
         return cmvn.restored(features_TD, self.cmvn.stats[self.cmvn.unit_of[utterance]]) if self.cmvn.stats else features_TD
 
     def split_pdfs(self) -> list[PdfIds]:
-        """The states of each utterance's frames."""
+        """States of the frames of each utterance."""
         return np.split(self.frames.pdf_T, self.frames.offsets[1:-1])
 
     def labelled(self, pdf_T_by_utt: Mapping[str, PdfIds]) -> SpeechSet:
-        """The same with other labels; an utterance that the mapping lacks is left out."""
+        """Return the set with other labels, without utterances that are not in the mapping."""
         keep = [u for u, utt_id in enumerate(self.frames.utt_ids) if utt_id in pdf_T_by_utt]
         utt_ids = tuple(self.frames.utt_ids[u] for u in keep)
         features, labels = self.split_features(), [pdf_T_by_utt[utt_id] for utt_id in utt_ids]
@@ -80,21 +82,22 @@ class SpeechSet:
 
 
 def build(utterances: Iterable[Utterance], config: FeatureConfig) -> SpeechSet:
-    """The set of these utterances; their audio is let go of one by one."""
+    """Build a set from utterances; their audio is freed one by one."""
     return assemble([frame(utterance, config) for utterance in utterances], config)
 
 
 def frame(utterance: Utterance, config: FeatureConfig) -> FramedUtterance:
-    """The utterance's features, with its labels."""
+    """Return the features of the utterance, with its labels."""
     _check_length(utterance, config)
     return FramedUtterance(utterance.utt_id, utterance.speaker, utterance.words, filterbank.extract(utterance.samples, config),
                            utterance.pdf_T)
 
 
 def assemble(utterances: Sequence[FramedUtterance], config: FeatureConfig, given: CmvnStats | None = None) -> SpeechSet:
-    """The set of these utterances, normalised over the unit that `config` names, or by statistics that came with them.
+    """Build a set, normalized over the unit given by `config` or by statistics of the data.
 
-    With `features.cmvn=online` they are not yet, as that takes statistics of the training set (`normalised_online`).
+    With `features.cmvn=online` it is not normalized yet, since that needs statistics of the
+    training set (`normalised_online`).
     """
     raw, speakers = [one.features_TD for one in utterances], [one.speaker for one in utterances]
     utt_ids = tuple(one.utt_id for one in utterances)
@@ -112,9 +115,9 @@ def assemble(utterances: Sequence[FramedUtterance], config: FeatureConfig, given
 
 
 def normalised_online(speech: SpeechSet, all_speech: cmvn.Stats) -> SpeechSet:
-    """The set with the mean of what its speakers have said so far taken away, divided by the deviation of `all_speech`.
+    """Subtract the online mean of each speaker and divide by the global deviation.
 
-    Speakers talk in the order of the set.
+    Utterances of a speaker are in the order of the set.
     """
     heard: dict[str, cmvn.CmnState] = {}
     normal = []
@@ -132,5 +135,6 @@ def _check_length(utterance: Utterance, config: FeatureConfig) -> None:
     expected = num_frames(len(utterance.samples), config.sample_rate_hz)
     if len(utterance.pdf_T) != expected:
         seconds = len(utterance.samples) / config.sample_rate_hz
-        raise DataError(f"Utterance {utterance.utt_id} has {len(utterance.pdf_T)} labels for {expected} frames "
-                        f"({seconds:.2f} s); its alignment belongs to other audio: make it again.")
+        raise DataError(f"Utterance {utterance.utt_id} has {len(utterance.pdf_T)} labels for "
+                        f"{expected} frames ({seconds:.2f} s); its alignment belongs to other "
+                        "audio: align it again.")

@@ -1,7 +1,7 @@
 """Transcribed speech of any corpus, scored by a trained model.
 
-A folder is a Kaldi data directory (`text`, `utt2spk`, and `wav.scp` or `feats.scp`), or holds
-lhotse's `recordings.jsonl.gz` and `supervisions.jsonl.gz`.
+A folder is a Kaldi data directory (`text`, `utt2spk`, and `wav.scp` or `feats.scp`), or contains
+`recordings.jsonl.gz` and `supervisions.jsonl.gz` of lhotse.
 
 Letters: T frames, P pdfs.
 """
@@ -31,7 +31,7 @@ class ScoredSet:
 
     Attributes:
         utt_ids: names of the utterances.
-        speakers: who speaks in each.
+        speakers: speaker of each.
         texts: words of each.
         logliks: T x P of each, log posterior minus log prior.
     """
@@ -43,10 +43,10 @@ class ScoredSet:
 
 
 def read(bundle: Bundle, folder: Path) -> ScoredSet:
-    """Read a folder, make features as the model was trained with, and score them.
+    """Read a folder, compute features as in training, and score them.
 
     Raises:
-        DataError: files that are missing or damaged, or speech that the model cannot take.
+        DataError: files are missing or damaged, or do not match the model.
     """
     speech = _speech(
         bundle, _utterances(folder, given_features=bundle.features.kind == "given"), folder
@@ -54,8 +54,8 @@ def read(bundle: Bundle, folder: Path) -> ScoredSet:
     dim = speech.frames.features_TD.shape[1]
     if dim != bundle.window.feature_dim:
         raise DataError(
-            f"{folder} has {dim} features a frame, and the model takes {bundle.window.feature_dim}; "
-            "give features of the kind that it was trained on."
+            f"{folder} has {dim} features per frame, but the model expects "
+            f"{bundle.window.feature_dim}; use features of the kind that it was trained on."
         )
     sides = _sides(bundle, speech)
     logliks = [
@@ -68,26 +68,26 @@ def read(bundle: Bundle, folder: Path) -> ScoredSet:
 def _utterances(folder: Path, *, given_features: bool) -> list[UtteranceEntry]:
     if not folder.is_dir():
         raise DataError(
-            f"{folder} is not a folder; give a Kaldi data directory, or a folder with lhotse's "
-            "recordings.jsonl.gz and supervisions.jsonl.gz."
+            f"{folder} is not a folder; use a Kaldi data directory, or a folder with "
+            "recordings.jsonl.gz and supervisions.jsonl.gz of lhotse."
         )
     if (folder / "text").is_file():
         return data_dir.read(folder, given_features=given_features)
     if (found := manifests.read_folder(folder)) is not None:
         if given_features:
             raise DataError(
-                f"{folder} has recordings, and the model was trained on features that came with its "
-                "corpus (features.kind=given); give a Kaldi data directory with feats.scp."
+                f"{folder} has recordings, but the model was trained on precomputed features "
+                "(features.kind=given); use a Kaldi data directory with feats.scp."
             )
         return found
     raise DataError(
-        f"{folder} holds neither Kaldi's text nor lhotse's manifests; give a folder with text, "
+        f"{folder} contains neither text of Kaldi nor manifests of lhotse; use a folder with text, "
         "utt2spk and wav.scp, or with recordings.jsonl.gz and supervisions.jsonl.gz."
     )
 
 
 def _speech(bundle: Bundle, listed: Sequence[UtteranceEntry], folder: Path) -> SpeechSet:
-    """The utterances, normalized as in training."""
+    """Return the utterances, normalized as in training."""
     config = bundle.features
     if config.kind == "given":
         framed = list(data_dir.given(listed, folder))
@@ -109,7 +109,7 @@ def _speech(bundle: Bundle, listed: Sequence[UtteranceEntry], folder: Path) -> S
 
 
 def _sides(bundle: Bundle, speech: SpeechSet) -> list[Side | None]:
-    """The i-vectors of each utterance, of a model that has them."""
+    """Return the i-vectors of each utterance, for a model with i-vectors."""
     if bundle.ivectors is None:
         return [None] * len(speech.texts)
     period = bundle.ivectors.front.config.period

@@ -1,4 +1,4 @@
-"""The result of recognizing a recording, and its text, JSON, CTM and SRT forms."""
+"""The result of recognizing a recording, and its text, JSON, CTM and SRT formats."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from ngsgd.asr.decode.words import Hypothesis, Word
 
-# a caption ends after this pause, this long, or at this many words
+# a caption ends after this pause, this duration, or this number of words
 _CAPTION_PAUSE_S, _CAPTION_S, _CAPTION_WORDS = 0.8, 6.0, 12
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Words of a stretch of speech that has not ended; they may still change.
+    """Words of a segment that has not ended; they may still change.
 
     Attributes:
         words: of the best path so far.
-        start_s: where the stretch starts, in seconds from the start of the stream.
-        end_s: up to where the stream has come.
+        start_s: start of the segment, in seconds from the start of the stream.
+        end_s: current end of the stream, in seconds.
     """
 
     words: tuple[str, ...]
@@ -36,7 +36,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of speech and its words.
+    """A segment of speech and its words.
 
     Attributes:
         channel: number of the channel, from 1.
@@ -66,10 +66,10 @@ class Transcript:
     """All words of a recording.
 
     Attributes:
-        segments: stretches of speech, by channel and time; silence is skipped.
-        duration_s: of the recording.
-        sample_rate_hz: of the recording, before resampling.
-        num_channels: of the recording; each is recognized alone.
+        segments: segments of speech, by channel and time; silence is skipped.
+        duration_s: duration of the recording, in seconds.
+        sample_rate_hz: sampling rate of the recording, before resampling.
+        num_channels: number of channels; each is recognized separately.
     """
 
     segments: tuple[Segment, ...]
@@ -84,7 +84,7 @@ class Transcript:
 
     @property
     def text(self) -> str:
-        """The words, separated by spaces; a line for each channel that has any."""
+        """The words, separated by spaces; one line for each channel with words."""
         lines: dict[int, list[str]] = {}
         for segment in self.segments:
             lines.setdefault(segment.channel, []).extend(word.word for word in segment.words)
@@ -107,8 +107,9 @@ class Transcript:
 
 
 def as_text(transcript: Transcript, name: str = "") -> str:
-    """A line for each segment that has words; `name`, where given, and the channel of several
-    come first.
+    """Format one line per segment with words, prefixed by `name` and the channel number.
+
+    The channel number is omitted for recordings with one channel.
     """
     lines = []
     for segment in transcript.segments:
@@ -118,13 +119,14 @@ def as_text(transcript: Transcript, name: str = "") -> str:
 
 
 def as_json(transcript: Transcript, name: str = "") -> str:
-    """One line of JSON."""
+    """Format one line of JSON."""
     return json.dumps({"audio": name, **transcript.to_json()}, ensure_ascii=False) + "\n"
 
 
 def as_ctm(transcript: Transcript, name: str = "") -> str:
-    """NIST's lines "name channel start duration word confidence", in seconds; spaces of the name
-    become underscores.
+    """Format lines "name channel start duration word confidence" of NIST, in seconds.
+
+    Spaces in the name become underscores.
     """
     name = "_".join(name.split()) or "-"
     return "".join(
@@ -136,7 +138,7 @@ def as_ctm(transcript: Transcript, name: str = "") -> str:
 
 
 def as_srt(transcript: Transcript, name: str = "") -> str:
-    """SubRip captions; channels are marked where there are several."""
+    """Format SubRip captions; channels are marked if there are several."""
     captions = []
     for segment in transcript.segments:
         mark = f"[{segment.channel}] " if transcript.num_channels > 1 else ""
@@ -154,7 +156,7 @@ FORMATS = {"text": as_text, "json": as_json, "ctm": as_ctm, "srt": as_srt}
 
 
 def _texts(segment: Segment) -> Iterator[str]:
-    """The best text, and below it the others with their rank."""
+    """Yield the best text, followed by the others with their rank."""
     if not any(hypothesis.words for hypothesis in segment.hypotheses):
         return
     for rank, hypothesis in enumerate(segment.hypotheses, start=1):

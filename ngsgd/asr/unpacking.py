@@ -1,4 +1,4 @@
-"""Compressed files from others, unpacked up to a limit: a small file must not fill the memory."""
+"""Decompression of untrusted files up to a limit: a small file must not fill the memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from ngsgd.files import open_regular
 
-# unpacked content that is accepted however small the file is
+# decompressed size that is accepted for files of any size
 ALWAYS_BYTES = 256 << 20
-# beyond that: unpacked bytes per byte of the file; alignments and JSON have 5 to 25
+# beyond that: decompressed bytes per byte of the file; alignments and JSON have 5 to 25
 MAX_RATIO = 64
 # of one recording in an archive; those of FSDD and yesno have 0.1 MB
 MAX_MEMBER_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
-# what tarfile, zipfile and the decompressors raise on damaged or hostile content
+# exceptions of tarfile, zipfile and the decompressors for damaged or hostile content
 _DAMAGE = (tarfile.TarError, zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, ValueError, KeyError, IndexError,
            NotImplementedError, RuntimeError, RecursionError, MemoryError)
 
@@ -41,10 +41,11 @@ class UnpackError(OSError):
 
 
 def gunzip(path: Path) -> bytes:
-    """The content of a .gz file.
+    """Return the content of a .gz file.
 
     Raises:
-        OSError: it cannot be read or is not a regular file; UnpackError: it is damaged, or expands too much.
+        OSError: the file cannot be read or is not a regular file.
+        UnpackError: the file is damaged, or expands too much.
     """
     with open_regular(path) as file:
         size = file.seek(0, 2)
@@ -53,7 +54,7 @@ def gunzip(path: Path) -> bytes:
 
 
 def limit(packed_bytes: int) -> int:
-    """How many bytes a compressed file of that size may expand to."""
+    """Maximum decompressed size of a file of this size."""
     return max(ALWAYS_BYTES, MAX_RATIO * packed_bytes)
 
 
@@ -66,7 +67,7 @@ def _unpacked(file: BinaryIO, most: int) -> bytes:
                 if content.tell() > most:
                     raise UnpackError(f"it expands to more than {most} bytes")
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UnpackError(str(error) or "it ends too early") from error
+        raise UnpackError(str(error) or "the file is truncated") from error
     return content.getvalue()
 
 
@@ -74,7 +75,7 @@ def _unpacked(file: BinaryIO, most: int) -> bytes:
 
 
 def members(path: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
-    """(file name, content) of the regular files in a tar or zip archive whose names end in `suffix`.
+    """Yield (file name, content) of regular files in a tar or zip archive with the given suffix.
 
     Links, devices and folders are skipped, and nothing is written.
 
@@ -88,8 +89,8 @@ def members(path: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
             file.seek(0)
             yield from (_of_zip if is_zip else _of_tar)(file, suffix, limit(size))
     except _DAMAGE as error:
-        # tarfile lists every format that it tried, one a line
-        raise UnpackError(str(error).partition("\n")[0] or "it ends too early") from error
+        # tarfile lists every format that it tried, one per line
+        raise UnpackError(str(error).partition("\n")[0] or "the file is truncated") from error
 
 
 def _of_zip(file: BinaryIO, suffix: str, left: int) -> Iterator[tuple[str, bytes]]:
@@ -128,14 +129,14 @@ def _decompressed(file: BinaryIO) -> BinaryIO:
 
 
 class _Bounded:
-    """A file of which tarfile may read a bounded part: its own reads of headers take any size that a header names."""
+    """A file with bounded reads for tarfile, whose reads use sizes from untrusted headers."""
 
     def __init__(self, file: BinaryIO, most: int) -> None:
         self._file, self._most = file, most
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= MAX_MEMBER_BYTES + 1:
-            raise UnpackError(f"a header in it asks for {size} bytes")
+            raise UnpackError(f"a header in it requests {size} bytes")
         return self._file.read(size)
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -148,10 +149,10 @@ class _Bounded:
 
 
 def load_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of a .npz file, none of Python objects.
+    """Return the arrays of a .npz file; Python objects are rejected.
 
     Raises:
-        OSError: it cannot be read, is damaged, or expands beyond the limit.
+        OSError: the file cannot be read, is damaged, or expands beyond the limit.
     """
     try:
         with open_regular(path) as file:
@@ -163,9 +164,9 @@ def load_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
             file.seek(0)
             with np.load(file, allow_pickle=False) as arrays:
                 found = {name: arrays[name] for name in arrays.files}
-        # NumPy returns a member that is no array as bytes
+        # NumPy returns a member that is not an array as bytes
         if foreign := [name for name, array in found.items() if not isinstance(array, np.ndarray)]:
-            raise UnpackError(f"its member {foreign[0][:80]} is no array")
+            raise UnpackError(f"its member {foreign[0][:80]} is not an array")
         return found
     except (*_DAMAGE, SyntaxError, TypeError) as error:
-        raise UnpackError(str(error).partition("\n")[0] or "it ends too early") from error
+        raise UnpackError(str(error).partition("\n")[0] or "the file is truncated") from error

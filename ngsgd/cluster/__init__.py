@@ -1,1 +1,1 @@
-"""Where jobs run: in this process, or in processes of their own."""
+"""Worker pools: jobs in this process, or in separate processes."""

@@ -1,9 +1,8 @@
-"""The numeric fingerprint of a process: everything that decides the bits of its results, apart from
-the run's settings and data.
+"""The numeric fingerprint of a process: everything that determines its results bitwise.
 
-Two processes with equal fingerprints compute bitwise identical results from equal inputs.  Where
-fingerprints differ, results agree to rounding only, or are those of other code;
-`Fingerprint.differences` says which.
+The settings and the data of the run are not part of it. Two processes with equal fingerprints
+compute bitwise identical results from equal inputs. If fingerprints differ, results agree only up
+to rounding, or come from other code. `Fingerprint.differences` lists the differences.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ngsgd.files import read_json, sealed, unsealed, write_text
 from ngsgd.ops import fisher_projection, nonlinearities, packed_gemm
 from ngsgd.ops.kernels import native
 
-# in `Fingerprint` the module's name is a field's
+# `Fingerprint` has a field with the name of the module
 _Device = torch.device
 NO_KERNEL = "none: torch operations"
 OVERRIDE = "--allow-other-bits"
@@ -39,58 +38,58 @@ _SETTINGS = (
     "DNNL_DEFAULT_FPMATH_MODE",
     "ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "CUBLAS_WORKSPACE_CONFIG")
-# what `kernels` loads: whether this process uses it, and its source
+# kernel source -> (whether this process uses it, path), for `kernels`
 _KERNELS: Mapping[str, tuple[Callable[[], bool], Path]] = {
     module.SOURCE.name: (module.is_native, module.SOURCE)
     for module in (fisher_projection, nonlinearities, packed_gemm)}
-_ROUNDING = "results agree to rounding only"
+_ROUNDING = "results agree only up to rounding"
 _MEANINGS = {
     "code": "the same settings may train another model",
     "torch": f"its operations may sum in another order, {_ROUNDING}",
     "numpy": "its random numbers and sums may differ",
-    "processor": f"MKL and oneDNN choose their code by it, {_ROUNDING}",
-    "capability": f"sums run over vectors of another width, {_ROUNDING}",
+    "processor": f"MKL and oneDNN select code by processor, {_ROUNDING}",
+    "capability": f"sums use vectors of another width, {_ROUNDING}",
     "device": f"other devices sum in another order, {_ROUNDING}",
-    "threads": f"sums are divided among the threads in another way, {_ROUNDING}",
-    "precision": "matrix products have other digits, so results differ"}
+    "threads": f"sums are divided among the threads differently, {_ROUNDING}",
+    "precision": "GEMMs use another number format, so results differ"}
 _SHOWN = 12   # characters of a digest
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What decides the bits; an empty field is unknown and equals any."""
+    """Values that determine results bitwise; an empty field is unknown and equals any value."""
 
-    # SHA-256 of this package's *.py and *.cpp
+    # SHA-256 of the *.py and *.cpp files of this package
     code: str = ""
     torch: str = ""       # version
     numpy: str = ""       # version
-    # maker, family and model
+    # vendor, family and model
     processor: str = ""
     # vector instructions that ATen uses: AVX512, AVX2, DEFAULT, ...
     capability: str = ""
-    # those of `_SETTINGS` that are set, and torch's own
+    # set variables of `_SETTINGS`, and settings of torch
     settings: Mapping[str, str] | None = None
     # C++ file -> source, flags and compiler, or NO_KERNEL
     kernels: Mapping[str, str] = field(default_factory=dict)
-    # cpu, or the GPU's name and the version of CUDA
+    # cpu, or the name of the GPU and the version of CUDA
     device: str = ""
-    threads: int = 0      # of one worker
+    threads: int = 0      # per worker
     # cluster.precision
     precision: str = ""
 
     @classmethod
     def of_this_process(cls, num_threads: int, device: _Device | None = None, precision: str = "") -> Fingerprint:
-        """Loads the kernels, so that none is resolved later, in the middle of a job."""
+        """Return the fingerprint, and load the kernels before the first job."""
         return cls(code_digest(), torch.__version__, np.__version__, processor(),
                    native.capability(), _settings(precision), kernels(),
                    "" if device is None else _name_of(device), num_threads, precision)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Fingerprint:
-        """Of `to_json`; fields that another version wrote are ignored, and those that it did not
-        write are unknown.
+        """Read values of `to_json`; unknown fields are ignored, and missing fields stay unknown.
 
-        Raises TypeError where a value has another type.
+        Raises:
+            TypeError: a value has another type.
         """
         known = {spec.name: values[spec.name] for spec in fields(cls) if spec.name in values}
         for name, value in known.items():
@@ -105,19 +104,20 @@ class Fingerprint:
         return asdict(self)
 
     def without_machine(self) -> Fingerprint:
-        """The part that the coordinator shares with workers on other machines."""
+        """Return the part that the coordinator shares with workers on other machines."""
         return replace(self, processor="", capability="", settings=None, kernels={}, device="")
 
     def completed_by(self, other: Fingerprint) -> Fingerprint:
-        """With the other's values where ours are unknown."""
+        """Fill unknown values from another fingerprint."""
         return replace(other,
                        **{spec.name: mine for spec in fields(self)
                           if (mine := getattr(self, spec.name))})
 
     def differences(self, other: Fingerprint, there: str = "in the run",
                     here: str = "here") -> list[str]:
-        """One line for each difference: both values, and what it means.  `there` names this one,
-        `here` the other.
+        """Return one line for each difference: both values, and the consequence.
+
+        `there` names this fingerprint, `here` the other.
         """
         return [f"{what}: {mine} {there}, {theirs} {here}: {meaning}"
                 for what, mine, theirs, meaning in self._compared(other)]
@@ -135,24 +135,25 @@ class Fingerprint:
         for name in sorted(self.kernels.keys() & other.kernels.keys()):
             mine, theirs = self.kernels[name], other.kernels[name]
             if mine != theirs:
-                yield f"kernel {name}", _compilation(mine), _compilation(theirs), f"sums run in another order, {_ROUNDING}"
+                yield f"kernel {name}", _compilation(mine), _compilation(theirs), (
+                    f"sums run in another order, {_ROUNDING}"
+                )
 
 
 class Agreement:
-    """The fingerprint that all workers of a run must have; the first worker decides where nothing
-    is known.
-    """
+    """The fingerprint required of all workers of a run; the first worker sets unknown values."""
 
     def __init__(self, wanted: Fingerprint | None = None, *,
                  allow_other_bits: bool = False) -> None:
         self.wanted = wanted or Fingerprint()
-        self.found: Fingerprint | None = None   # the first worker's
+        self.found: Fingerprint | None = None   # of the first worker
         self._allow_other_bits = allow_other_bits
         self._accepted: list[str] = []
 
     def refusal(self, worker: Fingerprint, here: str = "here") -> str:
-        """Why a worker with this fingerprint must not compute for the run; empty if it may.  `here`
-        names the worker.
+        """Return why a worker with this fingerprint is rejected; empty if it is accepted.
+
+        `here` names the worker.
         """
         self.found = self.found or worker
         differences = self.wanted.differences(worker, here=here)
@@ -165,27 +166,25 @@ class Agreement:
         return ""
 
     def accepted(self) -> list[str]:
-        """Differences that were accepted since the last call."""
+        """Return the differences that were accepted since the last call."""
         accepted, self._accepted = self._accepted, []
         return accepted
 
 
 class FingerprintFile:
-    """fingerprint.json of a run: the fingerprints that its results were computed with, the newest
-    last.
-    """
+    """fingerprint.json of a run: the fingerprints of its results, the newest last."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def newest(self) -> Fingerprint | None:
-        """None where the run has not begun, or was begun by a version that kept none."""
+        """Return the newest fingerprint; None if the run has not begun or has no record."""
         history = self._history()
         return Fingerprint.from_json(history[-1]["fingerprint"]) if history else None
 
     def append(self, fingerprint: Fingerprint, outer_iter: int,
                differences: Sequence[str] = ()) -> None:
-        """From the outer iteration of this number on; keeps those before."""
+        """Add the fingerprint that is valid from outer iteration `outer_iter`."""
         entry = {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "outer_iter": outer_iter,
                  "differences": list(differences), "fingerprint": fingerprint.to_json()}
         write_text(self.path, json.dumps(sealed({"history": [*self._history(), entry]}),
@@ -199,20 +198,20 @@ class FingerprintFile:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{self.path} is damaged; remove it to resume without a "
-                                  "comparison of machine and versions "
-                                  "with those that the run began on.") from error
+            raise CheckpointError(f"{self.path} is damaged; remove it to resume without comparing "
+                                  "the machine and versions with those of the start of the "
+                                  "run.") from error
         return list(history)
 
 
 @functools.cache
 def code_digest() -> str:
-    """SHA-256 of this package's sources, Python and C++, as they were when this process first asked."""
+    """SHA-256 of the Python and C++ sources of this package at the first call in this process."""
     found = hashlib.sha256()
     root = Path(__file__).resolve().parent.parent
     for path in sorted([*root.rglob("*.py"), *root.rglob("*.cpp")]):
         if path.relative_to(root).parts[0] in ("launcher", "conf"):
-            # a link in the source tree and a folder in a wheel; no number depends on it
+            # a link in the source tree and a folder in a wheel; no result depends on it
             continue
         found.update(str(path.relative_to(root)).encode())
         found.update(path.read_bytes())
@@ -220,14 +219,12 @@ def code_digest() -> str:
 
 
 def version_digest() -> str:
-    """SHA-256 of torch's version and this package's sources: whether two machines have the same
-    ones installed.
-    """
+    """SHA-256 of the torch version and the sources of this package, to compare installations."""
     return hashlib.sha256(f"{torch.__version__}{code_digest()}".encode()).hexdigest()
 
 
 def kernels() -> dict[str, str]:
-    """Load each kernel that jobs may call, and return its source, flags and compiler, or NO_KERNEL."""
+    """Load each kernel that jobs may call; return its source, flags and compiler, or NO_KERNEL."""
     is_allowed = native.is_allowed()
     return {name: native.origin(source) if is_allowed and is_native() else NO_KERNEL
             for name, (is_native, source) in _KERNELS.items()}
@@ -235,7 +232,7 @@ def kernels() -> dict[str, str]:
 
 @functools.cache
 def processor() -> str:
-    """Maker, family and model: MKL and oneDNN choose their code by these."""
+    """Vendor, family and model of the processor, by which MKL and oneDNN select code."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
     except OSError:

@@ -1,15 +1,19 @@
-"""Worker processes from multiprocessing's fork server, without waiting for it; no process outlives the coordinator.
+"""Non-blocking start of worker processes by the fork server of multiprocessing.
 
-A thread asks the fork server for processes, because the answer may never come: a fork server can be stopped or starved like
-any other process.  Whoever needs a worker goes on meanwhile, and ends a fork server that does not answer.
+A thread requests processes from the fork server, because the answer may never arrive: a fork server
+can be stopped or starved like any other process. Callers continue meanwhile, and kill a fork server
+that does not answer.
 
-The kernel ends all processes of a run when the coordinator is killed, running or stopped, at whatever instruction each is:
+The kernel ends all processes of a run when the coordinator is killed, at any instruction and also
+if they are stopped:
 
-- The fork server gets SIGKILL when the coordinator ends, and workers when the fork server ends (PR_SET_PDEATHSIG, the first
-  thing that each of them sets).  multiprocessing's resource tracker gets SIGCONT, and ends when it finds its clients gone.
-- The fork server and the tracker lead process groups of their own from before their first instruction.  When the coordinator
-  ends, these groups are orphaned, and the kernel sends SIGHUP and SIGCONT to an orphaned group that has a stopped member.
-  So a process that was stopped before it could set anything ends as well.
+- The fork server gets SIGKILL when the coordinator ends, and workers when the fork server ends
+  (PR_SET_PDEATHSIG, which each sets first). The resource tracker of multiprocessing gets SIGCONT,
+  and ends when its clients are gone.
+- The fork server and the tracker lead separate process groups from before their first instruction.
+  When the coordinator ends, these groups are orphaned. The kernel sends SIGHUP and SIGCONT to an
+  orphaned group that has a stopped member. A process that was stopped before it could set anything
+  therefore ends as well.
 """
 
 from __future__ import annotations
@@ -31,54 +35,59 @@ from typing import Any
 
 _PRELOAD = ["ngsgd.cluster.newborn", "__main__", "ngsgd.cluster.worker_process",
             "ngsgd.cluster.preloaded"]
-# in which a fork server that was killed has ended
+# time in which a killed fork server ends
 _GONE_S = 0.5
 
 
 class ForkedProcess:
-    """A process that the fork server was asked for.  `kill` and `exit_code` work at any time, `pid` once it is there."""
+    """A process requested from the fork server.
+
+    `kill` and `exit_code` work at any time, `pid` once the process exists.
+    """
 
     def __init__(self, process: ForkServerProcess, theirs: socket.socket) -> None:
         self.pid: int | None = None
-        # why it could not be started
+        # reason why it could not be started
         self.failure = ""
-        # its fork server ended before it could report how this process ended
+        # the fork server ended before it could report how this process ended
         self.is_orphan = False
         self._process = process
-        # its end of the connection; closed here once it has it
+        # the child's end of the connection; closed here after the start
         self._theirs = theirs
         self._popen: Popen | None = None
         self._code: int | None = None
         self._is_unwanted = False
-        # started, or failed to
+        # set when the process has started or failed to start
         self._is_settled = threading.Event()
 
     def begin(self) -> None:
-        """Asks the fork server, and waits for its answer."""
+        """Send the request to the fork server and wait for the answer."""
         try:
             if not self._is_unwanted:
                 with _own_process_groups():
                     self._popen = Popen(self._process)
                 self.pid = self._popen.pid
         except Exception as error:
-            # whatever it is, this thread serves the next one
+            # on any error, this thread continues with the next request
             self.failure = f"could not be started ({type(error).__name__}: {error})"
         finally:
             self._is_settled.set()
             self._theirs.close()
-        # since it was asked for
+        # killed after the request
         if self._is_unwanted:
             _kill(self.pid)
 
     def kill(self) -> None:
-        """SIGKILL now, or as soon as it is there."""
+        """Send SIGKILL now, or as soon as the process exists."""
         self._is_unwanted = True
-        # a process that was waited for is gone, and its number may be another's
+        # after waitpid the process id may belong to another process
         if self._is_settled.is_set() and self.exit_code(0.0) is None:
             _kill(self.pid)
 
     def exit_code(self, timeout_s: float) -> int | None:
-        """As the fork server reported it; None if it has not within the time, or never will."""
+        """Return the exit code reported by the fork server; None if there is none within the
+        time.
+        """
         deadline = time.monotonic() + timeout_s
         if not self._is_settled.wait(timeout_s):
             return None
@@ -93,9 +102,10 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Starts processes one after the other, in a thread that lives as long as this process.
+    """Starts processes one after another, in a thread that lives as long as this process.
 
-    The thread starts the fork server itself: the kernel ends the fork server with the thread that started it.
+    The thread also starts the fork server, since the kernel ends the fork server together with the
+    thread that started it.
     """
 
     def __init__(self) -> None:
@@ -109,7 +119,7 @@ class ForkServer:
         self._context = get_context("forkserver")
 
     def launch(self, target: Any, arguments: Sequence[Any], theirs: socket.socket, name: str) -> ForkedProcess:
-        """Begins to start a process; takes `theirs`, which is one of the arguments."""
+        """Begin to start a process; takes ownership of `theirs`, which is one of the arguments."""
         self._context.set_forkserver_preload(_PRELOAD)
         found = ForkedProcess(self._context.Process(target=target, args=tuple(arguments), name=name, daemon=True), theirs)
         self._requests.put(found)
@@ -121,16 +131,18 @@ class ForkServer:
 
     @property
     def under_way(self) -> int | None:
-        """The number of the start that is under way; None when there is none."""
+        """Number of the pending start; None if there is none."""
         return self._num_begun if self._num_begun > self._num_done else None
 
     @property
     def is_warm(self) -> bool:
-        """Whether the fork server that runs now has started a process before, so that it has imported torch."""
+        """Whether the running fork server has started a process before, so that torch is
+        imported.
+        """
         return self._served != 0 and self._served == read_process_id()
 
     def end(self) -> None:
-        """Kills the fork server, and with it all its workers; the next start has a new one."""
+        """Kill the fork server and all its workers; the next start creates a new one."""
         _kill(read_process_id())
 
     def _serve(self) -> None:
@@ -144,9 +156,9 @@ class ForkServer:
             if one.pid is not None:
                 self._served = read_process_id()
             elif one.failure:
-                # else the next start may ask a fork server that is about to end
+                # otherwise the next request may go to a fork server that is about to end
                 _wait_until_gone(read_process_id())
-            # with its descriptors, once nobody else needs it
+            # closes its descriptors if nothing else uses them
             del one
 
 
@@ -156,12 +168,14 @@ def _of_process(process_id: int) -> ForkServer:
 
 
 def fork_server() -> ForkServer:
-    """The one of this process, for all its pools: to import torch takes seconds."""
+    """The fork server of this process, shared by all pools because importing torch takes
+    seconds.
+    """
     return _of_process(os.getpid())
 
 
 def read_process_id() -> int:
-    """Of multiprocessing's fork server; 0 when there is none."""
+    """Process id of the fork server of multiprocessing; 0 if there is none."""
     return int(getattr(forkserver._forkserver, "_forkserver_pid", None) or 0)
 
 
@@ -172,7 +186,7 @@ def _kill(process_id: int | None) -> None:
 
 
 def _wait_until_gone(process_id: int) -> None:
-    """Waits for a moment whether the fork server ends; leaves its exit status to multiprocessing."""
+    """Wait briefly for the fork server to end; multiprocessing still collects its exit status."""
     deadline = time.monotonic() + _GONE_S
     how = os.WEXITED | os.WNOWAIT | os.WNOHANG
     with contextlib.suppress(ChildProcessError):
@@ -182,7 +196,7 @@ def _wait_until_gone(process_id: int) -> None:
 
 @contextlib.contextmanager
 def _own_process_groups() -> Iterator[None]:
-    """Meanwhile multiprocessing's helper programs start as leaders of process groups, and end with this process."""
+    """Start helper programs of multiprocessing as group leaders that end with this process."""
     original = util.spawnv_passfds
     util.spawnv_passfds = _spawn_guarded  # type: ignore[assignment]  # it is given fewer types than it declares
     try:
@@ -192,10 +206,10 @@ def _own_process_groups() -> Iterator[None]:
 
 
 def _spawn_guarded(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
-    """multiprocessing.util.spawnv_passfds, but for a program that ends with this process."""
+    """Replacement of multiprocessing.util.spawnv_passfds: the program ends with this process."""
     *words, program = [os.fsdecode(word) for word in arguments]
-    # the resource tracker ends by itself once all its clients have, and cleans up first: it only
-    # must not be stopped
+    # the resource tracker ends and cleans up when all its clients have ended; it must only not be
+    # stopped
     is_tracker = "resource_tracker" in program
     guard = (f"import ctypes, os, signal; ctypes.CDLL(None).prctl(1, {int(signal.SIGCONT if is_tracker else signal.SIGKILL)}); "
              f"os.getppid() == {os.getpid()} or os._exit(1); ")

@@ -1,8 +1,9 @@
-"""Workers that are groups of processes: each rank trains on minibatches of its own, and gradients are summed in every step.
+"""Workers that are groups of processes, which sum their gradients in every step.
 
-Inside a group parameters are equal at all times, as under DistributedDataParallel; among groups they are averaged, as among
-ordinary workers.  Rank 0 is the worker that the coordinator knows.  It starts the other ranks on its machine and gives them its
-jobs.  A rank that dies fails the job, which is repeated; the next job has new ranks.
+Each rank trains on different minibatches. Within a group parameters are always equal, as with
+DistributedDataParallel. Between groups they are averaged, as between ordinary workers. The
+coordinator communicates only with rank 0, which starts the other ranks on its machine and passes
+jobs to them. If a rank dies, the job fails and is retried with new ranks.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Place, Worker, never, np_empty
 
 _LOCALHOST = "127.0.0.1"
-# A member that hangs longer ends the job; the coordinator's deadline for a minibatch comes first
+# a member that hangs longer ends the job; the coordinator's deadline for a minibatch is shorter
 _HANGS_S = 1800.0
-# For the reason why a rank ended to arrive after its connections broke
+# time for the error of a rank to arrive after its connections broke
 _REASON_S = 2.0
-# In place of parameters that come another way
+# placeholder for parameters that are transferred separately
 _NOTHING = LocalRef(np.empty(0, dtype=np.float32))
 
 
@@ -66,7 +67,7 @@ class GroupRanks(Ranks):
         vector = torch.zeros(size)
         if self.rank == 0:
             vector.copy_(torch.from_numpy(read()))
-        # the others add zeros, which keeps every bit but the sign of zeros
+        # the other ranks add zeros, which preserves every bit except the sign of zeros
         return self._sum(vector.to(self._device)).cpu().numpy()
 
     def sum_gradients(self, model: nn.Module, num_examples: int) -> int:
@@ -88,16 +89,17 @@ class GroupRanks(Ranks):
         return bool(self._sum(torch.tensor([int(flag)], device=self._device)))
 
     def require_equal(self, model: nn.Module) -> None:
-        """Raise ClusterError where the parameters of the ranks differ."""
+        """Raise ClusterError if the parameters of the ranks differ."""
         own = torch.stack([p.detach().double().sum() for p in model.parameters() if p.requires_grad]).sum()[None]
         total = self._sum(own.clone())
         # rounding of the sum over the ranks
         if bool((total - self.size * own).abs() > 1e-12 * total.abs()):
-            raise ClusterError("the parameters of the ranks of a group differ; an optimizer setting uses the minibatch of one "
-                               "rank.")
+            raise ClusterError("the parameters of the ranks of a group differ, because an "
+                               "optimizer setting uses the minibatch of one rank; set "
+                               "cluster.ranks_per_worker=1.")
 
     def close(self) -> None:
-        """Leave the group, so that the other ranks fail at once."""
+        """Leave the group, so that the other ranks fail immediately."""
         self._group.close()
 
     def _sum(self, tensor: Tensor) -> Tensor:
@@ -106,19 +108,19 @@ class GroupRanks(Ranks):
 
 
 class GroupWorker(Worker):
-    """Rank 0, in the process that the coordinator knows."""
+    """Rank 0, in the process that the coordinator started."""
 
     def __init__(self, spec: TaskSpec, index: int) -> None:
         self._spec = spec
         self._others: list[_OtherRank] = []
         super().__init__(spec, index, _not_connected(spec))
-        # errors of other ranks should appear before the first job
+        # raises errors of other ranks before the first job
         self._start()
 
     def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
         if not self._others:
             self._start()
-        # `Ranks.start_vector` brings the parameters
+        # `Ranks.start_vector` transfers the parameters
         message = replace(job, start=replace(job.start, model=_NOTHING, own=None))
         try:
             for other in self._others:
@@ -140,13 +142,13 @@ class GroupWorker(Worker):
         except Exception as error:
             raise self._end(error) from error
         finally:
-            # an NCCL group lives as long as its rendezvous
+            # an NCCL group needs its rendezvous for its complete life
             if not is_nccl:
                 self._rendezvous.close()
         self.ranks = GroupRanks(0, size, group, self.device)
 
     def _end(self, error: Exception) -> Exception:
-        """End all ranks; returns the error of the rank that failed first, where that is known."""
+        """End all ranks; return the error of the rank that failed first, if it is known."""
         reasons = [other.end() for other in self._others]
         self._others = []
         self._rendezvous.close()
@@ -170,7 +172,7 @@ class _OtherRank:
         self.messages.send(setup)
 
     def end(self) -> Exception | None:
-        """Kill it; returns what it sent before, or how it had ended before, if anything."""
+        """Kill the process; return the error that it sent, or how it ended before, if any."""
         code = self._process.exit_code(0.0)
         found: Exception | None = None
         deadline = time.monotonic() + _REASON_S
@@ -185,7 +187,7 @@ class _OtherRank:
         self.messages.close()
         if found is None and code is not None:
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            # no NgsgdError, which would end the run: the job is repeated
+            # not an NgsgdError, which would end the run: the job is retried
             return RuntimeError(f"rank {self.rank} of the group ended ({how})")
         return found
 
@@ -221,14 +223,15 @@ def _serve_jobs(messages: Messages, setup: _RankSetup) -> None:
 
 
 def make_worker(spec: TaskSpec, index: int) -> Worker:
-    """The worker that the configuration asks for."""
+    """Build the configured kind of worker."""
     return Worker(spec, index) if spec.settings.cluster.ranks_per_worker == 1 else GroupWorker(spec, index)
 
 
 def backend_of(device: torch.device, num_ranks: int) -> Backend:
-    """NCCL where every rank of a group has a GPU of its own, else gloo, which takes CUDA tensors through host memory.
+    """NCCL if every rank of a group has a separate GPU, else gloo.
 
-    The ranks of a group take turns at the GPUs that they all see; NCCL refuses two ranks on one GPU. A process sees at most one MIG
+    gloo transfers CUDA tensors through host memory. The visible GPUs are assigned round-robin to
+    the ranks of a group; NCCL rejects two ranks on one GPU. A process sees at most one MIG
     instance, so ranks on MIG instances use gloo.
     """
     return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= num_ranks else "gloo"
@@ -246,5 +249,6 @@ def _joined(spec: TaskSpec, rank: int, port: int, secret: bytes, device: torch.d
         return join(backend_of(device, cluster.ranks_per_worker), _LOCALHOST, port, secret=secret, generation=0, rank=rank,
                     world_size=cluster.ranks_per_worker, timeout_s=cluster.start_timeout_s, device=device)
     except RuntimeError as error:
-        raise ClusterError(f"the {cluster.ranks_per_worker} ranks of a group did not connect within cluster.start_timeout_s = "
-                           f"{cluster.start_timeout_s:g}: {error}") from error
+        raise ClusterError(f"the {cluster.ranks_per_worker} ranks of a group did not connect "
+                           f"within cluster.start_timeout_s = {cluster.start_timeout_s:g}: "
+                           f"{error}; raise the timeout or see the log of the worker.") from error

@@ -1,4 +1,4 @@
-"""The pool inside this very process."""
+"""A worker pool inside the process of the coordinator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from ngsgd.training.worker_pool import Retired
 
 
 class InProcessPool:
-    """Logical workers in this process, one job at a time: breakpoints work, and the numbers are those of any pool."""
+    """Logical workers in this process, one job at a time.
+
+    Breakpoints work, and results are bitwise identical to those of any other pool.
+    """
 
     def __init__(self, spec: TaskSpec, num_workers: int, num_threads: int,
                  should_stop: Callable[[], bool] = never, agreement: Agreement | None = None) -> None:
@@ -63,12 +66,12 @@ class InProcessPool:
         if not self._queue:
             return None
         job = self._queue.popleft()
-        # a job leaves nothing behind in its worker, so one object can stand for all
+        # jobs leave no state in a worker, so one object serves all worker indices
         self._worker.index = job.job % self.num_workers
         try:
             result: JobResult = self._worker.run(job, np_empty, self.should_stop)
         except DamagedArchiveError as error:
-            # whether to go on without it is not the pool's business
+            # the coordinator decides whether to continue without the archive
             return JobFailure(job, self._worker.index, str(error), False, error)
         return result
 

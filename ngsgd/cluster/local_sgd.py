@@ -1,6 +1,7 @@
-"""Local SGD in a training loop of the user's own: ranks of torch.distributed that average their parameters at intervals.
+"""Local SGD for custom training loops: ranks of torch.distributed that average parameters.
 
-B is the model that ranks start a round from, W the model that is evaluated; see `ngsgd.optim.outer_rules`.
+B is the model that ranks start a round from, W the model that is evaluated; see
+`ngsgd.optim.outer_rules`.
 """
 
 from __future__ import annotations
@@ -27,67 +28,79 @@ from ngsgd.errors import ClusterError, ConfigError
 from ngsgd.optim.outer_rules import Average, Bmuf, DiLoCo, OuterInfo, OuterRule
 
 _RULES = {"average": Average, "bmuf": Bmuf, "diloco": DiLoCo}
-# seconds between two signs of life, and without one after which a rank counts as dead
+# seconds between two heartbeats, and seconds without one after which a rank counts as dead
 _BEAT_S, _SILENT_S = 0.5, 4.0
 _POLL_S = 0.05
-# parameters of an outer step at a time: its temporaries are reused, and stay in the cache
+# number of parameters updated at a time: temporaries are reused and stay in the cache
 _PART = 2**16
-# a rule that fills its momentum over a part of the run does so from the start
+# number of rounds passed to rules whose momentum depends on the length of the run
 _LONG_RUN = 1_000_000_000
 
 
 class LocalSGD:
-    """Averages the parameters of all ranks every `sync_every` optimizer steps.
+    """Average the parameters of all ranks every `sync_every` optimizer steps.
 
-    Between two averages every rank trains alone. Ranks count by the samples that they trained on. Running means and
-    variances of batch norms are pooled over the ranks; integer buffers, such as counters, stay those of the rank.
+    Between two averages every rank trains alone. Ranks are weighted by the number of samples that
+    they trained on. Running means and variances of batch norms are pooled over the ranks. Integer
+    buffers, such as counters, are not exchanged.
 
-    A rank that dies costs the samples of its round: the other ranks form a group of their own and continue. This needs
-    the process of the rendezvous store (rank 0, or the agent of torchrun) to live. With NCCL, which has not run on a GPU yet, a
-    dead rank is noticed after `timeout_s`, and `init_process_group` must not get a `device_id`. A rank that starts later loads
-    `state_dict()` of a rank; all ranks then form a new process group, as after an elastic restart of torchrun.
+    If a rank dies, the samples of its round are lost: the other ranks form a new group and
+    continue. This requires a live process of the rendezvous store (rank 0, or the agent of
+    torchrun). With NCCL, which has not run on a GPU yet, a dead rank is detected after `timeout_s`,
+    and `init_process_group` must not get a `device_id`. A rank that starts later loads
+    `state_dict()` of a rank. All ranks then form a new process group, as after an elastic restart
+    of torchrun.
 
     Args:
-        model: The module that the optimizer trains. Its parameters are set to those of the lowest rank.
-        optimizer: Any optimizer of the model.
-        sync_every: Optimizer steps between two averages, at least 1.
-        outer: "average", "bmuf", "diloco", or a rule of `ngsgd.optim.outer_rules` without `center`, such as
-            DiLoCo(lr=0.5).
-        process_group: Ranks that train together; None for all ranks.
-        reset_optimizer: Start each round with a new optimizer state (momentum, Fisher estimates), as `ngsgd train` does.
-        timeout_s: Longest time that a rank waits for the others at an average, in seconds.
+        model: the module that the optimizer trains. Its parameters are set to those of the lowest
+            rank.
+        optimizer: any optimizer of the model.
+        sync_every: optimizer steps between two averages, at least 1.
+        outer: "average", "bmuf", "diloco", or a rule of `ngsgd.optim.outer_rules` without `center`,
+            such as DiLoCo(lr=0.5). Default: "bmuf".
+        process_group: ranks that train together; None for all ranks.
+        reset_optimizer: start each round with a new optimizer state (momentum, Fisher estimates),
+            as `ngsgd train` does. Default: False.
+        timeout_s: maximum time that a rank waits for the others at an average, in seconds. Default:
+            60.
 
     Raises:
         ConfigError: torch.distributed is not initialized, or an argument is wrong.
 
     Example:
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        local = ngsgd.LocalSGD(model, optimizer, sync_every=100, outer="diloco")
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss_fn(model(x), y).backward()
-            optimizer.step()
-            local.step(num_samples=len(x))
-        local.finish()
+        In every process of `torchrun`, after `torch.distributed.init_process_group`:
+
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+            local = ngsgd.LocalSGD(model, optimizer, sync_every=100, outer="diloco")
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss_fn(model(x), y).backward()
+                optimizer.step()
+                local.step(num_samples=len(x))
+            local.finish()
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, sync_every: int, outer: str | OuterRule = "bmuf",
                  process_group: dist.ProcessGroup | None = None, reset_optimizer: bool = False, timeout_s: float = 60.0) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise ConfigError("LocalSGD needs torch.distributed; call torch.distributed.init_process_group first.")
+            raise ConfigError("LocalSGD needs torch.distributed; call "
+                              "torch.distributed.init_process_group first.")
         if sync_every < 1:
-            raise ConfigError(f"sync_every is {sync_every}; it must be at least 1.")
+            raise ConfigError(f"sync_every is {sync_every}; set it to at least 1.")
         if isinstance(outer, str) and outer not in _RULES:
-            raise ConfigError(f"outer is {outer!r}; choose {', '.join(_RULES)}, or give a rule of ngsgd.optim.outer.")
+            raise ConfigError(f"outer is {outer!r}; choose {', '.join(_RULES)}, or pass a rule of "
+                              "ngsgd.optim.outer_rules.")
         if not isinstance(outer, str) and hasattr(outer, "center"):
-            raise ConfigError(f"{type(outer).__name__} needs the parameters of every rank, and ranks exchange their mean only.")
+            raise ConfigError(f"{type(outer).__name__} needs the parameters of every rank, but "
+                              f"ranks exchange only their mean; choose {', '.join(_RULES)}, or a "
+                              "rule of ngsgd.optim.outer_rules without `center`.")
         self.model, self.optimizer, self.sync_every = model, optimizer, sync_every
         self.rule = _RULES[outer]() if isinstance(outer, str) else outer
         self._initial_state = copy.deepcopy(optimizer.state_dict()) if reset_optimizer else None
         self._timeout_s = timeout_s
         self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self._backend = dist.get_backend(process_group)
-        # a group of its own can be left when a rank dies
+        # a separate group, which can be left when a rank dies
         self._group = self._new_group()
         self._num_regroups, self._is_new = 0, False
         self.num_steps = 0
@@ -98,11 +111,11 @@ class LocalSGD:
         threading.Thread(target=self._beat, name="ngsgd-local-sgd", daemon=True).start()
         tensors = [*self._parameters(), *self._statistics()]
         self._size = sum(p.numel() for p in self._parameters())
-        # of all ranks: samples times parameters and statistics, then samples
+        # sums over all ranks: samples times parameters and statistics, then samples
         self._sums = torch.empty(1 + sum(tensor.numel() for tensor in tensors), device=tensors[0].device)
         self._fill(1)
         _wait(dist.broadcast(self._sums, self._ranks[0], self._group, async_op=True))
-        # B; often W itself
+        # B; often identical to W
         self._start = self._sums[:self._size].clone()
         self._arrays = {"model": self._start, **{name: torch.full_like(self._start, value)
                                                  for name, value in self.rule.buffers.items()}}
@@ -110,16 +123,30 @@ class LocalSGD:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that live."""
+        """Number of live ranks."""
         return len(self._ranks)
 
     @property
     def gain(self) -> float:
-        """Total step of the model on a constant mean move; the learning rate of a rank may be num_ranks / gain times as high."""
+        """Total step of the model on a constant mean delta.
+
+        The learning rate of a rank may be num_ranks / gain times as high.
+        """
         return self.rule.gain(self.num_ranks, _LONG_RUN)
 
     def step(self, num_samples: int = 1) -> bool:
-        """Count an optimizer step on `num_samples` samples; returns whether parameters were averaged after it."""
+        """Count an optimizer step, and average if `sync_every` steps were counted.
+
+        Args:
+            num_samples: samples of the step on this rank, the weight of the rank in the average.
+                Default: 1.
+
+        Returns:
+            Whether parameters were averaged after the step.
+
+        Raises:
+            ClusterError: no other rank answers, or too few do.
+        """
         self.num_steps += 1
         self._num_samples += num_samples
         if self.num_steps % self.sync_every:
@@ -132,7 +159,7 @@ class LocalSGD:
         """Average now, and take the outer step.
 
         Raises:
-            ClusterError: No other rank answers, or too few do.
+            ClusterError: no other rank answers, or too few do.
         """
         if self._reduce():
             weight = float(self._sums[-1])
@@ -149,16 +176,19 @@ class LocalSGD:
             self.optimizer.load_state_dict(copy.deepcopy(self._initial_state))
 
     def finish(self) -> None:
-        """End training: average the steps since the last average, and leave the model to evaluate and save (W) in the module."""
+        """End training: average the steps since the last average.
+
+        Afterwards the module holds the model to evaluate and save (W).
+        """
         self.sync()
         with contextlib.suppress(RuntimeError):
-            # a process that ends closes connections that the average of others may still need
+            # a process that ends closes connections that the average of other ranks may still need
             _wait(dist.barrier(self._group, async_op=True))
         self._closed.set()
         _read(self._arrays["model"], self._parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the last average; together with the states of model and optimizer it continues bit for bit."""
+        """State of the last average; with model and optimizer states, training resumes bitwise."""
         return {"arrays": {name: tensor.clone() for name, tensor in self._arrays.items()}, "start": self._start.clone(),
                 "numbers": dict(self._numbers), "num_steps": self.num_steps, "num_rounds": self.num_rounds,
                 "num_samples": self._num_samples}
@@ -166,13 +196,17 @@ class LocalSGD:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a rank.
 
+        Args:
+            state: a result of `state_dict`.
+
         Raises:
-            ConfigError: it belongs to another rule or another model.
+            ConfigError: the state belongs to another rule or another model.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in state["arrays"].items()}
         wanted = {name: tuple(tensor.shape) for name, tensor in self._arrays.items()}
         if shapes != wanted:
-            raise ConfigError(f"the state holds {shapes}, and this rule and model need {wanted}.")
+            raise ConfigError(f"the state holds {shapes}, but this rule and model need {wanted}; "
+                              "load the state with the rule and the model that saved it.")
         self._arrays = {name: tensor.to(self._start, copy=True) for name, tensor in state["arrays"].items()}
         self._start = state["start"].to(self._start, copy=True)
         if torch.equal(self._start, self._arrays["model"]):
@@ -190,19 +224,22 @@ class LocalSGD:
         return [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
 
     def _fill(self, num_samples: int) -> None:
-        """Write samples times parameters, and buffers with second moments in the place of variances, whose means pool."""
+        """Write samples times parameters and buffers.
+
+        Second moments replace variances, because their means can be pooled.
+        """
         tensors = [*self._parameters(), *self._statistics()]
         with torch.no_grad(), self._second_moments():
             for tensor, values in zip(tensors, self._sums[:-1].split([one.numel() for one in tensors]), strict=True):
-                # while they are in the processor's cache
+                # while they are in the cache of the processor
                 values.view_as(tensor).copy_(tensor).mul_(num_samples)
             self._sums[-1] = num_samples
 
     def _step(self, now: dict[str, float], weight: float) -> None:
-        """Take the outer step, and leave B where the sums were; by parts that stay in the processor's cache."""
+        """Take the outer step in parts that stay in the cache, and overwrite the sums by B."""
         self._sums[self._size:-1].div_(weight)
         model, start = self._arrays["model"], self._start
-        # the rules use arithmetic that tensors have, too
+        # the arithmetic of the rules also works with tensors
         rule: Any = self.rule
         for first in range(0, self._size, _PART):
             part = slice(first, min(first + _PART, self._size))
@@ -219,7 +256,7 @@ class LocalSGD:
                 array.copy_(updated[name])
 
     def _load(self) -> None:
-        """Read parameters and statistics from where `_fill` writes them."""
+        """Load parameters and statistics from the layout of `_fill`."""
         _read(self._sums[:-1], [*self._parameters(), *self._statistics()])
         for norm in self._batch_norms():
             norm.running_var.sub_(norm.running_mean.square()).clamp_(min=0.0)  # type: ignore[union-attr]
@@ -240,7 +277,7 @@ class LocalSGD:
     # Ranks ----------------------------------------------------------------------------------------
 
     def _reduce(self) -> bool:
-        """Sum over the ranks, without those that died; False where the other ranks have done so already."""
+        """Sum over the live ranks; return False if the other ranks have done so already."""
         while True:
             try:
                 if self._is_new and self._caught_up():
@@ -252,7 +289,7 @@ class LocalSGD:
                 self._regroup(error)
 
     def _new_group(self, *, use_local_synchronization: bool = False) -> dist.ProcessGroup:
-        """A group of the ranks that live, which this class can leave."""
+        """Create a group of the live ranks that this class can leave."""
         with nccl_options(self._timeout_s) if self._backend == "nccl" else contextlib.nullcontext() as options:
             group: dist.ProcessGroup = dist.new_group(self._ranks, timedelta(seconds=self._timeout_s), self._backend, options,
                                                       use_local_synchronization=use_local_synchronization)
@@ -261,9 +298,9 @@ class LocalSGD:
     def _regroup(self, error: Exception) -> None:
         """Form a group of the ranks that announce themselves in the store."""
         with contextlib.suppress(Exception):
-            # NCCL's destroy waits for what will never come
+            # the destructor of NCCL waits for operations that never complete
             (_abort_process_group if self._backend == "nccl" else dist.destroy_process_group)(self._group)
-        # its connections close when nothing refers to it, so that the neighbors notice at once
+        # the connections close when nothing refers to the group, so neighbors detect it immediately
         traceback.clear_frames(error.__traceback__)
         del self._group
         self._num_regroups += 1
@@ -275,16 +312,22 @@ class LocalSGD:
             # the first rank to decide decides for all
             members: list[int] = json.loads(store.compare_set(f"{prefix}/members", "", json.dumps(present)))
         except (RuntimeError, ValueError) as lost:
-            raise ClusterError(f"the process of the rendezvous store ended ({str(lost).splitlines()[0]}), so the ranks that live "
-                               "cannot find each other; restart from the last state_dict().") from error
+            raise ClusterError("the process of the rendezvous store ended "
+                               f"({str(lost).splitlines()[0]}), so the live ranks cannot find each "
+                               "other; restart from the last state_dict().") from error
         if rank not in members:
-            raise ClusterError(f"rank {rank} answered too late and was left out; restart it from the state_dict() of another rank.")
+            raise ClusterError(f"rank {rank} answered too late and was excluded; restart it from "
+                               "the state_dict() of another rank.")
         self._ranks = members
         self._group = self._new_group(use_local_synchronization=True)
         self._is_new = True
 
     def _caught_up(self) -> bool:
-        """Where the last average reached some ranks only, give its state to the others; True on those, whose samples are in it."""
+        """Send the state of the last average to ranks that missed it.
+
+        Returns:
+            True on these ranks, whose samples the average already contains.
+        """
         own = torch.tensor([self.num_rounds], device=self._sums.device)
         gathered = [torch.empty_like(own) for _ in self._ranks]
         _wait(dist.all_gather(gathered, own, group=self._group, async_op=True))
@@ -305,7 +348,9 @@ class LocalSGD:
         return is_behind
 
     def _announced(self, store: Any, prefix: str) -> list[int]:
-        """The ranks that have come; waits for those that live and are still in their round."""
+        """Return the announced ranks, after waiting for live ranks that are still in their
+        round.
+        """
         deadline = time.monotonic() + self._timeout_s
         beats = {one: (b"", time.monotonic()) for one in self._ranks}
         while True:
@@ -321,10 +366,10 @@ class LocalSGD:
             time.sleep(_POLL_S)
 
     def _beat(self) -> None:
-        """In a thread: shows the other ranks that this process lives."""
+        """Publish heartbeats in a thread."""
         count, rank = 0, dist.get_rank()
         with contextlib.suppress(Exception):
-            # a connection of its own, because another thread may wait on the first one
+            # a separate connection, because another thread may block on the first one
             store = _get_default_store()
             store = store.clone() if hasattr(store, "clone") else store
             while not self._closed.wait(_BEAT_S):
@@ -334,13 +379,17 @@ class LocalSGD:
 
 @torch.no_grad()
 def _read(vector: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Set tensors from their values one after another."""
+    """Copy consecutive values of a vector to tensors."""
     for tensor, values in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(values.view_as(tensor))
 
 
 def _wait(work: dist.Work | None) -> None:
-    """Wait for a collective; without `async_op` torch would only queue one of NCCL, and a dead rank would never be noticed."""
+    """Wait for a collective.
+
+    Without `async_op` torch would only queue a collective of NCCL, and a dead rank would never be
+    detected.
+    """
     if work is not None:
         work.wait()
 

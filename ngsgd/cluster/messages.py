@@ -1,4 +1,7 @@
-"""Messages between the coordinator and a worker process over a socket; a peer that stops in mid-message blocks nobody."""
+"""Messages between the coordinator and a worker process over a socket, without blocking.
+
+A peer that stops in the middle of a message blocks nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _WRITE_BYTES = 1 << 20
 
 
 class Disconnected(Exception):
-    """The peer has closed its end, or died."""
+    """The peer closed its end, or died."""
 
 
 class Messages:
@@ -30,19 +33,19 @@ class Messages:
         return self.connection.fileno()
 
     def send(self, message: Any) -> None:
-        """Waits until all of it is on its way; raises Disconnected when nobody reads any more."""
+        """Block until the message is sent; raise Disconnected if the peer is gone."""
         try:
             self.connection.sendall(framed(message))
         except OSError as error:
             raise Disconnected(str(error)) from error
 
     def post(self, message: Any) -> None:
-        """Sends what the peer can take now and keeps the rest for `flush`: a peer that does not read stops nobody."""
+        """Send as much as the peer accepts now and keep the rest for `flush`; never blocks."""
         self._unsent += framed(message)
         self.flush()
 
     def flush(self) -> None:
-        """Sends more of what was posted; raises Disconnected when nobody reads any more."""
+        """Send more of the posted messages; raise Disconnected if the peer is gone."""
         try:
             while self._unsent:
                 with memoryview(self._unsent) as unsent:
@@ -55,17 +58,19 @@ class Messages:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether some of what was posted is not on its way yet."""
+        """Whether a part of the posted messages is not sent yet."""
         return bool(self._unsent)
 
     def receive(self) -> Any:
-        """The next message; waits for it."""
+        """Wait for the next message and return it."""
         while (message := self._take()) is None:
             self._read()
         return message[0]
 
     def arrived(self) -> list[Any]:
-        """The messages that are there in full, without waiting; raises Disconnected when no more can come."""
+        """Return the complete messages received so far; raise Disconnected if no more can
+        arrive.
+        """
         found: list[Any] = []
         with contextlib.suppress(Disconnected):
             while self._is_readable():
@@ -80,7 +85,7 @@ class Messages:
         self.connection.close()
 
     def _is_readable(self) -> bool:
-        # select() knows only the first 1024 descriptors
+        # select() supports only the first 1024 descriptors
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         return bool(poll.poll(0))
@@ -103,7 +108,7 @@ class Messages:
         self._received += content
 
     def _take(self) -> tuple[Any] | None:
-        """One whole message, in a tuple: the message itself may be None."""
+        """Return one complete message in a tuple, since the message may be None."""
         if len(self._received) < _HEADER.size:
             return None
         (length,) = _HEADER.unpack_from(self._received)

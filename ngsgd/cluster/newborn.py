@@ -1,6 +1,7 @@
-"""Loaded by the fork server before it forks: a worker dies with the fork server from its first instruction on.
+"""Loaded by the fork server before it forks: a worker ends with the fork server.
 
-Nothing here imports torch, and nothing happens where this module is imported by any other process.
+This holds from the first instruction of the worker. This module does not import torch, and it has
+no effect in any other process that imports it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ _parent = 0
 
 
 def die_with_parent(parent: int) -> None:
-    """Lets the kernel end this process with its parent, and ends it at once if the parent is gone already.
+    """Let the kernel end this process with its parent, and exit now if the parent is gone already.
 
-    The kernel acts when the thread ends that started this process.  SIGKILL ends a stopped process, too.
+    The kernel acts when the thread ends that started this process. SIGKILL also ends a stopped
+    process.
     """
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

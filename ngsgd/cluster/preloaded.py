@@ -1,6 +1,7 @@
-"""Imported by the fork server, for all workers that it will start: code as it is now, and compiled kernels.
+"""Modules and compiled kernels that the fork server loads for all workers that it starts.
 
-A worker that replaces a dead one computes with the same kernels even if the cache or the compiler has disappeared since.
+A worker that replaces a dead one uses the same code and kernels, even if the cache or the compiler
+has disappeared since.
 """
 
 from ngsgd.cluster import fingerprint

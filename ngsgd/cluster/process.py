@@ -1,4 +1,4 @@
-"""What a process that trains sets once, before its first minibatch."""
+"""Settings of a training process before its first minibatch."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ import functools
 
 import torch
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3   # of glibc's malloc.h
-# bytes; glibc refuses more
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3   # from malloc.h of glibc
+# bytes; the maximum that glibc accepts
 _LARGEST_FROM_HEAP = 32 << 20
-# bytes of freed memory at the end of the heap
+# bytes of freed memory kept at the end of the heap
 _KEPT = 1 << 30
 
 
 def configure_process(num_threads: int) -> None:
-    """Takes so many threads for torch's operations, on which the order of sums depends, and keeps what memory is freed."""
+    """Set the number of torch threads (it determines the order of sums) and keep freed memory."""
     torch.set_num_threads(num_threads)
     keep_freed_memory()
 
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Has the C library keep memory that is freed, up to 1 GiB, for the rest of the process; False where it is not glibc.
+    """Make the C library keep up to 1 GiB of freed memory; return False if it is not glibc.
 
-    Every step frees its gradients and the next one allocates them again.  glibc gives such memory back to the system at once, which
-    then hands it out anew page by page: thousands of page faults a step, which took NG-SGD up to 8 % of its time.
+    Every step frees its gradients and the next one allocates them again. glibc returns such memory
+    to the system immediately, which then provides it again page by page. These thousands of page
+    faults per step cost NG-SGD up to 8 % of its time.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
-        # another C library, another system
+        # another C library or system
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP) and mallopt(_M_TRIM_THRESHOLD, _KEPT))

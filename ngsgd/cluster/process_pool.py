@@ -1,9 +1,8 @@
-"""A WorkerPool of processes on this machine: parameters in shared memory, deaths noticed at once.
+"""A WorkerPool of processes on this machine, with parameters in shared memory.
 
-Processes come from a fork server that has imported torch already, so one that replaces a dead one
-is there in tens of milliseconds.  Nothing here waits without a deadline, whatever hangs: a worker,
-one that is being started, or the fork server.
-Time during which this process itself was stopped counts for no deadline
+Deaths are detected immediately. Processes come from a fork server that has already imported torch,
+so a replacement is ready in tens of milliseconds. Every wait has a deadline, in case a worker, a
+starting worker or the fork server hangs. Time during which this process was stopped does not count
 (`ngsgd.training.awake_clock`).
 """
 
@@ -39,19 +38,19 @@ from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker_pool import Retired
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-# how often starts that hang are looked for while nothing else goes on
+# interval of the check for hung starts
 _POLL_S = 0.2
-# medians of a start's time without being ready: the worker hangs
+# a start hangs after this many median start times
 _PATIENCE = 5.0
-# before another try at a start
+# delay before another attempt to start
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 60.0
-# of a dead worker's log that a failure quotes
+# lines of the log of a dead worker that a failure quotes
 _LAST_LINES = 50
-# for the fork server to report how a process ended that is gone
+# time for the fork server to report how a process ended
 _STATUS_S = 1.0
-# for a process to end that was killed
+# time for a killed process to end
 _END_S = 5.0
-# for all of them to end with the pool
+# time for all processes to end with the pool
 _CLOSE_S = 2.0
 
 
@@ -61,34 +60,34 @@ def _nothing() -> None:
 
 @dataclass
 class _Slot:
-    """One worker: its process, and what it is doing."""
+    """One worker: its process, and its current activity."""
 
     index: int
     process: ForkedProcess
     messages: Messages
-    # that the process waits before it does anything
+    # seconds that the process waits before it does anything
     delay_s: float = 0.0
     # seconds on the pool's clock; None until the fork server has forked it
     born: float | None = None
     ready: bool = False
-    # its process was told to end, and takes no more jobs
+    # its process was asked to end, and accepts no more jobs
     leaving: bool = False
-    told_to_stop: bool = False  # the job was
+    told_to_stop: bool = False  # whether the job was asked to stop
     job: Job | None = None
     places: tuple[SharedRef, ...] = ()
-    # where that is known
+    # reason of the end of the process, if known
     ended_because: str = ""
-    # when this pool killed it because it hung, on the pool's clock
+    # time on the pool's clock at which this pool killed the hung process
     killed: float | None = None
-    # killed with its fork server, which hung: no failed start of its own
+    # killed with its hung fork server; does not count as a failed start
     is_collateral: bool = False
-    # how the process before this one ended
+    # how the previous process of this slot ended
     predecessor: str = ""
-    # it died too often: nothing comes after it
+    # it died too often and is not replaced
     retired: bool = False
-    # how its fingerprint differs from the run's
+    # differences of its fingerprint from that of the run
     refused: str = ""
-    # in a row, while starting
+    # consecutive deaths during the start
     deaths: list[str] = field(default_factory=list)
 
     @property
@@ -108,18 +107,18 @@ class ProcessPool:
         self.log_directory = log_directory
         self.make_worker = make_worker
         self.agreement = agreement or Agreement()
-        # results that nobody waited for
+        # late or duplicate results
         self.num_discarded = 0
         self._vectors = SharedVectors(size)
         self._cells = SharedVectors(2 * num_workers)
         self._slots: list[_Slot] = []
         self._outcomes: list[Outcome] = []
         self._start_s: deque[float] = deque(maxlen=64)
-        # by worker, to the question that it was asked
+        # worker -> its answer to the current question
         self._answers: dict[int, object] = {}
         self._clock = AwakeClock()
         self._fork_server = fork_server()
-        # a start, and since when
+        # (pending start, time since which it is pending)
         self._under_way: tuple[int | None, float] = (None, 0.0)
         self._is_starting = True
         self._restarts = Restarts(spec.settings.failure.max_restarts_per_hour)
@@ -136,8 +135,8 @@ class ProcessPool:
         while (up := self.num_workers_alive()) < self.num_workers:
             if self._clock.now >= deadline:
                 raise ClusterError(f"{up} of {self.num_workers} workers were ready after "
-                                   f"cluster.start_timeout_s = {timeout_s:g}; ask for fewer with "
-                                   "cluster.num_workers, or give them more time.")
+                                   f"cluster.start_timeout_s = {timeout_s:g}; reduce "
+                                   "cluster.num_workers, or raise the timeout.")
             self._poll(min(_POLL_S, max(0.0, deadline - self._clock.now)))
         self._is_starting = False
 
@@ -167,14 +166,14 @@ class ProcessPool:
         return [*self._restarts.news(), *incidents_of(self._exchange)]
 
     def submit(self, job: Job) -> None:
-        # the same job goes to the same slot where it can, so that charts per worker stay comparable
+        # assign a job to the same slot where possible, so that charts per worker stay comparable
         idle = [slot for slot in self._slots if slot.is_idle]
         slot = min(idle, key=lambda s: (s.index != job.job % len(self._slots), s.index))
         slot.job, slot.told_to_stop = job, False
         num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
         slot.places = () if self._exchange else tuple(self._vectors.allocate()
                                                       for _ in range(num_places))
-        # it died a moment ago; the next look at it says so
+        # it died a moment ago; the next poll detects that
         with contextlib.suppress(Disconnected):
             slot.messages.post(JobAssignment(job, slot.places))
 
@@ -223,13 +222,11 @@ class ProcessPool:
             self._exchange.close()
 
     def process_ids(self) -> list[int]:
-        """Of the workers, by slot."""
+        """Process ids of the workers, by slot."""
         return [slot.process.pid or 0 for slot in self._slots]
 
     def _new_slot(self, index: int, deaths: Sequence[str] = ()) -> _Slot:
-        """A worker in the place of those that died while they started, if any: each waits longer
-        than the one before.
-        """
+        """Start a worker as a replacement; the delay grows with the number of failed starts."""
         delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (len(deaths) - 1)) if deaths else 0.0
         ours, theirs = socket.socketpair()
         log = str(self.log_directory / f"worker-{index}.log") if self.log_directory else ""
@@ -240,7 +237,7 @@ class ProcessPool:
         return _Slot(index, process, messages, delay_s, deaths=list(deaths))
 
     def _poll(self, timeout_s: float) -> None:
-        """Waits until something happens, and takes in all that has."""
+        """Wait for an event, and process all events."""
         self._clock.tick()
         self._end_starts_that_hang()
         # the fork server or the kernel hangs, and does not report the end of a killed worker
@@ -253,14 +250,12 @@ class ProcessPool:
                                   _READ | _WRITE if slot.messages.has_unsent else _READ, slot)
             happened = [key.data for key, _ in selector.select(timeout_s)]
         for slot in happened:
-            # else the death of another one ended it
+            # otherwise the death of another worker ended this one
             if self._slots[slot.index] is slot:
                 self._look_at(slot)
 
     def _end_starts_that_hang(self) -> None:
-        """Kills workers that take far longer to start than others did, and a fork server that does
-        not answer.
-        """
+        """Kill workers that start much more slowly than others, and a fork server that hangs."""
         typical = statistics.median(self._start_s) if self._start_s else 0.0
         timeout_s = max(self.spec.settings.failure.hang_timeout_s, _PATIENCE * typical)
         for slot in filter(_is_there, self._slots):
@@ -268,20 +263,21 @@ class ProcessPool:
                 slot.born = self._clock.now + slot.delay_s
             if slot.born is None or slot.ready or slot.ended_because or not self._start_s:
                 continue
-            # what was too slow once may be slow rather than dead
+            # after a timeout allow more time, since the start may be slow and not hung
             slack_s = timeout_s * 2 ** len(slot.deaths)
             if self._clock.now - slot.born > slack_s:
                 self.kill(slot.index, f"was not ready after {slack_s:.1f} s and was killed")
         self._end_fork_server_that_hangs(timeout_s)
 
     def _end_fork_server_that_hangs(self, timeout_s: float) -> None:
-        """Kills a fork server that does not answer, with all its workers: only it can tell how they
-        end or start others.
+        """Kill a fork server that does not answer, with all its workers.
+
+        Only the fork server can report how they end, or start others.
         """
         under_way = self._fork_server.under_way
         if under_way != self._under_way[0]:
             self._under_way = under_way, self._clock.now
-        # one that was just started imports torch first
+        # a new fork server imports torch first
         deadline_s = timeout_s if self._fork_server.is_warm else self.spec.settings.cluster.start_timeout_s
         if under_way is None or self._clock.now - self._under_way[1] <= deadline_s:
             return
@@ -294,7 +290,7 @@ class ProcessPool:
 
     def _look_at(self, slot: _Slot) -> None:
         try:
-            # what it said before it died comes first
+            # messages sent before the death come first
             with contextlib.suppress(Disconnected):
                 slot.messages.flush()
             for message in slot.messages.arrived():
@@ -307,7 +303,7 @@ class ProcessPool:
             slot.refused = check_fingerprint(slot.index, message.fingerprint, self.agreement,
                                              self._restarts, is_starting=self._is_starting)
             if slot.refused:
-                slot.ended_because = f"was refused ({slot.refused})"
+                slot.ended_because = f"was rejected ({slot.refused})"
                 slot.process.kill()
                 return
             slot.ready = True
@@ -324,20 +320,20 @@ class ProcessPool:
             if isinstance(message, JobFailure):
                 self._release_places(slot)
             else:
-                # a job that ended early without being told to: its worker was, by a signal
+                # the job ended early without a request of the pool: its worker received a signal
                 slot.leaving = bool(message.remainder) and not slot.told_to_stop
-                # what it had is here, and its machine is wanted back
+                # its partial result is here, and its machine is needed elsewhere
                 if slot.leaving:
                     slot.process.kill()
             slot.job, slot.places = None, ()
         elif isinstance(message, NgsgdError):
             raise message
         elif isinstance(message, Exception):
-            # it ends now; another try may have more luck, or more memory
+            # the process ends now; another attempt may succeed, for example with more free memory
             slot.ended_because = f"could not start ({type(message).__name__}: {message})"
 
     def _died(self, slot: _Slot) -> None:
-        # its connection is closed: if it is still there, it is of no use
+        # its connection is closed, so the process is useless even if it lives
         slot.process.kill()
         is_known = slot.process.exit_code(_STATUS_S) is not None
         slot.messages.close()
@@ -346,12 +342,12 @@ class ProcessPool:
         self._release_places(slot, is_gone=is_known or slot.process.is_orphan)
         if not slot.ready and not slot.is_collateral:
             deaths = [*deaths, reason]
-            # one that cannot start is no reason to end a run that has others
+            # a worker that cannot start does not end a run that has other workers
             if len(deaths) >= self.spec.settings.failure.max_attempts and (self._is_starting or not self.num_workers_alive()):
                 if slot.refused:
                     raise none_agrees(slot.refused)
                 raise ClusterError(f"worker {slot.index} died {len(deaths)} times while starting "
-                                   f"({reason}){self._tail(slot.index)}.")
+                                   f"({reason}); fix the cause and resume{self._tail(slot.index)}.")
         self._slots[slot.index] = self._successor(slot, deaths, reason)
         if job is not None:
             from_outside = slot.killed is not None or slot.process.is_orphan
@@ -360,9 +356,7 @@ class ProcessPool:
                                              from_outside=from_outside))
 
     def _successor(self, slot: _Slot, deaths: Sequence[str], reason: str) -> _Slot:
-        """A new worker in the place of one that died; an empty place where that has happened too
-        often.
-        """
+        """Replace a dead worker; return an empty slot if it was replaced too often."""
         if self._restarts.allow(slot.index, reason):
             fresh = self._new_slot(slot.index, deaths)
         elif any(_is_there(other) for other in self._slots if other is not slot):
@@ -375,8 +369,8 @@ class ProcessPool:
     def _ask(self, questions: Mapping[int, object], timeout_s: float,
              when_lost: Callable[[], None] = _nothing
              ) -> dict[int, object]:
-        """What idle workers answer; those that are silent for too long are killed, and replaced
-        like any that die.
+        """Return the answers of idle workers; workers silent for too long are killed and
+        replaced.
         """
         self._answers = {}
         asked = {worker: self._slots[worker] for worker in questions}
@@ -385,7 +379,7 @@ class ProcessPool:
             return [worker for worker, slot in asked.items() if worker not in self._answers
                     and self._slots[worker] is slot]
         for worker, question in questions.items():
-            # the next look at it says so
+            # the next poll detects the death
             with contextlib.suppress(Disconnected):
                 asked[worker].messages.post(question)
         self._clock.catch_up()
@@ -401,7 +395,7 @@ class ProcessPool:
         return self._answers
 
     def _fetch(self, kept: RemoteResultRef) -> Vector:
-        """The whole of a result that lies in its worker."""
+        """Return a complete result that is stored in its worker."""
         reason = self._why_lost(kept)
         timeout_s = self.spec.settings.cluster.exchange_timeout_s
         vector = None if reason else self._ask({kept.worker: FetchRequest(kept.identity)}, timeout_s).get(kept.worker)
@@ -410,10 +404,10 @@ class ProcessPool:
         return vector
 
     def _why_lost(self, kept: RemoteResultRef) -> str:
-        """How the process ended that keeps a result; empty while it lives."""
+        """How the process that stores a result ended; empty while it lives."""
         slot = self._slots[kept.worker]
         lives = not slot.retired and process_name(slot.process.pid or 0) == kept.process
-        return "" if lives else f"{slot.predecessor or 'its process is gone'}, and its result with it"
+        return "" if lives else f"{slot.predecessor or 'its process is gone'}; its result is lost"
 
     def _release_places(self, slot: _Slot, *, is_gone: bool = True) -> None:
         for ref in slot.places:
@@ -425,11 +419,11 @@ class ProcessPool:
         slot.places = ()
 
     def _tail(self, index: int) -> str:
-        """The end of a worker's log."""
+        """Last lines of the log of a worker."""
         if not self.log_directory or not (path := self.log_directory / f"worker-{index}.log").exists():
             return ""
         lines = path.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-        return "; its last words:\n" + "\n".join(lines) if lines else ""
+        return "; end of its log:\n" + "\n".join(lines) if lines else ""
 
 
 def _is_there(slot: _Slot) -> bool:
@@ -443,7 +437,7 @@ def _how_it_ended(process: ForkedProcess) -> str:
     if process.is_orphan:
         return "ended with its fork server"
     if exitcode is None:
-        return "ended, and the fork server does not say how"
+        return "ended, and the fork server reported no exit code"
     if exitcode < 0:
         return f"killed by {signal.Signals(-exitcode).name}"
     return f"ended with code {exitcode}"

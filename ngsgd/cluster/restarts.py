@@ -1,4 +1,4 @@
-"""What pools of processes share: whether a worker is replaced, and whether a worker computes the run's bits."""
+"""Policies shared by pools of processes: replacement of workers, and fingerprint checks."""
 
 from __future__ import annotations
 
@@ -15,72 +15,82 @@ _HOUR_S = 3600.0
 
 
 class Restarts:
-    """Whether a worker that died may be replaced once more: at most so many times within any hour; -1 for always."""
+    """Limits how often a worker is replaced within any hour; -1 means unlimited."""
 
     def __init__(self, per_hour: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_hour = per_hour
         self._clock = clock
-        # of the restarts, by worker
+        # worker -> times of its restarts
         self._times: dict[int, deque[float]] = defaultdict(deque)
         self._retired: list[Retired] = []
         self._reported: list[Retired] = []
 
     def allow(self, worker: int, reason: str) -> bool:
-        """Counts a restart after a death for that reason; False, and the worker is retired, where it would be one too many."""
+        """Count a restart; return False and retire the worker if the limit is exceeded."""
         now, times = self._clock(), self._times[worker]
         while times and times[0] <= now - _HOUR_S:
             times.popleft()
         if 0 <= self.per_hour <= len(times):
             self._retired.append(Retired(worker, (
-                f"worker {worker} died ({reason}) and is not replaced, as it was {len(times)} times within an hour, which is what "
-                "failure.max_restarts_per_hour allows; the run goes on with the others: look at its machine, then stop the run "
-                "and resume to have it back.")))
+                f"worker {worker} died ({reason}) and is not replaced, since it was replaced "
+                f"{len(times)} times within an hour, the limit of failure.max_restarts_per_hour; "
+                "the run continues with the other workers: check its machine, then stop and resume "
+                "the run to start it again.")))
             return False
         times.append(now)
         return True
 
     def news(self) -> list[Retired]:
-        """Those retired since the last call."""
+        """Return incidents since the last call."""
         news, self._retired = self._retired, []
         return news
 
     def report(self, what: str, worker: int, message: str) -> None:
-        """Have `news` return an incident about a worker; the same one once only."""
+        """Add an incident about a worker to `news`; duplicates are ignored."""
         incident = Retired(worker, message, what)
         if incident not in self._reported:
             self._reported.append(incident)
             self._retired.append(incident)
 
     def none_left(self, reason: str) -> ClusterError:
-        """The error for a run all of whose workers are retired."""
-        return ClusterError(f"no worker is left: each died more than failure.max_restarts_per_hour = {self.per_hour} times within "
-                            f"an hour, the last one because it was {reason}; the last checkpoint is whole: see why they die, then "
-                            "resume.")
+        """Return the error for a run without workers, all of which are retired."""
+        return ClusterError("no worker is left: each died more than failure.max_restarts_per_hour "
+                            f"= {self.per_hour} times within an hour, the last one because it was "
+                            f"{reason}; the last checkpoint is complete: find out why they die, "
+                            "then resume.")
 
 
 def incidents_of(exchange: Exchange | None) -> list[Retired]:
-    """Failures of averaging among the workers since the last call, as a pool reports them."""
+    """Failures of averaging among the workers since the last call, as incidents of a pool."""
     return [Retired(-1, message, "exchange_failed") for message in exchange.news()] if exchange else []
 
 
 def check_fingerprint(worker: int, found: Fingerprint, agreement: Agreement, restarts: Restarts, *, is_starting: bool,
                       where: str = "") -> str:
-    """How a worker that is ready differs from the run's fingerprint, and must not be used for it; empty if it may be used.
+    """Compare a ready worker with the fingerprint of the run.
 
-    Raises ClusterError while the run's first workers start.
+    Returns:
+        The differences if the worker must not be used; empty if it may be used.
+
+    Raises:
+        ClusterError: the first workers of the run start, and differ.
     """
     differences = agreement.refusal(found, f"in worker {worker}{where}")
     if differences and is_starting:
         raise none_agrees(differences)
     if differences:
-        restarts.report("worker_refused", worker, f"the process that replaces worker {worker} would compute other bits than the "
-                                                  f"run ({differences}) and is not used; another one is started")
+        restarts.report("worker_refused", worker, f"the process that replaces worker {worker} "
+                                                  "would not compute bitwise identical results "
+                                                  f"({differences}) and is not used; another one "
+                                                  "is started")
     for line in agreement.accepted():
-        restarts.report("other_bits", worker, f"worker {worker} computes other bits, as {OVERRIDE} allows: {line}")
+        restarts.report("other_bits", worker, f"worker {worker} does not compute bitwise identical "
+                                              f"results, which {OVERRIDE} allows: {line}")
     return differences
 
 
 def none_agrees(differences: str) -> ClusterError:
-    """The error for a run whose workers would compute other bits."""
-    return ClusterError(f"no worker would compute the bits of this run ({differences}); give every machine the same versions, "
-                        f"compiler and settings, then resume; or accept other bits with {OVERRIDE}.")
+    """Return the error for a run whose workers would not compute bitwise identical results."""
+    return ClusterError("no worker would compute bitwise identical results of this run "
+                        f"({differences}); install the same versions, compiler and settings on "
+                        f"every machine, then resume, or accept other results with {OVERRIDE}.")

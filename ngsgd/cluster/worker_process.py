@@ -1,4 +1,4 @@
-"""A worker in a process of its own: takes jobs from a socket, leaves parameters in shared memory."""
+"""A worker in a separate process: reads jobs from a socket, writes parameters to shared memory."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class WorkerSetup:
     spec: TaskSpec
     index: int
     num_threads: int
-    # a counter per worker, 8 bytes each
+    # one counter per worker, 8 bytes each
     heartbeats: SharedRef
-    # file that takes its output; empty: where the coordinator writes
+    # log file for its output; empty: the output of the coordinator
     log: str
     make_worker: MakeWorker = Worker
-    # before it does anything: for one whose predecessors died while they started
+    # seconds to wait before doing anything, after failed starts of predecessors
     delay_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The first message: jobs may come."""
+    """The first message of a worker: it accepts jobs."""
 
     process_id: int
     fingerprint: Fingerprint
@@ -55,29 +55,28 @@ class Ready:
 
 @dataclass(frozen=True)
 class JobAssignment:
-    """A job, and the memory for what it returns; without any, the worker keeps it."""
+    """A job, and the memory for its results; without memory, the worker keeps them."""
 
     job: Job
     places: tuple[SharedRef, ...]
 
 
-# end the job after the minibatch at hand
+# request to end the job after the current minibatch
 STOP = "stop"
 
 
 def serve(connection: socket.socket) -> None:
-    """Receives its setup and then jobs from the connection, until the coordinator closes it."""
-    # no worker outlives the coordinator: its parent, the fork server, ends with it.  A fork server
-    # that was started by
-    # somebody else has not loaded `newborn`, so this is said again
+    """Receive a setup and then jobs from the connection, until the coordinator closes it."""
+    # workers end with their parent, the fork server, which ends with the coordinator. A fork server
+    # that another program started has not loaded `newborn`, so this is set again
     _let_fork_server_go()
     die_with_parent(os.getppid())
-    # Ctrl-C reaches the whole terminal; the coordinator decides
+    # Ctrl-C signals all processes of the terminal; the coordinator decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     messages = Messages(connection)
     try:
-        # not an argument: what a process is started with passes through a pipe, and a large one
-        # would block the starter
+        # not an argument: arguments of a process pass through a pipe, and a large one would block
+        # the parent
         setup = messages.receive()
         assert isinstance(setup, WorkerSetup)
         _redirect(setup.log)
@@ -97,15 +96,15 @@ class WorkerProcess:
         self.messages = messages
         self.setup = setup
         self._heartbeats = setup.heartbeats.map().view(np.uint64)
-        # SIGTERM: the machine is wanted back
+        # SIGTERM: the machine is needed elsewhere
         self._should_end = False
         self._is_idle = False
-        # the coordinator wants what there is
+        # the coordinator requests partial results
         self._should_stop = False
 
     def terminate(self, signum: int, frame: FrameType | None) -> None:
         self._should_end = True
-        # there is nothing to finish, and waiting for a message would go on behind this handler
+        # nothing to finish, and the blocking receive would resume after this handler
         if self._is_idle:
             sys.exit(0)
 
@@ -134,7 +133,9 @@ class WorkerProcess:
                 self.messages.send(self._member.fetch(message.identity))
 
     def _may_wait(self) -> bool:
-        """False when the process was told to end; from here on `terminate` ends it on the spot."""
+        """Return False if the process was asked to end; from now on `terminate` exits
+        immediately.
+        """
         self._is_idle = True
         return not self._should_end
 
@@ -153,7 +154,7 @@ class WorkerProcess:
             return refs[id(held.vector)]
         try:
             result = worker.run(assignment.job, place if assignment.places else np_empty, self._heartbeat)
-            # who leaves takes nothing along
+            # a leaving worker keeps no results
             if not assignment.places:
                 return result if self._should_end else self._member.keep(result)
             return replace(result, sent=shared(result.sent), own=shared(result.own) if result.own else None)
@@ -161,14 +162,17 @@ class WorkerProcess:
             return JobFailure(assignment.job, self.setup.index, f"{type(error).__name__}: {error}", False, error)
 
     def _heartbeat(self) -> bool:
-        """Shows that a minibatch is done; true when the job should end here."""
+        """Count a completed minibatch; return True if the job should end here."""
         self._heartbeats[self.setup.index] += np.uint64(1)
         self._should_stop |= STOP in self.messages.arrived()
         return self._should_stop or self._should_end
 
 
 def _let_fork_server_go() -> None:
-    """Closes the pipe whose last holder keeps the fork server alive: a worker that hangs must not be that holder."""
+    """Close the pipe whose last holder keeps the fork server alive.
+
+    A hung worker must not be that holder.
+    """
     descriptor = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
     if descriptor is not None:
         os.close(descriptor)

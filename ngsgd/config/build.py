@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 from ngsgd.config.option import types_of
+from ngsgd.config.other_names import did_you_mean
 from ngsgd.config.renamed import REMOVED, RENAMED, removed_sentence
 from ngsgd.config.run import RunConfig
 
@@ -30,7 +31,7 @@ def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     """Build a configuration from nested mappings that hold every option.
 
     Returns:
-        The configuration, with defaults in the place of wrong values, and everything wrong.
+        The configuration, with defaults instead of wrong values, and all problems.
     """
     problems: list[Problem] = []
     return _build_section(RunConfig, values, "", problems), problems
@@ -92,30 +93,6 @@ def paths() -> list[str]:
 def section_names() -> list[str]:
     """Return the names of all sections."""
     return [spec.name for spec in fields(RunConfig) if is_dataclass(types_of(RunConfig)[spec.name])]
-
-
-# What people who know other trainers type -> the option
-OTHER_NAMES = {
-    "lr": "schedule.lr_initial", "learning_rate": "schedule.lr_initial",
-    "epochs": "schedule.num_epochs", "max_epochs": "schedule.num_epochs",
-    "batch_size": "schedule.minibatch_size", "batch": "schedule.minibatch_size",
-    "workers": "cluster.num_workers", "num_workers": "cluster.num_workers",
-    "jobs": "schedule.num_jobs_final", "num_jobs": "schedule.num_jobs_final",
-    "threads": "cluster.threads_per_worker", "device": "cluster.device",
-    "layers": "model.num_layers", "hidden_size": "model.hidden_dim",
-    "dropout": "model.dropout_schedule", "output": "output_dir", "out_dir": "output_dir",
-    "corpus": "data.corpus", "dataset": "data.corpus", "data_dir": "data.source",
-    "l2": "optimizer.weight_decay", "sync_every": "egs.samples_per_iter",
-}
-
-
-def did_you_mean(word: str, known: Sequence[str], last: str) -> str:
-    """Return a question with the nearest known word; the last part of a path is enough."""
-    near = [OTHER_NAMES[last]] if OTHER_NAMES.get(last) in known else []
-    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.7)
-    by_last = {path.rpartition(".")[2]: path for path in reversed(known)}
-    near = near or [by_last[name] for name in difflib.get_close_matches(last, by_last, 1, 0.75)]
-    return f" Did you mean {near[0]}?" if near else ""
 
 
 # Types --------------------------------------------------------------------------------------------
@@ -194,12 +171,12 @@ def _convert(value: Any, kind: Any) -> Any:
 
 def _number(value: Any, kind: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError("a whole number" if kind is int else "a number")
+        raise ValueError("an integer" if kind is int else "a number")
     try:
         if not math.isfinite(value):
             raise ValueError("a finite number")
         if kind is int and value != int(value):
-            raise ValueError("a whole number")
+            raise ValueError("an integer")
         return kind(value)
     except OverflowError:
         raise ValueError("a number of at most 300 digits") from None

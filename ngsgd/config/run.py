@@ -24,14 +24,18 @@ from ngsgd.config.sections.tuning import TuneConfig
 class RunConfig:
     """All options of a run."""
 
-    output_dir: str = option(
-        "runs", "folder of run folders, prepared data and the tracking database")
-    name: str = option("", "name of the run; empty: made from its options")
+    output_dir: str = option("runs", "folder of run folders, prepared data and the MLflow database")
+    name: str = option(
+        "",
+        "name of the run, the start of its folder's name; empty: corpus, model, optimizer, jobs "
+        "and seed")
     seed: int = option(
-        0, "seed of training; with the outer iteration and the job it decides every random number",
+        0,
+        "random seed of training; every random number also depends on the outer iteration and the "
+        "job",
         low=0)
     init_model: str = option(
-        "", "run whose final model and priors training starts from; empty: random parameters")
+        "", "run whose final model and priors initialize training; empty: random parameters")
     task: TaskConfig = field(default_factory=TaskConfig)
     data: DataConfig = field(default_factory=DataConfig)
     features: FeatureConfig = field(default_factory=FeatureConfig)

@@ -1,1 +1,1 @@
-"""Archives of training examples, sharded and shuffled deterministically.  Knows no speech."""
+"""Archives of training examples, sharded and shuffled deterministically; independent of speech."""

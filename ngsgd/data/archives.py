@@ -1,9 +1,9 @@
-"""Archives of training examples: what `EgsReader` reads, written once per corpus.
+"""Archives of training examples for `EgsReader`, written once per corpus.
 
-An example holds `frames_per_eg` consecutive frames with their context; it gives one frame per pass,
-so all of them after `frames_per_eg` passes (C.2 of arXiv 1410.7455, Kaldi's nnet3 egs).  Examples
-are shuffled over all archives.
-Writing takes several processes where that pays; what is written is the same whatever their number.
+An example holds `frames_per_eg` consecutive frames with their context. It gives one frame per pass,
+so all frames are used after `frames_per_eg` passes (C.2 of arXiv 1410.7455, nnet3 egs in Kaldi).
+Examples are shuffled over all archives. Large archives are written by several processes; the files
+are the same for any number of processes.
 
 Letters: T frames, D feature dimension, N rows.
 """
@@ -33,20 +33,18 @@ from ngsgd.phase import Phase
 __all__ = ["NO_FRAME", "EgsInfo", "archive_name", "diagnostic_name", "prepare_archives",
            "read_index", "spliced_utterances", "write_archives"]
 
-# of the files; raise it when they change, so that old ones are not taken for new
+# format of the files; increase it after a change, so that old files are not reused
 FORMAT_VERSION = 2
 UTTERANCES = "utterances.json"
-# bytes to write; a process takes about 0.3 s to start
+# minimum bytes per writing process, whose start takes about 0.3 s
 _WORTH_A_PROCESS = 1 << 26
-# of features, when they are looked through
+# rows of features per check
 _ROWS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
 class EgsInfo:
-    """The index: what the archives of one directory hold; kept in its info.json with a digest of
-    its own.
-    """
+    """The index of a directory of archives, stored in info.json with a checksum."""
 
     format_version: int
     num_archives: int
@@ -55,35 +53,37 @@ class EgsInfo:
     right_context: int
     feature_dim: int
     num_classes: int
-    # all frames with a class and a weight, each once
+    # all frames with a class and a weight, counted once
     num_frames: int
-    num_examples: list[int]      # of each archive
-    # of each archive: frames that a pass over it meets, for each place of an example
+    num_examples: list[int]      # per archive
+    # per archive and position in an example: frames in one pass
     num_rows: list[list[int]]
     has_weights: bool
-    # for the shares of silence in diagnostics; may be empty
+    # for the silence fractions in diagnostics; may be empty
     silence_classes: list[int]
     # of every other file in the directory
     sha256: dict[str, str]
-    # of what goes beside a spliced frame
+    # dimension of the side rows (inputs besides the features)
     side_dim: int = 0
 
     @property
     def num_inputs(self) -> int:
-        """Size of a spliced frame, with what goes beside it."""
+        """Size of a spliced frame with its side row."""
         return self.num_spliced + self.side_dim
 
     @property
     def num_spliced(self) -> int:
-        """Size of a spliced frame alone."""
+        """Size of a spliced frame without its side row."""
         return (self.left_context + 1 + self.right_context) * self.feature_dim
 
 
 def read_index(directory: Path) -> EgsInfo:
-    """The index of a directory of archives, checked against its own digest and for consistency.
+    """Read the index of a directory of archives, and check its checksum and consistency.
 
-    Directories written before indexes had a digest are accepted if their counts and shapes fit
-    together.
+    Indexes of earlier versions without a checksum are accepted if counts and shapes are consistent.
+
+    Args:
+        directory: the directory.
 
     Raises:
         FormatError: it is missing, damaged or of another format; the message is the reason.
@@ -91,8 +91,8 @@ def read_index(directory: Path) -> EgsInfo:
     try:
         tree = read_json(directory / "info.json")
         if isinstance(tree, dict) and tree.get("format_version") != FORMAT_VERSION:
-            raise FormatError(f"it holds examples of format {tree.get('format_version')} and this "
-                              f"is {FORMAT_VERSION}")
+            raise FormatError(f"it holds examples of format {tree.get('format_version')}, and this "
+                              f"version reads {FORMAT_VERSION}")
         content, has_digest = unsealed(tree)
         info = EgsInfo(**content)
         if not has_digest:
@@ -112,7 +112,7 @@ def _check_counts(info: EgsInfo) -> None:
                     for rows, number in zip(info.num_rows, info.num_examples, strict=True))
             and info.num_frames == sum(map(sum, info.num_rows)))
     if not fits:
-        raise ValueError("its counts do not fit together")
+        raise ValueError("its counts are inconsistent")
 
 
 def _check_shapes(info: EgsInfo, directory: Path) -> None:
@@ -124,12 +124,12 @@ def _check_shapes(info: EgsInfo, directory: Path) -> None:
             beside = file["side"].shape[1] if file.get("side") is not None else 0
             has_weights = file.get("weight") is not None
         except (OSError, FormatError, KeyError):
-            # a damaged archive is reported when it is read, by its number
+            # a damaged archive is reported when it is read, with its number
             continue
         if (*shapes, beside, has_weights) != ((num_examples, width, info.feature_dim),
                                               (num_examples, info.frames_per_eg),
                                               info.side_dim, info.has_weights):
-            raise ValueError(f"it does not fit {archive_name(number)}")
+            raise ValueError(f"it is inconsistent with {archive_name(number)}")
 
 
 def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_classes: int,
@@ -137,16 +137,25 @@ def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num
                      cache_root: Path, groups: Sequence[str] = (),
                      silence_classes: Sequence[int] = (),
                      report: Callable[[str], None] = print) -> Path:
-    """The directory of the archives for this data and these settings, written if it is not there
-    yet.
+    """Return the directory of the archives for these data and settings, and write it if needed.
 
-    `digest` stands for the content of the frame sets.  `groups` names what should be mixed well,
-    such as the speaker of each training utterance; it is only counted.  Frames of `silence_classes`
-    weigh `egs.silence_weight`.  A directory whose index is damaged is written again, which `report`
-    is given as a line.  Raises DataError for frames that cannot be learned from and for a full
-    disk; nothing half-written is left.
+    A directory with a damaged index is written again. Incomplete files are removed after an error.
+
+    Args:
+        train: training frames.
+        valid: validation frames.
+        config: the section `egs`.
+        num_classes: number of classes of the labels.
+        digest: identifies the content of the frame sets.
+        cache_root: parent of the directory.
+        groups: group of each training utterance, such as its speaker, for the shuffle statistics.
+        silence_classes: classes whose frames are weighted by `egs.silence_weight`.
+        report: receives a message if a damaged directory is replaced.
+
+    Raises:
+        DataError: the frames cannot be used for training, or the disk is full.
     """
-    # knobs that change how, but not what, is written and read stay out of the name
+    # options that do not change the content of the files are not part of the name
     content = {name: getattr(config, name) for name in ("left_context", "right_context",
                                                         "frames_per_eg", "samples_per_iter",
                                                         "num_diagnostic_frames", "silence_weight")}
@@ -163,8 +172,8 @@ def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num
                                groups=groups, silence_classes=silence_classes)
         except OSError as error:
             raise DataError(f"archives of examples could not be written under {cache_root} "
-                            f"({error.strerror or error}); make "
-                            "room, or choose another place with data.cache_dir=PATH.") from error
+                            f"({error.strerror or error}); free disk space, or choose another "
+                            "folder with data.cache_dir=PATH.") from error
     return directory
 
 
@@ -175,7 +184,8 @@ def _is_there(directory: Path, expected: tuple[object, ...], report: Callable[[s
         info = read_index(directory)
         found = info.left_context, info.right_context, info.frames_per_eg, info.num_classes, info.silence_classes
         if found != expected:
-            raise FormatError("its info.json has other settings than the directory was made with")
+            raise FormatError("the settings in its info.json differ from those of the directory "
+                              "name")
     except FormatError as error:
         report(f"{directory} is damaged ({error}); preparing it again.")
         return False
@@ -185,20 +195,18 @@ def _is_there(directory: Path, expected: tuple[object, ...], report: Callable[[s
 def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_classes: int,
                    directory: Path,
                    groups: Sequence[str] = (), silence_classes: Sequence[int] = ()) -> None:
-    """Fills `directory` with archives, the two fixed diagnostic subsets and the index; a function
-    of its inputs alone.
-    """
+    """Write archives, two fixed diagnostic subsets and the index; deterministic in its inputs."""
     train, valid = (_weighted(_checked(frames, num_classes), config.silence_weight, silence_classes) for frames in (train, valid))
-    # the order on disk; every reading shuffles again with the run's seed
+    # the order on disk; readers shuffle again with the seed of the run
     random = np.random.default_rng(0)
     source = shuffled(train, random, left_context=config.left_context,
                       right_context=config.right_context, frames_per_eg=config.frames_per_eg)
     num_bytes = len(source.first_E) * source.example_bytes
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
-        raise DataError(f"{directory.parent} has {free / 1e9:.1f} GB free, and the archives of "
-                        f"examples take {num_bytes / 1e9:.1f} GB; make room, or choose another "
-                        "place with data.cache_dir=PATH.")
+        raise DataError(f"{directory.parent} has {free / 1e9:.1f} GB free, but the archives of "
+                        f"examples need {num_bytes / 1e9:.1f} GB; free disk space, or choose "
+                        "another folder with data.cache_dir=PATH.")
     entries = _write(source, config, directory)
     files = {archive_name(index): entry.sha256 for index, entry in enumerate(entries)}
     for name, frames in (("train", train), ("valid", valid)):
@@ -226,8 +234,9 @@ def diagnostic_name(subset: str) -> str:
 
 def spliced_utterances(frames: FrameSet, left_context: int,
                        right_context: int) -> Iterator[npt.NDArray[np.float32]]:
-    """Each utterance as a matrix of spliced frames with what goes beside them, for decoding; edges
-    repeat the outermost frames.
+    """Yield each utterance as a matrix of spliced frames with side rows, for decoding.
+
+    The outermost frames are repeated at the edges.
     """
     for first, end in zip(frames.offsets[:-1], frames.offsets[1:], strict=True):
         row_TW = np.arange(first, end)[:, None] + np.arange(-left_context, right_context + 1)
@@ -243,11 +252,10 @@ def _with_side(spliced_NI: npt.NDArray[np.float32], frames: FrameSet,
 
 def _checked(frames: FrameSet, num_classes: int) -> FrameSet:
     if frames.num_frames == 0:
-        raise DataError("there is not a single frame to learn from; check the split and "
-                        "data.train_minutes.")
+        raise DataError("there are no training frames; check the split and data.train_minutes.")
     if frames.pdf_T.min() < 0 or frames.pdf_T.max() >= num_classes:
-        raise DataError(f"frame classes run from {frames.pdf_T.min()} to {frames.pdf_T.max()}, but "
-                        f"the alignment has {num_classes} classes; prepare the data again.")
+        raise DataError(f"frame classes range from {frames.pdf_T.min()} to {frames.pdf_T.max()}, "
+                        f"but the alignment has {num_classes} classes; prepare the data again.")
     for begin in range(0, frames.num_frames, _ROWS_AT_ONCE):
         is_finite_TD = np.isfinite(frames.features_TD[begin:begin + _ROWS_AT_ONCE])
         if not is_finite_TD.all():
@@ -259,7 +267,7 @@ def _checked(frames: FrameSet, num_classes: int) -> FrameSet:
 
 
 def _weighted(frames: FrameSet, silence_weight: float, silence_classes: Sequence[int]) -> FrameSet:
-    """The frames with their weights, those of silence times `silence_weight`."""
+    """Return the frames with weights; those of silence are multiplied by `silence_weight`."""
     weight_T = frames.weight_T
     if silence_weight != 1.0 and silence_classes:
         factor_T = np.where(np.isin(frames.pdf_T, silence_classes), silence_weight, 1.0).astype(np.float32)
@@ -267,9 +275,9 @@ def _weighted(frames: FrameSet, silence_weight: float, silence_classes: Sequence
     if weight_T is None:
         return frames
     if not np.isfinite(weight_T).all() or weight_T.min() < 0.0 or weight_T.max() == 0.0:
-        raise DataError(f"the weights of frames run from {weight_T.min()} to {weight_T.max()}; "
-                        "they must be finite, none below 0 and some above: check "
-                        "egs.silence_weight and the data.")
+        raise DataError(f"the weights of frames range from {weight_T.min()} to {weight_T.max()}, "
+                        "but must be finite, at least 0, and not all 0; check egs.silence_weight "
+                        "and the data.")
     return replace(frames, weight_T=weight_T)
 
 
@@ -292,9 +300,7 @@ def _write(source: ExampleSource, config: EgsConfig, directory: Path) -> list[Ar
 
 
 def _num_writers(source: ExampleSource, wanted: int) -> int:
-    """As many as the user says; else one per core, if there is enough to do and the features are in
-    a file already.
-    """
+    """Number of writing processes: as configured, else up to one per core for mapped features."""
     if wanted or not isinstance(source.features_TD, np.memmap):
         return wanted or 1
     return max(1, min(os.cpu_count() or 1,
@@ -303,7 +309,7 @@ def _num_writers(source: ExampleSource, wanted: int) -> int:
 
 def _write_diagnostic(frames: FrameSet, config: EgsConfig, random: np.random.Generator,
                       path: Path) -> str:
-    """A fixed sample of spliced frames; returns the file's SHA-256."""
+    """Write a fixed sample of spliced frames; return the SHA-256 of the file."""
     usable: int | npt.NDArray[np.int64] = frames.num_frames if frames.weight_T is None else np.flatnonzero(frames.weight_T)
     num_usable = usable if isinstance(usable, int) else len(usable)
     chosen_N = np.sort(random.choice(usable, min(config.num_diagnostic_frames, num_usable),

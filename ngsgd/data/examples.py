@@ -1,10 +1,11 @@
-"""From frames to the arrays of an archive, a piece at a time.
+"""Conversion of frames to the arrays of an archive, in chunks.
 
-Memory: cutting takes 40 bytes per example beside the labels, and 16 are kept; features may be memory-mapped, and no more than
-PIECE_BYTES of them are copied at once, however long the archive is.
+Memory: cutting takes 40 bytes per example in addition to the labels, of which 16 are kept. Features
+may be memory-mapped. At most PIECE_BYTES of them are copied at once, for any length of the archive.
 
-Letters: E examples, F frames per example, W window of an example with its context, D feature dimension, T frames;
-R rows of S values beside the features, K those of an archive.
+Letters: E examples, F frames per example, W window of an example with its context, D feature
+dimension, T frames; R rows of S side values (inputs besides the features), K side rows of an
+archive.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import numpy.typing as npt
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.storage import write_arrays
 
-# class of the places of an example that lie beyond the end of its utterance
+# class of the positions of an example after the end of its utterance
 NO_FRAME = -1
-# of features in memory at once; large enough for few seeks, small beside any machine's memory
+# bytes of features in memory at once; large enough for few seeks
 PIECE_BYTES = 1 << 25
 
 Ints = npt.NDArray[np.int64]
@@ -30,17 +31,17 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ArchiveEntry:
-    """What the index says of one archive."""
+    """Index entry of one archive."""
 
     sha256: str
     num_examples: int
-    # frames with a class and a weight, for each place of an example
+    # frames with a class and a weight, per position in an example
     num_rows: list[int]
 
 
 @dataclass(frozen=True)
 class ExampleSource:
-    """The frames of a corpus cut into examples, in the order in which the archives hold them."""
+    """The frames of a corpus divided into examples, in the order of the archives."""
 
     features_TD: npt.NDArray[np.float32]
     pdf_T: npt.NDArray[np.int32]
@@ -51,7 +52,7 @@ class ExampleSource:
     left_context: int
     right_context: int
     frames_per_eg: int
-    # as `Side` has them
+    # see `Side`
     side_RS: npt.NDArray[np.float32] | None = None
     side_T: npt.NDArray[np.int32] | None = None
 
@@ -61,7 +62,7 @@ class ExampleSource:
 
     @property
     def example_bytes(self) -> int:
-        """Of one example in an archive."""
+        """Bytes of one example in an archive."""
         per_frame = 4 if self.weight_T is None else 8
         # the worst case: a row for each frame
         if self.side_RS is not None:
@@ -71,7 +72,7 @@ class ExampleSource:
 
 def shuffled(frames: FrameSet, random: np.random.Generator, *, left_context: int, right_context: int,
              frames_per_eg: int) -> ExampleSource:
-    """All examples of these frames in random order."""
+    """Return all examples of these frames in random order."""
     firsts, utterances = [], []
     for utterance, (first, end) in enumerate(zip(frames.offsets[:-1], frames.offsets[1:], strict=True)):
         starts = np.arange(first, end, frames_per_eg)
@@ -86,13 +87,14 @@ def shuffled(frames: FrameSet, random: np.random.Generator, *, left_context: int
 
 
 def write_archive(source: ExampleSource, begin: int, end: int, path: Path) -> ArchiveEntry:
-    """Examples `begin` to `end` of the source as one archive.
+    """Write examples `begin` to `end` of the source as one archive.
 
-    features  E x W x D   float32
-    weight    E x F       float32, only where the source has weights
-    pdf       E x F       int32, NO_FRAME beyond the end of the utterance
-    utterance E           int32, index into utterances.json
-    side      K x S       float32, and side_row, E x F int32, which of them goes with a frame; only where the source has them
+        features  E x W x D   float32
+        weight    E x F       float32, only if the source has weights
+        pdf       E x F       int32, NO_FRAME after the end of the utterance
+        utterance E           int32, index into utterances.json
+        side      K x S       float32, only if the source has side rows
+        side_row  E x F       int32, index into side, only with side
     """
     first_E, utterance_E = source.first_E[begin:end], source.utterance_E[begin:end]
     begin_E1, end_E1 = source.offsets[utterance_E][:, None], source.offsets[utterance_E + 1][:, None]
@@ -113,13 +115,13 @@ def write_archive(source: ExampleSource, begin: int, end: int, path: Path) -> Ar
 
 
 def is_row(pdf: npt.NDArray[np.int32], weight: npt.NDArray[np.float32] | None) -> npt.NDArray[np.bool_]:
-    """Which places of examples give a row: those with a class, unless their weight is 0."""
+    """Positions of examples that give a row: those with a class, unless their weight is 0."""
     has_class = pdf != NO_FRAME
     return np.asarray(has_class if weight is None else has_class & (weight > 0.0))
 
 
 def windows(features_TD: npt.NDArray[np.float32], row_EW: Ints) -> npt.NDArray[np.float32]:
-    """E x W x D.  The features are visited in rising order, which a disk reads several times as fast as any other."""
+    """E x W x D windows; the features are read in increasing order, which is faster on disks."""
     order_E = np.argsort(row_EW[:, 0], kind="stable")
     found = np.empty((*row_EW.shape, features_TD.shape[1]), np.float32)
     found[order_E] = features_TD[row_EW[order_E]]

@@ -1,6 +1,6 @@
-"""Labelled frames in memory, before they become archives.  Knows no speech.
+"""Labeled frames in memory, before they become archives; independent of speech.
 
-Letters: T frames, D feature dimension, U utterances; R rows, S values of what stands beside the features.
+Letters: T frames, D feature dimension, U utterances; R side rows of S values.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ngsgd.errors import DataError
 
 @dataclass(frozen=True)
 class Side:
-    """What a model gets beside the features of a frame and its context, such as an i-vector; many frames share a row of it."""
+    """Additional model inputs of a frame, such as an i-vector; many frames share a row."""
 
     rows_RS: npt.NDArray[np.float32]
-    # the row of each frame
+    # index of the row of each frame
     row_T: npt.NDArray[np.int32]
 
     @property
@@ -28,28 +28,31 @@ class Side:
 
 @dataclass(frozen=True)
 class FrameSet:
-    """Frames of U utterances laid end to end, each frame with the class it should be recognised as."""
+    """Frames of U concatenated utterances, with the class of each frame."""
 
-    # not spliced; may be memory-mapped; context is added at reading time
+    # unspliced, optionally memory-mapped; context is added during reading
     features_TD: npt.NDArray[np.float32]
     # class (HMM state) of each frame
     pdf_T: npt.NDArray[np.int32]
     # U + 1 entries; utterance u is rows offsets[u]:offsets[u + 1]
     offsets: npt.NDArray[np.int64]
     utt_ids: tuple[str, ...]
-    # of each frame in the objf; 0 masks a frame; None: all weigh 1
+    # weight of each frame in the objf; 0 masks a frame; None: all weights are 1
     weight_T: npt.NDArray[np.float32] | None = None
     side: Side | None = None
 
     def __post_init__(self) -> None:
         num_frames = self.features_TD.shape[0]
         if self.pdf_T.shape != (num_frames,) or self.offsets[-1] != num_frames or len(self.offsets) != len(self.utt_ids) + 1:
-            raise DataError(f"{num_frames} frames, {len(self.pdf_T)} labels and offsets up to {self.offsets[-1]} of "
-                            f"{len(self.utt_ids)} utterances do not fit together; prepare the data again.")
+            raise DataError(f"{num_frames} frames, {len(self.pdf_T)} labels and offsets up to "
+                            f"{self.offsets[-1]} of {len(self.utt_ids)} utterances are "
+                            "inconsistent; prepare the data again.")
         if self.weight_T is not None and self.weight_T.shape != (num_frames,):
-            raise DataError(f"{num_frames} frames have {len(self.weight_T)} weights; prepare the data again.")
+            raise DataError(f"{num_frames} frames have {len(self.weight_T)} weights; prepare the "
+                            "data again.")
         if self.side is not None and self.side.row_T.shape != (num_frames,):
-            raise DataError(f"{num_frames} frames have {len(self.side.row_T)} rows beside them; prepare the data again.")
+            raise DataError(f"{num_frames} frames have {len(self.side.row_T)} side rows; prepare "
+                            "the data again.")
 
     @property
     def num_frames(self) -> int:

@@ -1,9 +1,8 @@
-"""Kaldi's objects in binary and text form: matrices, compressed matrices, vectors, vectors of
-int32.
+"""Kaldi objects in binary and text form: matrices, compressed matrices, vectors, int32 vectors.
 
-Only these forms are read.  No file content is executed: pipes and pickles, which other readers of
-these files accept, are refused by name.  Each size in a header is compared with the bytes that
-follow before memory is allocated.
+Only these forms are read. File content is never executed: pipes and pickles, which other readers
+accept, are rejected. Each size in a header is compared with the remaining bytes before memory is
+allocated.
 
     place = parse_place("feats.ark:12[0:19,3:5]")   # file, offset, rows and columns
     with open_object(path, place) as source:
@@ -28,8 +27,7 @@ from ngsgd.files import open_regular
 
 Array = npt.NDArray[Any]
 
-# how content of other kinds begins; kaldiio reads the first five of these, by unpickling in the
-# first case
+# magic numbers of other formats; kaldiio reads the first five, and unpickles the first
 _FOREIGN = {
     b"PKL": "a Python pickle", b"NPY": "a NumPy array of kaldiio", b"AUDIO": "audio of kaldiio",
     b"RIFF": "wav audio",
@@ -37,22 +35,22 @@ _FOREIGN = {
     b"\x1f\x8b": "gzip data", b"\x80": "a Python pickle",
 }
 _LONGEST_KEY = 4096
-# Kaldi lets a row range end up to this many rows after the last one
+# Kaldi allows a row range to end up to this many rows after the last row
 _MAX_BEYOND = 3
-# 1/65535, with the digits of Kaldi's source
+# 1/65535, with the digits of the Kaldi source
 _PER_LEVEL_16 = np.float32(1.52590218966964e-05)
 _INT_VECTOR = np.dtype([("size", "u1"), ("value", "<i4")])
 
 
 class KaldiFormatError(ValueError):
-    """The content is not an object of Kaldi's that is read here; the message is the reason."""
+    """The content is not a supported Kaldi object; the message is the reason."""
 
 
 # Sources ------------------------------------------------------------------------------------------
 
 
 class Source:
-    """A file of a known size, so that no read can ask for more than there is."""
+    """A file of known size, so that no read can exceed it."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
@@ -67,7 +65,7 @@ class Source:
 
     def seek(self, offset: int) -> None:
         if offset > self._size:
-            raise KaldiFormatError(f"the file has {self._size} bytes, and the offset is {offset}")
+            raise KaldiFormatError(f"the file has {self._size} bytes, but the offset is {offset}")
         self._file.seek(offset)
 
     def peek(self, size: int) -> bytes:
@@ -76,44 +74,43 @@ class Source:
         return content
 
     def take(self, size: int) -> bytes:
-        """Read a few bytes, not more than a header has."""
+        """Read a few bytes of a header."""
         content = self._file.read(size)
         if len(content) != size:
-            raise KaldiFormatError("it ends too early")
+            raise KaldiFormatError("the file is truncated")
         return content
 
     def array(self, dtype: npt.DTypeLike, *shape: int) -> Array:
-        """Read an array; the shape is checked before it is allocated."""
+        """Read an array; the size is checked before memory is allocated."""
         kind = np.dtype(dtype)
         if min(shape) < 0 or (len(shape) > 1 and (shape[0] == 0) != (shape[1] == 0)):
-            raise KaldiFormatError(f"its header has the size {' x '.join(map(str, shape))}")
+            raise KaldiFormatError(f"its header has the invalid size {' x '.join(map(str, shape))}")
         size = kind.itemsize
         for length in shape:
             size *= length
         if not 0 <= size <= self.left:
-            raise KaldiFormatError(f"its header asks for {size} bytes, and {self.left} follow")
+            raise KaldiFormatError(f"its header requires {size} bytes, but only {self.left} follow")
         found = np.empty(shape, kind)
         if size and self._file.readinto(found.reshape(-1).view(np.uint8)) != size:  # type: ignore[attr-defined]
-            raise KaldiFormatError("it ends too early")
+            raise KaldiFormatError("the file is truncated")
         return found
 
     def int32(self) -> int:
-        """Read an integer with the byte before it that gives its size."""
+        """Read an integer with its preceding size byte."""
         content = self.take(5)
         if content[0] != 4:
-            raise KaldiFormatError("an integer of 4 bytes was expected, and the size byte is "
-                                   f"{content[0]}")
+            raise KaldiFormatError(f"expected a 4-byte integer, but the size byte is {content[0]}")
         return int.from_bytes(content[1:], "little", signed=True)
 
     def word(self, longest: int = _LONGEST_KEY) -> bytes:
-        """Read up to the next space, and that; empty at the end of the file."""
+        """Read a word and the space after it; empty at the end of the file."""
         content = self._file.read(64)
         while (end := content.find(b" ")) < 0:
             more = self._file.read(longest)
             if len(content) > longest or not more:
                 if not content.strip():
                     return b""
-                raise KaldiFormatError(f"no space ends the word {content[:40]!r}")
+                raise KaldiFormatError(f"the word {content[:40]!r} does not end with a space")
             content += more
         self._file.seek(end + 1 - len(content), 1)
         return content[:end]
@@ -123,7 +120,7 @@ class Source:
 
     def expect(self, expected: bytes) -> None:
         if (found := self._file.read(len(expected))) != expected:
-            raise KaldiFormatError(f"{expected!r} was expected, and {found!r} is there")
+            raise KaldiFormatError(f"expected {expected!r}, found {found!r}")
 
 
 # Places -------------------------------------------------------------------------------------------
@@ -131,25 +128,27 @@ class Source:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an entry of a .scp points: a file, perhaps an offset, perhaps a part of the matrix."""
+    """Target of a .scp entry: a file, optionally an offset and ranges of rows and columns."""
 
     file: str
     offset: int = 0
-    # first and last, counted from 0
+    # first and last index, from 0
     rows: tuple[int, int] | None = None
     columns: tuple[int, int] | None = None
 
     def resolve(self, folder: Path) -> Path:
-        """The file, relative to the working directory where it is there, else to `folder`."""
+        """Path of the file, relative to the working directory if it exists there, else to
+        `folder`.
+        """
         path = Path(self.file)
         return path if path.is_absolute() or path.exists() else folder / path
 
     def part(self, matrix: Array) -> Array:
-        """Cut the ranges out of the matrix."""
+        """Slice the ranges from the matrix."""
         if self.rows is None and self.columns is None:
             return matrix
         if matrix.ndim != 2:
-            raise KaldiFormatError("a range was given for something that is not a matrix")
+            raise KaldiFormatError("a range requires a matrix, but this is a vector")
         return matrix[_slice(self.rows, len(matrix), "rows", _MAX_BEYOND),
                       _slice(self.columns, matrix.shape[1], "columns", 1)]
 
@@ -157,20 +156,28 @@ class Place:
 def parse_place(value: str) -> Place:
     """Parse the second field of a line of a .scp, such as `feats.ark:12[0:19,3:5]`.
 
+    Args:
+        value: the field.
+
+    Returns:
+        The parsed place.
+
     Raises:
         KaldiFormatError: it is a command, standard input, or a range that cannot be parsed.
     """
     value = value.strip()
     if value.endswith("|") or value.startswith("|"):
-        raise KaldiFormatError("is a command, and ngsgd runs none from data files")
+        raise KaldiFormatError("is a command, which ngsgd never runs from data files; write the "
+                               "data to a file")
     ranges: list[str] = []
     if value.endswith("]") and "[" in value:
         value, _, inside = value[:-1].rpartition("[")
         ranges = inside.split(",")
         if value.rstrip().endswith("|"):
-            raise KaldiFormatError("is a command, and ngsgd runs none from data files")
+            raise KaldiFormatError("is a command, which ngsgd never runs from data files; write "
+                                   "the data to a file")
     if len(ranges) > 2:
-        raise KaldiFormatError("has a range of more than rows and columns")
+        raise KaldiFormatError("has a range with more than rows and columns")
     rows, columns = (_range(text) for text in [*ranges, ":", ":"][:2])
     name, colon, offset = value.rpartition(":")
     if colon and offset.isascii() and offset.isdigit() and len(offset) < 19:
@@ -180,7 +187,7 @@ def parse_place(value: str) -> Place:
 
 def _named(place: Place) -> Place:
     if place.file in ("", "-"):
-        raise KaldiFormatError("is standard input, which is not read; name a file")
+        raise KaldiFormatError("is standard input, which is not supported; name a file")
     if "\0" in place.file:
         raise KaldiFormatError("has a zero byte in the file name")
     return place
@@ -191,8 +198,8 @@ def _range(text: str) -> tuple[int, int] | None:
         return None
     match = re.fullmatch("([0-9]{1,10}):([0-9]{1,10})", text)
     if not match or int(match[1]) > int(match[2]):
-        raise KaldiFormatError(f"has the range [{text}], which is not first:last, both counted "
-                               "from 0")
+        raise KaldiFormatError(f"has the invalid range [{text}]; expected first:last, counted from "
+                               "0")
     return int(match[1]), int(match[2])
 
 
@@ -201,13 +208,13 @@ def _slice(ends: tuple[int, int] | None, size: int, what: str, beyond: int) -> s
         return slice(None)
     first, last = ends
     if first >= size or last >= size + (beyond if beyond > 1 else 0):
-        raise KaldiFormatError(f"the range {first}:{last} does not lie within its {size} {what}")
+        raise KaldiFormatError(f"the range {first}:{last} exceeds its {size} {what}")
     return slice(first, min(last, size - 1) + 1)
 
 
 @contextmanager
 def open_source(path: Path, offset: int = 0) -> Iterator[Source]:
-    """Open a regular file at an offset.  Raises OSError for FIFOs and devices."""
+    """Open a regular file at an offset; raise OSError for FIFOs and devices."""
     with open_regular(path) as file:
         source = Source(file, os.fstat(file.fileno()).st_size)
         if offset:
@@ -219,7 +226,10 @@ def open_source(path: Path, offset: int = 0) -> Iterator[Source]:
 
 
 def read_object(source: Source) -> Array:
-    """Read a float matrix or vector, or a vector of int32, from where the source is.
+    """Read a float matrix or vector, or an int32 vector, from the current position.
+
+    Args:
+        source: an open file.
 
     Returns:
         A writable float32, float64 or int32 array of 1 or 2 dimensions.
@@ -248,11 +258,11 @@ def read_float_object(source: Source, kind: bytes) -> Array:
         return source.array(dtype, source.int32())
     if kind in (b"CM", b"CM2", b"CM3"):
         return _read_compressed(source, kind)
-    raise KaldiFormatError(f"is of the type {kind[:16]!r}, which is not read")
+    raise KaldiFormatError(f"has the unsupported type {kind[:16]!r}")
 
 
 def read_archive(source: Source) -> Iterator[tuple[str, Array]]:
-    """(key, object) of every entry of an archive, binary or text."""
+    """Yield (key, object) for every entry of a binary or text archive."""
     while key := source.word():
         name = key.strip().decode("utf-8", errors="replace")
         try:
@@ -264,23 +274,23 @@ def read_archive(source: Source) -> Iterator[tuple[str, Array]]:
 def _read_int_vector(source: Source) -> Array:
     packed = source.array(_INT_VECTOR, source.int32())
     if not (packed["size"] == 4).all():
-        raise KaldiFormatError("is not a vector of integers of 4 bytes")
+        raise KaldiFormatError("is not a vector of 4-byte integers")
     return np.ascontiguousarray(packed["value"])
 
 
 def _read_compressed(source: Source, kind: bytes) -> Array:
-    """Unpack Kaldi's CompressedMatrix in its order of operations, so that every bit is the same.
+    """Decompress a CompressedMatrix in the order of operations of Kaldi, bitwise identical to it.
 
-    CM2 has 16 bits an element, CM3 has 8, CM has 8 bits between four quantiles of each column.
+    CM2 has 16 bits per element, CM3 has 8, CM has 8 bits between four quantiles of each column.
     """
     low, span, num_rows, num_columns = struct.unpack("<ffii", source.take(16))
     if not (np.isfinite(low) and np.isfinite(span)):
         raise KaldiFormatError("is compressed with a range that is not finite")
     if min(num_rows, num_columns) < 0 or (num_rows == 0) != (num_columns == 0):
-        raise KaldiFormatError(f"its header has the size {num_rows} x {num_columns}")
+        raise KaldiFormatError(f"its header has the invalid size {num_rows} x {num_columns}")
     if kind != b"CM":
         dtype, top = ("<u2", 65535.0) if kind == b"CM2" else ("u1", 255.0)
-        # in double, as in Kaldi
+        # in double precision, as in Kaldi
         step = np.float32(span * (1.0 / top))
         return np.float32(low) + source.array(dtype, num_rows, num_columns).astype(np.float32) * step
     if not num_rows:
@@ -307,7 +317,7 @@ def _value_of_level(quantile_D4: npt.NDArray[np.float32]) -> npt.NDArray[np.floa
 
 
 def _read_text(source: Source) -> Array:
-    """A line of integers, or numbers in brackets: one line is a vector, more lines are a matrix."""
+    """Read a line of integers, or numbers in brackets: one line is a vector, more are a matrix."""
     line = source.line()
     if not line.lstrip().startswith(b"["):
         return _numbers(line, np.int32)
@@ -323,19 +333,20 @@ def _read_text(source: Source) -> Array:
         return _numbers(rows[0], np.float32)
     found = [_numbers(row, np.float32) for row in rows if row.strip()]
     if len({len(row) for row in found}) > 1:
-        raise KaldiFormatError("its rows are not of one length")
+        raise KaldiFormatError("its rows have different lengths")
     return np.stack(found) if found else np.empty((0, 0), np.float32)
 
 
 def _numbers(line: bytes, dtype: type[np.float32] | type[np.int32]) -> Array:
     try:
         fields = line.decode("ascii").split()
-        # Python's digit separator is no number of Kaldi's
+        # reject the digit separator of Python, which Kaldi does not support
         if "_" in line.decode("ascii"):
             raise ValueError("_ in a number")
         wide = np.array(fields, np.float64 if dtype is np.float32 else np.int64)
     except (ValueError, OverflowError) as error:
-        raise KaldiFormatError(f"{line[:40]!r} is not numbers in Kaldi's text form") from error
+        raise KaldiFormatError(f"{line[:40]!r} does not consist of numbers in the text form of "
+                               "Kaldi") from error
     if dtype is np.int32 and len(wide) and (wide.min() < -2**31 or wide.max() >= 2**31):
         raise KaldiFormatError(f"{line[:40]!r} has an integer beyond 32 bits")
     with np.errstate(over="ignore"):

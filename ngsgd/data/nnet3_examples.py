@@ -1,8 +1,10 @@
-"""Examples in the binary format of Kaldi's nnet3 (NnetExample in an archive), for nnet3-merge-egs and nnet3-train; and back.
+r"""Reader and writer of examples in the binary format of nnet3 (NnetExample in an archive).
 
-    key " " "\\0B" "<Nnet3Eg> <NumIo> " n { "<NnetIo> " name " " "<I1V> " indexes matrix "</NnetIo> " } "</Nnet3Eg> "
+    key " " "\\0B" "<Nnet3Eg> <NumIo> " n { io } "</Nnet3Eg> "
+    io: "<NnetIo> " name " " "<I1V> " indexes matrix "</NnetIo> "
 
-Letters: W window of an example with its context, D feature dimension, F frames with a label, P classes.
+Letters: W window of an example with its context, D feature dimension, F frames with a label, P
+classes.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from ngsgd.data.kaldi_objects import Source, open_source, read_float_object
 from ngsgd.errors import DataError
 from ngsgd.files import new_file
 
-# in place of a time difference: n, t and x follow in full
+# replaces a time difference: n, t and x follow as full integers
 _ESCAPE = 127
-# of times, in one byte
+# maximum time difference in one byte
 _MAX_STEP = 124
 
 
 @dataclass(frozen=True)
 class Nnet3Example:
-    """Consecutive labelled frames with their context."""
+    """Consecutive labeled frames with their context."""
 
     key: str
-    # from frame -left_context on
+    # from frame -left_context
     features_WD: npt.NDArray[np.float32]
     left_context: int
     pdf_F: npt.NDArray[np.int32]           # of frames 0 to F - 1
@@ -42,7 +44,7 @@ class Nnet3Example:
 
 
 def write_nnet3_examples(path: Path, examples: Iterable[Nnet3Example]) -> int:
-    """Writes an archive and returns how many examples it holds."""
+    """Write an archive and return its number of examples."""
     number = 0
     with new_file(path) as temporary, temporary.open("wb") as file:
         for example in examples:
@@ -52,10 +54,13 @@ def write_nnet3_examples(path: Path, examples: Iterable[Nnet3Example]) -> int:
 
 
 def read_nnet3_examples(path: Path) -> Iterator[Nnet3Example]:
-    """The examples of an archive with the inputs and outputs "input" and "output", one sequence each, in order.
+    """Read the examples of an archive with the inputs and outputs "input" and "output", in order.
 
-    An input "ivector" is read too, others are passed over.  Matrices may be compressed.  Raises DataError for what is no such
-    archive.
+    Each example holds one sequence. An input "ivector" is read too, others are ignored. Matrices
+    may be compressed.
+
+    Raises:
+        DataError: the file is not such an archive.
     """
     key = ""
     try:
@@ -64,8 +69,8 @@ def read_nnet3_examples(path: Path) -> Iterator[Nnet3Example]:
                 key = word.decode(errors="replace")
                 yield _decoded(key, source)
     except (OSError, struct.error, ValueError, IndexError, KeyError) as error:
-        raise DataError(f"{path} cannot be read as an archive of nnet3 examples, at {key[:40]!r} ({error}); make it "
-                        "again.") from error
+        raise DataError(f"{path} cannot be read as an archive of nnet3 examples, at {key[:40]!r} "
+                        f"({error}); create it again with nnet3-get-egs.") from error
 
 
 # Writing ------------------------------------------------------------------------------------------
@@ -114,11 +119,11 @@ def _decoded(key: str, source: Source) -> Nnet3Example:
     source.expect(b"</Nnet3Eg> ")
     (input_times, features_WD), (output_times, labels) = found["input"], found["output"]
     if not isinstance(features_WD, np.ndarray) or not isinstance(labels, _Sparse):
-        raise ValueError("its input is sparse or its output is not")
+        raise ValueError("its input is sparse, or its output is dense")
     if np.any(np.diff(input_times) != 1) or np.any(np.diff(output_times) != 1):
         raise ValueError("its frames have gaps; frames of one sequence are expected")
     if (len(input_times), len(output_times)) != (len(features_WD), len(labels.column_F)):
-        raise ValueError("it has more or fewer rows than times")
+        raise ValueError("its numbers of rows and times differ")
     ivector = found["ivector"][1] if "ivector" in found else None
     return Nnet3Example(key, features_WD, output_times[0] - input_times[0], labels.column_F, labels.value_F, labels.num_columns,
                         ivector[0] if isinstance(ivector, np.ndarray) else None)
@@ -141,7 +146,8 @@ def _read_times(source: Source) -> list[int]:
         if step == _ESCAPE:
             n, t, x = (source.int32() for _ in range(3))
             if n or x:
-                raise ValueError("it holds several sequences; split it with nnet3-copy-egs before merging")
+                raise ValueError("it holds several sequences; split it with nnet3-copy-egs before "
+                                 "merging")
             times.append(t)
         else:
             times.append((times[-1] if times else 0) + step)
@@ -154,7 +160,7 @@ def _read_matrix(source: Source) -> npt.NDArray[np.float32] | _Sparse:
         return _read_sparse(source)
     matrix = read_float_object(source, kind)
     if matrix.ndim != 2:
-        raise ValueError("it holds a vector where a matrix belongs")
+        raise ValueError("expected a matrix, found a vector")
     return matrix.astype(np.float32, copy=False)
 
 
@@ -164,10 +170,11 @@ def _read_sparse(source: Source) -> _Sparse:
         source.expect(b"SV ")
         width = source.int32()
         if source.int32() != 1:
-            raise ValueError("a frame has no single label; soft targets cannot be read")
+            raise ValueError("a frame has no single label; soft targets are not supported")
         columns.append(source.int32())
         source.expect(b"\4")
         values.append(struct.unpack("<f", source.take(4))[0])
         if not 0 <= columns[-1] < width or not math.isfinite(values[-1]):
-            raise ValueError(f"a frame has the label {columns[-1]} of {width} and the weight {values[-1]}")
+            raise ValueError(f"a frame has the label {columns[-1]} of {width} and the weight "
+                             f"{values[-1]}")
     return _Sparse(np.array(columns, np.int32), np.array(values, np.float32), width)

@@ -1,8 +1,8 @@
 """Random permutations that need no memory: any entry is computed from its position.
 
-A Feistel network of hash functions permutes the next larger power of four; values outside of the
-range are permuted again until they fall inside (cycle walking). The time for an entry does not
-depend on the size of the range.
+A Feistel network of hash functions permutes the next larger power of four. Values out of range are
+permuted again until they are in range (cycle walking). The time for an entry does not depend on the
+size of the range.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _NUM_ROUNDS = 6
 
 
 class Permutation:
-    """A permutation of 0 to `size` - 1 that `seed` decides.
+    """A permutation of 0 to `size` - 1, determined by `seed`.
 
     Args:
-        size: Number of entries, at least 1.
-        seed: Non-negative integers; every different sequence gives another permutation.
+        size: number of entries, at least 1.
+        seed: non-negative integers; every different sequence gives another permutation.
 
     Example:
         >>> permutation = Permutation(5, seed=(1, 2))
@@ -37,7 +37,7 @@ class Permutation:
         half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
         self._shift = np.uint64(half_bits)
         self._mask = np.uint64((1 << half_bits) - 1)
-        # the length, because a SeedSequence ignores zeros at the end
+        # the length, because a SeedSequence ignores trailing zeros
         self._keys = np.random.SeedSequence([len(seed), *seed]).generate_state(_NUM_ROUNDS, np.uint64)
 
     def at(self, first: int, stop: int) -> Indices:

@@ -1,4 +1,4 @@
-"""Minibatches made ready by a thread while the last ones are trained on."""
+"""Prefetching of minibatches in a thread."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 
-# how often the thread looks whether anybody still reads
+# seconds between two checks whether the reader is still active
 _LOOK_S = 0.1
 
 
 class _End:
-    """Stands behind the last item; carries what ended the items early."""
+    """Sentinel after the last item, with the exception that ended the items, if any."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
 
 def ahead(items: Iterator[Item], depth: int) -> Iterator[Item]:
-    """The same items in the same order, up to `depth` of them made in advance; 0: none, and no thread.
+    """Yield the same items in the same order, with up to `depth` of them prepared in advance.
 
-    What `items` raises is raised here, at its place.  The thread ends when the reader stops reading.
+    With `depth` 0 there is no thread. Exceptions of `items` are raised at their position. The
+    thread ends when the reader stops reading.
     """
     if not depth:
         yield from items
@@ -49,7 +50,7 @@ def _make(items: Iterator[Item], ready: queue.Queue[Item | _End], unwanted: thre
             if not _put(ready, item, unwanted):
                 return
     except BaseException as error:
-        # whatever it is, it belongs to whoever reads
+        # any exception is passed to the reader
         end = _End(error)
     _put(ready, end, unwanted)
 

@@ -1,7 +1,7 @@
-"""Reads minibatches from archives of examples, in an order that (seed, outer iteration, job) decides.
+"""Reader of minibatches from archives of examples, ordered by (seed, outer iteration, job).
 
-Archives are mapped into memory and rows are copied out minibatch by minibatch, so a reader holds a few minibatches, however
-long its archives are; what the system keeps of the files it can give back at any time.
+Archives are memory-mapped and rows are copied minibatch by minibatch. A reader therefore holds only
+a few minibatches for archives of any length, and the system can reclaim cached pages at any time.
 
 Letters: E examples, F frames per example, W window of spliced frames, D feature dimension, N rows.
 """
@@ -30,53 +30,68 @@ from ngsgd.errors import DamagedArchiveError, DataError
 from ngsgd.files import read_json, sha256
 from ngsgd.schedules import Shard
 
-# tells the numbers drawn for masks from those drawn for the order
+# separates the random numbers of masks from those of the order
 _MASKS = 1
 
 
 class Minibatch(NamedTuple):
-    """Spliced frames, what goes beside each behind it, and the class of each."""
+    """Spliced frames followed by their side rows, and the class of each frame."""
 
     x_ND: Tensor                    # float32
     pdf_N: Tensor                   # int64
-    # float32, above 0: of each frame in the objf; None: all weigh 1
+    # float32, above 0: weight of each frame in the objf; None: all weights are 1
     weight_N: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Example:
-    """Consecutive frames of one utterance with their context, as an archive holds them."""
+    """Consecutive frames of one utterance with their context, as stored in an archive."""
 
     # W = left context + F + right context
     features_WD: npt.NDArray[np.float32]
-    # NO_FRAME beyond the end of the utterance
+    # NO_FRAME after the end of the utterance
     pdf_F: npt.NDArray[np.int32]
     weight_F: npt.NDArray[np.float32]
     utt_id: str
-    # such as its speaker; empty if none was given
+    # such as its speaker; empty if unknown
     group: str
-    # what goes beside each frame
+    # side row of each frame
     side_FS: npt.NDArray[np.float32] | None = None
 
 
 class EgsReader:
-    """The archives of one directory.  Each file's checksum is verified when the process first uses it."""
+    """The archives of one directory.
+
+    The checksum of each file is verified at its first use in a process.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         try:
             self.info = read_index(directory)
         except FormatError as error:
-            raise DataError(f"{directory} is not a directory of examples ({error}); remove it and run again.") from error
+            raise DataError(f"{directory} is not a directory of examples ({error}); remove it and "
+                            "run again.") from error
 
     def minibatches(self, shard: Shard, size: int, *, seed: int, outer_iter: int, job: int, first: int = 0,
                     stop: int | None = None, augment: AugmentConfig | None = None, prefetch: int = 0,
                     pin_memory: bool = False) -> Iterator[Minibatch]:
-        """One frame of every example of an archive, shuffled, `size` at a time; the last minibatch may be smaller.
+        """Yield one frame of every example of an archive, shuffled, in minibatches.
 
-        Minibatches `first` to `stop` of the pass; where it begins changes nothing in what follows.  `augment` says how
-        windows are masked, if at all.  A thread makes `prefetch` minibatches in advance; with `pin_memory` they lie where a
-        GPU can fetch them while it computes.  Raises DamagedArchiveError.
+        Args:
+            shard: archive, and position of the frame in its examples.
+            size: rows of a minibatch; the last one may be smaller.
+            seed: seed of the run.
+            outer_iter: outer iteration, part of the seed of the order.
+            job: number of the job, part of the seed of the order.
+            first: first minibatch of the pass to yield; the sequence is the same for any value.
+            stop: end of the minibatches to yield; None for the end of the pass.
+            augment: SpecAugment settings; None for no masks.
+            prefetch: minibatches prepared in advance by a thread.
+            pin_memory: use pinned memory, from which a GPU copies while it computes.
+
+        Raises:
+            DamagedArchiveError: the archive is damaged.
         """
         rows = _Rows(self._archive(shard.archive), shard.frame, self.info)
         random = np.random.default_rng((seed, outer_iter, job))
@@ -89,17 +104,18 @@ class EgsReader:
                 minibatch = rows.minibatch(order_N[begin:begin + size], pin_memory)
                 if masks is not None:
                     drawn = np.random.default_rng((seed, outer_iter, job, number, _MASKS))
-                    # what goes beside them has no frames
+                    # side rows have no frames to mask
                     windows_ND = minibatch.x_ND[:, :self.info.num_spliced]
                     mask_windows(windows_ND, rows.width, masks, drawn, out=windows_ND)
                 yield minibatch
         return ahead(made(), prefetch)
 
     def example(self, archive: int, index: int) -> Example:
-        """The example at `index` of an archive; nothing else of the file is read but for its first use's checksum."""
+        """Return an example of an archive; only its data are read after the first checksum."""
         if not (0 <= archive < self.info.num_archives and 0 <= index < self.info.num_examples[archive]):
-            raise DataError(f"{self.directory} has no example {index} in archive {archive}: it holds "
-                            f"{self.info.num_archives} archives, of up to {max(self.info.num_examples)} examples.")
+            raise DataError(f"{self.directory} has no example {index} in archive {archive}: it "
+                            f"holds {self.info.num_archives} archives of up to "
+                            f"{max(self.info.num_examples)} examples; choose smaller numbers.")
         file = self._archive(archive)
         pdf_F = file["pdf"][index].copy()
         weight_EF = file.get("weight")
@@ -110,26 +126,26 @@ class EgsReader:
         return Example(file["features"][index].copy(), pdf_F, weight_F, named["utt_ids"][utterance], group, side_FS)
 
     def diagnostic(self, subset: str) -> Minibatch:
-        """The fixed subset "train" or "valid", as a copy in memory."""
+        """Return the fixed subset "train" or "valid", copied to memory."""
         file = self._open(diagnostic_name(subset), None)
         weight_N = file.get("weight")
         return Minibatch(torch.tensor(file["features"]), torch.tensor(file["pdf"]).long(),
                          None if weight_N is None else torch.tensor(weight_N))
 
     def num_frames(self, shard: Shard) -> int:
-        """Rows that the minibatches of `shard` hold in all."""
+        """Total rows of the minibatches of `shard`."""
         return self.info.num_rows[shard.archive][shard.frame]
 
     def num_minibatches(self, shard: Shard, size: int) -> int:
-        """Minibatches of `size` rows that a pass over `shard` gives."""
+        """Number of minibatches of `size` rows in a pass over `shard`."""
         return math.ceil(self.num_frames(shard) / size)
 
     def archive_arrays(self, archive: int) -> ArrayFile:
-        """The arrays of an archive, mapped; see `ngsgd.data.examples.write_archive`."""
+        """Return the mapped arrays of an archive; see `ngsgd.data.examples.write_archive`."""
         return self._archive(archive)
 
     def groups(self) -> tuple[list[str], list[str]]:
-        """(utterance ids, the group of each) that archives refer to by number; no groups if none were given."""
+        """Return (utterance ids, group of each) by index; no groups if they are unknown."""
         named = self._utterances()
         return named["utt_ids"], named["groups"]
 
@@ -139,7 +155,8 @@ class EgsReader:
             named = read_json(path)
             return {key: list(map(str, named[key])) for key in ("utt_ids", "groups")}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} is not a list of utterances ({error}); remove {self.directory} and run again.") from error
+            raise DataError(f"{path} is not a list of utterances ({error}); remove "
+                            f"{self.directory} and run again.") from error
 
     def _archive(self, index: int) -> ArrayFile:
         return self._open(archive_name(index), index)
@@ -149,7 +166,8 @@ class EgsReader:
         try:
             return ArrayFile(path)
         except (FormatError, OSError) as error:
-            raise _damaged(f"{path} cannot be read ({error}); remove {self.directory} and run again.", archive) from error
+            raise _damaged(f"{path} cannot be read ({error}); remove {self.directory} and run "
+                           "again.", archive) from error
 
     def _checked(self, name: str, archive: int | None) -> Path:
         path = self.directory / name
@@ -162,14 +180,14 @@ class EgsReader:
         except OSError:
             is_sound = False
         if not is_sound:
-            raise _damaged(f"{path} is missing or does not match its checksum; remove {self.directory} and run again.", archive)
+            raise _damaged(f"{path} is missing or does not match its checksum; remove "
+                           f"{self.directory} and run again.", archive)
         _VERIFIED.add(state)
         return path
 
 
-# Files of this process whose checksum was right: path, inode, size and time of change.  Whatever
-# replaces or edits a file
-# in the usual ways changes one of these.
+# files verified by this process: path, inode, size and time of change; the usual ways to replace or
+# edit a file change one of these
 _VERIFIED: set[tuple[str, int, int, int]] = set()
 
 
@@ -178,7 +196,7 @@ def _damaged(message: str, archive: int | None) -> DataError:
 
 
 class _Rows:
-    """One place of the examples of an archive."""
+    """One position of the examples of an archive."""
 
     def __init__(self, file: ArrayFile, frame: int, info: EgsInfo) -> None:
         self.file = file
@@ -187,7 +205,7 @@ class _Rows:
         weight_EF = file.get("weight")
         weight_E = None if weight_EF is None else weight_EF[:, frame]
         self.at_N = np.flatnonzero(is_row(pdf_E, weight_E))
-        # a spliced frame is one run of memory within its example
+        # a spliced frame is contiguous within its example
         flat = torch.from_numpy(file["features"]).flatten(1)
         self._x_ED = flat[:, frame * info.feature_dim:(frame + self.width) * info.feature_dim]
         self._side_KS, self._side_row_E = None, None

@@ -1,15 +1,21 @@
-"""Are the archives well mixed?  Each should look like a random sample of the corpus (C.2 of arXiv 1410.7455).
+"""Shuffle quality of archives: each should resemble a random sample of the corpus.
 
-A job sees one archive per pass; where archives differ in their classes or speakers, jobs are pulled apart and their average is
-worth less.  Two figures per archive, for the classes of the frames of a pass and for the groups (speakers) of its examples:
+A job reads one archive per pass (C.2 of arXiv 1410.7455). If archives differ in their classes or
+speakers, the parameters of jobs diverge and their average is worse. There are two figures per
+archive, for the classes of the frames of a pass and for the groups (speakers) of its examples.
 
-entropy      of its distribution, in nats, beside what a random sample of its size has.  With K values of shares p in a corpus of N
-             draws, a sample of n has, to first order in 1/n,
-                 mean  H(p) - (K - 1) / (2 n) (1 - n/N)                         (Miller 1955, Madow 1948; drawn without replacement)
-                 variance  (sum p ln^2 p - H^2) / n (1 - n/N) + (K - 1) / (2 n^2) (1 - n/N)^2
-divergence   2 n KL(archive || corpus) / ((K - 1) (1 - n/N)): 1 for a random sample (the G-test), many where archives differ.
+entropy: of its distribution in nats, compared with a random sample of its size. With K values of
+probabilities p in a corpus of N samples, a sample of n has to first order in 1/n:
 
-Both lose their meaning where n is less than a few times K.  Letters: A archives, K values, E examples, F frames per example.
+    mean      H(p) - (K - 1) / (2 n) (1 - n/N)       (Miller 1955, Madow 1948; without replacement)
+    variance  (sum p ln^2 p - H^2) / n (1 - n/N) + (K - 1) / (2 n^2) (1 - n/N)^2
+
+divergence: 2 n KL(archive || corpus) / ((K - 1) (1 - n/N)). It is 1 for a random sample (the
+G-test), and large if archives differ.
+
+Both are meaningless if n is less than a few times K.
+
+Letters: A archives, K values, E examples, F frames per example.
 """
 
 from __future__ import annotations
@@ -24,25 +30,25 @@ from ngsgd.data.reader import EgsReader
 
 Floats = npt.NDArray[np.float64]
 
-# standard deviations; a well-mixed directory is called ill-mixed once in a million
+# standard deviations; false alarms for well-mixed archives have probability 1e-6
 _BOUND = 5.0
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """How one property of the data is spread over the archives."""
+    """Distribution of one property of the data over the archives."""
 
     what: str              # "classes" or "groups"
     num_values: int        # K
     entropy_A: Floats      # nats
     expected_A: Floats     # of a random order
-    # standard deviation of a random order's
+    # standard deviation for a random order
     deviation_A: Floats
-    divergence_A: Floats   # 1 = a random order
+    divergence_A: Floats   # 1 for a random order
 
     @property
     def farthest(self) -> float:
-        """The greatest distance of an entropy from what is expected, in standard deviations."""
+        """Largest distance of an entropy from its expected value, in standard deviations."""
         return float(np.abs((self.entropy_A - self.expected_A) / self.deviation_A).max())
 
     @property
@@ -52,15 +58,18 @@ class Mixing:
 
     @property
     def is_well_mixed(self) -> bool:
-        """Whether the divergence could be that of a random order."""
+        """Whether the divergence is consistent with a random order."""
         spread = np.sqrt(2.0 / (max(self.num_values - 1, 1) * len(self.divergence_A)))
         return bool(self.divergence - 1.0 < _BOUND * spread)
 
 
 def mixing(reader: EgsReader) -> list[Mixing]:
-    """The classes, and the groups where there are any; empty where there are not two archives to compare.
+    """Measure classes, and groups if there are any; empty with fewer than two archives.
 
-    Reads labels only.  Raises DamagedArchiveError.
+    Only labels are read.
+
+    Raises:
+        DamagedArchiveError: an archive is damaged.
     """
     info = reader.info
     if info.num_archives < 2:
@@ -78,13 +87,13 @@ def mixing(reader: EgsReader) -> list[Mixing]:
             class_AFK[archive, frame] = np.bincount(pdf_EF[counted_EF[:, frame], frame], minlength=info.num_classes)
         if names:
             group_AG[archive] = np.bincount(group_U[file["utterance"]], minlength=len(names))
-    # one frame of an example is one draw; frames of the same example are not independent
+    # one frame of an example is one sample; frames of the same example are not independent
     found = [_of("classes", class_AFK.transpose(1, 0, 2))]
     return found + ([_of("groups", group_AG[None])] if len(names) > 1 else [])
 
 
 def _of(what: str, count_PAK: Floats) -> Mixing:
-    """Figures for each of P partitions of the same archives, averaged over them."""
+    """Average the figures over P partitions of the same archives."""
     parts = [measure_one(count_AK[:, count_AK.any(axis=0)]) for count_AK in count_PAK if count_AK.any()]
     entropy_A, expected_A, deviation_A, divergence_A = (np.mean(values, axis=0) for values in zip(*parts, strict=True))
     return Mixing(what, int(count_PAK.any(axis=(0, 1)).sum()), entropy_A, expected_A, deviation_A, divergence_A)
@@ -93,7 +102,7 @@ def _of(what: str, count_PAK: Floats) -> Mixing:
 def measure_one(count_AK: Floats) -> tuple[Floats, Floats, Floats, Floats]:
     count_K, num_A = count_AK.sum(axis=0), np.maximum(count_AK.sum(axis=1), 1.0)
     p_K, num_free = count_K / count_K.sum(), max(count_AK.shape[1] - 1, 1)
-    left_A = np.maximum(1.0 - num_A / num_A.sum(), 1e-12)   # drawn without replacement
+    left_A = np.maximum(1.0 - num_A / num_A.sum(), 1e-12)   # without replacement
     entropy = float(_entropy(p_K))
     share_AK = count_AK / num_A[:, None]
     variance_A = (float((p_K * np.log(p_K) ** 2).sum()) - entropy ** 2) / num_A * left_A \

@@ -1,8 +1,8 @@
-"""SpecAugment's masks (arXiv 1904.08779, section 2) on the spliced windows of a minibatch.
+"""SpecAugment masks (arXiv 1904.08779, section 2) on the spliced windows of a minibatch.
 
-Each row of a minibatch is a small spectrogram of its own, W frames by D features.  Some runs of frames and some runs of
-features of it are replaced by its mean, which stands for "no information" whatever the normalisation.  Warping in time is
-left out: a window of some ten frames has no room for it.
+Each row of a minibatch is a separate small spectrogram of W frames by D features. Some ranges of
+frames and some ranges of features are replaced by its mean, which carries no information under any
+normalization. Time warping is omitted: a window of about 10 frames is too short for it.
 
 Letters: N rows, W frames of a window, D feature dimension.
 """
@@ -19,10 +19,21 @@ from ngsgd.config import AugmentConfig
 
 def mask_windows(x_ND: Tensor, window: int, config: AugmentConfig, random: np.random.Generator,
                  out: Tensor | None = None, probability: float = 0.5) -> Tensor:
-    """The rows, each with masks of its own with this probability; in memory of their own, or in `out`, which may be
-    the argument.
+    """Mask each row independently with the given probability.
 
-    A mask is 0 to `spec_time_frames` frames (or `spec_freq_bins` features) wide and begins anywhere it fits, uniformly.
+    A mask is 0 to `spec_time_frames` frames (or `spec_freq_bins` features) wide, with a uniform
+    random start.
+
+    Args:
+        x_ND: rows of spliced frames.
+        window: frames of a window, W.
+        config: maximum widths of the masks.
+        random: random number generator.
+        out: memory of the result; it may be `x_ND`. Default: new memory.
+        probability: of a mask per row. Default: 0.5.
+
+    Returns:
+        N x D, the masked rows.
     """
     num_rows = len(x_ND)
     dim = x_ND.shape[1] // window
@@ -34,7 +45,7 @@ def mask_windows(x_ND: Tensor, window: int, config: AugmentConfig, random: np.ra
 
 
 def _covered(random: np.random.Generator, num_rows: int, size: int, max_width: int) -> npt.NDArray[np.bool_]:
-    """Rows x size: what a mask of each row covers."""
+    """Rows x size: positions covered by the mask of each row."""
     width_N = random.integers(0, min(max_width, size), size=num_rows, endpoint=True)
     begin_N = np.floor(random.random(num_rows) * (size - width_N + 1)).astype(np.int64)
     place_S = np.arange(size)

@@ -1,7 +1,8 @@
-"""Arrays in one file: written piece by piece, read through a memory map.  The format is safetensors.
+"""Arrays in one safetensors file, written in chunks and read through a memory map.
 
-A file begins with the length of its header (8 bytes, little-endian) and the header, JSON with the dtype, shape and place of
-each array; then come the arrays.  https://github.com/huggingface/safetensors#format
+A file begins with the length of its header (8 bytes, little-endian) and the header, JSON with the
+dtype, shape and offsets of each array. The arrays follow. See
+https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -23,18 +24,31 @@ Array = npt.NDArray[Any]
 
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# of the data: the header is filled up with spaces
+# alignment of the data in bytes: the header is padded with spaces
 _ALIGNMENT = 8
 
 
 class FormatError(Exception):
-    """The file is none of ours, or ends too early."""
+    """The file has another format, or is truncated."""
 
 
 def write_arrays(path: Path, first: str, shape: tuple[int, ...], pieces: Iterable[Array], rest: Mapping[str, Array]) -> str:
-    """Writes the float32 array `first` as its pieces come, then the arrays of `rest`; returns the file's SHA-256.
+    """Write the float32 array `first` from chunks, then the arrays of `rest`.
 
-    Only one piece is in memory at a time.  Raises OSError when the disk is full; the file is then unfinished.
+    Only one chunk is in memory at a time.
+
+    Args:
+        path: the file to write.
+        first: name of the first array.
+        shape: shape of the first array.
+        pieces: chunks of the first array, in order.
+        rest: further arrays by name.
+
+    Returns:
+        SHA-256 of the file.
+
+    Raises:
+        OSError: the disk is full; the file is then incomplete.
     """
     digest = hashlib.sha256()
     layout = {first: (np.dtype("<f4"), shape), **{name: (array.dtype, array.shape) for name, array in rest.items()}}
@@ -51,17 +65,22 @@ def write_arrays(path: Path, first: str, shape: tuple[int, ...], pieces: Iterabl
 
 
 class ArrayFile:
-    """The arrays of a file by name, mapped into memory: nothing is read before it is looked at."""
+    """The arrays of a file by name, memory-mapped: only accessed pages are read."""
 
     def __init__(self, path: Path) -> None:
-        """Raises FormatError for what is no such file, or is truncated; OSError when it cannot be opened."""
+        """Map a file.
+
+        Raises:
+            FormatError: the file has another format, or is truncated.
+            OSError: the file cannot be opened.
+        """
         self.path = path
         with open_regular(path) as file:
             try:
-                # private pages: torch wants writable memory, and what it would write stays here
+                # private pages: torch requires writable memory, and writes do not reach the file
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except ValueError as error:
-                raise FormatError("it is empty") from error
+                raise FormatError("the file is empty") from error
         try:
             length = int.from_bytes(self._map[:8], "little")
             self._entries: dict[str, Any] = json.loads(self._map[8:8 + length])
@@ -74,7 +93,7 @@ class ArrayFile:
             raise FormatError(f"it is truncated: {len(self._map)} of {end} bytes")
 
     def __getitem__(self, name: str) -> Array:
-        """The array, without a copy."""
+        """Return an array without a copy."""
         entry = self._entries[name]
         begin, end = entry["data_offsets"]
         dtype = _DTYPES[entry["dtype"]]
@@ -82,11 +101,11 @@ class ArrayFile:
         return np.asarray(flat.reshape(entry["shape"]))
 
     def get(self, name: str) -> Array | None:
-        """The array, or None where the file has none of that name."""
+        """Return an array, or None if the file does not contain it."""
         return self[name] if name in self._entries else None
 
     def will_need(self) -> None:
-        """Asks the system to read the file ahead: examples are met in random order, but nearly all of them are."""
+        """Request read-ahead of the file: access is random, but nearly all examples are used."""
         self._map.madvise(mmap.MADV_WILLNEED)
 
 

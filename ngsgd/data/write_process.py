@@ -1,8 +1,8 @@
-"""A process that writes some of the archives: `python -m ngsgd.data.write_process`, driven by
-`ngsgd.data.archives`.
+"""A process that writes some of the archives, started by `ngsgd.data.archives`.
 
-It reads one line of JSON (an `_Assignment`), maps the arrays it names, and answers with one line: the index entries, or what
-the system said.  A process of its own, and not a fork: the caller may run threads.
+`python -m ngsgd.data.write_process` reads one line of JSON (an `_Assignment`), maps the arrays that
+it names, and replies with one line: the index entries, or the error of the system. It is not a
+fork, because the caller may run threads.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Target:
 
 @dataclass(frozen=True)
 class _Assignment:
-    """What one process writes."""
+    """The work of one process."""
 
-    # name in `ExampleSource` to file, dtype, shape and offset
+    # name in `ExampleSource` -> file, dtype, shape and offset
     arrays: dict[str, dict[str, Any]]
     # the other fields of `ExampleSource`
     numbers: dict[str, int]
@@ -48,10 +48,17 @@ class _Assignment:
 
 def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_writers: int,
                        scratch: Path) -> list[ArchiveEntry]:
-    """The index entries of all targets, in order; `scratch` takes what is not in files already, and
-    is the caller's to remove.
+    """Write all targets and return their index entries, in order.
 
-    Raises OSError when the disk is full, as one process would.
+    Args:
+        source: the examples.
+        targets: the archives.
+        num_writers: number of processes.
+        scratch: folder for arrays that are not in files already; the caller removes it.
+
+    Raises:
+        OSError: the disk is full.
+        DataError: a process died.
     """
     arrays = {name: _on_disk(getattr(source, name), scratch / name) for name in _ARRAYS
               if getattr(source, name) is not None}
@@ -65,7 +72,7 @@ def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_wri
             processes.append(_start(_Assignment(arrays, numbers, share)))
         return [entry for process in processes for entry in _answer(process)]
     finally:
-        # whoever still writes when one has failed writes for nobody
+        # after a failure the results of the other processes are not needed
         for process in processes:
             process.kill()
             process.communicate()
@@ -74,7 +81,7 @@ def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_wri
 def _start(assignment: _Assignment) -> subprocess.Popen[bytes]:
     process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
-    # it has died already; `_answer` says so
+    # it has died already, which `_answer` reports
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(json.dumps(asdict(assignment)).encode() + b"\n")
         process.stdin.flush()
@@ -86,7 +93,7 @@ def _answer(process: subprocess.Popen[bytes]) -> list[ArchiveEntry]:
     line = process.stdout.readline()
     if not line:
         raise DataError(f"a process that wrote archives of examples ended with {process.wait()}; "
-                        "run again with egs.num_writers=1 to see why.")
+                        "run again with egs.num_writers=1 to see the error.")
     answer = json.loads(line)
     if "errno" in answer:
         raise OSError(answer["errno"], os.strerror(answer["errno"]), answer["filename"])
@@ -94,9 +101,7 @@ def _answer(process: subprocess.Popen[bytes]) -> list[ArchiveEntry]:
 
 
 def _on_disk(array: np.ndarray[Any, Any], path: Path) -> dict[str, Any]:
-    """Where another process finds the array: in the file that it is mapped from, or in a new one at
-    `path`.
-    """
+    """Describe the array for another process: the mapped file, or a new one at `path`."""
     place = {"filename": str(path), "dtype": array.dtype.str, "shape": list(array.shape),
              "offset": 0}
     # a slice of a map keeps the offset of the complete array
@@ -109,7 +114,7 @@ def _on_disk(array: np.ndarray[Any, Any], path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answers one assignment on standard input."""
+    """Process one assignment from standard input."""
     given = json.loads(sys.stdin.readline())
     arrays: dict[str, Any] = {name: np.memmap(place["filename"], place["dtype"], "r",
                                               place["offset"], tuple(place["shape"]))

@@ -1,6 +1,4 @@
-"""What every run has: a folder, a lock, checkpoints, trackers, and outer iterations on injected
-workers.
-"""
+"""Base class of runs: a folder, a lock, checkpoints, trackers, and training on injected workers."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class Training:
 
 
 class BaseRun(ABC):
-    """A run of the engine; subclasses say what is trained and what the last model becomes."""
+    """A training run; subclasses define the task and the final model."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, services: Services | None = None,
                  fingerprint: FingerprintCheck | None = None, *, is_new: bool = False) -> None:
@@ -55,7 +53,15 @@ class BaseRun(ABC):
         self._purpose = "train" if is_new else "resume"
 
     def train(self) -> FinalReport:
-        """Train from the last checkpoint to the end, and make the final model."""
+        """Train from the last checkpoint to the end, and write the final model.
+
+        Returns:
+            The final report.
+
+        Raises:
+            RunInterrupted: a stop was requested.
+            NgsgdError: the run cannot continue.
+        """
         with self._training() as training:
             end = self._iterate(training)
             report = self._finish(training, end)
@@ -63,7 +69,7 @@ class BaseRun(ABC):
         return report
 
     def train_only(self) -> Checkpoint:
-        """Run the remaining outer iterations; without final model and decoding."""
+        """Run the remaining outer iterations, without final model and decoding."""
         with self._training() as training:
             return self._iterate(training)
 
@@ -77,7 +83,7 @@ class BaseRun(ABC):
     def metrics(self) -> dict[str, Any]:
         """Scores of the final model, by name."""
 
-    # What differs between runs --------------------------------------------------------------------
+    # Abstract steps -------------------------------------------------------------------------------
 
     @abstractmethod
     def _spec(self) -> TaskSpec:
@@ -85,11 +91,11 @@ class BaseRun(ABC):
 
     @abstractmethod
     def _kept_models(self, task: Task, schedule: Schedule) -> Sequence[int]:
-        """The outer iterations whose models the final combination needs."""
+        """Outer iterations whose models the final combination needs."""
 
     @abstractmethod
     def _finish(self, training: Training, end: Checkpoint) -> FinalReport:
-        """Make the final model from the last checkpoint, and score it."""
+        """Build the final model from the last checkpoint, and score it."""
 
     def _initial_parameters(self, task: Task) -> Vector:
         model = seeded_model(task, self.config.seed)
@@ -123,10 +129,10 @@ class BaseRun(ABC):
             try:
                 yield
             except (RunInterrupted, KeyboardInterrupt) as interrupt:
-                raise RunInterrupted(f"{str(interrupt) or 'interrupted'}; resume with: {resume}") from interrupt
+                raise RunInterrupted(f"{str(interrupt) or 'interrupted'}; continue with: {resume}") from interrupt
             except OSError as error:
-                raise CheckpointError(f"{error.filename or self.folder.path} could not be written ({error.strerror}); make "
-                                      f"room or fix the permissions, then: {resume}") from error
+                raise CheckpointError(f"{error.filename or self.folder.path} could not be written ({error.strerror}); free "
+                                      f"disk space or fix the permissions, then continue with: {resume}") from error
 
     def _open(self, lock: RunLock) -> Training:
         config, folder = self.config, self.folder
@@ -155,7 +161,7 @@ class BaseRun(ABC):
         fingerprint = self._fingerprint or FingerprintCheck.of_resumed_run(config, folder, services.report, allow_other_bits=False)
         torch.set_num_threads(fingerprint.num_threads)
         size = training.checkpoints.layout.size
-        # the model, and next to it at most two buffers of the outer optimizer and a moving average
+        # the model, at most two buffers of the outer optimizer, and a moving average
         require_room(folder.path,
                      4 * size
                      * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
@@ -170,8 +176,9 @@ class BaseRun(ABC):
             services.report(Phase(f"training: outer iteration {start.progress.outer_iter + 2}"))
             fingerprint.keep(start.progress.outer_iter + 1)
             for line in fingerprint.differences:
-                training.trackers.incident(Incident("other_bits", "other bits from here on, as "
-                                                                  f"was allowed: {line}",
+                training.trackers.incident(Incident("other_bits", "results are not bitwise "
+                                                                  "identical from here on, as was "
+                                                                  f"allowed: {line}",
                                                     start.progress.outer_iter + 1,
                                                     elapsed_s=start.progress.elapsed_s))
 
@@ -182,6 +189,6 @@ class BaseRun(ABC):
     def _start(self, training: Training) -> Checkpoint:
         if training.latest is None:
             return first_checkpoint(self._initial_parameters(training.task))
-        self.services.report("resuming after outer iteration "
+        self.services.report("continuing after outer iteration "
                              f"{training.latest.progress.outer_iter + 1}")
         return training.latest

@@ -1,4 +1,4 @@
-"""Implementations of `ngsgd.training.task.Task`: what the engine can train."""
+"""Implementations of `ngsgd.training.task.Task`."""
 
 from ngsgd.tasks.datasets import DatasetTask
 from ngsgd.tasks.streams import StreamTask

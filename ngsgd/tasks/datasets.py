@@ -1,4 +1,4 @@
-"""Tasks of the user's own: a dataset, a model and a loss function, as every PyTorch loop has them."""
+"""A task for map-style datasets with a model and a loss function."""
 
 from __future__ import annotations
 
@@ -25,49 +25,55 @@ from ngsgd.tasks.functions import (
 )
 from ngsgd.training.task import Batch, ShardGrid
 
-# a job must not be so long that a lost worker costs much, nor so short that averaging dominates
+# a longer job makes the loss of a worker expensive; a shorter one makes averaging dominate
 _MAX_SHARD = 16384
 _MIN_SHARDS = 8
-# of the permutation that divides a dataset into training and validation examples; not the run's
-# seed, so that all runs of one dataset are scored on the same examples
+# seed of the split into training and validation examples; independent of the seed of the run, so
+# that all runs of one dataset are scored on the same examples
 _SPLIT_SEED = (0x6E67, 0x7364)
 
 
 class DatasetTask(FunctionTask):
     """Trains a model on a map-style dataset.
 
-    The dataset is divided into shards of random examples; each job of an outer iteration trains on
-    one shard. Which examples a shard has depends on the run's seed; their order depends on the
+    The dataset is divided into shards of random examples. Each job of an outer iteration trains on
+    one shard. The examples of a shard depend on the seed of the run; their order depends on the
     seed, the outer iteration and the job. No index is stored, so the memory does not depend on the
     number of examples, and a pass can start anywhere in constant time.
 
-    A worker process makes its own copy of the task, so functions must be importable: defined with
-    `def` at the top of a module or of the script.
+    A worker process builds its own copy of the task, so functions must be importable: defined with
+    `def` at the top of a module or script.
 
     Args:
         dataset: `torch.utils.data.Dataset` with `__len__` and `__getitem__`, such as a
             `TensorDataset` or a Hugging Face dataset.
-        model_fn: Returns a new model. torch's random numbers are seeded with the run's seed.
-        loss_fn: `loss_fn(model, batch)` returns the loss of a minibatch, a scalar.
-        valid: Validation dataset, or the share of `dataset` that is held out for validation.
-        collate_fn: Makes a minibatch of a list of examples, as for a `DataLoader`.
+        model_fn: returns a new model. The generator of torch is seeded with the seed of the run.
+        loss_fn: `loss_fn(model, batch)` returns the loss of a minibatch, a scalar tensor.
+        valid: validation dataset, or the fraction of `dataset` that is held out for validation.
+            Default: 0.05.
+        collate_fn: converts a list of examples to a minibatch, as for a `DataLoader`.
         metrics_fn: `metrics_fn(model, batch)` returns means over a minibatch by name, such as
-            {"accuracy": ...}; computed on held-out examples, not during training.
-        loss_reduction: Whether `loss_fn` returns the "mean" over the minibatch or the "sum".
-        weight_fn: `weight_fn(batch)` returns what the loss is a mean over, such as the number of
-            tokens of a language model, or the sum of example weights. Default: the examples.
-        shard_size: Examples of a job. Default: 16384, or an eighth of a smaller dataset.
-        num_eval_examples: Examples of each of the training and validation sets that are scored
+            {"accuracy": ...}. It is called on held-out examples only. Default: None.
+        loss_reduction: whether `loss_fn` returns the "mean" over the minibatch or the "sum".
+            Default: "mean".
+        weight_fn: `weight_fn(batch)` returns the total weight of a minibatch, such as its number of
+            tokens for a language model. Default: the number of examples.
+        shard_size: examples of a job. Default: 16384, or an eighth of a smaller dataset.
+        num_eval_examples: examples of each of the training and validation sets that are scored
             after each outer iteration. Default: a quarter of a job, between 256 and 2000.
 
     Raises:
-        ConfigError: There is no example to train on or to validate with.
+        ConfigError: there is no example to train on or to validate with.
 
     Example:
-        def make_task():
-            return DatasetTask(TensorDataset(images, labels), make_model, loss_fn)
-
-        run = ngsgd.train(make_task, num_workers=4)
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> def loss_fn(model, batch):
+        ...     return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+        >>> dataset = TensorDataset(torch.randn(1000, 4), torch.arange(1000) % 2)
+        >>> task = DatasetTask(dataset, lambda: torch.nn.Linear(4, 2), loss_fn)
+        >>> task.num_examples, task.shards().num_archives
+        (950, 8)
     """
 
     starts_anywhere = True
@@ -88,17 +94,19 @@ class DatasetTask(FunctionTask):
         self.valid = valid
         if isinstance(valid, (int, float)):
             if not 0.0 < valid < 1.0:
-                raise ConfigError(f"valid is {valid}; give a share between 0 and 1, or a dataset.")
+                raise ConfigError(f"valid is {valid}; give a fraction between 0 and 1, or a "
+                                  "dataset.")
             self.num_valid = max(1, round(valid * size))
             self._split = Permutation(max(size, 1), _SPLIT_SEED)
         elif not _length(valid):
             raise ConfigError("the validation dataset is empty; give at least one example.")
         self.num_examples = size - self.num_valid
         if self.num_examples < 1:
-            raise ConfigError(f"the dataset has {size} examples, of which {self.num_valid} are held out; "
-                              "there is nothing to train on.")
+            raise ConfigError(f"the dataset has {size} examples, of which {self.num_valid} are "
+                              "held out, so none is left for training; add examples, or reduce "
+                              "valid.")
         if shard_size is not None and shard_size < 1:
-            raise ConfigError(f"shard_size is {shard_size}; it must be at least 1.")
+            raise ConfigError(f"shard_size is {shard_size}; set it to at least 1.")
         self.shard_size = min(self.num_examples, shard_size or min(
             _MAX_SHARD, math.ceil(self.num_examples / _MIN_SHARDS)))
         self.num_eval_examples = num_eval_examples or min(max(self.shard_size // 4, 256), 2000)
@@ -154,7 +162,7 @@ class DatasetTask(FunctionTask):
         return self.num_valid if self._split is not None else _length(self.valid)
 
     def _subset(self, fetch: Callable[[Indices], Any], size: int, wanted: int) -> list[tuple[Any, int]]:
-        """The same random examples in every process, as minibatches."""
+        """Return the same random examples in every process, as minibatches."""
         chosen = Permutation(size, _SPLIT_SEED).at(0, min(size, wanted))
         parts = [chosen[first:first + NUM_CHECK_EXAMPLES]
                  for first in range(0, len(chosen), NUM_CHECK_EXAMPLES)]
@@ -165,13 +173,14 @@ def _length(dataset: Any) -> int:
     try:
         return len(dataset)
     except TypeError:
-        raise ConfigError(f"{type(dataset).__name__} has no length; DatasetTask needs a map-style dataset "
-                          "with __len__ and __getitem__, and StreamTask reads streams.") from None
+        raise ConfigError(f"{type(dataset).__name__} has no length; DatasetTask needs a map-style "
+                          "dataset with __len__ and __getitem__, and StreamTask reads "
+                          "streams.") from None
 
 
 def _fetch(dataset: Any, examples: Indices, collate_fn: CollateFunction) -> Any:
     if type(dataset) is TensorDataset and collate_fn is default_collate:
-        # the same values as example by example, in one copy
+        # the same values as one example at a time, in one copy
         rows = torch.from_numpy(examples)
         return [tensor[rows] for tensor in dataset.tensors]
     at_once = getattr(dataset, "__getitems__", None)

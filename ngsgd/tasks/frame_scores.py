@@ -1,4 +1,4 @@
-"""Scores of a model on fixed subsets of frames, and the average posterior that decoding divides by."""
+"""Scores of a model on fixed subsets of frames, and the average posterior used in decoding."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from ngsgd.training.records import SubsetScore
 from ngsgd.training.task import Evaluation
 
 _ROWS_AT_ONCE = 8192
-# Kaldi's floor of nnet3-am-adjust-priors
+# floor of nnet3-am-adjust-priors in Kaldi
 _MIN_PRIOR = 1e-15
 
 
 def summed_loss(logits_NP: Tensor, pdf_N: Tensor, weight_N: Tensor | None) -> Tensor:
-    """Minus the objf, summed over the frames, each times its weight (Kaldi's posterior weights)."""
+    """Minus the objf, summed over the frames, each times its weight (posterior weights in
+    Kaldi).
+    """
     if weight_N is None:
         return nn.functional.cross_entropy(logits_NP, pdf_N, reduction="sum")
     return (nn.functional.cross_entropy(logits_NP, pdf_N, reduction="none") * weight_N).sum()
@@ -31,7 +33,7 @@ def summed_loss(logits_NP: Tensor, pdf_N: Tensor, weight_N: Tensor | None) -> Te
 
 @torch.no_grad()
 def score_subset(model: nn.Module, subset: Minibatch) -> SubsetScore:
-    """Objf per frame and frame accuracy, both weighted where the frames have weights."""
+    """Objf per frame and frame accuracy, weighted if the frames have weights."""
     return _score(_logits(model, subset), subset)
 
 
@@ -40,9 +42,9 @@ def diagnose(model: nn.Module, train: Minibatch, valid: Minibatch, silence_class
              num_curvature_frames: int = 0) -> Evaluation:
     """Score both subsets and compute figures that reveal hidden failures.
 
-    Figures are shares, 0 to 1.  dead_units/LAYER: units of a ReLU that are 0 on every frame of the
-    train subset; silence/recognised and silence/labelled: of the valid subset.  With
-    `num_curvature_frames` also those of `gradient_figures`.
+    Figures are fractions, 0 to 1. dead_units/LAYER: units of a ReLU that are 0 on every frame of
+    the training subset. silence/recognised and silence/labelled: of the validation subset. With
+    `num_curvature_frames` the figures of `gradient_figures` are included.
     """
     with _peaks(model) as peaks:
         train_score = score_subset(model, train)
@@ -60,9 +62,18 @@ def diagnose(model: nn.Module, train: Minibatch, valid: Minibatch, silence_class
 @torch.no_grad()
 def average_posterior(model: nn.Module, reader: EgsReader, num_frames: int = 20_000, *,
                       skip_damaged: bool = False) -> npt.NDArray[np.float64]:
-    """Mean posterior of each class over about `num_frames` training frames, floored and normalised (Kaldi's priors and number).
+    """Mean posterior of each class over about `num_frames` training frames (priors in Kaldi).
 
-    With `skip_damaged`, archives that are damaged are left out; the last one's error is raised when there is no other.
+    The result is floored and normalized.
+
+    Args:
+        model: the acoustic model.
+        reader: archives of training examples.
+        num_frames: approximate number of frames. Default: 20000, as in Kaldi.
+        skip_damaged: skip damaged archives; the last error is raised if no archive is left.
+
+    Returns:
+        P probabilities, float64.
     """
     total_P = torch.zeros(reader.info.num_classes, dtype=torch.float64)
     seen = 0
@@ -71,7 +82,7 @@ def average_posterior(model: nn.Module, reader: EgsReader, num_frames: int = 20_
         try:
             for minibatch in reader.minibatches(Shard(archive, 0), _ROWS_AT_ONCE, seed=0, outer_iter=0, job=0):
                 wanted_ND = minibatch.x_ND[:num_frames - seen]
-                # a module of the user's own need not know what to do with no rows
+                # a custom module may not support empty input
                 if not len(wanted_ND):
                     break
                 total_P += model(wanted_ND).softmax(dim=1).sum(dim=0, dtype=torch.float64)
@@ -104,7 +115,7 @@ def _score(logits_NP: Tensor, subset: Minibatch) -> SubsetScore:
 
 @contextlib.contextmanager
 def _peaks(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The greatest output of each unit of every ReLU, over all frames that pass meanwhile; a channel counts as one unit."""
+    """Maximum output of each ReLU unit over all frames of this context; a channel is one unit."""
     found: dict[str, Tensor] = {}
 
     def watch(name: str) -> Callable[[nn.Module, object, Tensor], None]:

@@ -30,12 +30,12 @@ _GPU_PREFETCH = 4  # minibatches
 
 
 def schedule_of(config: RunConfig, reader: EgsReader | SequenceReader) -> Schedule:
-    """The outer iterations of a run over the archives of a reader."""
+    """Schedule of a run over the archives of a reader."""
     return ShardGrid(reader.info.num_archives, reader.info.frames_per_eg).schedule(config.schedule)
 
 
 def stages_of(config: RunConfig, reader: EgsReader | SequenceReader) -> Stages:
-    """The parts of the model in use, by outer iteration; raises ConfigError where these are too few."""
+    """Active parts of the model by outer iteration; raises ConfigError if these are too few."""
     return Stages.of(config.model, config.schedule, schedule_of(config, reader).num_outer_iters)
 
 
@@ -66,24 +66,31 @@ class ModelGrowth(Growth):
 
 
 class FrameClassification(Task):
-    """The frames of archives of examples, each with its class.
+    """Cross-entropy training on the labeled frames of archives of examples.
 
-    Held-out scores are of the fixed subsets "train" and "valid" of the archives.  The check before a
-    commit uses 128 frames of "valid": one forward pass over them costs about a quarter of a training
-    minibatch of 128, so an outer iteration of 125 minibatches (16000 frames) gets 0.2 to 0.3 % longer
-    (measured for 0.3 and 28 million parameters).
+    Held-out scores use the fixed subsets "train" and "valid" of the archives. The check before a
+    commit uses 128 frames of "valid". One forward pass over them costs about a quarter of a
+    training minibatch of 128, so an outer iteration of 125 minibatches (16000 frames) takes 0.2 to
+    0.3 % longer (measured for 0.3 and 28 million parameters).
     """
 
     def __init__(self, config: RunConfig, frames: EgsReader, device: torch.device | None = None,
                  reader: EgsReader | SequenceReader | None = None) -> None:
-        """`reader` has the shards of the jobs where these are not those of `frames`."""
+        """Build the task.
+
+        Args:
+            config: configuration of the run.
+            frames: archives of frames; also for held-out scores.
+            device: device of the worker. Default: CPU.
+            reader: archives of the shards of jobs. Default: `frames`.
+        """
         self.config = config
         self.frames = frames
         self.reader = reader or frames
         self.device = device or torch.device("cpu")
         self.growth = ModelGrowth(stages_of(config, self.reader))
         self.chance_objf = -math.log(frames.info.num_classes)
-        # the forward pass of a custom module may change its own parameters
+        # the forward pass of a custom module may change its parameters
         self.has_bounded_updates = not config.model._target_
 
     def model(self) -> nn.Module:
@@ -138,7 +145,9 @@ class FrameClassification(Task):
 
     @cached_property
     def _check_frames(self) -> Minibatch:
-        """At most NUM_CHECK_FRAMES frames, evenly spaced, since neighbors may be of one utterance."""
+        """At most NUM_CHECK_FRAMES frames, evenly spaced because neighbors may share an
+        utterance.
+        """
         subset = self._subsets["valid"]
         count = len(subset.pdf_N)
         chosen = torch.linspace(0, count - 1, min(count, NUM_CHECK_FRAMES)).long()
@@ -147,7 +156,7 @@ class FrameClassification(Task):
 
 
 def with_accuracy(loss: Tensor, logits_NP: Tensor, data: Any) -> BatchLoss:
-    """The loss with the weighted sums of a minibatch of frames."""
+    """Return the loss with the weighted sums of a minibatch of frames."""
     is_right_N = logits_NP.detach().argmax(dim=1) == data.pdf_N
     if data.weight_N is None:
         return BatchLoss(loss, len(data.pdf_N), is_right_N.sum())
@@ -155,7 +164,7 @@ def with_accuracy(loss: Tensor, logits_NP: Tensor, data: Any) -> BatchLoss:
 
 
 def resolve_prefetch(wanted: int, device: torch.device) -> int:
-    """Minibatches prepared in advance; on a CPU worker a thread would take time from training."""
+    """Minibatches prepared in advance; on a CPU worker the thread would slow down training."""
     if wanted >= 0:
         return wanted
     return _GPU_PREFETCH if device.type == "cuda" else 0

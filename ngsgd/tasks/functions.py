@@ -1,4 +1,4 @@
-"""Tasks that are given by functions: a model, a loss and metrics, as every PyTorch loop has them."""
+"""Base class of tasks that are defined by functions for the model, the loss and the metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_CHECK_EXAMPLES = 128
 
 
 class FunctionTask(Task):
-    """Base of the tasks whose model, loss and metrics are functions; subclasses read the data."""
+    """Base of tasks whose model, loss and metrics are functions; subclasses read the data."""
 
     def __init__(self, model_fn: ModelFunction, loss_fn: LossFunction, *, metrics_fn: MetricsFunction | None,
                  loss_reduction: LossReduction, weight_fn: WeightFunction | None) -> None:
@@ -83,7 +83,7 @@ class FunctionTask(Task):
         loss = self.loss_fn(model, batch)
         if not isinstance(loss, Tensor) or loss.dim():
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(f"loss_fn returned {shape}; it must return a tensor of one number.")
+            raise ConfigError(f"loss_fn returned {shape}; return a scalar tensor.")
         weight = num_examples if self.weight_fn is None else self.weight_fn(batch)
         return BatchLoss(loss * weight if self.loss_reduction == "mean" else loss, weight)
 
@@ -96,8 +96,8 @@ class FunctionTask(Task):
             try:
                 first = next(iter(first.values() if isinstance(first, Mapping) else first))
             except (TypeError, StopIteration):
-                raise ConfigError("a minibatch must hold a tensor whose first dimension is the number of "
-                                  "examples; give weight_fn otherwise.") from None
+                raise ConfigError("the first dimension of a minibatch must be the number of "
+                                  "examples; give weight_fn if it is not.") from None
         return len(first)
 
     def _score(self, model: nn.Module, batches: Sequence[tuple[Any, int]], *,

@@ -1,11 +1,13 @@
-"""How noisy the gradient of a model is and how curved its loss, layer by layer, as figures for a chart.
+"""Gradient noise and curvature of the loss per layer, as figures for a chart.
 
-    signal_to_noise/LAYER    |g|^2 / S, of a single frame: times the minibatch size, that of a minibatch's gradient
-    noise_scale/model        S / |g|^2: the minibatch size from which averaging stops to help (McCandlish et al. 2018)
-    curvature_trace/LAYER    trace of the generalized Gauss-Newton matrix per frame, sampled once for each frame
+    signal_to_noise/LAYER    |g|^2 / S, of a single frame: multiply by the minibatch size
+    noise_scale/model        S / |g|^2: minibatch size beyond which averaging stops to help
+                             (McCandlish et al. 2018)
+    curvature_trace/LAYER    trace of the generalized Gauss-Newton matrix per frame,
+                             one Monte Carlo sample per frame
 
-S is the trace of the covariance of one frame's gradient, |g|^2 the squared norm of the true gradient.  Estimates of the latter may
-be negative; figures that are not finite are left out.
+S is the trace of the covariance of the gradient of one frame, |g|^2 the squared norm of the true
+gradient. Estimates of the latter may be negative; figures that are not finite are omitted.
 """
 
 from __future__ import annotations
@@ -23,14 +25,20 @@ from ngsgd.data.reader import Minibatch
 
 
 def check_layers(model: nn.Module) -> None:
-    """Raises ConfigError for a model with layers whose gradients cannot be told apart by frame."""
+    """Raise ConfigError for a model with layers that do not support per-sample gradients."""
     _collection(model)
 
 
 def gradient_figures(model: nn.Module, subset: Minibatch, num_frames: int) -> dict[str, float]:
-    """Figures from the first frames of a subset, at least 2 of them; the model is left without gradients.
+    """Compute figures from the first frames of a subset; the model has no gradients afterwards.
 
-    Takes about as long as two training steps on so many frames, and draws nothing from torch's own generator.
+    This takes about as long as two training steps on so many frames. It does not use the default
+    generator of torch.
+
+    Args:
+        model: the model.
+        subset: labeled frames.
+        num_frames: number of frames, at least 2.
     """
     part = Minibatch(subset.x_ND[:num_frames], subset.pdf_N[:num_frames],
                      None if subset.weight_N is None else subset.weight_N[:num_frames])
@@ -49,13 +57,13 @@ def gradient_figures(model: nn.Module, subset: Minibatch, num_frames: int) -> di
 
 
 def _collection(model: nn.Module, loss_fn: nn.Module | None = None) -> Collection:
-    # a generator of its own: training draws from torch's in another thread
+    # a separate generator: training uses that of torch in another thread
     return collect(model, "variance", "second_moment", "diag_ggn_mc", loss_fn=loss_fn or nn.CrossEntropyLoss(), reduction="mean",
                    generator=torch.Generator().manual_seed(0))
 
 
 def _layers(q: Collection) -> dict[str, list[str]]:
-    """Names of parameters by layer; a parameter of the model itself stands for a layer."""
+    """Names of parameters by layer; a direct parameter of the model is a layer."""
     names: dict[str, list[str]] = defaultdict(list)
     for name in q:
         names[name.rpartition(".")[0] or name].append(name)

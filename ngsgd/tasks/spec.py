@@ -1,4 +1,4 @@
-"""How worker processes get a task of the user's own."""
+"""Descriptions from which worker processes build a custom task."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ngsgd.errors import ConfigError
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.task import Task
 
-# before the name of a task that a Python program gave, in place of module:function
+# prefix of the name of a task from a Python program, instead of module:function
 FROM_PYTHON = "python:"
 
 
 @dataclass(frozen=True)
 class ImportedTask:
-    """A task that `task._target_` names; every process imports the module and calls the function."""
+    """A task named by `task._target_`; every process imports the module and calls the function."""
 
     settings: EngineSettings
     config: TaskConfig
@@ -35,13 +35,13 @@ class ImportedTask:
 
 @dataclass(frozen=True)
 class GivenTask:
-    """A task, or a function that makes one, from a Python program."""
+    """A task, or a function that returns one, from a Python program."""
 
     settings: EngineSettings
     given: Task | Callable[[], Task]
 
     def task(self, device: torch.device) -> Task:
-        """The task itself, or the result of the function."""
+        """Return the task, or call the function."""
         if isinstance(self.given, Task):
             return self.given
         return _called(self.given, name_of(self.given), {})
@@ -52,13 +52,14 @@ class GivenTask:
             pickle.dumps(self.given)
         except Exception as error:
             raise ConfigError(
-                f"the task cannot be sent to worker processes ({imports.first_line(error)}). Define the functions of the task "
-                "with def at the top of a module or script, or give ngsgd.train a function that makes the task, or train in "
-                "this process with cluster='in_process'.") from error
+                f"the task cannot be sent to worker processes ({imports.first_line(error)}); "
+                "define its functions with def at the top of a module or script, or pass "
+                "ngsgd.train a function that returns the task, or train in this process with "
+                "cluster='in_process'.") from error
 
 
 def name_of(given: Task | Callable[[], Task]) -> str:
-    """The name of a task or of the function that makes it."""
+    """Name of a task or of the function that returns it."""
     return getattr(given, "__name__", type(given).__name__)
 
 
@@ -68,8 +69,9 @@ def _called(factory: Callable[..., Any], name: str, args: dict[str, Any]) -> Tas
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{name} failed when it was called with {args} ({imports.first_line(error)}); correct it, or "
-                          "task.args.") from error
+        raise ConfigError(f"{name} failed when called with {args} ({imports.first_line(error)}); "
+                          "correct the function or task.args.") from error
     if not isinstance(task, Task):
-        raise ConfigError(f"{name} returned a {type(task).__name__}; it must return a task, such as ngsgd.tasks.DatasetTask.")
+        raise ConfigError(f"{name} returned a {type(task).__name__}; return a task, such as "
+                          "ngsgd.tasks.DatasetTask.")
     return task

@@ -1,4 +1,4 @@
-"""The speech task of a run, and the description from which workers make it."""
+"""The speech task of a run, and the description from which workers build it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ngsgd.training.task import BatchLoss
 
 
 class SequenceTraining(FrameClassification):
-    """Chunks of utterances, scored against a denominator graph.
+    """Training on chunks of utterances with a sequence objective and a denominator graph.
 
-    Held-out scores are those of single frames: results are compared by them, but a drop of the
-    average is not divergence, because the objf of single frames is not what is trained.
+    Held-out scores are those of single frames. Results are compared by them, but a drop of the
+    average is not divergence, because the training objective is another one.
     """
 
     optimizes_held_out_objf = False
@@ -36,7 +36,7 @@ class SequenceTraining(FrameClassification):
         self._denominator = denominator
 
     def loss(self, model: nn.Module, data: Any) -> BatchLoss:
-        # sums over all paths need the digits and the range of float32
+        # sums over all paths need the precision and the range of float32
         logits_NP = model(data.x_ND).float()
         with without_autocast(logits_NP.device.type):
             loss = self._criterion(logits_NP, data.pdf_N, data.lengths, data.log_weight_B)
@@ -49,7 +49,7 @@ class SequenceTraining(FrameClassification):
 
 @dataclass(frozen=True)
 class SequenceData:
-    """The data of sequence objectives, in addition to the examples."""
+    """Data of sequence objectives, in addition to the examples."""
 
     # of the archives of sequences
     directory: str
@@ -58,7 +58,7 @@ class SequenceData:
 
 @dataclass(frozen=True)
 class SpeechTaskSpec:
-    """A run's configuration and the folders of its data; small and picklable."""
+    """The configuration of a run and the folders of its data; small and picklable."""
 
     config: RunConfig
     egs_directory: str
@@ -69,20 +69,22 @@ class SpeechTaskSpec:
         return EngineSettings.of(self.config)
 
     def task(self, device: torch.device | None = None) -> FrameClassification:
-        """The task; the device decides where the objective is computed and how data is prefetched."""
+        """Build the task; the device determines where the objective is computed, and
+        prefetching.
+        """
         if self.config.objective.kind == "ce":
             return FrameClassification(self.config, self.frames(), device, self.shards())
         if self.sequences is None:
-            raise ConfigError(f"objective.kind is {self.config.objective.kind}, and this works with single frames alone; "
-                              "give it objective=ce.")
+            raise ConfigError(f"objective.kind is {self.config.objective.kind}, but this command "
+                              "supports single frames only; set objective=ce.")
         frames = self.frames()
         reader = SequenceReader(Path(self.sequences.directory), frames)
         return SequenceTraining(self.config, frames, reader, self.sequences.denominator, device)
 
     def frames(self) -> EgsReader:
-        """The examples of single frames."""
+        """Reader of the examples of single frames."""
         return EgsReader(Path(self.egs_directory))
 
     def shards(self) -> EgsReader | SequenceReader:
-        """The reader of the shards that jobs are given."""
+        """Reader of the shards of jobs."""
         return self.frames() if self.sequences is None else SequenceReader(Path(self.sequences.directory), self.frames())

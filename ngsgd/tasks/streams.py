@@ -1,4 +1,4 @@
-"""A task whose examples come as streams: files that are read from beginning to end, such as tar archives or JSON lines."""
+"""A task that reads examples from sequential sources, such as tar archives or JSON lines."""
 
 from __future__ import annotations
 
@@ -28,42 +28,45 @@ OpenFunction = Callable[[Any], Iterable[Any]]
 
 
 class StreamTask(FunctionTask):
-    """Trains a model on sources that can only be read from beginning to end.
+    """Trains a model on sources that can only be read sequentially.
 
-    Each job of an outer iteration trains on one source, so there should be several times as many
-    sources as workers, of about equal length. A run reads each source once per epoch. Examples are
-    shuffled within a buffer. A job that is retried reads its source again from the beginning, and so
-    does a job that continues in the middle of a source; the examples before that are read and dropped.
+    Each job of an outer iteration trains on one source. Provide several times as many sources as
+    workers, of about equal length. A run reads each source once per epoch. Examples are shuffled
+    within a buffer. A job that is retried, or that continues in the middle of a source, reads the
+    source from the beginning and drops the earlier examples.
 
     Args:
-        sources: What `open_fn` opens, such as file names; one shard each.
-        open_fn: `open_fn(source)` returns an iterable of examples, the same at every call, such as an
-            `IterableDataset` or a generator.
-        model_fn: Returns a new model. torch's random numbers are seeded with the run's seed.
-        loss_fn: `loss_fn(model, batch)` returns the loss of a minibatch, a scalar.
-        examples_per_source: Number of examples that are read of each source, or one number for each
-            source. A stream may hold more, which are not read; a shorter one raises DataError.
-        valid: Iterable of validation examples; the first `num_eval_examples` of it are scored.
-        collate_fn: Makes a minibatch of a list of examples, as for a `DataLoader`.
-        metrics_fn: As for `DatasetTask`.
-        loss_reduction: Whether `loss_fn` returns the "mean" over the minibatch or the "sum".
-        weight_fn: As for `DatasetTask`.
-        shuffle_buffer: Examples held in memory, of which the next is drawn at random; 1 keeps the
+        sources: arguments of `open_fn`, such as file names; one shard each.
+        open_fn: `open_fn(source)` returns an iterable of examples, the same at every call, such as
+            an `IterableDataset` or a generator.
+        model_fn: returns a new model. The generator of torch is seeded with the seed of the run.
+        loss_fn: `loss_fn(model, batch)` returns the loss of a minibatch, a scalar tensor.
+        examples_per_source: number of examples to read from each source, or one number per source.
+            Further examples of a stream are ignored; a shorter stream raises DataError.
+        valid: iterable of validation examples; the first `num_eval_examples` are scored.
+        collate_fn: converts a list of examples to a minibatch, as for a `DataLoader`.
+        metrics_fn: see `DatasetTask`. Default: None.
+        loss_reduction: whether `loss_fn` returns the "mean" over the minibatch or the "sum".
+            Default: "mean".
+        weight_fn: see `DatasetTask`. Default: None.
+        shuffle_buffer: examples held in memory, from which the next one is sampled; 1 keeps the
             order of the stream.
-        num_eval_examples: Examples of the first source and of `valid` that are scored after each outer
-            iteration.
+        num_eval_examples: examples of the first source and of `valid` that are scored after each
+            outer iteration.
 
     Raises:
-        ConfigError: There is no source, or a number is out of range.
+        ConfigError: there is no source, or a number is out of range.
 
     Example:
-        def read(path):
-            with open(path) as lines:
-                yield from map(json.loads, lines)
-
-        def make_task():
-            return StreamTask(sorted(glob("train-*.jsonl")), read, make_model, loss_fn,
-                              examples_per_source=10_000, valid=list(read("valid.jsonl")))
+        >>> import torch
+        >>> def read(source):
+        ...     return ((torch.full((4,), float(n)), n % 2) for n in range(100))
+        >>> def loss_fn(model, batch):
+        ...     return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+        >>> task = StreamTask(["a.jsonl", "b.jsonl"], read, lambda: torch.nn.Linear(4, 2), loss_fn,
+        ...                   examples_per_source=100, valid=list(read("valid.jsonl")))
+        >>> task.shards().num_archives
+        2
     """
 
     def __init__(self, sources: Sequence[Any], open_fn: OpenFunction, model_fn: ModelFunction,
@@ -80,10 +83,11 @@ class StreamTask(FunctionTask):
         given = examples_per_source
         self.lengths = [given] * len(self.sources) if isinstance(given, int) else list(given)
         if len(self.lengths) != len(self.sources):
-            raise ConfigError(f"examples_per_source has {len(self.lengths)} numbers for {len(self.sources)} sources; "
-                              "give one for each.")
+            raise ConfigError(f"examples_per_source has {len(self.lengths)} numbers for "
+                              f"{len(self.sources)} sources; give one for each.")
         if min(*self.lengths, shuffle_buffer, num_eval_examples) < 1:
-            raise ConfigError("examples_per_source, shuffle_buffer and num_eval_examples must be at least 1.")
+            raise ConfigError("examples_per_source, shuffle_buffer and num_eval_examples must be "
+                              "at least 1.")
         self.open_fn = open_fn
         self.valid = valid
         self.collate_fn = collate_fn
@@ -123,7 +127,7 @@ class StreamTask(FunctionTask):
         return self.valid_subset[:1]
 
     def _shuffled(self, number: int, seed: tuple[int, int, int]) -> Iterator[Any]:
-        """The examples of a source, each drawn from a buffer that the stream fills."""
+        """Yield the examples of a source through a shuffle buffer."""
         random = np.random.default_rng([*seed, number])
         stream = self._read(number)
         buffer = list(itertools.islice(stream, self.shuffle_buffer))
@@ -135,14 +139,14 @@ class StreamTask(FunctionTask):
         yield from buffer
 
     def _read(self, number: int) -> Iterator[Any]:
-        """As many examples of a source as were announced."""
+        """Yield the declared number of examples of a source."""
         count = 0
         for example in itertools.islice(self.open_fn(self.sources[number]), self.lengths[number]):
             count += 1
             yield example
         if count < self.lengths[number]:
-            raise DataError(f"source {self.sources[number]!r} ended after {count} of {self.lengths[number]} examples; "
-                            "correct examples_per_source.")
+            raise DataError(f"source {self.sources[number]!r} ended after {count} of "
+                            f"{self.lengths[number]} examples; correct examples_per_source.")
 
     def _minibatches(self, examples: Iterable[Any]) -> list[tuple[Any, int]]:
         some = list(itertools.islice(examples, self.num_eval_examples))

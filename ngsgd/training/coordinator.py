@@ -1,9 +1,9 @@
-"""The outer loop: plan, run the jobs, average, checkpoint, report; plain Python over a WorkerPool.
+"""The outer loop over a WorkerPool: plan, run the jobs, average, checkpoint, report.
 
-The same code serves one worker and a thousand.  Objective functions are per example and go up.
-With `outer.overlap` the jobs of the next outer iteration start, each as soon as its predecessor has
-ended, before the average is made: they start from the previous model plus their own parameter
-delta, so they train on a model that is one outer iteration old.
+The same code serves one worker and a thousand. Objective functions are per example; higher is
+better. With `outer.overlap` each job of the next outer iteration starts as soon as its predecessor
+ends, before the average is computed. It starts from the previous model plus the parameter delta of
+its predecessor, so it trains on a model that is one outer iteration old.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ from ngsgd.training.tracking import Tracker
 from ngsgd.training.validation.acceptance import NOT_THE_BEST, Verdicts
 from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
 
-# until the evaluation has ended
-# of an outer iteration, one after another; three halve the learning rate eightfold
+# maximum consecutive roll-backs of an outer iteration; three halve the learning rate eightfold
 MAX_ROLLBACKS = 3
 _UNKNOWN = SubsetScore(math.nan, math.nan)
 
 
 @dataclass(frozen=True)
 class RunStorage:
-    """Where a run is recorded: checkpoints, the write-ahead ledger, and whoever follows the run."""
+    """Storage of a run: checkpoints, the write-ahead ledger, and the trackers."""
 
     checkpoints: CheckpointStore
     ledger: Ledger
@@ -54,7 +53,7 @@ class RunStorage:
 
 @dataclass(frozen=True)
 class RunControl:
-    """The environment of a run: requests to stop, and the time."""
+    """External inputs of a run: requests to stop, and the time."""
 
     stop: StopSignal = field(default_factory=NeverStop)
     clock: Callable[[], float] = time.monotonic
@@ -65,7 +64,7 @@ class Coordinator:
     """Runs the outer iterations of a schedule on a pool of workers."""
 
     task: Task
-    # the task's; gives the layout, and is a workspace for evaluation
+    # model of the task: defines the layout, and is a workspace for evaluation
     model: nn.Module
     schedule: Schedule
     pool: WorkerPool
@@ -88,12 +87,12 @@ class Coordinator:
                                         mean_fisher=settings.mean_fisher)
         self._averager = Averager(self.task, self.model, self._averaged, self._dispatch,
                                   self._job_init)
-        self._num_rollbacks = 0    # in a row
+        self._num_rollbacks = 0    # consecutive
 
     def train(self, start: Checkpoint) -> Checkpoint:
         """Run all outer iterations after `start` and return the last one committed.
 
-        The last committed outer iteration is on disk, whatever happens.
+        The last committed outer iteration is always on disk.
 
         Raises:
             RunInterrupted: a stop was requested.
@@ -131,13 +130,13 @@ class Coordinator:
         return here
 
     def _resume(self, start: Checkpoint) -> None:
-        """Restore the state of a checkpoint, and what a crash may have kept from being recorded."""
+        """Restore the state of a checkpoint, and records that were lost in a crash."""
         self._began = self.control.clock() - start.progress.elapsed_s
         self._averaged.begin(start)
         self._job_init.fisher.update(start.fisher)
         self.storage.ledger.started(start.progress.outer_iter,
                                     self.settings.failure.min_accepted_fraction)
-        # a crash may have come between the checkpoint and its line in the ledger, or its event
+        # a crash may have occurred before the commit was written to the ledger or the event log
         if start.commit:
             self.storage.ledger.committed(start.commit)
         if start.record:
@@ -146,13 +145,13 @@ class Coordinator:
     # Start of an outer iteration ----------------------------------------------------------------
 
     def _open(self, progress: Progress) -> OuterIterationState | None:
-        """Plan the next outer iteration; None when all data has been processed."""
+        """Plan the next outer iteration; None if all data have been processed."""
         capacity = max(1, self.pool.num_workers_alive()) if self.settings.cluster.elastic else None
         plan = next_plan(self.schedule, progress, self._partitioner, max_jobs=capacity)
         if plan is None:
             return None
         if self._averaged.enter(plan.outer_iter):
-            # the estimates are of other layers, or of other parameters of these layers
+            # the estimates belong to other layers, or to other parameters of these layers
             self._job_init.fisher.clear()
         gain = self._averaged.optimizer.rule.gain(plan.num_jobs, self.schedule.num_outer_iters)
         plan = replace(plan, iteration=replace(plan.iteration, gain=gain),
@@ -190,9 +189,7 @@ class Coordinator:
     # End of an outer iteration ------------------------------------------------------------------
 
     def _close(self, state: OuterIterationState, before: Checkpoint, clock: _Clock) -> Checkpoint:
-        """Average and commit an outer iteration whose jobs have ended; returns `before` after a
-        roll-back.
-        """
+        """Average and commit a completed outer iteration; return `before` after a roll-back."""
         compute_s = clock.lap()
         verdicts, error = self._averager.average(state, before)
         self._record_verdicts(state, verdicts)
@@ -204,8 +201,8 @@ class Coordinator:
         for job in range(state.plan.num_jobs):
             self._job_init.remember(job, state)
         average_s = clock.lap()
-        # the previous commit's event is written before its checkpoint, which could restore it, may
-        # be removed
+        # write the event of the previous commit before its checkpoint, which could restore it, is
+        # removed
         self._deferred.wait()
         diagnostics_s = clock.lap()
         progress = self._progress(state, before.progress, accepted)
@@ -228,12 +225,12 @@ class Coordinator:
                 outer_iter, job = state.plan.outer_iter, result.job.job
                 self._emit_incident("job_rejected",
                                     f"job {job} of outer iteration {outer_iter + 1}, on worker "
-                                    f"{result.worker}, was left out of the average: {reason}.",
+                                    f"{result.worker}, was rejected: {reason}.",
                                     outer_iter, job, result.worker)
 
     def _progress(self, state: OuterIterationState, old: Progress,
                   accepted: list[JobResult]) -> Progress:
-        """The state of the run once this outer iteration is committed."""
+        """Return the state of the run after the commit of this outer iteration."""
         progress = _after(state.plan, old)
         progress = replace(
             progress, frames_processed=old.frames_processed + sum(r.num_frames for r in accepted),
@@ -247,7 +244,7 @@ class Coordinator:
 
     def _commit(self, state: OuterIterationState, before: Checkpoint, progress: Progress,
                 record: OuterIterationRecord) -> Checkpoint:
-        # write-ahead: the ledger is on disk before the checkpoint that refers to it
+        # write-ahead: fsync the ledger before the checkpoint that refers to it
         self.storage.ledger.sync()
         self._num_rollbacks = 0
         outer_state = self._averaged.optimizer.state_dict()
@@ -265,18 +262,19 @@ class Coordinator:
             raise error
         self._num_rollbacks += 1
         if self._num_rollbacks > MAX_ROLLBACKS:
-            raise DivergenceError(f"outer iteration {plan.outer_iter + 1} failed again after {MAX_ROLLBACKS} "
-                                  "roll-backs; lower schedule.lr_initial and resume, or start again.") from error
+            raise DivergenceError(f"outer iteration {plan.outer_iter + 1} failed again after "
+                                  f"{MAX_ROLLBACKS} roll-backs; lower schedule.lr_initial and "
+                                  "resume, or restart.") from error
         lr_scale = before.progress.lr_scale / 2
         self.storage.ledger.rolled_back(plan.outer_iter, str(error), lr_scale)
         self._emit_incident("rolled_back",
-                            f"outer iteration {plan.outer_iter + 1} runs again from the last model "
-                            f"at {lr_scale:g} times the learning rate: {error}",
+                            f"outer iteration {plan.outer_iter + 1} is repeated from the last "
+                            f"model with {lr_scale:g} times the learning rate: {error}",
                             plan.outer_iter, -1, -1)
         return replace(before, progress=replace(before.progress, lr_scale=lr_scale))
 
     def _discard(self, ahead: OuterIterationState | None) -> None:
-        """Give up an outer iteration that started from results that are not committed."""
+        """Abandon an outer iteration that started from results that are not committed."""
         if ahead:
             self._dispatch.drain(ahead)
             self._release(ahead)
@@ -295,7 +293,7 @@ class Coordinator:
         passes = progress.passes_done
         per_epoch = self.schedule.num_archives * self.schedule.frames_per_eg
         elapsed_s = progress.elapsed_s
-        # jobs have equal weight, so the remaining time goes with the passes, not with the outer
+        # jobs have equal weight, so the remaining time is proportional to passes, not outer
         # iterations
         share = passes / max(self.schedule.num_passes, passes)
         return OuterIterationRecord(
@@ -335,8 +333,8 @@ class _Clock:
 
 
 def _after(plan: Plan, before: Progress) -> Progress:
-    """The progress after `plan`, as far as the next plan depends on it."""
-    # a plan consumes work deferred before it was made; later deferrals go to the next plan
+    """Return the progress after `plan`, with the fields that the next plan depends on."""
+    # a plan consumes work deferred before it was made; later deferrals belong to the next plan
     return replace(before, outer_iter=plan.outer_iter,
                    passes_done=plan.iteration.passes_done + plan.num_fresh,
                    pending=tuple(piece for piece in before.pending if piece not in plan.taken_up))

@@ -1,4 +1,4 @@
-"""Minibatches on their way to a GPU: pinned memory, and a stream of their own."""
+"""Copies of minibatches to a GPU with pinned memory and a separate stream."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ngsgd.training.task import Batch, map_tensors, to_device
+from ngsgd.training.task import Batch, data_to_device, map_tensors
 
 Left = TypeVar("Left")
 
 
 def on_device(batches: Iterable[tuple[Batch | None, Left]], device: torch.device
               ) -> Iterator[tuple[Batch | None, Left]]:
-    """The same minibatches with their tensors on `device`; what comes with each is unchanged.
+    """Yield the same minibatches with their tensors on `device`; the second value is unchanged.
 
     On a GPU the host queues each copy and continues. Steps are queued as well, so the copy of a
-    minibatch runs while the GPU computes the step before it. The step waits for its copy on the GPU.
+    minibatch runs while the GPU computes the previous step. The step waits for its copy on the GPU.
     """
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     for batch, left in batches:
         if batch is None:
             yield batch, left
         elif stream is None:
-            yield batch._replace(data=to_device(batch.data, device)), left
+            yield batch._replace(data=data_to_device(batch.data, device)), left
         else:
             yield batch._replace(data=_copied(batch.data, device, stream)), left
 
 
 def _copied(data: Any, device: torch.device, stream: torch.cuda.Stream) -> Any:
-    """The data on the device; whatever is queued on the current stream from now on sees them complete."""
+    """Copy the data; operations queued later on the current stream read the complete copy."""
     with torch.cuda.stream(stream):
-        copies = to_device(map_tensors(data, _pinned), device)
+        copies = data_to_device(map_tensors(data, _pinned), device)
         done = torch.cuda.Event()
         done.record(stream)
     compute = torch.cuda.current_stream(device)
     compute.wait_event(done)
-    # the memory belongs to the copy stream: without this a later copy could be given it while the
-    # step still reads it
+    # the memory belongs to the copy stream: otherwise a later copy could reuse it while the step
+    # still reads it
     map_tensors(copies, lambda tensor: tensor.record_stream(compute))
     return copies
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """The tensor in pinned memory: from other memory a copy makes the host wait."""
-    # torch keeps pinned memory until the copies that read it are done, so nobody has to hold it
+    """Return the tensor in pinned memory; a copy from other memory blocks the host."""
+    # torch keeps pinned memory until the copies that read it are done
     is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
     return tensor.pin_memory() if is_plain and not tensor.is_pinned() else tensor

@@ -1,21 +1,22 @@
-"""From the jobs of an outer iteration to their results: who runs what, what is tried again, and
-what is given up.
+"""Dispatch of the jobs of an outer iteration: assignment to workers, retries and rejection.
 
-Nothing here averages.  A job whose worker dies or hangs is tried again, put off or dropped, as
-`failure.policy` says; a result that was damaged on its way is asked for again; a piece of data that
-kills every worker it meets is quarantined.
+Averaging happens elsewhere. A job whose worker dies or hangs is retried, deferred or dropped,
+according to `failure.policy`. A result that was damaged in transfer is requested again. Data that
+crash every worker are quarantined.
 
-A worker hangs when it makes no progress until a deadline, and is then killed.  Two cases look the
-same and are none:
-    The coordinator was stopped, and its workers with it (a paused machine, a suspended job): that
-    time is not counted, and after an absence that is long for the deadline each worker has a full
-    one.
-    All busy workers, at least two, fall silent at about the same time: something that they share
-    stopped them, and they have `_SHARED` deadlines.
-A worker that the coordinator killed is no evidence against its data, so that data is never
-quarantined for it.  It is tried `failure.max_attempts` times on whatever worker is free; when all
-these hang, the shard is dropped from this outer iteration by name, or with
-`failure.on_repeated_crash=stop` the run ends.
+A worker that makes no progress until its deadline counts as hung and is killed. Two cases look
+similar:
+
+    - The coordinator was stopped together with its workers (paused machine, suspended job). That
+      time is not counted. After an absence that is long compared with the deadline, every worker
+      gets a full deadline.
+    - All busy workers, at least two, become silent at about the same time. The cause is shared, so
+      their deadline is multiplied by `_SHARED`.
+
+A worker killed by the coordinator is no evidence against its data, so these data are never
+quarantined. They are retried `failure.max_attempts` times on any free worker. If all these workers
+hang, the shard is dropped from this outer iteration, or the run ends if
+`failure.on_repeated_crash=stop`.
 """
 
 from __future__ import annotations
@@ -38,33 +39,32 @@ from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import is_damaged
 from ngsgd.training.worker_pool import WorkerPool
 
-# how often a wish to stop, and who makes no progress, is looked at while jobs run
+# interval at which stop requests and hung workers are checked while jobs run
 _POLL_S = 0.2
-# a poll that took longer: the coordinator itself was stopped
+# a longer poll means that the coordinator itself was stopped
 _ABSENT_S = 1.0
-# share of a deadline; after a longer absence the deadlines begin again, a shorter one is only not
-# counted
+# fraction of a deadline; a longer absence restarts the deadlines, a shorter one is only not counted
 _NOTABLE = 0.25
-# deadlines for workers that all fell silent together
+# factor of the deadline when all workers become silent together
 _SHARED = 4.0
-# medians of a minibatch's time without a minibatch: the worker hangs
+# a worker hangs after this many median minibatch times without a minibatch
 _HANG_FACTOR = 5.0
-# share of a job that a partial result must have done
+# minimum completed fraction of a job for its partial result to be kept
 _WORTH_KEEPING = 0.5
 
 
 class StopSignal(Protocol):
-    """The user's or the cluster's wish that the run ends."""
+    """Requests of the user or the cluster to end the run."""
 
     def requested(self) -> bool:
-        """Finish the running outer iteration and stop."""
+        """Return True to finish the running outer iteration and stop."""
 
     def expired(self) -> bool:
-        """Stop now: the time to finish is over."""
+        """Return True to stop now: the time to finish is over."""
 
 
 class NeverStop:
-    """Nobody wishes it: for runs that are part of something else, which ends them."""
+    """A signal that never stops, for runs that are part of a larger program."""
 
     def requested(self) -> bool:
         return False
@@ -79,38 +79,38 @@ EmitIncident = Callable[[str, str, int, int, int], None]
 
 @dataclass
 class OuterIterationState:
-    """An outer iteration under way."""
+    """State of an outer iteration in progress."""
 
     plan: Plan
-    # what the jobs start from
+    # vector that the jobs start from
     model: VectorRef
-    avoided: frozenset[Shard]              # in quarantine
-    # jobs end with what they have after so many seconds
+    avoided: frozenset[Shard]              # shards in quarantine
+    # duration after which jobs end with partial results
     round_s: float
-    # seconds on the dispatcher's clock, once the first job runs
+    # seconds on the dispatcher's clock; set when the first job runs
     ends_at: float = math.inf
-    # the jobs were told to end with what they have
+    # jobs were asked to end with partial results
     is_stopped: bool = False
-    # jobs that cannot be made yet
+    # jobs whose inputs are not available yet
     to_come: set[int] = field(default_factory=set)
     running: set[int] = field(default_factory=set)
     waiting: deque[Job] = field(default_factory=deque)
     results: dict[int, JobResult] = field(default_factory=dict)
-    # by job, on the clock
+    # job -> arrival time on the dispatcher's clock
     arrived_s: dict[int, float] = field(default_factory=dict)
-    # by job: what is wrong with its result
+    # job -> reason why its result is rejected
     rejection_reasons: dict[int, str] = field(default_factory=dict)
     unsettled: set[int] = field(default_factory=set)
     deferred: list[WorkItem] = field(default_factory=list)
     quarantined: list[WorkItem] = field(default_factory=list)
 
     def in_order(self) -> list[JobResult]:
-        """Whoever finished first, sums run over the jobs in order."""
+        """The results in the order of the jobs, so that sums do not depend on arrival order."""
         return [self.results[job] for job in sorted(self.results)]
 
 
 class Dispatcher:
-    """Feeds a pool with jobs and settles what comes back."""
+    """Submits jobs to a pool and processes their outcomes."""
 
     def __init__(self, pool: WorkerPool, ledger: Ledger, layout: FlatLayout,
                  settings: EngineSettings, stop: StopSignal,
@@ -126,23 +126,23 @@ class Dispatcher:
         self.on_corrupt = settings.on_corrupt
         self._damaged: set[int] = set()                   # archives
         self.num_deaths = 0
-        # when there last were enough workers
+        # last time at which enough workers were alive
         self._enough_at: float | None = None
         self.num_discarded = 0
-        # of work that was put off
+        # work items that were deferred -> failed attempts
         self._failures: dict[WorkItem, int] = {}
-        # tries that ended because the coordinator killed the worker
+        # attempts that ended because the coordinator killed the worker
         self._hangs: dict[WorkItem, int] = {}
-        # where workers may be silent for less than some polls only, a shorter time is an absence
+        # if hang_timeout_s is only a few polls, a shorter gap counts as an absence
         self._awake = AwakeClock(clock,
                                  min(_ABSENT_S, max(2 * _POLL_S, self.failure.hang_timeout_s / 2)))
-        # by worker: its last progress, and since when
+        # worker -> (last progress, time since which it is unchanged)
         self._seen: dict[int, tuple[object, float]] = {}
         self._minibatch_s: deque[float] = deque(maxlen=64)
 
     def open(self, plan: Plan, model: VectorRef, quarantined: tuple[WorkItem, ...],
              round_s: float) -> OuterIterationState:
-        """Begins an outer iteration whose jobs are to come."""
+        """Start an outer iteration; its jobs are added later."""
         self.ledger.planned(plan)
         shards = frozenset(piece.shard for piece in quarantined)
         jobs = range(plan.num_jobs)
@@ -150,7 +150,7 @@ class Dispatcher:
                                    unsettled=set(jobs))
 
     def enqueue(self, state: OuterIterationState, job: Job) -> None:
-        """Takes a job that can run; work on a quarantined shard is given up at once."""
+        """Accept a job that can run; jobs on a quarantined shard are rejected immediately."""
         state.to_come.discard(job.job)
         if any(piece.shard in state.avoided for piece in job.pieces):
             self._give_up(state, job, "quarantined", "its shard is in quarantine")
@@ -161,8 +161,9 @@ class Dispatcher:
 
     def finish(self, state: OuterIterationState, ahead: OuterIterationState | None,
                make_jobs: Callable[[], None]) -> None:
-        """Returns when every job of `state` is settled; `make_jobs` adds those of `ahead` that can
-        run by now.
+        """Process outcomes until every job of `state` is settled.
+
+        `make_jobs` adds the jobs of `ahead` that can run.
         """
         states = [state, ahead] if ahead else [state]
         self._begin_to_watch()
@@ -176,8 +177,8 @@ class Dispatcher:
             self._feed(ahead)
 
     def take_back(self, state: OuterIterationState, failures: Sequence[JobFailure]) -> None:
-        """Undoes results that can no longer be read; `finish` sees to their jobs, as to all that
-        failed.
+        """Undo results that can no longer be read; `finish` handles their jobs like other
+        failures.
         """
         for failure in failures:
             result = state.results.pop(failure.job.job)
@@ -188,9 +189,7 @@ class Dispatcher:
             self._after_failure(state, failure)
 
     def drain(self, state: OuterIterationState) -> None:
-        """Waits for the jobs of an outer iteration that is given up, and throws away what they
-        return.
-        """
+        """Wait for the jobs of an abandoned outer iteration and discard their results."""
         state.waiting.clear()
         self._begin_to_watch()
         while state.running:
@@ -198,12 +197,12 @@ class Dispatcher:
             state.waiting.clear()
 
     def _serve(self, states: list[OuterIterationState]) -> None:
-        """Waits for one thing to happen."""
+        """Wait for one event and process it."""
         if self.stop.expired():
             self.pool.abandon()
-            raise RunInterrupted(f"outer iteration {states[0].plan.outer_iter + 1} was given up")
+            raise RunInterrupted(f"outer iteration {states[0].plan.outer_iter + 1} was abandoned")
         if self._awake.tick() > self.hang_timeout_s() * _NOTABLE:
-            # who was stopped with this process has a full deadline from now on
+            # workers that were stopped with this process get a full deadline from now on
             self._seen = {}
         self._stop_in_time(states[0])
         self._watch()
@@ -215,34 +214,30 @@ class Dispatcher:
             self._settle(outcome, states)
 
     def _begin_to_watch(self) -> None:
-        """After other work, which may have taken any time; jobs of the outer iteration ahead run
-        meanwhile.
-        """
+        """Reset the deadlines after other work of any duration, during which jobs may have run."""
         self._awake.catch_up()
         self._seen = {}
 
     def _stop_in_time(self, state: OuterIterationState) -> None:
-        """Ends the jobs of a round whose time is over, or of a run that shall end and may put work
-        off.
-        """
+        """End the jobs of a round whose time is over, or of a stopping run that may defer work."""
         leave_it = self.failure.policy == "defer" and self.stop.requested()
         if not state.is_stopped and (leave_it or self._awake.now >= state.ends_at):
             state.is_stopped = True
             self.pool.stop_jobs()
 
     def _require_workers(self) -> None:
-        """Fewer workers are no reason to stop; too few, for as long as a start may take, are."""
+        """Raise if too few workers are alive for longer than cluster.start_timeout_s."""
         now, alive = self._awake.now, self.pool.num_workers_alive()
         if alive >= self.cluster.min_workers or self._enough_at is None:
             self._enough_at = now
         elif now - self._enough_at > self.cluster.start_timeout_s:
-            raise ClusterError(f"only {alive} of {self.cluster.num_workers} workers are left, and "
-                               "no others came within cluster.start_timeout_s = "
-                               f"{self.cluster.start_timeout_s:g}; see whether the cluster still "
+            raise ClusterError(f"only {alive} of {self.cluster.num_workers} workers are alive, and "
+                               "no others joined within cluster.start_timeout_s = "
+                               f"{self.cluster.start_timeout_s:g}; check that the cluster still "
                                "has their CPUs or GPUs, or lower cluster.min_workers and resume.")
 
     def hang_timeout_s(self) -> float:
-        """Seconds without a minibatch after which a worker hangs: derived from what was measured."""
+        """Seconds without a minibatch after which a worker hangs, from measured step times."""
         typical = statistics.median(self._minibatch_s) if self._minibatch_s else 0.0
         return max(self.failure.hang_timeout_s, _HANG_FACTOR * typical)
 
@@ -259,14 +254,14 @@ class Dispatcher:
             self.pool.submit(state.waiting.popleft())
 
     def _watch(self) -> None:
-        """Ends workers that hang: processes that are there, and make no progress."""
+        """Kill hung workers: processes that are alive and make no progress."""
         now, deadline_s = self._awake.now, self.hang_timeout_s()
         seen: dict[int, tuple[object, float]] = {}
         for worker, progress in self.pool.progress().items():
             before, since = self._seen.get(worker, (None, now))
             seen[worker] = (progress, since if progress == before else now)
-        # one that hangs leaves the others working: where all are silent, they wait for something
-        # that they share
+        # a single hung worker leaves the others working; if all are silent, they wait for a shared
+        # resource
         if len(seen) > 1 and all(now - since > deadline_s / 2 for _, since in seen.values()):
             deadline_s *= _SHARED
         for worker, (last, since) in seen.items():
@@ -278,9 +273,9 @@ class Dispatcher:
     def _settle(self, outcome: Outcome, states: list[OuterIterationState]) -> None:
         state = next((r for r in states if r.plan.outer_iter == outcome.job.outer_iter), None)
         if state is None or outcome.job.job not in state.unsettled:
-            if isinstance(outcome, JobResult):  # the same twice
+            if isinstance(outcome, JobResult):  # duplicate result
                 self.num_discarded += 1
-                self.ledger.discarded(outcome, "nobody waits for it")
+                self.ledger.discarded(outcome, "duplicate or late result")
             return
         state.running.discard(outcome.job.job)
         if isinstance(outcome, JobFailure):
@@ -322,7 +317,7 @@ class Dispatcher:
         if isinstance(failure.error, DamagedArchiveError) and self.on_corrupt == "quarantine":
             self._after_damage(state, failure, failure.error)
             return
-        # wrong data stay wrong however often they are read
+        # invalid data stay invalid however often they are read
         if isinstance(failure.error, NgsgdError):
             raise failure.error
         self.num_deaths += failure.worker_died
@@ -337,16 +332,16 @@ class Dispatcher:
             self._give_up_after(state, failure, who, tries - hangs)
         elif self.failure.policy == "retry":
             state.waiting.appendleft(replace(job, attempt=job.attempt + 1))
-            self._emit_failure(failure, f"{who}; its shard runs again{failure.last_words}.")
+            self._emit_failure(failure, f"{who}; its shard is retried{failure.last_words}.")
         elif self.failure.policy == "defer":
             self._failures[job.pieces[0]] = tries
             state.deferred += job.pieces
             self._give_up(state, job, "deferred", failure.reason)
-            self._emit_failure(failure, f"{who}; its shard is put off to the next outer "
+            self._emit_failure(failure, f"{who}; its shard is deferred to the next outer "
                                         f"iteration{failure.last_words}.")
         else:
             self._give_up(state, job, "dropped", failure.reason)
-            self._emit_failure(failure, f"{who}; its shard is left out, since failure.policy is "
+            self._emit_failure(failure, f"{who}; its shard is skipped, because failure.policy is "
                                         f"drop{failure.last_words}.")
 
     def _after_damage(self, state: OuterIterationState, failure: JobFailure,
@@ -354,53 +349,55 @@ class Dispatcher:
         if error.archive not in self._damaged:
             self._damaged.add(error.archive)
             self.emit_incident("archive_quarantined",
-                               f"archive {error.archive} is damaged and is not read again in this "
-                               f"run, since egs.on_corrupt is quarantine: {error}",
+                               f"archive {error.archive} is damaged and is skipped for the rest of "
+                               f"this run, because egs.on_corrupt is quarantine: {error}",
                                failure.job.outer_iter, failure.job.job, failure.worker)
         self._quarantine_damaged(state, failure.job)
 
     def _quarantine_damaged(self, state: OuterIterationState, job: Job) -> None:
-        # what else the job would have read is left out this once, and is sound
+        # the other work items of the job are sound; they are skipped this once
         state.quarantined += [piece for piece in job.pieces if piece.shard.archive in self._damaged]
         self._give_up(state, job, "quarantined", "its archive is damaged")
 
     def _give_up_after(self, state: OuterIterationState, failure: JobFailure, who: str,
                        tries: int) -> None:
-        """All attempts failed: poison if workers died of it, bad luck otherwise."""
+        """Quarantine the shard if workers died on it repeatedly; otherwise drop it."""
         job = failure.job
         where = f"archive {job.shard.archive}, frame {job.shard.frame}"
         if not failure.worker_died:
             self._give_up(state, job, "dropped", failure.reason)
-            self.emit_incident("job_dropped", f"{who}; {where} is left out of this outer iteration "
-                                              f"after {tries} attempts"
-                               f"{failure.last_words}.", job.outer_iter, job.job, failure.worker)
+            self.emit_incident("job_dropped", f"{who}; {where} is skipped in this outer iteration "
+                                              f"after {tries} attempts{failure.last_words}.",
+                                              job.outer_iter, job.job, failure.worker)
         elif self.failure.on_repeated_crash == "stop":
-            raise ClusterError(f"{who}; {where} has ended {tries} workers, and "
-                               "failure.on_repeated_crash is stop: look at that archive, then "
+            raise ClusterError(f"{who}; {where} crashed {tries} workers, and "
+                               "failure.on_repeated_crash is stop: inspect that archive, then "
                                f"resume{failure.last_words}.")
         else:
             state.quarantined += job.pieces
             self._give_up(state, job, "quarantined", failure.reason)
             self.emit_incident("shard_quarantined",
-                               f"{who}; {where} has ended {tries} workers and is not tried again "
-                               "in this run"
-                               f"{failure.last_words}.", job.outer_iter, job.job, failure.worker)
+                               f"{who}; {where} crashed {tries} workers and is quarantined for the "
+                               f"rest of this run{failure.last_words}.",
+                               job.outer_iter, job.job, failure.worker)
 
     def _give_up_after_hangs(self, state: OuterIterationState, failure: JobFailure, who: str,
                              hangs: int) -> None:
-        """Every worker hung: a deadlock that comes with the data, or a machine that does not work;
-        not poison in any case.
+        """Drop a shard on which every worker hung: a deadlock in the data or a broken machine.
+
+        Hangs never quarantine a shard.
         """
         job = failure.job
         where = f"archive {job.shard.archive}, frame {job.shard.frame}"
         if self.failure.on_repeated_crash == "stop":
-            raise ClusterError(f"{who}; {where} was lost with {hangs} workers that had to be "
-                               "killed, and failure.on_repeated_crash is stop: see why they hang, "
-                               f"then resume{failure.last_words}.")
+            raise ClusterError(f"{who}; {hangs} workers hung on {where} and were killed, and "
+                               "failure.on_repeated_crash is stop: find out why they hang, then "
+                               f"resume{failure.last_words}.")
         self._give_up(state, job, "dropped", failure.reason)
-        self.emit_incident("job_dropped", f"{who}; {where} is left out of this outer iteration "
-                                          f"after {hangs} workers that had "
-                           f"to be killed{failure.last_words}.", job.outer_iter, job.job,
+        self.emit_incident("job_dropped", f"{who}; {where} is skipped in this outer iteration "
+                                          f"after {hangs} workers hung and were "
+                                          f"killed{failure.last_words}.",
+                                          job.outer_iter, job.job,
                            failure.worker)
 
     def _give_up(self, state: OuterIterationState, job: Job, event: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Initial parameters of each job, under each way of averaging."""
+"""Initial parameters of each job, for every averaging method."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ from ngsgd.training.worker_pool import VectorRefcount
 
 @dataclass(frozen=True)
 class _Left:
-    """The result of a job that the next job of its slot starts from."""
+    """Result of a job that the next job of its slot starts from."""
 
     outer_iter: int
     own: VectorRef
 
 
 class JobInitializer:
-    """Jobs start from the broadcast model; overlap and streaming also need the slot's previous result.
+    """Computes the initial state of jobs.
 
-    Overlap adds the slot's last parameter delta to a model that does not contain it yet.  Streaming
-    continues from the slot's own parameters.
+    Jobs start from the broadcast model. Overlap and streaming also need the previous result of the
+    job slot.
+
+    Overlap adds the last parameter delta of the slot to a model that does not contain it yet.
+    Streaming continues from the last parameters of the slot.
     """
 
     def __init__(self, config: OuterConfig, refcount: VectorRefcount, *,
                  mean_fisher: Callable[[Sequence[Fisher]], Fisher] | None = None) -> None:
         self.config = config
-        # what makes one of all jobs', for every job to go on from; None: each its own
+        # combines the estimates of all jobs to one for every job; None: each slot keeps its
+        # estimates
         self.mean_fisher = mean_fisher
-        # by job: the Fisher estimates that its last run ended with
+        # job -> Fisher estimates that its last run ended with
         self.fisher: dict[int, Fisher] = {}
         self.need_own = config.jobs_keep_state
         self.delay = config.fragment_delay if config.kind == "streaming" else int(config.overlap)
@@ -43,16 +47,16 @@ class JobInitializer:
 
     @property
     def are_ahead(self) -> bool:
-        """Jobs may start before the outer iteration of their predecessors has been averaged."""
+        """Whether jobs may start before the outer iteration of their predecessors is averaged."""
         return self.delay > 0
 
     def fragment(self, outer_iter: int) -> tuple[int, int]:
-        """(which, of how many) fragment is averaged in an outer iteration."""
+        """(index, count) of the fragment that is averaged in an outer iteration."""
         count = self.config.num_fragments if self.config.kind == "streaming" else 1
         return outer_iter % count, count
 
     def of(self, plan: Plan, job: int, model: VectorRef) -> JobInit:
-        """The initial state of a job; without a previous result, the broadcast model."""
+        """Return the initial state of a job: without a previous result, the broadcast model."""
         fisher = self.fisher.get(job)
         if self.mean_fisher is not None and self.fisher:
             fisher = self.mean_fisher([left for _, left in sorted(self.fisher.items())])
@@ -68,7 +72,7 @@ class JobInitializer:
         return JobInit(model, left.own, mix=self.config.fragment_mixing, take=self.fragment(averaged) if averaged >= 0 else None)
 
     def remember(self, job: int, state: OuterIterationState) -> None:
-        """Keep the result of a job of `state`; it replaces that of its predecessor."""
+        """Keep the result of a job of `state`; it replaces the result of its predecessor."""
         result = state.results.get(job)
         if result is not None and result.fisher is not None and job not in state.rejection_reasons:
             self.fisher[job] = result.fisher

@@ -1,7 +1,8 @@
-"""The parameter delta of a job, entry by entry: how far it went, and how far it could have gone.
+"""Norms of the parameter delta of a job per entry, and the largest norms that clipping allows.
 
-The worker measures it next to the digest, from the vector that it sends, so that a result can be
-judged by a few numbers wherever its vector is kept (`ngsgd.training.validation.plausibility`).
+The worker measures them together with the digest, from the vector that it sends. A result can then
+be checked by a few numbers wherever its vector is stored
+(`ngsgd.training.validation.plausibility`).
 
 Letters: E entries of the layout that the result holds.
 """
@@ -21,9 +22,9 @@ from ngsgd.config import OptimizerConfig
 from ngsgd.optim import SGD
 from ngsgd.training.parameter_vector import FlatLayout, Pieces, Vector
 
-# elements: three float32 chunks fit into the cache of a core
+# elements; three float32 chunks fit into the cache of a core
 _CHUNK = 1 << 16
-# of one step, relative to the parameters: half an ulp, doubled
+# rounding error of one step, relative to the parameters: half an ulp, doubled
 _ROUNDING = 2.0**-23
 # relative error of the norms that the optimizer computes in float32
 _NORM_ERROR = 1e-3
@@ -32,15 +33,15 @@ PartOfStart = Callable[[slice], Vector]
 
 
 class ChangeLimits(NamedTuple):
-    """The longest delta that update-norm clipping allows; Inf: no limit is known."""
+    """Largest delta norms that update-norm clipping allows; Inf: no limit is known."""
 
-    # by name of the entry; entries without a limit are missing
+    # entry name -> limit; entries without a limit are missing
     entries: Mapping[str, float]
-    # of the entries in `entries` together
+    # limit of all entries in `entries` together
     model: float
-    # share of the start that the job may take off before its first minibatch
+    # fraction of the initial parameters that the job may remove before its first minibatch
     shrinkage: float
-    # share of the parameters by which float32 rounding may add to a delta
+    # fraction of the parameters by which float32 rounding may increase a delta
     rounding: float
 
 
@@ -54,28 +55,31 @@ class Deltas:
     norms_E: npt.NDArray[np.float64]  # of end - start
     # component of end - start in the direction of the start
     along_E: npt.NDArray[np.float64]
-    starts_E: npt.NDArray[np.float64]  # of the start
-    # the longest delta possible; Inf: not known
+    starts_E: npt.NDArray[np.float64]  # of the initial parameters
+    # largest possible norm; Inf: not known
     limits_E: npt.NDArray[np.float64]
-    # the same for all entries with a limit together
+    # limit for all limited entries together
     limit: float
 
 
 def change_limits(
     model: nn.Module, optimizer: SGD, settings: OptimizerConfig, num_minibatches: int, lr: float
 ) -> ChangeLimits:
-    """The bounds of update-norm clipping on the delta of a job of so many minibatches.
+    """Bound the delta of a job of `num_minibatches` minibatches by update-norm clipping.
 
-    Each step changes a component by at most max_change and the whole model by at most
-    max_param_change, in L2 norm; momentum and weight decay are part of the change that is clipped
-    (`ngsgd.ops.max_change`).  By the triangle inequality a job of M minibatches changes a component
-    by at most M max_change, and any set of components by at most M max_param_change.  Backstitch
+    Each step changes a component by at most max_change and the complete model by at most
+    max_param_change, in L2 norm. Momentum and weight decay are part of the change that is clipped
+    (`ngsgd.ops.max_change`). By the triangle inequality a job of M minibatches changes a component
+    by at most M max_change, and any set of components by at most M max_param_change. Backstitch
     makes two steps per minibatch, which scale the limits by alpha and 1 + alpha: 1 + 2 alpha in
-    all.  `proportional_shrink` first removes a share of the start.
+    total. `proportional_shrink` first removes a fraction of the initial parameters.
 
-    Entries without a bound: buffers such as the statistics of batch normalization; matrices under
-    the orthonormal constraint, which is applied after the step; parameters that the optimizer does
-    not have; the second name of a shared parameter.
+    Entries without a bound:
+
+    - buffers such as the statistics of batch normalization
+    - matrices under the orthonormal constraint, which is applied after the step
+    - parameters that the optimizer does not hold
+    - the second name of a shared parameter
     """
     steps = num_minibatches * (1.0 + 2.0 * settings.backstitch_scale) * (1.0 + _NORM_ERROR)
     of_model = optimizer.max_param_change or math.inf
@@ -102,12 +106,15 @@ def measure(
     pieces: Pieces,
     limits: ChangeLimits,
 ) -> Deltas:
-    """The norms of a result that holds `pieces` of the model.
+    """Compute the norms of a result that holds `pieces` of the model.
 
     Args:
         sent: the vector of the result.
-        is_delta: it holds end - start, not the parameters at the end.
-        start: returns a part of the parameters that the job started from.
+        is_delta: True if the result holds end - start; False if it holds the final parameters.
+        start: returns a part of the initial parameters of the job.
+        layout: names and offsets of the entries.
+        pieces: parts of the layout that the result holds.
+        limits: see `change_limits`.
     """
     names = [layout.name_at(target.start) for target, _ in pieces]
     sums = np.array(
@@ -130,7 +137,8 @@ def _sums(
 ) -> tuple[float, float, float]:
     """(|delta|^2, <delta, start>, |start|^2) of one entry, without a second vector in memory."""
     sums = [0.0, 0.0, 0.0]
-    # damage may be as large as 1e38: squares overflow float32, and Inf is what is wanted then
+    # damaged values may be as large as 1e38; their squares overflow float32, and Inf is intended
+    # then
     with np.errstate(over="ignore", invalid="ignore"):
         for first in range(0, len(sent), _CHUNK):
             part = sent[first : first + _CHUNK]

@@ -1,4 +1,4 @@
-"""A model's parameters as one flat float32 vector, in a fixed order: what travels between workers and coordinator."""
+"""The parameters of a model as one flat float32 vector in a fixed order, the unit of transfer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 Vector = npt.NDArray[np.float32]
-# of such vectors: rounded only where the outer step ends
+# mean of such vectors: rounded to float32 only at the end of the outer step
 Mean = npt.NDArray[np.float64]
-# (part of the model, where a shorter vector holds it)
+# (slice of the model, slice of a shorter vector that holds it)
 Pieces = tuple[tuple[slice, slice], ...]
 
 
@@ -35,7 +35,7 @@ class FlatLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each entry begins; one more at the end."""
+        """Offset of each entry, followed by the total size."""
         return (0, *accumulate(int(np.prod(shape)) for shape in self.shapes))
 
     @property
@@ -43,20 +43,20 @@ class FlatLayout:
         return self.offsets[-1]
 
     def by_name(self) -> dict[str, tuple[int, ...]]:
-        """Name to shape."""
+        """Shapes by name."""
         return dict(zip(self.names, self.shapes, strict=True))
 
     def part(self, name: str) -> slice:
-        """Where an entry lies in the vector."""
+        """Slice of the vector that holds an entry."""
         index = self.names.index(name)
         return slice(self.offsets[index], self.offsets[index + 1])
 
     def name_at(self, element: int) -> str:
-        """The entry that an element of the vector belongs to."""
+        """Name of the entry that contains an element of the vector."""
         return self.names[bisect_right(self.offsets, element) - 1]
 
     def flatten(self, state: Mapping[str, Tensor], out: Vector | None = None) -> Vector:
-        """The vector, written into `out` if given: one copy per tensor, from whatever device it is on."""
+        """Return the vector, written into `out` if given; one copy per tensor from any device."""
         vector = np.empty(self.size, dtype=np.float32) if out is None else out
         whole = torch.from_numpy(vector)
         for name, first, stop in zip(self.names, self.offsets, self.offsets[1:], strict=False):
@@ -64,13 +64,13 @@ class FlatLayout:
         return vector
 
     def unflatten(self, vector: Vector) -> dict[str, Tensor]:
-        """Copies, so that nothing aliases the vector (Ray hands out read-only memory)."""
+        """Return copies, which do not alias the vector (vectors from Ray are read-only memory)."""
         return {name: torch.tensor(vector[first:stop]).reshape(shape) for name, shape, first, stop
                 in zip(self.names, self.shapes, self.offsets, self.offsets[1:], strict=False)}
 
     def load(self, model: nn.Module, vector: Vector) -> None:
-        """Sets the model's floating-point entries, with one copy; counters and the like stay as they are."""
-        # torch knows no read-only tensors and warns of memory that is; nobody writes here
+        """Load the floating-point entries with one copy; other entries, such as counters, stay."""
+        # torch has no read-only tensors and warns about read-only memory; nothing writes to it here
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
             whole = torch.from_numpy(vector)
@@ -79,22 +79,24 @@ class FlatLayout:
         model.load_state_dict(parts, strict=False)
 
     def relative_change(self, before: Vector, after: Vector) -> dict[str, float]:
-        """Per entry: norm of the change over norm of the entry before."""
+        """Norm of the change over the norm before, per entry."""
         parts = {name: slice(first, stop) for name, first, stop in zip(self.names, self.offsets, self.offsets[1:], strict=False)}
         return {name: float(np.linalg.norm(after[part] - before[part])) / max(float(np.linalg.norm(before[part])), 1e-10)
                 for name, part in parts.items()}
 
     def statistics(self) -> tuple[slice, ...]:
-        """The entries that are statistics of the data, such as batch normalisation's, and not parameters."""
+        """Entries that hold statistics of the data, such as those of batch normalization."""
         return tuple(self.part(name) for name in self.names if name.rpartition(".")[2] in ("running_mean", "running_var"))
 
     def mean_and_variance(self) -> tuple[tuple[slice, slice], ...]:
-        """(running_mean, running_var) of each normalisation layer."""
+        """(running_mean, running_var) of each normalization layer."""
         owners = [name.rpartition(".")[0] for name in self.names if name.endswith("running_var")]
         return tuple((self.part(_join(owner, "running_mean")), self.part(_join(owner, "running_var"))) for owner in owners)
 
     def fragment(self, index: int, count: int) -> Pieces:
-        """Every `count`-th layer from layer `index` on, a layer being one module's own entries."""
+        """Every `count`-th layer from layer `index`; a layer is the direct entries of one
+        module.
+        """
         layers = list(dict.fromkeys(name.rpartition(".")[0] for name in self.names))
         chosen = set(layers[index::count])
         pieces, filled = [], 0

@@ -1,4 +1,4 @@
-"""Partitioning of an outer iteration's data over its jobs: equal, or by the speed of the workers."""
+"""Partitioning of the data of an outer iteration over its jobs: equal, or by worker speed."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ from ngsgd.schedules import Shard
 from ngsgd.training.job import JobResult, WorkItem
 
 Work = tuple[tuple[WorkItem, ...], ...]
-# of what a worker is expected to do: what is left over comes back
+# factor of the expected amount of work; unfinished work is returned
 _AMPLE = 1.3
 
 
 class EqualPartitioner:
-    """One complete shard for each job, as in Kaldi; deferred work items are separate jobs."""
+    """Assigns one complete shard to each job, as in Kaldi; deferred work items are separate
+    jobs.
+    """
 
-    # an outer iteration takes as long as it takes
+    # no time limit
     round_s = math.inf
 
     def num_passes(self, num_jobs: int, pending: Sequence[WorkItem]) -> int:
-        """Fresh passes that an outer iteration of so many jobs begins."""
+        """Number of new passes that an outer iteration of `num_jobs` jobs begins."""
         return num_jobs
 
     def work(self, fresh: Sequence[WorkItem], pending: Sequence[WorkItem], num_jobs: int) -> Work:
-        """The pieces of each job."""
+        """Work items of each job."""
         return tuple((piece,) for piece in (*fresh, *pending))
 
     def observe(self, results: Sequence[JobResult]) -> None:
-        """Update the estimated speed of the workers from an outer iteration."""
+        """Update the estimated speed of the workers from the results of an outer iteration."""
 
 
 class SpeedPartitioner(EqualPartitioner):
-    """The same amount of data, cut so that all jobs should end together: a slow worker's job is shorter.
+    """Distributes the same amount of data so that all jobs end together: slow workers get less.
 
-    The cut depends on the clock, so runs are not reproducible; each job still is.
+    The split depends on measured times, so runs are not reproducible; each job is.
     """
 
     def __init__(self, num_minibatches: Callable[[Shard], int]) -> None:
         self.num_minibatches = num_minibatches
-        # by job, minibatches per second; a job keeps to its worker where it can
+        # job -> minibatches per second; a job is assigned to the same worker where possible
         self._speed: dict[int, float] = {}
 
     def work(self, fresh: Sequence[WorkItem], pending: Sequence[WorkItem], num_jobs: int) -> Work:
@@ -66,7 +68,7 @@ class SpeedPartitioner(EqualPartitioner):
 
 
 class TimeBudgetPartitioner(SpeedPartitioner):
-    """Outer iterations of fixed duration: each job works until the time is over and is weighted by its examples."""
+    """Gives each job a fixed duration; results are weighted by their number of examples."""
 
     def __init__(self, num_minibatches: Callable[[Shard], int], round_s: float) -> None:
         super().__init__(num_minibatches)
@@ -86,7 +88,7 @@ class TimeBudgetPartitioner(SpeedPartitioner):
 
 
 def make_partitioner(config: ScheduleConfig, count: Callable[[Shard, int], int]) -> EqualPartitioner:
-    """The configured partitioner; `count` returns the minibatches of a shard, given their size."""
+    """Build the configured partitioner; `count(shard, size)` returns the minibatches of a shard."""
     def num_minibatches(shard: Shard) -> int:
         return count(shard, config.minibatch_size)
     if config.load_balancing == "none":
@@ -97,9 +99,9 @@ def make_partitioner(config: ScheduleConfig, count: Callable[[Shard, int], int])
 
 
 def cut(pieces: Sequence[WorkItem], targets: Sequence[int], size: Callable[[WorkItem], int]) -> Work:
-    """Pieces in order, dealt to jobs of `targets` minibatches; the last job takes what is left over.
+    """Split work items in order over jobs of `targets` minibatches; the last job gets the rest.
 
-    Nothing is lost and nothing met twice; jobs that would get nothing are left out.
+    Every minibatch is assigned exactly once. Jobs without work are omitted.
     """
     queue = deque(pieces)
     work: list[list[WorkItem]] = []

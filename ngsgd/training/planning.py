@@ -14,22 +14,22 @@ from ngsgd.training.partitioning import EqualPartitioner, Work
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands after a committed outer iteration."""
+    """Progress of a run after a committed outer iteration."""
 
     # the last one committed; -1 before the first
     outer_iter: int = -1
-    # passes over archives that were planned up to there
+    # passes over archives planned up to and including outer_iter
     passes_done: int = 0
     frames_processed: int = 0
-    # of training, over all processes that worked on the run
+    # training time over all processes that worked on the run
     elapsed_s: float = 0.0
-    # put off to a later outer iteration
+    # work deferred to a later outer iteration
     pending: tuple[WorkItem, ...] = ()
-    # given up: whoever worked on them died
+    # work that is never retried, because the workers on it died
     quarantined: tuple[WorkItem, ...] = ()
     # below 1 after roll-backs
     lr_scale: float = 1.0
-    # factors on layers' rates (optimizer.equalize_layers)
+    # factors on the learning rates of layers (optimizer.equalize_layers)
     layer_rates: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -39,13 +39,13 @@ class Plan:
 
     iteration: OuterIteration
     work: Work
-    # passes that begin in it
+    # passes that begin in this outer iteration
     num_fresh: int
-    # of what had been put off
+    # deferred work that this outer iteration includes
     taken_up: tuple[WorkItem, ...] = ()
-    # and nothing of the other jobs (Kaldi's early outer iterations)
+    # keep only the best job (early outer iterations in Kaldi)
     keeps_best: bool = False
-    # factors on layers' rates
+    # factors on the learning rates of layers
     layer_rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -58,21 +58,21 @@ class Plan:
 
 
 def passes_by_outer_iter(schedule: Schedule) -> list[int]:
-    """How many passes are planned before each outer iteration, and in all."""
+    """Number of passes planned before each outer iteration, and in total."""
     return [0, *accumulate(schedule.num_jobs(outer_iter) for outer_iter in range(schedule.num_outer_iters))]
 
 
 def next_plan(schedule: Schedule, progress: Progress, partitioner: EqualPartitioner, *, max_jobs: int | None = None) -> Plan | None:
-    """The outer iteration that follows; None when all the data has been processed.
+    """Return the next outer iteration, or None if all data have been processed.
 
-    What was put off comes first, or alone after the last.  Where `max_jobs` is less than the schedule's jobs there are fewer
-    of them and more outer iterations; jobs and learning rate go with the data processed, so the rest of the schedule
-    stays what it was.
+    Deferred work comes first; after the last outer iteration it runs alone. If `max_jobs` is less
+    than the jobs of the schedule, there are fewer jobs and more outer iterations. Number of jobs
+    and learning rate are functions of the data processed, so the rest of the schedule is unchanged.
     """
     planned = passes_by_outer_iter(schedule)
     here = progress.passes_done
     outer_iter = progress.outer_iter + 1
-    # where the schedule is after so many passes; without shortage that is outer_iter itself
+    # position of the schedule after so many passes; without a shortage it equals outer_iter
     stage = min(bisect_right(planned, here) - 1, schedule.num_outer_iters - 1)
     num_jobs = min(schedule.num_jobs(stage), max_jobs or planned[-1])
     num_fresh = min(partitioner.num_passes(num_jobs, progress.pending), planned[-1] - here)

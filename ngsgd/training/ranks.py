@@ -1,4 +1,4 @@
-"""The processes that train one job together, as a worker sees them."""
+"""The interface of a worker to the group of processes that train one job together."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from ngsgd.training.parameter_vector import Vector
 
 
 class Ranks:
-    """A process that trains alone.  A group of processes overrides everything (`ngsgd.cluster.groups`)."""
+    """A group of one process; larger groups override every method (`ngsgd.cluster.groups`)."""
 
     rank = 0
     size = 1
 
     def start_vector(self, read: Callable[[], Vector], size: int) -> Vector:
-        """The parameters before the first minibatch; only rank 0 calls `read`."""
+        """Return the parameters before the first minibatch; only rank 0 calls `read`."""
         return read()
 
     def sum_gradients(self, model: nn.Module, num_examples: int) -> int:
-        """Replace every gradient by its sum over the ranks; returns the sum of their examples."""
+        """Replace every gradient by its sum over the ranks; return the sum of their examples."""
         return num_examples
 
     def sum_(self, values: Sequence[Tensor]) -> None:
         """Replace 0-d tensors by their sums over the ranks."""
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on a rank."""
+        """Return True if the flag is True on any rank."""
         return flag
 
     def of_rank(self, first: int, stop: int) -> Iterator[int]:
-        """The numbers of this rank's minibatches."""
+        """Indices of the minibatches of this rank."""
         return iter(range(first + self.rank, stop, self.size))
 
 

@@ -1,6 +1,6 @@
-"""What the coordinator reports: plain numbers, ready for a log line, a chart or a JSON file.
+"""Records of a run: plain numbers for log lines, charts and JSON files.
 
-Objective functions are per frame and go up.
+Objective functions (objf) are per frame; higher is better.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from typing import Any, TypeVar
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One job of one outer iteration, as it ended."""
+    """The outcome of one job of one outer iteration."""
 
     # 0-based within the outer iteration
     job: int
-    # slot that ran it; stable when a worker process is replaced
+    # worker slot that ran the job; unchanged when the worker process is replaced
     worker: int
     # 1 for the first try
     attempt: int
     num_frames: int
     num_minibatches: int
-    # mean over the job while it trained, nats per frame
+    # mean over the job during training, nats per frame
     objf: float
-    # share of frames, 0 to 1
+    # frame accuracy, 0 to 1
     accuracy: float
     # from the first minibatch to the last
     seconds: float
-    # share of layer updates shortened by max_change, 0 to 1
+    # fraction of layer updates clipped by max_change, 0 to 1
     max_change_share: float
-    # share of minibatches shortened by max_param_change, 0 to 1
+    # fraction of minibatches whose update was clipped by max_param_change, 0 to 1
     max_param_change_share: float
     # minibatches skipped because a gradient was not finite
     num_skipped: int
     accepted: bool
-    # why it was rejected; empty when accepted
+    # reason of the rejection; empty when accepted
     reason: str
-    # of the Fisher estimates at the end, by layer and side
+    # diagnostics of the Fisher estimates at the end of the job, by layer and side
     health: dict[str, float] = field(default_factory=dict)
-    # when its result arrived, on the clock of OuterIterationRecord.elapsed_s
+    # arrival time of the result, on the clock of OuterIterationRecord.elapsed_s
     ended_s: float = 0.0
-    # of a worker on another machine than the coordinator's
+    # host name of a worker on another machine than the coordinator
     host: str = ""
-    # the load of that machine at the job's end
+    # load of that machine at the end of the job
     machine: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -54,10 +54,10 @@ class JobRecord:
 
 @dataclass(frozen=True)
 class SubsetScore:
-    """The model on a fixed subset of frames."""
+    """Score of the model on a fixed subset of frames."""
 
     objf: float                # nats per frame
-    # share of frames, 0 to 1
+    # frame accuracy, 0 to 1
     accuracy: float
 
 
@@ -69,50 +69,51 @@ class OuterIterationRecord:
     num_outer_iters: int
     num_jobs: int              # planned
     num_accepted: int
-    # data passes done after this outer iteration, in epochs
+    # passes over the data completed after this outer iteration, in epochs
     epoch: float
     num_epochs: float
-    # since the start of the run, over all accepted jobs; the x axis of every chart
+    # total over all accepted jobs since the start of the run; the x axis of every chart
     frames_processed: int
     effective_lr: float        # per frame
-    # per frame, of each job
+    # learning rate of each job, per frame
     lr: float
-    # of the outer optimiser: lr is effective_lr * num_jobs / gain
+    # gain of the outer optimizer: lr is effective_lr * num_jobs / gain
     gain: float
-    # the averaged model on the fixed training subset
+    # score of the averaged model on the fixed training subset
     train: SubsetScore
-    # the averaged model on the fixed held-out subset
+    # score of the averaged model on the fixed validation subset
     valid: SubsetScore
     jobs: tuple[JobRecord, ...]
-    # per layer: norm of this outer iteration's change over norm of the parameters
+    # per layer: norm of the change in this outer iteration over the norm of the parameters
     relative_change: dict[str, float]
-    compute_s: float           # waiting for jobs
+    compute_s: float           # time spent waiting for jobs
     average_s: float
     checkpoint_s: float
-    # that training waited for diagnostics; they run beside the next outer iteration
+    # time training waited for diagnostics, which run concurrently with the next outer iteration
     diagnostics_s: float
-    # since this process began training
+    # seconds since this process began training
     elapsed_s: float
-    # estimate for the outer iterations to come
+    # estimated seconds for the remaining outer iterations
     left_s: float
-    # without a minibatch after which a worker is replaced; derived from what was measured
+    # seconds without a minibatch after which a worker is replaced; derived from measurements
     patience_s: float = 0.0
     # at the end of the outer iteration
     workers_alive: int = 0
-    # of workers, since this process began training
+    # deaths of workers since this process began training
     num_deaths: int = 0
-    # results that nobody waited for, likewise
+    # late or duplicate results that were discarded since this process began training
     num_discarded: int = 0
-    # further numbers of the task's evaluation (`Evaluation.figures`)
+    # additional values of the task's evaluation (`Evaluation.figures`)
     diagnostics: dict[str, float] = field(default_factory=dict)
-    # pieces of work put off to a later outer iteration
+    # work items deferred to a later outer iteration
     num_deferred: int = 0
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> OuterIterationRecord:
-        """The record that `asdict` made these values of; other entries of a log line are ignored.
+        """Build a record from the values of `asdict`; other entries of a log line are ignored.
 
-        Raises KeyError, TypeError or ValueError where an entry is missing or has another type.
+        Raises:
+            KeyError, TypeError, ValueError: an entry is missing or has another type.
         """
         jobs = tuple(_from_json(JobRecord, job) for job in values["jobs"])
         subsets = {name: _from_json(SubsetScore, values[name]) for name in ("train", "valid")}
@@ -120,13 +121,13 @@ class OuterIterationRecord:
 
     @property
     def skew(self) -> float:
-        """How much longer the slowest accepted job took than the median one, as a share of the median."""
+        """Extra duration of the slowest accepted job, as a fraction of the median duration."""
         seconds = [job.seconds for job in self.jobs if job.accepted]
         return max(seconds) / max(statistics.median(seconds), 1e-9) - 1.0 if seconds else 0.0
 
     @property
     def objf(self) -> float:
-        """Mean objf per frame while the accepted jobs trained."""
+        """Mean objf per frame of the accepted jobs during training."""
         return self._frame_mean("objf")
 
     @property
@@ -143,7 +144,7 @@ class OuterIterationRecord:
 
     @property
     def health(self) -> dict[str, float]:
-        """Mean over the accepted jobs of what each says of its Fisher estimates."""
+        """Mean of each Fisher diagnostic over the accepted jobs."""
         values: dict[str, list[float]] = {}
         for job in self.jobs:
             if job.accepted:
@@ -159,7 +160,7 @@ class OuterIterationRecord:
 
 @dataclass(frozen=True)
 class FinalReport:
-    """What the run came to."""
+    """Final results of a run."""
 
     # on the test set: "%WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]"
     wer: str
@@ -169,44 +170,46 @@ class FinalReport:
     valid: SubsetScore
     frames_processed: int
     seconds: float
-    # what was written: label -> path
+    # files written, by label: path
     files: dict[str, str] = field(default_factory=dict)
-    # of a task of the user's own, by name, such as valid/loss
+    # metrics of a custom task, by name, such as valid/loss
     metrics: dict[str, float] = field(default_factory=dict)
     # 95 % confidence interval of the test WER in percent: low, high; empty where it is not known
     interval: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> FinalReport:
-        """The report that `asdict` made these values of; raises like `OuterIterationRecord.from_json`."""
+        """Build a report from the values of `asdict`; raises like
+        `OuterIterationRecord.from_json`.
+        """
         subsets = {name: _from_json(SubsetScore, values[name]) for name in ("train", "valid")}
         return _from_json(cls, {**values, **subsets})
 
 
 @dataclass(frozen=True)
 class Incident:
-    """Something that was not planned, and what was done about it: one line in every log."""
+    """An unplanned event and the action taken; each is one line in every log."""
 
     # worker_died | job_failed | job_rejected | worker_replaced | interrupted | ...
     what: str
-    # one sentence: who, what, what was done
+    # one message: the worker or job, the event, the action taken
     message: str
     outer_iter: int
     job: int = -1              # -1: not about a job
     worker: int = -1
-    # when it was noticed, on the clock of OuterIterationRecord.elapsed_s
+    # time of detection, on the clock of OuterIterationRecord.elapsed_s
     elapsed_s: float = 0.0
 
 
 _Record = TypeVar("_Record")
-# by annotation: what JSON gives for it; a float that was NaN or a whole number stays a number
+# annotation -> types that JSON returns for it; NaN and integers are accepted for a float
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "SubsetScore": (SubsetScore,),
     "tuple[JobRecord, ...]": (tuple,), "dict[str, float]": (dict,), "dict[str, str]": (dict,)}
 
 
 def _from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
-    """A record of the given kind from its JSON values, each of which must have the annotated type."""
+    """Build a record from JSON values, each of which must have the annotated type."""
     found = {}
     for spec in fields(kind):  # type: ignore[arg-type]
         if spec.name not in values:
@@ -214,7 +217,7 @@ def _from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
         value, types = values[spec.name], _JSON_TYPES[str(spec.type)]
         is_flag = isinstance(value, bool) and bool not in types
         if is_flag or not isinstance(value, types):
-            raise TypeError(f"{spec.name} is {value!r}, not {spec.type}")
+            raise TypeError(f"{spec.name} is {value!r}; expected {spec.type}")
         if isinstance(value, dict):
             inner = _JSON_TYPES[str(spec.type).removeprefix("dict[str, ").removesuffix("]")]
             if not all(isinstance(one, inner) and not isinstance(one, bool) for one in value.values()):

@@ -1,4 +1,4 @@
-"""The settings of a run that the engine reads; those of models and data belong to the task."""
+"""The settings of a run that the training loop reads; tasks hold those of models and data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ngsgd.training.job import Fisher
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Sections of a run's configuration, and single options of other sections."""
+    """Sections of a run configuration, and single options of other sections."""
 
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -28,15 +28,15 @@ class EngineSettings:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     failure: FailureConfig = field(default_factory=FailureConfig)
     seed: int = 0
-    # on a damaged archive
+    # action on a damaged archive
     on_corrupt: Literal["stop", "quarantine"] = "stop"
     num_averaging_threads: int = 1
-    # whose disk's free space is reported
+    # folder of runs, whose free disk space is reported
     output_dir: str = "runs"
 
     @classmethod
     def of(cls, config: RunConfig, *, num_averaging_threads: int = 1) -> EngineSettings:
-        """Return the engine's part of a complete configuration."""
+        """Return the training settings of a complete configuration."""
         return cls(schedule=config.schedule, optimizer=config.optimizer, outer=config.outer,
                    cluster=config.cluster, failure=config.failure, seed=config.seed,
                    on_corrupt=config.egs.on_corrupt, num_averaging_threads=num_averaging_threads,
@@ -44,10 +44,10 @@ class EngineSettings:
 
     @property
     def keeps_fisher(self) -> bool:
-        """Whether a job continues from the Fisher estimates that a previous job left."""
+        """Whether a job continues from the Fisher estimates of a previous job."""
         return self.optimizer.keeps_curvature
 
     @property
     def mean_fisher(self) -> Callable[[Sequence[Fisher]], Fisher] | None:
-        """Averages the jobs' states where every job continues from the average; else None."""
+        """Function that averages the states of the jobs if every job continues from the average."""
         return mean_of_states(self.optimizer)

@@ -1,7 +1,8 @@
-"""The Task: everything that the engine knows about the model, the data and the objective.
+"""The Task interface: model, data and objective as the training loop uses them.
 
-The six abstract methods suffice for a fixed model.  The other methods have defaults; a task overrides
-them to prepare jobs (dropout schedules), to grow its model, or to make the held-out check cheaper.
+The six abstract methods suffice for a fixed model. The other methods have defaults. A task
+overrides them to prepare jobs (dropout schedules), to grow its model, or to make the held-out check
+cheaper.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from ngsgd.training.settings import EngineSettings
 
 @dataclass(frozen=True)
 class ShardGrid:
-    """The units of data that jobs are given: `Shard(archive, frame)` for all of both ranges."""
+    """Units of data that jobs are assigned: `Shard(archive, frame)` for all of both ranges."""
 
     num_archives: int
     # Kaldi: frames per example, one of which a pass reads
     shards_per_archive: int = 1
 
     def schedule(self, s: ScheduleConfig) -> Schedule:
-        """The outer iterations of a run over these units."""
+        """Build the schedule of a run over these units."""
         return Schedule(self.num_archives, self.shards_per_archive, s.num_epochs, s.lr_initial, s.lr_final,
                         s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step, s.lr_factors)
 
@@ -41,36 +42,36 @@ class Batch(NamedTuple):
 
     # tensors, or tuples and dictionaries of them: moved to the worker's device
     data: Any
-    # counted as processed, and as rows for the natural gradient
+    # number of examples: counted as processed, and as rows for the natural gradient
     num_examples: int
 
 
 class BatchLoss(NamedTuple):
-    """The objective of one minibatch and the sums that the engine reports."""
+    """Objective of one minibatch and the sums that are reported."""
 
     # minus the objf, summed over the examples; differentiable
     total: Tensor
-    # total weight of the examples, by which the sums are divided
+    # total weight of the examples; the sums are divided by it
     weight: Tensor | float
-    # weighted, for the accuracy
+    # weighted number of correct examples, for the accuracy
     num_correct: Tensor | float = 0.0
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model on fixed subsets of the data."""
+    """Scores of a model on fixed subsets of the data."""
 
     train: SubsetScore
     valid: SubsetScore
-    # further numbers, by name of a chart
+    # additional values, by name of a chart
     figures: dict[str, float] = field(default_factory=dict)
 
 
 class Growth:
-    """How a model changes its structure during a run; the model of this base class never does.
+    """Structure changes of a model during a run; the model of this base class never changes.
 
-    A stage says which parts of the model are in use.  All parts exist from the start, so parameter
-    vectors keep their size, and the stage is a function of the outer iteration alone.
+    A stage selects the active parts of the model. All parts exist from the start, so parameter
+    vectors keep their size. The stage is a function of the outer iteration alone.
     """
 
     def stage(self, outer_iter: int) -> Hashable:
@@ -82,112 +83,132 @@ class Growth:
         return False
 
     def network(self, model: nn.Module, stage: Hashable) -> nn.Module:
-        """The network to train in a stage; its modules are those of the model."""
+        """Return the network to train in a stage; its modules belong to the model."""
         return model
 
     def select(self, model: nn.Module, stage: Hashable) -> None:
-        """Make `model.forward` that of a stage."""
+        """Select the forward pass of a stage in `model`."""
 
     def new_parts(self, model: nn.Module, state: Mapping[str, Tensor], before: Hashable,
                   after: Hashable, seed: int) -> Mapping[str, Tensor]:
-        """The entries of the state that change from one stage to the next; `state` is not modified."""
+        """Return the state entries that change from one stage to the next; `state` is not
+        modified.
+        """
         return {}
 
 
 class Task(ABC):
-    """What is trained.  Every method is deterministic in its arguments and the task's settings."""
+    """Model, data and objective of a run.
+
+    Every method is deterministic in its arguments and the settings of the task.
+    """
 
     growth: Growth = Growth()
-    # objf of a model that knows only the number of classes; results below twice this value are
+    # objf of a model that always predicts the class frequencies; results below twice this value are
     # rejected
     chance_objf: float = -math.inf
-    # whether `batches` begins at any minibatch without making those before it
+    # whether `batches` can start at any minibatch without computing the earlier ones
     starts_anywhere: bool = False
-    # False: a drop of the held-out objf is no divergence, because another objective is trained
+    # False: a drop of the held-out objf is not a divergence, because another objective is trained
     optimizes_held_out_objf: bool = True
-    # whether only the optimizer changes parameters, so that update-norm clipping bounds a job's
-    # delta
+    # whether only the optimizer changes parameters, so that clipping bounds the delta of a job
     has_bounded_updates: bool = False
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A new model with its initial parameters; torch's random numbers are seeded (`seeded_model`)."""
+        """Return a new model with initial parameters; torch's generator is seeded
+        (`seeded_model`).
+        """
 
     @abstractmethod
     def shards(self) -> ShardGrid:
-        """The units of data that jobs are given."""
+        """Return the units of data that jobs are assigned."""
 
     @abstractmethod
     def num_batches(self, shard: Shard, size: int) -> int:
-        """The number of minibatches of about `size` examples in one pass over a shard."""
+        """Return the number of minibatches of about `size` examples in one pass over a shard."""
 
     @abstractmethod
     def batches(self, shard: Shard, size: int, *, seed: tuple[int, int, int], first: int = 0,
                 stop: int | None = None) -> Iterator[Batch]:
-        """Minibatches `first` to `stop` of a pass over a shard, in an order that `seed` decides.
+        """Yield minibatches `first` to `stop` of a pass over a shard, in an order given by `seed`.
 
-        `first` and `stop` select from the same sequence, whatever they are.  `seed` is (seed of the
-        run, outer iteration, job).
+        Args:
+            shard: unit of data.
+            size: approximate number of examples per minibatch.
+            seed: (seed of the run, outer iteration, job).
+            first: index of the first minibatch. It selects from the same sequence for any value.
+            stop: index after the last minibatch; None reads to the end.
         """
 
     @abstractmethod
     def loss(self, model: nn.Module, data: Any) -> BatchLoss:
-        """One forward pass over the data of a batch, on the model's device."""
+        """Compute the objective of one batch, whose data are on the device of the model."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> Evaluation:
-        """Score a model in evaluation mode on the CPU; called in a background thread, without gradients."""
+        """Score a model in evaluation mode on the CPU, without gradients, in a background
+        thread.
+        """
 
     def prepare_evaluation(self, model: nn.Module) -> None:  # noqa: B027  optional
         """Load held-out data and check the model, so that errors appear before training starts."""
 
     def held_out_objf(self, model: nn.Module) -> float:
-        """Objf on a small held-out subset; called once per outer iteration before the commit."""
+        """Return the objf on a small held-out subset; called before every commit."""
         return self.evaluate(model).valid.objf
 
     def prepare_job(self, model: nn.Module, *, progress: float, seed: int) -> None:
-        """Set up the model for a job; `progress` is the share of the data processed, 0 to 1."""
+        """Prepare the model for a job.
+
+        Args:
+            model: the model of the worker.
+            progress: fraction of the data processed so far, 0 to 1.
+            seed: seed of the random numbers of this job.
+        """
         torch.manual_seed(seed)
 
 
 class TaskSpec(Protocol):
-    """A small picklable description from which each worker process makes its task."""
+    """Small picklable description from which each worker process builds its task."""
 
     @property
     def settings(self) -> EngineSettings: ...
 
     def task(self, device: torch.device) -> Task:
-        """The task of a worker that computes on `device`."""
+        """Build the task of a worker that computes on `device`."""
 
 
 def seeded_model(task: Task, seed: int) -> nn.Module:
-    """A new model of the task; the random numbers of this process are as before.
+    """Build a new model of the task; the random state of this process is restored.
 
     Raises:
-        ConfigError: it cannot be averaged, or has nothing to train.
+        ConfigError: the model cannot be averaged, or has no trainable parameter.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = task.model()
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"the task's model is a {type(model).__name__}; it must be a torch.nn.Module.")
+        raise ConfigError(f"the model of the task is a {type(model).__name__}; return a "
+                          "torch.nn.Module.")
     wrong = [f"{name} ({str(value.dtype).removeprefix('torch.')})" for name, value in model.state_dict().items()
              if (value.is_floating_point() or value.is_complex()) and value.dtype != torch.float32]
     if wrong:
-        raise ConfigError(f"the model has {', '.join(wrong[:3])}; parameters and buffers must be float32, in which they are "
-                          "averaged.")
+        raise ConfigError(f"the model has {', '.join(wrong[:3])}; parameters and buffers are "
+                          "averaged in float32: convert them with model.float().")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train.")
+        raise ConfigError("the model has no trainable parameter; set requires_grad on at least "
+                          "one.")
     return model
 
 
-def to_device(data: Any, device: torch.device) -> Any:
-    """The data of a batch with its tensors on a device; other values are unchanged."""
+def data_to_device(data: Any, device: torch.device) -> Any:
+    """Copy the tensors of a batch to a device; other values are unchanged."""
     return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def map_tensors(data: Any, function: Callable[[Tensor], Any]) -> Any:
-    """The data of a batch with `function` of each tensor in place of it; other values are unchanged."""
+    """Replace each tensor of a batch by `function` of it; other values are unchanged."""
     if isinstance(data, Tensor):
         return function(data)
     if isinstance(data, tuple) and hasattr(data, "_fields"):

@@ -9,7 +9,7 @@ from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
 
 class Tracker(Protocol):
-    """A listener; it must return quickly and must not raise (the event log has the numbers in any case)."""
+    """Receives records; must return quickly and must not raise."""
 
     def outer_iteration(self, record: OuterIterationRecord) -> None: ...
 
@@ -18,11 +18,11 @@ class Tracker(Protocol):
     def finished(self, report: FinalReport) -> None: ...
 
     def close(self, status: str) -> None:
-        """The run ends; `status` is FINISHED, FAILED or KILLED."""
+        """End the run; `status` is FINISHED, FAILED or KILLED."""
 
 
 class Trackers:
-    """Passes every record on to all trackers, in order."""
+    """Passes every record to all trackers, in order."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = list(trackers)

@@ -1,8 +1,8 @@
-"""One job of one outer iteration: local SGD or NG-SGD over the job's shards.
+"""One job of one outer iteration: local SGD or NG-SGD over the shards of the job.
 
-Momentum is reset in each job, as in Kaldi, and so are Fisher estimates unless
-`optimizer.curvature_state` hands them on with the job.  Everything that a job depends on is in it,
-so a retry gives a bitwise identical result.
+Momentum is reset in each job, as in Kaldi. Fisher estimates are reset too, unless
+`optimizer.curvature_state` passes them on with the job. A job contains everything it depends on, so
+a retry gives a bitwise identical result.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from ngsgd.training.task import Batch, BatchLoss, TaskSpec, seeded_model
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.validation.plausibility import impossible
 
-# memory for so many elements
+# allocator: number of elements -> vector
 Place = Callable[[int], Vector]
 
 
 def never() -> bool:
-    """A stop signal that does not come."""
+    """A stop signal that is never set."""
     return False
 
 
 def np_empty(size: int) -> Vector:
-    """Memory of this process."""
+    """Allocate memory of this process."""
     return np.empty(size, dtype=np.float32)
 
-# minibatches between two measurements of the cosine between natural and plain gradient, for the log;
-# one in a hundred costs less than 1 % of a job (benchmarks/RESULTS.md)
+# minibatches between two measurements of the cosine between natural and plain gradient, for the
+# log; a period of 100 costs less than 1 % of a job (benchmarks/RESULTS.md)
 COSINE_PERIOD = 100
 
 
@@ -61,9 +61,9 @@ def initial_parameters(start: JobInit, layout: FlatLayout) -> Vector:
 
 
 def part_of_initial_parameters(start: JobInit, layout: FlatLayout) -> PartOfStart:
-    """A function that makes any part of the starting point.
+    """Return a function that computes any slice of the initial parameters.
 
-    A job that needs it at its end again does not have to keep a second vector until then.
+    A job that needs them again at its end does not have to keep a second vector until then.
     """
     model = start.model.read()
     own = None if start.own is None else start.own.read()
@@ -85,34 +85,38 @@ def part_of_initial_parameters(start: JobInit, layout: FlatLayout) -> PartOfStar
 
 
 class Worker:
-    """Lives for the complete run: holds the model and the task, and runs one job after another."""
+    """Holds the model and the task for the complete run, and runs one job after another."""
 
     def __init__(self, spec: TaskSpec, index: int, ranks: Ranks = ALONE) -> None:
         self.settings = spec.settings
         self.index = index
         self.ranks = ranks
         self.device = choose_device(self.settings.cluster.device, index * ranks.size + ranks.rank)
-        # before the task, which may choose another one
+        # before the task, which may choose another precision
         set_precision(self.settings.cluster.precision, self.device)
         self.task = spec.task(self.device)
         self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)
-        # of a rank without a minibatch
+        # loss of a rank without a minibatch
         self._no_loss = BatchLoss(torch.zeros((), device=self.device), 0.0)
 
     def run(self, job: Job, place: Place = np_empty,
             should_stop: Callable[[], bool] = never) -> JobResult:
-        """Train on the job's pieces.
+        """Train on the work items of the job.
 
         Args:
-            place: returns the memory that a returned vector is written to, for its size.
-            should_stop: called after every minibatch; once it returns True the job ends and reports
-                the rest of its work as remainder.
+            job: work items, initial parameters and learning rate.
+            place: allocates the float32 memory of a returned vector, given its number of elements.
+            should_stop: called after every minibatch. Once it returns True, the job ends and
+                reports the rest of its work as `remainder`.
+
+        Returns:
+            The new parameters or their delta, with the statistics of the job.
         """
         return self._result(job, self.train(job, should_stop), place)
 
     def train(self, job: Job, should_stop: Callable[[], bool] = never) -> _Trained:
-        """The part of `run` that every rank of a group takes part in."""
+        """Train without building the result; every rank of a group takes part."""
         settings = self._settings(job)
         start = self._load(job)
         network = self.task.growth.network(self.model, self.task.growth.stage(job.outer_iter))
@@ -146,26 +150,24 @@ class Worker:
                         remainder)
 
     def _settings(self, job: Job) -> OptimizerConfig:
-        """The optimizer's settings; early outer iterations have a lower max_param_change (Kaldi: by
-        sqrt 2).
-        """
+        """Optimizer settings; early outer iterations divide max_param_change by sqrt 2 (Kaldi)."""
         settings = self.settings.optimizer
         if not self.task.growth.is_early(job.outer_iter):
             return settings
         return replace(settings, max_param_change=settings.max_param_change / math.sqrt(2.0))
 
     def _load(self, job: Job) -> Vector:
-        """Set the job's initial parameters, and return them."""
+        """Load the initial parameters of the job into the model and return them."""
         vector = self.ranks.start_vector(lambda: initial_parameters(job.start, self.layout),
                                          self.layout.size)
         self.layout.load(self.model, vector)
         return vector
 
     def _batches(self, job: Job) -> Iterator[tuple[Batch | None, tuple[WorkItem, ...]]]:
-        """Each minibatch of the job's pieces in order, and the work that is left after it.
+        """Yield each minibatch of the job in order, with the work that remains after it.
 
-        In a group, those of this rank; None in the last step of a piece that has no minibatch for
-        every rank.
+        In a group, only minibatches of this rank. None stands for the last step of a work item that
+        does not have a minibatch for every rank.
         """
         for index, piece in enumerate(job.pieces):
             later = job.pieces[index + 1:]
@@ -191,7 +193,7 @@ class Worker:
 
     def _train(self, network: nn.Module, batch: Batch | None, optimizer: SGD,
                preconditioner: Preconditioner | None, sums: _Sums, backstitch_scale: float) -> None:
-        """One minibatch: forward, backward and the update of the parameters."""
+        """Process one minibatch: forward, backward and the update of the parameters."""
         data = None if batch is None else batch.data
         num_examples = 0 if batch is None else batch.num_examples
         num_samples = num_examples
@@ -241,7 +243,7 @@ class Worker:
         objf, accuracy = sums.means()
         activity = optimizer.activity()
         layer_shares = activity.layer_share.values()
-        # the forward pass of some models changes parameters by itself
+        # the forward pass of some models changes parameters
         limits = NO_LIMITS
         if self.task.has_bounded_updates:
             limits = change_limits(self.model, optimizer, self._settings(job), sums.num_batches,
@@ -256,16 +258,15 @@ class Worker:
             fisher=fisher_of(optimizer, trained.preconditioner) if job.keep_fisher else None,
             rejection_reason=not_finite(sent, self.layout, pieces), remainder=trained.remainder,
             health=figures(optimizer) if isinstance(optimizer, NGSGD) else {}, deltas=deltas)
-        # checked here, and not when all jobs have ended, because a successor may start from this
-        # result before
+        # checked before all jobs have ended, because a successor may start from this result earlier
         return replace(result,
                        rejection_reason=result.rejection_reason or impossible(result, self.layout))
 
 
 class _Trained(NamedTuple):
-    """What a job has come to."""
+    """Outcome of the training of a job."""
 
-    # its initial parameters
+    # initial parameters of the job
     start: Vector
     sums: _Sums
     optimizer: SGD
@@ -290,7 +291,9 @@ class _Sums:
         self._weight += batch.weight
 
     def reduce(self, ranks: Ranks) -> None:
-        """Add those of the other ranks; the number of minibatches stays that of steps of this rank."""
+        """Add the sums of the other ranks; the number of minibatches stays the steps of this
+        rank.
+        """
         num_examples = torch.tensor(float(self.num_examples), dtype=torch.float64,
                                     device=self._objf.device)
         ranks.sum_([self._objf, self._correct, self._weight, num_examples])
@@ -302,7 +305,7 @@ class _Sums:
 
 
 def fisher_of(optimizer: SGD, preconditioner: Preconditioner | None = None) -> Fisher | None:
-    """The states of all Fisher estimates, or of the preconditioner, as NumPy arrays."""
+    """States of all Fisher estimates, or of the preconditioner, as NumPy arrays."""
     states: Iterable[tuple[str, Mapping[str, Any]]]
     if preconditioner is not None:
         states = preconditioner.state_dict().items()
@@ -317,7 +320,7 @@ def fisher_of(optimizer: SGD, preconditioner: Preconditioner | None = None) -> F
 
 def load_fisher(optimizer: SGD, preconditioner: Preconditioner | None,
                 fisher: Fisher | None) -> None:
-    """Continue from the states that a job of the same layers ended with, if there are any."""
+    """Load the states that a job with the same layers ended with; None leaves the new states."""
     if not fisher:
         return
     if isinstance(optimizer, NGSGD):
@@ -331,8 +334,8 @@ def load_fisher(optimizer: SGD, preconditioner: Preconditioner | None,
 def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_factor: float,
                    layer_rates: Mapping[str, float] | None = None, *,
                    fast_gemm: bool = True) -> SGD:
-    """The optimizer of one job."""
-    # lr carries this factor and every job applies l2, so its share is divided by it, as in Kaldi
+    """Build the optimizer of one job."""
+    # lr contains this factor and every job applies l2, so each job divides its l2 by it (Kaldi)
     own = {layer: {key: value / lr_factor if key == "weight_decay" else value
                    for key, value in options.items()}
            for layer, options in (config.layer_options or {}).items()}
@@ -353,13 +356,16 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_fact
 
 
 def choose_device(wanted: str, index: int = 0) -> torch.device:
-    """The device of worker `index`: Ray shows a worker only the GPU it was given, other workers of
-    a machine take turns.
+    """Choose the device of worker `index`.
 
-    Raises ConfigError for a GPU that takes no further process.
+    Ray shows a worker only the GPU it was assigned; other workers are assigned round-robin to the
+    GPUs of their machine.
+
+    Raises:
+        ConfigError: the GPU accepts no further process.
     """
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("cluster.device is cuda, but this worker sees no GPU; set "
+        raise ConfigError("cluster.device is cuda, but this worker has no visible GPU; set "
                           "cluster.device=auto or cpu.")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -367,16 +373,18 @@ def choose_device(wanted: str, index: int = 0) -> torch.device:
     try:
         torch.empty(1, device=device)
     except RuntimeError as error:
-        # in exclusive mode it is taken by another worker, or by somebody else
-        raise ConfigError(f"{device} takes no further process "
+        # in exclusive mode, another worker or program holds the device
+        raise ConfigError(f"{device} accepts no further process "
                           f"({str(error).partition(chr(10))[0].rstrip('.')}); in exclusive mode "
-                          "ask for no more cluster.num_workers than there are free GPUs.") from error
+                          "set cluster.num_workers to at most the number of free GPUs.") from error
     return device
 
 
 def resolve_threads(config: ClusterConfig, num_cores: int) -> int:
-    """Compute threads of one worker; together at most the cores, since spinning threads of one
-    worker starve another.
+    """Compute threads of one worker.
+
+    All workers together use at most the number of cores, since spinning threads of one worker
+    starve another.
     """
     num_processes = config.num_workers * config.ranks_per_worker
     return config.threads_per_worker or max(1, num_cores // num_processes)

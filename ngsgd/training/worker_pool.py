@@ -1,4 +1,4 @@
-"""The protocol of worker pools: where jobs run, as the coordinator sees it."""
+"""The protocol of worker pools, which run jobs for the coordinator."""
 
 from __future__ import annotations
 
@@ -13,61 +13,64 @@ from ngsgd.training.parameter_vector import Mean, Vector
 
 @dataclass(frozen=True)
 class Retired:
-    """A worker that died too often to be replaced once more, or another incident that only the pool sees."""
+    """An incident of the pool, such as a worker that died too often to be replaced again."""
 
-    worker: int     # -1: not about one
-    # one sentence: what was seen, and what to do
+    worker: int     # -1: not about one worker
+    # one message: the observation and the next step
     message: str
     what: str = "worker_retired"   # kind of incident
 
 
 class WorkerPool(Protocol):
-    """N long-lived workers.  A pool reports how a job ended; what to do about it is the coordinator's business."""
+    """N long-lived workers; the pool reports outcomes, and the coordinator acts on them."""
 
     def start(self) -> None:
-        """Waits until the workers are ready; ClusterError when they cannot be had."""
+        """Wait until the workers are ready; raise ClusterError if they cannot be started."""
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:
-        """Lets `write` fill a vector of the model's size, which the workers can then read."""
+        """Let `write` fill a vector of the model's size that the workers can read."""
 
     def release(self, ref: VectorRef) -> None:
-        """What this pool published, or a worker sent, is not needed any more."""
+        """Free a vector that this pool published, or that a worker sent."""
 
     def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
-        """The weighted mean of what the workers sent, where they can make it among themselves; None: the coordinator has to.
+        """Return the weighted mean if the workers can compute it together, else None.
 
-        It has the coordinator's bits.  Raises ResultsLost where workers are gone with their results.
+        It is bitwise identical to the mean computed by the coordinator.
+
+        Raises:
+            ResultsLost: workers are gone with their results.
         """
 
     def num_idle(self) -> int:
-        """Workers that could take a job now."""
+        """Workers that can take a job now."""
 
     def num_workers_alive(self) -> int:
-        """Workers that are running a job or could take one."""
+        """Workers that run a job or can take one."""
 
     def retired(self) -> list[Retired]:
-        """Workers that were given up since the last call."""
+        """Incidents since the last call."""
 
     def submit(self, job: Job) -> None:
-        """Gives a job to an idle worker."""
+        """Give a job to an idle worker."""
 
     def wait(self, timeout_s: float) -> Outcome | None:
-        """How a running job ended; None when none has within the time (the in-process pool ignores it)."""
+        """Return the outcome of a job; None after the timeout (the in-process pool ignores it)."""
 
     def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
-        """For each worker that has a job: which, and a number that changes with every minibatch."""
+        """Per busy worker: identity of its job, and a number that changes with every minibatch."""
 
     def kill(self, worker: int, reason: str) -> None:
-        """Ends a worker that hangs; its job is then reported as failed for that reason, and another worker replaces it."""
+        """Kill and replace a hung worker; its job is reported as failed for that reason."""
 
     def stop_jobs(self) -> None:
-        """Asks the workers to end their jobs after the minibatch at hand and to return what they have."""
+        """Ask the workers to end their jobs after the current minibatch."""
 
     def abandon(self) -> None:
-        """Gives up the jobs that are running."""
+        """Abandon the running jobs."""
 
     def close(self) -> None:
-        """Ends the workers."""
+        """End the workers."""
 
 
 class VectorRefcount:
@@ -80,7 +83,7 @@ class VectorRefcount:
 
     def acquire(self, ref: VectorRef | None) -> None:
         if ref is not None:
-            # keeps the object, and so its id, alive
+            # keeps the object, and therefore its id, alive
             self._refs[id(ref)] = ref
             self._needed[id(ref)] += 1
 

@@ -2,7 +2,7 @@
 
     python -m tests.chaos [--only WORD] [--write FILE]
 
-`--write` puts the table between the two marks of a file, such as docs/fault-tolerance.md.  Ends with code 1 if a case
+`--write` puts the table between the two marks of a file, such as docs/fault-tests.md.  Ends with code 1 if a case
 was not in order.
 """
 
@@ -19,8 +19,8 @@ from tests.chaos.cases import BEYOND, MATRIX, Case, Seen
 from tests.chaos.trials import try_case
 
 _BEGIN, _END = "<!-- table of make chaos -->", "<!-- end of the table -->"
-_TITLE = ("| who | when | how | outcome | recovery s | bit-equal |", "|---|---|---|---|---|---|")
-_UNEQUAL = "Not in order: "
+_TITLE = ("| who | when | how | outcome | recovery s | bitwise identical |", "|---|---|---|---|---|---|")
+_UNEQUAL = "Failed: "
 
 
 def main() -> int:
@@ -35,7 +35,7 @@ def main() -> int:
         print(row, flush=True)
         rows.append(row)
         failed += [] if is_fine else [str(case)]
-    summary = f"{len(chosen) - len(failed)} of {len(chosen)} cases in order, {time.monotonic() - began:.0f} s."
+    summary = f"{len(chosen) - len(failed)} of {len(chosen)} cases passed, {time.monotonic() - began:.0f} s."
     print(summary, *failed, sep="\n")
     if asked.write:
         _write(asked.write, [*rows, "", summary])

@@ -21,7 +21,7 @@ STORAGE_HOW = ("ENOSPC", "EIO", "slow", "half-written manifest")
 RAY_WHEN = ("mid outer iteration", "idle")
 RAY_HOW = ("kill raylet", "object store full", "head restart")
 MACHINE_HOW = ("freeze of all", "freeze of coordinator", "freeze of workers")
-FORK_SERVER = (("mid shard", "SIGSTOP"), ("mid shard", "SIGKILL"), ("birth of a worker", "coordinator SIGKILL"))
+FORK_SERVER = (("mid shard", "SIGSTOP"), ("mid shard", "SIGKILL"), ("start of a worker", "coordinator SIGKILL"))
 COMBINED_HOW = ("all workers", "all workers but one", "killed again in each retry", "replacement killed while it starts",
                 "worker and coordinator", "churn")
 

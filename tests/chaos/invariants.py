@@ -1,6 +1,6 @@
 """What must hold after every case, checked from outside: the files of the run, the processes and the memory of this machine.
 
-I1 to I7 and I10 are read from the ledger, most of them by the audit program; numbers as in docs/fault-tolerance.md.
+I1 to I7 and I10 are read from the ledger, most of them by the audit program; numbers as in docs/fault-tests.md.
 """
 
 from __future__ import annotations

@@ -56,14 +56,14 @@ def try_machine(case: Case, folder: Path) -> Seen:
     events = set(trials.all_events(run))
     assert not events & (_LOST - {"failed"}), events
     if who == "workers" and "failed" in events:  # a single busy worker looks like one that hangs
-        return Seen("tried again", True)
+        return Seen("retried", True)
     assert "failed" not in events and len(set(map(frozenset, families))) == 1, "a worker was killed"
-    return Seen("went on", True)
+    return Seen("continued", True)
 
 
 def try_fork_server(case: Case, folder: Path) -> Seen:
     """It hangs or dies together with all workers; or it, a newborn and the coordinator end."""
-    if case.when == "birth of a worker":
+    if case.when == "start of a worker":
         return _try_birth(folder)
     run = trials.run_in(folder, trials.settings())
     around, pool = Surroundings(), StrikesForkServer(run, signal.Signals[case.how])
@@ -71,7 +71,7 @@ def try_fork_server(case: Case, folder: Path) -> Seen:
     assert pool.struck, "the fault never struck"
     trials.check(run, around, within=trials.reference(trials.settings()))
     assert "quarantined" not in trials.all_events(run)
-    return Seen("replaced, tried again", True)
+    return Seen("replaced, retried", True)
 
 
 class StrikesForkServer(WatchedPool):

@@ -53,12 +53,12 @@ def try_ray(case: Case, folder: Path) -> Seen:
     strikes = Fault(case.when, case.how, str(folder / "struck")).strikes()
     assert strikes, f"the fault never struck: {said[-2000:]}"
     assert around.problems(folder / "nowhere") == []
-    run, outcome, recovery_s = Run(folder / "run", _config("")), "went on", None
+    run, outcome, recovery_s = Run(folder / "run", _config("")), "continued", None
     if (folder / "report.json").exists():
         report = json.loads((folder / "report.json").read_text())
         outcome, recovery_s = report["outcome"], report["recovery_s"]
     if outcome.startswith("ended") or code:
-        how_it_ended = f"process ended with code {code}" if outcome == "went on" else outcome
+        how_it_ended = f"process ended with code {code}" if outcome == "continued" else outcome
         outcome = f"{how_it_ended} after {time.time() - began:.0f} s; resumed"
         run.train()
     latest, _ = run.store.latest()
@@ -132,16 +132,16 @@ def _train(when: str, how: str, folder: Path, cluster: Any) -> None:
                 slot.process = replace(slot.process, shares_memory=False)
     fault = Fault(when, how, str(folder / "struck"))
     pool = BreakingPool(run.spec, 1, run.store.layout.size)
-    outcome = "went on"
+    outcome = "continued"
     try:
         run.train(pool)
     except NgsgdError as error:
-        outcome = f"ended with a sentence ({type(error).__name__})"
+        outcome = f"ended with an error ({type(error).__name__})"
         print(error)
     ((_, struck_s),) = fault.strikes()
     later = [at_s - struck_s for (outer_iter, job, _), at_s in pool.submitted if at_s > struck_s and (outer_iter, job) >= _AT]
     if any(incident.what == "worker_died" for incident in run.recorder.incidents):
-        outcome = outcome.replace("went on", "tried again")
+        outcome = outcome.replace("continued", "retried")
     (folder / "report.json").write_text(json.dumps({"outcome": outcome, "recovery_s": min(later, default=None)}))
 
 

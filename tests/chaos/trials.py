@@ -114,7 +114,7 @@ def _try_worker(case: Case, folder: Path) -> Seen:
         assert (end.progress.frames_processed < 3600) == ("dropped" in all_events(run))
     else:
         assert end.progress.frames_processed == 3600
-    outcome = "went on" if goes_on else {"defer": "put off", "drop": "left out"}.get(case.setting, "tried again")
+    outcome = "continued" if goes_on else {"defer": "deferred", "drop": "dropped"}.get(case.setting, "retried")
     if case.when in _WITHOUT_JOB and "failed" not in all_events(run) and not goes_on:
         outcome = "replaced"
     return Seen(outcome, keeps_all, None if goes_on else pool.recovery_s())
@@ -146,7 +146,7 @@ def _try_result(case: Case, folder: Path) -> Seen:
     assert num_discarded == 1, f"{num_discarded} results were discarded"
     tried_again = "failed" in events_at(run, fault.at)
     assert tried_again == (case.how != "duplicate")
-    return Seen("discarded, tried again" if tried_again else "discarded", True, pool.recovery_s())
+    return Seen("discarded, retried" if tried_again else "discarded", True, pool.recovery_s())
 
 
 # Coordinator ------------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def _break_and_resume(ordeal: Ordeal) -> Seen:
     check(run, around, pause_s=pool.longest_pause_s, within=reference(ordeal.config))
     again = num_recomputed(run)
     assert sum(again.values()) <= 1, f"outer iterations {dict(again)} were begun again"
-    text = "resumed, one outer iteration again" if again else "resumed, none again"
+    text = "resumed, one outer iteration repeated" if again else "resumed, nothing repeated"
     return Seen(text, True, min((at_s for _, _, at_s in pool.submitted), default=time.time()) - began)
 
 
@@ -188,24 +188,24 @@ def _try_storage(case: Case, folder: Path) -> Seen:
         if case.how == "half-written manifest":
             cut_short(run.store.directory / trouble.name)
             trouble.happened = True
-    outcome, said = "went on", ""
+    outcome, said = "continued", ""
     with trouble.active():
         try:
             run.train(WatchedPool(run))
         except CheckpointError as error:
             said = str(error)
-            outcome = "stopped with a sentence, resumed"
+            outcome = "stopped with an error, resumed"
         except PowerCut:
             outcome = "resumed"
     assert trouble.happened, "the fault never struck"
     assert not said or ("could not be saved" in said and "ngsgd resume" in said)
-    if outcome == "went on" and is_read and case.how != "slow":
-        outcome = "older checkpoint, one outer iteration again"
+    if outcome == "continued" and is_read and case.how != "slow":
+        outcome = "older checkpoint, one outer iteration repeated"
     broke_s = time.monotonic() - began
     run.train(WatchedPool(run))
     check(run, around, within=within)
     assert sum(num_recomputed(run).values()) <= 1
-    return Seen(outcome, True, None if outcome == "went on" else time.monotonic() - began - broke_s)
+    return Seen(outcome, True, None if outcome == "continued" else time.monotonic() - began - broke_s)
 
 
 # Combined ---------------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def _kill_many(folder: Path, run_config: RunConfig, victims: range) -> Seen:
     assert len(pool.killed) == len(victims)
     check(run, around, pause_s=pool.longest_pause_s, within=reference(run_config))
     assert all_events(run).count("failed") >= len(victims) - 1  # one may have been done already
-    return Seen("tried again", True)
+    return Seen("retried", True)
 
 
 def _poison(folder: Path) -> Seen:
@@ -281,7 +281,7 @@ def _kill_the_replacement(folder: Path) -> Seen:
     run.train(pool)
     assert first.strikes() and second.strikes()
     check(run, around, pause_s=pool.longest_pause_s, within=reference(settings()))
-    return Seen("tried again", True, pool.recovery_s())
+    return Seen("retried", True, pool.recovery_s())
 
 
 def _kill_both(folder: Path) -> Seen:
@@ -301,6 +301,6 @@ def _churn(folder: Path) -> Seen:
     assert len(run.recorder.records) == _CHURN_ITERS
     assert len(pool.killed) == 2 * (_CHURN_ITERS - 1)
     check(run, around, pause_s=pool.longest_pause_s, within=reference(run_config))
-    return Seen(f"{len(pool.killed)} kills in {_CHURN_ITERS} outer iterations, all tried again", True)
+    return Seen(f"{len(pool.killed)} kills in {_CHURN_ITERS} outer iterations, all retried", True)
 
 

@@ -28,9 +28,9 @@ _PR_SET_PDEATHSIG = 1
 _SPARE_MEMORY = 4 << 30   # bytes above what the server maps; an endless file must not fill the machine
 _MODULES = (
     "ngsgd.launcher.cli", "ngsgd.launcher.commands.hydra_app", "ngsgd.launcher.commands.train",
-    "ngsgd.launcher.commands.run_commands", "ngsgd.launcher.commands.decode",
+    "ngsgd.launcher.commands.align", "ngsgd.launcher.commands.decode",
     "ngsgd.launcher.commands.report", "ngsgd.launcher.reports.charts",
-    "ngsgd.launcher.commands.jobs", "ngsgd.launcher.commands.info", "ngsgd.launcher.commands.kaldi",
+    "ngsgd.launcher.commands.cluster.jobs", "ngsgd.launcher.commands.info", "ngsgd.launcher.commands.kaldi",
     "ngsgd.launcher.help", "ngsgd.launcher.reports.plots", "ngsgd.launcher.config.config_builder",
     "hydra", "hydra.main", "omegaconf", "yaml", "scipy",
     "matplotlib.pyplot", "matplotlib.backends.backend_agg", "kaldi_native_fbank", "kaldifst",

@@ -63,7 +63,7 @@ def test_sequence_training_takes_the_extractor_of_the_run_that_it_starts_from(se
 
 def test_ivectors_go_to_kaldi(service: Service, run: Path) -> None:
     there = service.output_dir / "kaldi"
-    done = service.call(str(run), "--output", str(there), "--data", "--egs", "1", command="export")
+    done = service.call(str(run), "--output", str(there), "--include-data", "--egs", "1", command="export")
     assert done.returncode == 0, done.stderr
     assert "input-node name=ivector dim=4" in (there / "final.raw").read_text()
     feats, rows = (kaldiio.load_scp(str(there / "test" / name)) for name in ("feats.scp", "ivector_online.scp"))

@@ -68,7 +68,7 @@ def test_workers_killed_in_an_outer_iteration_cost_nothing(tmp_path: Path) -> No
     assert audit(run.ledger_path) == []
     assert [i.what for i in run.recorder.incidents] == ["worker_died"] * 3
     assert f"process {pool.killed[0]} on " in run.recorder.incidents[0].message
-    assert "its shard runs again" in run.recorder.incidents[0].message
+    assert "retried" in run.recorder.incidents[0].message
 
 
 def test_a_worker_that_dies_too_often_is_not_replaced_and_costs_nothing(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_worker_killed_while_it_keeps_its_result_costs_nothing(tmp_path: Path)
     assert end.model_sha256 == whole.model_sha256
     assert audit(run.ledger_path) == []
     (incident,) = run.recorder.incidents
-    assert "and its result with it" in incident.message and "its shard runs again" in incident.message
+    assert "and its result with it" in incident.message and "retried" in incident.message
 
 
 @pytest.mark.parametrize("exchange", ["collective", "object_store"])

@@ -53,7 +53,7 @@ def test_lattice_free_mmi_starts_from_nothing(service: Service, start: Path) -> 
 
 def test_a_model_goes_to_kaldi_and_comes_back_and_training_goes_on_from_it(service: Service, start: Path) -> None:
     there, back = service.output_dir / "kaldi", service.output_dir / "back"
-    done = service.call(str(start), "--output", str(there), "--data", "--egs", "1", command="export")
+    done = service.call(str(start), "--output", str(there), "--include-data", "--egs", "1", command="export")
     assert done.returncode == 0, done.stderr
     assert {path.name for path in there.iterdir()} == {"final.raw", "priors.vec", "train", "valid", "test", "egs.1.ark",
                                                     "ali.ark", "lexicon.txt", "pdfs.txt"}

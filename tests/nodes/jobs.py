@@ -26,16 +26,16 @@ def by_the_documented_commands(cluster: Lab, _: str) -> dict[str, Any]:
     """Refused without the token; with it a run is followed, loses a node, recovers, is stopped and resumed to the same bits."""
     settings = [f"output_dir={cluster.output_dir}", *_LONG]
     refusals = [_says(cluster, ClusterError.exit_code, *words, by=_STRANGER)
-                for words in (["submit", "--name", "stranger", *settings], ["status", "--address", "http://127.0.0.1:8265"])]
+                for words in (["submit", "--job-name", "stranger", *settings], ["status", "--dashboard-url", "http://127.0.0.1:8265"])]
     assert all("refuses this token" in said for said in refusals), refusals
     head = f"{cluster.network.nodes[0].address}:{PORT}"
     looked = ["doctor", "--quiet", "--address", head, "--output-dir", str(cluster.output_dir)]
     assert " could not be joined " in _says(cluster, EXIT_RUN_FAILED, *looked, by=_STRANGER)
     seen = json.loads(_says(cluster, EXIT_OK, *looked, "--json"))
     assert [one["verdict"] for one in seen if one["what"] == "node"] == ["ok"] * len(cluster.network.nodes), seen
-    _says(cluster, EXIT_OK, "submit", "--program", _PROGRAM, "--name", "night", "name=night", *settings)
+    _says(cluster, EXIT_OK, "submit", "--program", _PROGRAM, "--job-name", "night", "name=night", *settings)
     run = cluster.wait_for(4, "night")
-    assert "night" in _says(cluster, EXIT_OK, "status", "--address", "http://127.0.0.1:8265")
+    assert "night" in _says(cluster, EXIT_OK, "status", "--dashboard-url", "http://127.0.0.1:8265")
     with _followed(cluster, "night") as follower:
         recovered_s = _lose_a_node(cluster, run)
         assert "night STOPPED" in _says(cluster, EXIT_OK, "stop", "night")
@@ -43,7 +43,7 @@ def by_the_documented_commands(cluster: Lab, _: str) -> dict[str, Any]:
     before = len(events(run, "outer_iteration"))
     assert "iter" in (cluster.logs / "follow.log").read_text(), "the job's lines were not followed"
     # two nodes are left, with a CPU each
-    words = ["--name", "night2", "--resume", str(run), "--workers", "2", "--follow"]
+    words = ["--job-name", "night2", "--resume", str(run), "--workers", "2", "--follow"]
     _says(cluster, EXIT_OK, "submit", "--program", _PROGRAM, *words)
     assert "SUCCEEDED" in _says(cluster, EXIT_OK, "status", str(run))
     assert 0 < before < len(events(run, "outer_iteration")), "there was nothing to go on with"

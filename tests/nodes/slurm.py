@@ -110,8 +110,8 @@ class Slurm:
 
     def submit(self, name: str, *settings: str, partition: str = "low") -> str:
         """By the documented command; the job's number."""
-        words = ["submit", "--to", "slurm", "--name", name, "--nodes", str(_NUM_NODES), "--cpus-per-node", "1", "--time", _LIMIT,
-                 "--partition", partition, f"output_dir={self.output_dir}", *settings]
+        words = ["submit", "--to", "slurm", "--job-name", name, "--nodes", str(_NUM_NODES),
+                 "--cpus-per-node", "1", "--time", _LIMIT, "--partition", partition, f"output_dir={self.output_dir}", *settings]
         said = self.call(self.network.nodes[0], str(_BIN / "ngsgd"), *words)
         found = re.search(r"Slurm job (\d+)", said)
         assert found, said

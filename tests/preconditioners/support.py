@@ -197,7 +197,7 @@ FEATURES = (
         "Conv1D of Hugging Face", lambda: _linear(conv=_conv1d()), ("conv.weight", "conv.bias")
     ),
     Feature(
-        "parameter of your own module",
+        "parameter of a custom module",
         lambda: _linear(scale=_Scale()),
         ("scale.gamma",),
         errors=SEES_ROWS,

@@ -1,1 +1,1 @@
-"""Alignments made by a model."""
+"""Forced alignment."""

@@ -1,5 +1,4 @@
-"""The HMM state of every frame, given what is said: cut into equal parts at first, then along the
-best path.  Knows no model.
+"""Forced alignment: equal segmentation first, then best paths, independent of any model.
 
 Letters: T frames, P pdfs.
 """
@@ -20,27 +19,27 @@ from ngsgd.asr.lang.topology import SILENCE_PDF, STATES_PER_PHONE, Topology
 from ngsgd.asr.utterance import PdfIds
 from ngsgd.errors import DataError
 
-# at either end of an utterance, taken for silence at first; at most a tenth of it
+# frames at either end of an utterance that are labeled silence initially; at most a tenth of it
 EDGE_FRAMES = 10
 NUM_SILENCE_PASSES = 5
-# frames on either side that speech and silence are told apart over
+# frames on either side over which speech/silence scores are smoothed
 SMOOTHING = 5
-# of active states: a transcript has few
+# maximum number of active states: the graph of a transcript is small
 NO_LIMIT = 1_000_000
-# of the search through the graph of a transcript [nats]
+# beam of the search through the graph of a transcript, nats
 BEAM = 200.0
-# times the beam, for an utterance whose path it lost
+# factor of the beam for an utterance whose search failed
 WIDER = 8.0
 
-# of an utterance's frames, by utt_id
+# utt_id -> states of its frames
 States = Mapping[str, PdfIds]
 
 
 def flat_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
-    """Every utterance cut into equal parts: one for each state of its words in their first
-    pronunciation, and of the silence
-    before, between and after them, which is as long as a phone.  Utterances with fewer frames than
-    states are left out.
+    """Divide every utterance into equal parts, one for each state of its words.
+
+    Silence of the length of a phone is assumed before, between and after the words, which have
+    their first pronunciation. Utterances with fewer frames than states are omitted.
     """
     states = {}
     for utt_id, words, num_frames in _utterances(corpus, oov):
@@ -49,17 +48,16 @@ def flat_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
             states[utt_id] = path
     if not states:
         raise DataError("No utterance has as many frames as its words have states; check the "
-                        "lexicon and that the transcripts belong to this audio.")
+                        "lexicon, and that the transcripts belong to this audio.")
     return states
 
 
 def silence_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
-    """As `flat_start`, but only the frames that sound unlike the ends of utterances are cut into
-    the states of the words.
+    """Return a flat start in which only speech frames are divided into the states of the words.
 
-    Two Gaussians tell the two apart: one of the first and last frames of all utterances, one of the
-    others, moved a few times to the frames that each explains better, over the frames around them.
-    Where speech is too short for its states, the whole utterance is cut.
+    Two Gaussians classify frames: one is initialized with the first and last frames of all
+    utterances, one with the others. They are re-estimated a few times on smoothed frame decisions.
+    If the speech is shorter than its states, the complete utterance is divided.
     """
     starts = flat_start(corpus, oov)
     x_TK = _decorrelated(corpus)
@@ -91,7 +89,7 @@ def _edges(num_frames: int) -> npt.NDArray[np.bool_]:
 
 def _spread(is_silence_T: npt.NDArray[np.bool_], spoken: Sequence[int],
             silence: Sequence[int]) -> PdfIds:
-    """Equal parts for each state among the frames of its kind."""
+    """Assign equal parts of speech and silence frames to their states."""
     pdf_T = np.empty(len(is_silence_T), dtype=np.int32)
     for mask_T, states in ((is_silence_T, silence), (~is_silence_T, spoken)):
         pdf_T[mask_T] = np.array(states, dtype=np.int32)[np.arange(mask_T.sum()) * len(states) // max(1, mask_T.sum())]
@@ -99,9 +97,7 @@ def _spread(is_silence_T: npt.NDArray[np.bool_], spoken: Sequence[int],
 
 
 def equal_parts(topology: Topology, words: Sequence[str], num_frames: int) -> PdfIds | None:
-    """The states of `num_frames` frames that are shared out equally; None when there are fewer
-    frames than states.
-    """
+    """States of `num_frames` frames in equal parts; None if there are fewer frames than states."""
     repeats = max(1, STATES_PER_PHONE // topology.num_silence_states)
     silence = [pdf for pdf in topology.silence_pdfs for _ in range(repeats)]
     spoken = [topology.pdfs_of(topology.lexicon[word][0]) for word in words]
@@ -114,7 +110,7 @@ def equal_parts(topology: Topology, words: Sequence[str], num_frames: int) -> Pd
 
 
 def score_by_gaussians(corpus: Corpus, states: States) -> dict[str, npt.NDArray[np.float32]]:
-    """T x P of every utterance, by Gaussians of the training set's states."""
+    """T x P scores of every utterance from Gaussians of the training set."""
     x_TK = _decorrelated(corpus)
     train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in states]
     fitted = Gaussians.fit(np.concatenate([x_TK[utt_id] for utt_id in train]),
@@ -124,27 +120,26 @@ def score_by_gaussians(corpus: Corpus, states: States) -> dict[str, npt.NDArray[
 
 @dataclass(frozen=True)
 class Realigned:
-    """Best paths, and how good they are."""
+    """Best paths and their cost."""
 
-    # of an utterance's frames, by utt_id
+    # utt_id -> states of its frames
     states: dict[str, PdfIds]
-    # utterances without a path, which keep the states they had
+    # utterances without a path, which keep their previous states
     lost: tuple[str, ...]
     cost_per_frame: float
 
 
 def realign(corpus: Corpus, states: States, logliks: Mapping[str, npt.NDArray[np.float32]], oov: str,
             given: graphs.Graph | None = None) -> Realigned:
-    """The best path of each utterance in `states` through its transcript's graph.
+    """Find the best path of each utterance in `states` through the graph of its transcript.
 
     Args:
         corpus: the speech.
-        states: the utterances to align, and the states of those that have no path.
+        states: the utterances to align, and the states of those without a path.
         logliks: for each utterance, T x P: log densities, or log posteriors minus log priors.
-        oov: the word that stands for words which the lexicon lacks.
-        given: a decoding graph with its own numbers of states; the states are then those of its
-            paths with these words.
-            Without it they are those of the lexicon's phones.
+        oov: word that replaces words missing in the lexicon.
+        given: a decoding graph with its own numbering of states; the result uses that numbering.
+            Default: the states of the phones of the lexicon.
     """
     realigned, lost, cost, num_frames = {}, [], 0.0, 0
     for utt_id, words, length in _utterances(corpus, oov):
@@ -160,7 +155,7 @@ def realign(corpus: Corpus, states: States, logliks: Mapping[str, npt.NDArray[np
 
 
 def share_changed(before: States, after: States) -> float:
-    """Of all frames, those that have changed their state."""
+    """Fraction of all frames whose state changed."""
     changed = sum(int((after[utt_id] != before[utt_id]).sum()) for utt_id in after)
     return changed / sum(map(len, after.values()))
 
@@ -174,7 +169,7 @@ def _best_path(graph: graphs.Graph, loglik_TP: npt.NDArray[np.float32]) -> decod
 
 
 def _decorrelated(corpus: Corpus) -> dict[str, Matrix]:
-    """T x K of every utterance."""
+    """T x K decorrelated features of every utterance."""
     axes = Axes.of(corpus.train.frames.features_TD)
     return {utt_id: axes.apply(features_TD) for speech in (corpus.train, corpus.valid, corpus.test)
             for utt_id, features_TD in zip(speech.frames.utt_ids, speech.split_features(),

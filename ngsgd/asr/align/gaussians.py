@@ -1,8 +1,9 @@
-"""One Gaussian with a diagonal covariance for each HMM state: what a flat start is sorted out with.
+"""One Gaussian with a diagonal covariance per HMM state, for re-alignment after a flat start.
 
-A network learns wrong labels as readily as right ones and then confirms them; a Gaussian cannot, it has to describe what most
-of its frames have in common.  All in closed form: nothing is trained.  Features are decorrelated first (principal axes), and
-their differences over time are added, as a diagonal covariance asks for.
+A network can learn wrong labels and then confirm them. A Gaussian cannot, because it describes the
+properties shared by most of its frames. Everything is in closed form, without training. Features
+are decorrelated first (principal axes), because the covariance is diagonal, and time differences
+are appended.
 
 Letters: T frames, D features, K decorrelated features with differences, P pdfs.
 """
@@ -17,26 +18,26 @@ import numpy.typing as npt
 
 Matrix = npt.NDArray[np.float64]
 
-# as many as cepstra are usually kept
+# usual number of cepstra
 MOST_AXES = 13
-# of a state, relative to that of all frames
+# minimum variance of a state, relative to that of all frames
 VARIANCE_FLOOR = 0.05
-# a state with fewer takes the mean and variance of all frames
+# a state with fewer frames gets the mean and variance of all frames
 FEWEST_FRAMES = 5
-# regression over two frames either side, as Kaldi's add-deltas
+# regression over two frames on either side, as in add-deltas of Kaldi
 _DELTAS = np.array([-2, -1, 0, 1, 2]) / 10.0
 
 
 @dataclass(frozen=True)
 class Axes:
-    """A rotation that makes features uncorrelated, scaled to unit variance."""
+    """Rotation that decorrelates features and scales them to unit variance."""
 
     mean_D: Matrix
     rotation_DK: Matrix
 
     @classmethod
     def of(cls, features_TD: npt.NDArray[np.float32]) -> Axes:
-        """The axes of largest variance of all frames, at most `MOST_AXES`."""
+        """Compute at most `MOST_AXES` axes of largest variance of all frames."""
         mean_D = features_TD.mean(axis=0, dtype=np.float64)
         centred_TD = features_TD - mean_D
         variance_D, axes_DD = np.linalg.eigh(centred_TD.T @ centred_TD / len(features_TD))
@@ -46,7 +47,7 @@ class Axes:
         return cls(mean_D, axes_DD[:, order] / np.sqrt(variance_D[order]))
 
     def apply(self, features_TD: npt.NDArray[np.float32]) -> Matrix:
-        """T x K: the rotated features of one utterance, their first and their second differences."""
+        """Return T x K rotated features of one utterance with first and second differences."""
         rotated_TK = (features_TD - self.mean_D) @ self.rotation_DK
         first = time_differences(rotated_TK)
         return np.concatenate([rotated_TK, first, time_differences(first)], axis=1)
@@ -61,7 +62,7 @@ class Gaussians:
 
     @classmethod
     def fit(cls, x_TK: Matrix, pdf_T: npt.NDArray[np.int32], num_pdfs: int) -> Gaussians:
-        """Maximum likelihood, variances floored."""
+        """Estimate by maximum likelihood with a variance floor."""
         count_P = np.bincount(pdf_T, minlength=num_pdfs).astype(np.float64)
         all_mean_K, all_variance_K = x_TK.mean(axis=0), x_TK.var(axis=0)
         safe_P1 = np.maximum(count_P, 1.0)[:, None]
@@ -71,7 +72,7 @@ class Gaussians:
         return cls(np.where(rare_P1, all_mean_K, mean_PK), np.where(rare_P1, all_variance_K, variance_PK))
 
     def log_likelihood(self, x_TK: Matrix) -> npt.NDArray[np.float32]:
-        """T x P: log density of every frame in every state."""
+        """Return T x P log densities."""
         precision_PK = 1 / self.variance_PK
         constant_P = -0.5 * (np.log(self.variance_PK) + self.mean_PK**2 * precision_PK + math.log(2 * math.pi)).sum(axis=1)
         quadratic_TP = -0.5 * x_TK**2 @ precision_PK.T + x_TK @ (self.mean_PK * precision_PK).T
@@ -79,7 +80,7 @@ class Gaussians:
 
 
 def time_differences(x_TK: Matrix) -> Matrix:
-    """Slope at every frame of the line through it and its neighbours; edges repeat the first and the last frame."""
+    """Slope of the regression line around every frame; the edge frames are repeated."""
     padded = np.pad(x_TK, ((2, 2), (0, 0)), mode="edge")
     return np.asarray(sum(weight * padded[i:i + len(x_TK)] for i, weight in enumerate(_DELTAS)))
 

@@ -1,1 +1,1 @@
-"""Corpora: from recordings or Kaldi data directories to labelled utterances."""
+"""Corpora: from recordings or Kaldi data directories to labeled utterances."""

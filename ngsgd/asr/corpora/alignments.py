@@ -1,4 +1,4 @@
-"""Which HMM state each frame belongs to, for every utterance: read from ours, from text, and from Kaldi's archives."""
+"""HMM states of the frames of every utterance, from .npz or text files or archives of Kaldi."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from ngsgd.asr.utterance import PdfIds
 from ngsgd.errors import DataError
 from ngsgd.files import new_file
 
-# of a set's utterances; with fewer aligned it is more likely that the file belongs to other data
+# maximum fraction of unaligned utterances in a set; beyond it the file probably belongs to other
+# data
 MOST_MISSING = 0.5
 
 
-# next to an alignment: lines "pdf phone state"
+# file next to an alignment: lines "pdf phone state"
 PDF_TABLE = "pdfs.txt"
-# Kaldi's largest trees have about 20 000 leaves
+# the largest trees of Kaldi have about 20,000 leaves
 _MAX_PDFS = 1_000_000
 
 
@@ -33,13 +34,13 @@ class Alignment:
     """The states of the frames of every utterance."""
 
     pdf_T: Mapping[str, PdfIds]     # by utt_id
-    # where it came from, for messages
+    # source, for messages
     path: Path
-    # of the states that it numbers, where a table next to it gives them
+    # names of the states, if the alignment has a table of pdfs
     pdf_names: tuple[str, ...] = ()
 
     def numbered_as(self, pdf_names: tuple[str, ...]) -> Alignment:
-        """The alignment with the numbers that its states have in `pdf_names`; without a table of names it stays as it is.
+        """Renumber the states as in `pdf_names`; an alignment without names is returned unchanged.
 
         Raises:
             DataError: it has other states, or a number that its table lacks.
@@ -47,27 +48,38 @@ class Alignment:
         if self.pdf_names in ((), pdf_names):
             return self
         if other := set(self.pdf_names) ^ set(pdf_names):
-            raise DataError(f"{self.path} numbers {len(self.pdf_names)} HMM states by its {PDF_TABLE}, and the lexicon or "
-                            f"data.graph gives {len(pdf_names)}; only one of them has {min(other)!r}. Give the lexicon, "
-                            "data.num_silence_states and data.graph that the alignment was made with.")
+            raise DataError(f"{self.path} numbers {len(self.pdf_names)} HMM states by its "
+                            f"{PDF_TABLE}, but the lexicon or data.graph gives {len(pdf_names)}; "
+                            f"only one of them has {min(other)!r}. Set the lexicon, "
+                            "data.num_silence_states and data.graph that the alignment was made "
+                            "with.")
         number_of = {name: number for number, name in enumerate(pdf_names)}
         table_P = np.array([number_of[name] for name in self.pdf_names], np.int32)
         for utt_id, pdfs in self.pdf_T.items():
             if len(pdfs) and not 0 <= pdfs.min() <= pdfs.max() < len(table_P):
-                raise DataError(f"{self.path} has a state in {utt_id} that its {PDF_TABLE} lacks; take both from one export.")
+                raise DataError(f"{self.path} has a state in {utt_id} that its {PDF_TABLE} lacks; "
+                                "use both from one export.")
         return Alignment({utt_id: table_P[pdfs] for utt_id, pdfs in self.pdf_T.items()}, self.path, pdf_names)
 
 
 def read(path: Path) -> Alignment:
-    """An .npz of `ngsgd align` (pdf, offsets, utt_ids), text lines "utt pdf pdf ...", or a folder of Kaldi's ali.*.gz or ali.*.ark.
+    """Read an alignment.
 
-    The numbers in a Kaldi folder are transition ids, translated by its file tid2pdf (lines "transition-id pdf"); without
-    that file they are pdfs, as ali-to-pdf makes them.  A file pdfs.txt in the folder, as `ngsgd export --data` writes it,
-    names the pdfs.
+    Formats: an .npz of `ngsgd align`, text lines "utt pdf pdf ...", or a folder with ali.*.gz or
+    ali.*.ark of Kaldi. The numbers in a Kaldi folder are transition ids, which its file tid2pdf
+    (lines "transition-id pdf") translates. Without that file they are pdfs, as from ali-to-pdf. A
+    file pdfs.txt in the folder, as written by `ngsgd export --data`, names the pdfs.
+
+    Args:
+        path: file or folder.
+
+    Raises:
+        DataError: it is missing, damaged or inconsistent.
     """
     path = path.expanduser()
     if not path.exists():
-        raise DataError(f"data.alignment is {path}, which does not exist; give the file that ngsgd align wrote, or leave it empty.")
+        raise DataError(f"data.alignment is {path}, which does not exist; set it to a file written "
+                        "by ngsgd align, or leave it empty.")
     folder = path if path.is_dir() else path.parent
     names = _read_pdf_table(folder / PDF_TABLE) if (folder / PDF_TABLE).is_file() else ()
     if path.is_dir():
@@ -76,7 +88,7 @@ def read(path: Path) -> Alignment:
 
 
 def pdf_table(pdf_names: tuple[str, ...]) -> str:
-    """The content of a file pdfs.txt."""
+    """Return the content of a file pdfs.txt."""
     return "".join(f"{pdf} {name}\n" for pdf, name in enumerate(pdf_names))
 
 
@@ -85,7 +97,8 @@ def _read_pdf_table(path: Path) -> tuple[str, ...]:
     for where, line in tables.read_lines(path):
         number, _, name = line.partition(" ")
         if number != str(len(names)) or not name.strip():
-            raise DataError(f"{where}: {line[:40]!r} is not the pdf {len(names)}, its phone and its state; export the data again.")
+            raise DataError(f"{where}: {line[:40]!r} is not the pdf {len(names)}, its phone and "
+                            "its state; export the data again.")
         names.append(name.strip())
     if not names or len(set(names)) < len(names):
         raise DataError(f"{path} does not give each pdf a distinct name; export the data again.")
@@ -93,7 +106,9 @@ def _read_pdf_table(path: Path) -> tuple[str, ...]:
 
 
 def write(path: Path, pdf_T: Mapping[str, PdfIds]) -> None:
-    """As .npz, or as text lines "utt pdf pdf ..." where `path` does not end in .npz; the file is whole or absent."""
+    """Write an alignment atomically: as .npz, or as text lines "utt pdf pdf ..." for other
+    names.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with new_file(path) as temporary:
         if path.suffix == ".npz":
@@ -105,16 +120,17 @@ def write(path: Path, pdf_T: Mapping[str, PdfIds]) -> None:
 
 
 def attach(alignment: Alignment, name: str, speech: SpeechSet, num_pdfs: int) -> tuple[SpeechSet, list[str]]:
-    """The set `name` with these labels, and the utterances that had to be left out because they have none.
+    """Label the set `name`; return it and the unaligned utterances, which are omitted.
 
-    A changed copy of an utterance (`augment`) that has none of its own takes the original's, at its speed.
+    An augmented copy of an utterance without labels gets those of the original, at its speed.
     """
     lengths = dict(zip(speech.frames.utt_ids, np.diff(speech.frames.offsets).tolist(), strict=True))
     pdf_T = {utt_id: labels for utt_id, length in lengths.items() if (labels := _labels(alignment, utt_id, length)) is not None}
     missing = [utt_id for utt_id in lengths if utt_id not in pdf_T]
     if len(missing) > MOST_MISSING * len(lengths):
-        raise DataError(f"{alignment.path} has no states for {len(missing)} of the {len(lengths)} utterances of {name}, the first "
-                        f"is {missing[0]}; give the alignment of this data, or data.alignment=flat.")
+        raise DataError(f"{alignment.path} has no states for {len(missing)} of the {len(lengths)} "
+                        f"utterances of {name}, the first is {missing[0]}; use the alignment of "
+                        "this data, or data.alignment=flat.")
     for utt_id, labels in pdf_T.items():
         _check(labels, utt_id, lengths[utt_id], num_pdfs, alignment.path)
     return speech.labelled(pdf_T), missing
@@ -129,13 +145,16 @@ def _labels(alignment: Alignment, utt_id: str, num_frames: int) -> PdfIds | None
 
 def _check(pdf_T: PdfIds, utt_id: str, num_frames: int, num_pdfs: int, path: Path) -> None:
     if len(pdf_T) != num_frames:
-        raise DataError(f"{path} has {len(pdf_T)} states for {utt_id}, which has {num_frames} frames. Features made here have "
-                        "a frame for each 10 ms, as Kaldi's with --snip-edges=false; Kaldi's default drops about two. Give the "
-                        "features that were aligned (feats.scp with features.kind=given), or align this audio again.")
+        raise DataError(f"{path} has {len(pdf_T)} states for {utt_id}, which has {num_frames} "
+                        "frames. Features of ngsgd have one frame per 10 ms, as in Kaldi with "
+                        "--snip-edges=false; the default of Kaldi has about two frames less. Use "
+                        "the features that were aligned (feats.scp with features.kind=given), or "
+                        "align this audio again.")
     if pdf_T.min() < 0 or pdf_T.max() >= num_pdfs:
         wrong = int(pdf_T.min() if pdf_T.min() < 0 else pdf_T.max())
-        raise DataError(f"{path} has the state {wrong} in {utt_id}, and the lexicon and its phones have {num_pdfs} states, from 0; "
-                        "give the lexicon that the alignment was made with, or data.graph.")
+        raise DataError(f"{path} has the state {wrong} in {utt_id}, but the lexicon and its phones "
+                        f"have {num_pdfs} states, from 0; set the lexicon that the alignment was "
+                        "made with, or data.graph.")
 
 
 def _read_npz(path: Path) -> dict[str, PdfIds]:
@@ -143,14 +162,15 @@ def _read_npz(path: Path) -> dict[str, PdfIds]:
         arrays = unpacking.load_npz(path)
         pdf_N, offsets, utt_ids = arrays["pdf"], arrays["offsets"], arrays["utt_ids"]
         if not _fit(pdf_N, offsets, utt_ids):
-            raise ValueError("its arrays do not fit together")
+            raise ValueError("its arrays are inconsistent")
         return dict(zip(utt_ids.tolist(), np.split(pdf_N.astype(np.int32), offsets[1:-1]), strict=True))
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{path} is not an alignment of ngsgd align ({error}); make it again.") from error
+        raise DataError(f"{path} is not an alignment of ngsgd align ({error}); create it "
+                        "again.") from error
 
 
 def _fit(pdf_N: npt.NDArray[Any], offsets: npt.NDArray[Any], utt_ids: npt.NDArray[Any]) -> bool:
-    """Integers of 32 bits, offsets that rise from 0 to their number, a name for each utterance."""
+    """Check for 32-bit integers, increasing offsets from 0 to the size, a name per utterance."""
     if not (pdf_N.ndim == offsets.ndim == utt_ids.ndim == 1 and pdf_N.dtype.kind in "iu" and offsets.dtype.kind in "iu"
             and utt_ids.dtype.kind == "U" and len(offsets) == len(utt_ids) + 1):
         return False
@@ -161,7 +181,8 @@ def _fit(pdf_N: npt.NDArray[Any], offsets: npt.NDArray[Any], utt_ids: npt.NDArra
 def _read_folder(folder: Path) -> dict[str, PdfIds]:
     archives = sorted([*folder.glob("ali.*.gz"), *folder.glob("ali.*.ark"), *folder.glob("ali.ark")])
     if not archives:
-        raise DataError(f"{folder} holds neither ali.*.gz nor ali.*.ark; give the folder that Kaldi's align_si.sh wrote.")
+        raise DataError(f"{folder} contains neither ali.*.gz nor ali.*.ark; use the folder written "
+                        "by align_si.sh of Kaldi.")
     found: dict[str, PdfIds] = {}
     for archive in archives:
         found |= tables.read_int_vectors(archive)
@@ -170,14 +191,14 @@ def _read_folder(folder: Path) -> dict[str, PdfIds]:
     pdf_of = read_tid2pdf(folder / "tid2pdf")
     for utt_id, tids in found.items():
         if len(tids) and (tids.min() < 1 or tids.max() > len(pdf_of)):
-            raise DataError(f"{folder} has the transition {tids.max()} in {utt_id}, and its tid2pdf goes from 1 to {len(pdf_of)}; "
-                            "take both from one model.")
+            raise DataError(f"{folder} has the transition {tids.max()} in {utt_id}, but its "
+                            f"tid2pdf ranges from 1 to {len(pdf_of)}; use both from one model.")
     table = np.array([-1, *pdf_of], dtype=np.int32)
     return {utt_id: table[tids] for utt_id, tids in found.items()}
 
 
 def read_tid2pdf(path: Path) -> tuple[int, ...]:
-    """Transition id - 1 -> pdf, from lines "transition-id pdf"."""
+    """Read transition id - 1 -> pdf from lines "transition-id pdf"."""
     pairs = {}
     for where, line in tables.read_lines(path):
         try:
@@ -185,8 +206,10 @@ def read_tid2pdf(path: Path) -> tuple[int, ...]:
         except ValueError as error:
             raise DataError(f"{where}: {line[:40]!r} is not a transition id and a pdf id; write both as numbers.") from error
         if not 0 <= pdf < _MAX_PDFS:
-            raise DataError(f"{where}: the pdf {pdf} is not a number from 0 to {_MAX_PDFS - 1}; write Kaldi's pdf ids.")
+            raise DataError(f"{where}: the pdf {pdf} is not a number from 0 to {_MAX_PDFS - 1}; "
+                            "write the pdf ids of Kaldi.")
         pairs[tid] = pdf
     if sorted(pairs) != list(range(1, len(pairs) + 1)):
-        raise DataError(f"{path} does not number the transitions from 1 without gaps; write one line for each transition id.")
+        raise DataError(f"{path} does not number the transitions from 1 without gaps; write one "
+                        "line per transition id.")
     return tuple(pairs[tid] for tid in range(1, len(pairs) + 1))

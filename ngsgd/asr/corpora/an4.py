@@ -1,9 +1,8 @@
-"""AN4 (CMU's Census corpus) from its public cepstra: Kaldi archives, transcripts, dictionary,
-language model, alignment.
+"""AN4 (the Census corpus of CMU) from its public cepstra.
 
-The data are not part of the package.  What each file must be is: the SHA-256 of all are in
-corpora/an4/SHA256SUMS.  There is no set for tuning, so whole speakers of train are held out as
-valid.
+The inputs are Kaldi archives, transcripts, dictionary, language model and alignment. The data are
+not part of the package; corpora/an4/SHA256SUMS lists the required files. There is no development
+set, so complete speakers of the training set are held out for validation.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from ngsgd.config import DataConfig, FeatureConfig
 from ngsgd.errors import DataError
 
 SHIPPED = "corpora/an4.sha256"
-# egs/an4 takes these out of the unigrams
+# egs/an4 removes these words from the unigrams
 NOT_IN_KALDIS_LM = {"HALL", "LANE", "MEMORY", "TWELVTH", "WEAN"}
 UNKNOWN = "<UNK>"
-WHERE = ("get CMU's feature distribution of AN4 (the folder an4/ of "
-         "github.com/cphazen/Machine-Learning-Project-ASR, packed as recipes/an4/README.md says) "
-         "and give its folder as data.source=PATH")
+WHERE = ("get the feature distribution of AN4 from CMU (the folder an4/ of "
+         "github.com/cphazen/Machine-Learning-Project-ASR, packed as described in "
+         "recipes/an4/README.md) and set data.source=PATH to its folder")
 
 
 def locate(source: str) -> Path:
-    """The folder with the corpus; raises DataError where it is not, or is another release."""
+    """Return the folder of the corpus; raise DataError if it is missing or another release."""
     if not source:
         raise DataError(f"data.source is empty, and recipe=an4 has no download; {WHERE}.")
     folder = Path(source).expanduser()
@@ -51,12 +50,12 @@ def locate(source: str) -> Path:
 
 
 def make(data: DataConfig, feature_config: FeatureConfig) -> tuple[dict[str, SpeechSet], Language]:
-    """Train, valid and test, and the language with Kaldi's decoding graph."""
+    """Return train, valid and test, and the language with the decoding graph of Kaldi."""
     folder = locate(data.source)
     for name, expected in released_checksums().items():
         if (found := files.sha256(folder / name)) != expected:
-            raise DataError(f"{folder / name} has the SHA-256 {found[:16]}..., and the release "
-                            f"that ngsgd knows {expected[:16]}...; {WHERE}.")
+            raise DataError(f"{folder / name} has the SHA-256 {found[:16]}..., but the supported "
+                            f"release has {expected[:16]}...; {WHERE}.")
     train, test = (_read_set(folder, name) for name in ("train", "test"))
     train, valid = hold_out(train, share=data.valid_fraction)
     sets = {"train": train, "valid": valid, "test": test}
@@ -96,8 +95,9 @@ def _language(folder: Path) -> Language:
 
 
 def _lexicon(text: str) -> dict[str, tuple[Pronunciation, ...]]:
-    """CMU's dictionary, "WORD(2) PH PH" for second pronunciations, with Kaldi's word for everything
-    else, said as silence.
+    """Read the dictionary of CMU, "WORD(2) PH PH" for second pronunciations.
+
+    The unknown word of Kaldi is pronounced as silence.
     """
     lexicon: dict[str, tuple[Pronunciation, ...]] = {UNKNOWN: (("SIL",),)}
     for line in text.splitlines():
@@ -110,7 +110,7 @@ def _lexicon(text: str) -> dict[str, tuple[Pronunciation, ...]]:
 
 
 def _kaldis_unigrams(text: str) -> str:
-    """The unigrams of an4.ug.lm without the words that egs/an4 leaves out, as an ARPA text."""
+    """Return the unigrams of an4.ug.lm without the words that egs/an4 removes, as ARPA text."""
     unigrams = re.findall(r"^(-\d+\.\d+)\s+(\S+)\s+-?\d+\.\d+$", text, re.MULTILINE)
     lines = [f"{cost}\t{word}" for cost, word in unigrams if word not in NOT_IN_KALDIS_LM]
     return "\n".join(["\\data\\", f"ngram 1={len(lines)}", "", "\\1-grams:", *lines, "", "\\end\\",

@@ -1,11 +1,12 @@
-"""Prepared speech on disk: a folder of arrays, and a manifest with the SHA-256 of each and of itself.
+"""Prepared speech on disk: arrays, and a manifest with the SHA-256 of each file and of itself.
 
-    manifest.json                          what it was made from, the language, the checksums
-    lm.arpa, HCLG.fst                      where the corpus has them
-    train.json, valid.json, test.json      utterance ids, words, speakers
-    train.features_TD.npy, ...             arrays of `FrameSet`; features are memory-mapped when read
-    train.raw_TD.npy, ...                  features before they were normalised (features.cmvn=online)
-    train.cmvn.npz, ...                    what features were normalised by; no part of the digest, as it follows from them
+    manifest.json                      source settings, language, checksums
+    lm.arpa, HCLG.fst                  if the corpus has them
+    train.json, valid.json, test.json  utterance ids, words, speakers
+    train.features_TD.npy, ...         arrays of `FrameSet`; features are memory-mapped for reading
+    train.raw_TD.npy, ...              features before normalization (features.cmvn=online)
+    train.cmvn.npz, ...                statistics of the normalization; not part of the digest,
+                                       because they follow from the features
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ _CMVN = ".cmvn.npz"
 
 
 class DamagedError(Exception):
-    """The folder cannot be trusted; the message names the file.  Whoever loads it makes the data again."""
+    """A prepared folder is damaged; the message names the file. The caller prepares it again."""
 
 
 def short_hash(tree: Mapping[str, Any]) -> str:
-    """Twelve hex digits that change with anything in the tree."""
+    """Twelve hex digits that identify the content of the tree."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, made_from: Mapping[str, Any]) -> None:
-    """Writes the sets; the folder is whole or absent."""
+    """Write the sets atomically."""
     with files.new_directory(folder) as new:
         for name, speech in sets.items():
             for array in ARRAYS:
@@ -60,14 +61,18 @@ def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, ma
 
 
 def load(folder: Path) -> tuple[dict[str, SpeechSet], Language, str]:
-    """The sets, the language, and a digest of all files.  Raises `DamagedError`."""
+    """Load the sets, the language, and a digest of all files.
+
+    Raises:
+        DamagedError: a file is missing or does not match its checksum.
+    """
     manifest = _read_manifest(folder)
     for name, expected in manifest["sha256"].items():
         path = folder / name
         if Path(name).name != name or not path.is_file():
             raise DamagedError(f"{path} is missing")
         if files.sha256(path) != expected:
-            raise DamagedError(f"{path} does not have the checksum in its manifest")
+            raise DamagedError(f"{path} does not match the checksum in its manifest")
     content = {name: checksum for name, checksum in manifest["sha256"].items() if not name.endswith(_CMVN)}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     try:
@@ -84,8 +89,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DamagedError(f"{folder / MANIFEST} is missing or damaged ({error})") from error
     if set(manifest) != {"made_from", "sets", "sha256", "language"} or not isinstance(manifest["sha256"], dict):
-        raise DamagedError(f"{folder / MANIFEST} lacks entries, or has others")
-    # manifests had no digest at first; their folder is named by what they were made from
+        raise DamagedError(f"{folder / MANIFEST} has missing or unknown entries")
+    # manifests of earlier versions had no digest; the name of their folder identifies their content
     if not has_digest and not folder.name.endswith(short_hash(manifest["made_from"])):
         raise DamagedError(f"{folder / MANIFEST} does not belong to this folder")
     return manifest
@@ -96,7 +101,7 @@ def _load_set(folder: Path, name: str, listed: Mapping[str, str]) -> SpeechSet:
     features_TD, pdf_T, offsets = (np.load(folder / f"{name}.{array}.npy", mmap_mode="r") for array in ARRAYS)
     frames = FrameSet(features_TD=features_TD, pdf_T=np.array(pdf_T), offsets=np.array(offsets), utt_ids=tuple(words["utt_ids"]))
     raw, statistics = folder / f"{name}.raw_TD.npy", folder / f"{name}{_CMVN}"
-    # only files whose checksum was verified
+    # only files with verified checksums
     return SpeechSet(frames, tuple(map(tuple, words["texts"])), tuple(words["speakers"]),
                      _units_of(statistics) if statistics.name in listed else None,
                      np.load(raw, mmap_mode="r") if raw.name in listed else None)

@@ -1,15 +1,19 @@
-"""Speech made ready for training: features, the HMM state of every frame, words, and what can be
-said.
+"""Speech prepared for training: features, the HMM state of every frame, words and language.
 
     corpus = prepare(config.data, config.features, cache_root, print)
-    corpus.train.frames      # features (normalised, not spliced) and pdf ids
+    corpus.train.frames      # features (normalized, not spliced) and pdf ids
     corpus.test.texts[0]     # the words of the first test utterance
 
-Who is heard where.  digits: train, valid and test have different voices.  fsdd, data.split=speaker:
-test is two speakers never trained on, valid the training speakers' held-out recordings;
-data.split=official: all speakers are in all sets, with different recordings; data.split=loo: test
-is data.held_out.  an4: its own test speakers; valid is whole speakers of its training set.  yesno:
-one speaker.  kaldi, lhotse: as the user's folders say.
+Speakers of the sets:
+
+- digits: train, valid and test have different voices.
+- fsdd, data.split=speaker: test is two speakers that are not in train; valid is held-out recordings
+  of the training speakers.
+- fsdd, data.split=official: all sets have all speakers, with different recordings.
+- fsdd, data.split=loo: test is data.held_out.
+- an4: separate test speakers; valid is complete speakers of the training set.
+- yesno: one speaker.
+- kaldi, lhotse: as in the data.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from ngsgd.asr.utterance import Utterance
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig, with_removed
 from ngsgd.phase import Phase
 
-# raise it when the same settings would give other data, so that old caches are not taken for new
+# increase it if the same settings would give other data, so that old caches are not reused
 RECIPE_VERSION = 3
 
 Report = Callable[[str], None]
@@ -51,7 +55,7 @@ __all__ = ["Corpus", "SpeechSet", "check_source", "prepare"]
 _FSDD = ("corpus", "split", "held_out", "style")
 _AMOUNTS = ("train_minutes", "valid_minutes", "test_minutes", "snr_db_low", "snr_db_high", "seed")
 _KALDI_DIRS = ("corpus", "valid_fraction", "num_silence_states", "oov_word")
-# settings of `data` that change what is prepared; the content of files is looked at apart
+# settings of `data` that change the prepared data; file contents are compared separately
 _DECIDES = {
     "digits": ("corpus", *_AMOUNTS), "fsdd": (*_FSDD, *_AMOUNTS),
     "an4": ("corpus", "valid_fraction"),
@@ -59,13 +63,13 @@ _DECIDES = {
 }
 
 
-# names of options when data was first prepared; others would prepare the data of old runs again
+# names of options in keys of the cache; other names would prepare the data of old runs again
 _KEY_OF = {"valid_fraction": "valid_share", "oov_word": "oov"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Everything about the speech that training and decoding need."""
+    """The speech that training and decoding need."""
 
     name: str
     train: SpeechSet
@@ -81,7 +85,7 @@ class Corpus:
 
 
 def check_source(data: DataConfig) -> None:
-    """Raises when the speech cannot be got at; takes no longer than looking into a folder."""
+    """Raise if the speech is not accessible; takes no longer than listing a folder."""
     filterbank.toolkit()
     if data.corpus == "digits":
         synthesis.require()
@@ -99,17 +103,24 @@ def check_source(data: DataConfig) -> None:
 
 
 def needs_alignment(data: DataConfig) -> bool:
-    """Whether labels have to be made before the corpus can be learnt from."""
+    """Whether labels must be made before training."""
     return data.alignment == "flat" or (not data.alignment
                                         and data.corpus in ("yesno", "kaldi", "lhotse"))
 
 
 def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, report: Report, *,
             augment_config: AugmentConfig | None = None) -> Corpus:
-    """The corpus, from the cache when it was prepared before with the same settings; damaged files
-    are prepared again.
+    """Return the corpus, from the cache if possible; damaged files are prepared again.
 
-    `augment_config` changes the training set alone.
+    Args:
+        data: the section `data`.
+        feature_config: the section `features`.
+        cache_root: folder of prepared corpora.
+        report: receives progress messages.
+        augment_config: changes of the training set. Default: none.
+
+    Raises:
+        DataError: the data are missing, damaged or inconsistent.
     """
     check_source(data)
     changes = augment_config or AugmentConfig()
@@ -136,10 +147,11 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
 
 def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_root: Path,
                       report: Report) -> Corpus:
-    """What `ngsgd align` labels: the corpus, or the recordings that it is spliced from; its labels,
-    if any, mean nothing.
+    """Return the corpus for `ngsgd align`, or the recordings that it is spliced from.
+
+    Its labels, if any, are meaningless.
     """
-    # a single word has too few frames to be normalised over
+    # a single word has too few frames for normalization
     if data.corpus == "fsdd":
         data, feature_config = replace(data, style="isolated"), replace(feature_config,
                                                                         cmvn="speaker")
@@ -147,7 +159,7 @@ def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_roo
 
 
 def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, Any]:
-    """All that the content of the prepared files depends on."""
+    """Return everything that determines the content of the prepared files."""
     decides = _FSDD if data.corpus == "fsdd" and data.style == "isolated" else _DECIDES[data.corpus]
     settings = {_KEY_OF.get(name, name): value for name, value in with_removed("data", asdict(data)).items() if name in decides}
     has_synthetic = data.corpus == "fsdd" and data.synthetic_minutes > 0
@@ -166,7 +178,7 @@ def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, 
 
 
 def _content_of_alignment(data: DataConfig) -> dict[str, Any]:
-    """Strings are spliced from labelled recordings, so other labels are other data."""
+    """Return the content of labels from which strings are spliced: other labels give other data."""
     if data.alignment in ("", "flat"):
         return {}
     pdf_T = alignments.read(Path(data.alignment)).pdf_T
@@ -177,27 +189,28 @@ def _content_of_alignment(data: DataConfig) -> dict[str, Any]:
 def _load(name: str, folder: Path) -> Corpus:
     sets, language, digest = cache.load(folder)
     if language.given:
-        # before the training, not at its end
+        # before training instead of at its end
         graphs.check(language.given)
     return Corpus(name=name, language=language, digest=digest, **sets)
 
 
 def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
-    """The corpus with the labels of data.alignment, where that is a file."""
+    """Return the corpus with the labels of data.alignment, if it is a file."""
     if data.alignment in ("", "flat") or data.corpus in ("digits", "fsdd"):
         return corpus
     given = alignments.read(Path(data.alignment))
     alignment = given.numbered_as(corpus.language.pdf_names(of_graph=bool(data.graph)))
     if alignment is not given:
-        report(f"{given.path}: the states are numbered by its {alignments.PDF_TABLE}, and have "
-               "been renumbered for this lexicon")
+        report(f"{given.path}: states are numbered by its {alignments.PDF_TABLE} and have been "
+               "renumbered for this lexicon")
     sets: dict[str, Any] = {}
     for name in ("train", "valid", "test"):
         sets[name], missing = alignments.attach(alignment, name, getattr(corpus, name),
                                                 corpus.num_pdfs)
         if missing:
-            report(f"{name}: {len(missing)} utterances are left out, as {alignment.path} has no "
-                   f"states for them: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
+            report(f"{name}: {len(missing)} utterances are skipped, because {alignment.path} has "
+                   "no states for them: "
+                   f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
     labels = b"".join(speech.frames.pdf_T.tobytes() for speech in sets.values())
     return replace(corpus, **sets,
                    digest=hashlib.sha256(corpus.digest.encode() + labels).hexdigest())
@@ -241,7 +254,9 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
 
 
 def _is_clean(set_name: str, changes: AugmentConfig) -> Callable[[str], bool]:
-    """Which utterances of a generated set are made without noise: none of valid and test."""
+    """Return a predicate for utterances of a generated set without noise; none of valid and
+    test.
+    """
     return functools.partial(augment.is_clean, config=changes if set_name == "train" else AugmentConfig())
 
 

@@ -1,13 +1,13 @@
-"""Kaldi's data directories: what is said in which utterance, by whom, and where its audio or features are.
+"""Kaldi data directories: words, speakers, and audio or features of utterances.
 
-    text        utt word word ...         needed
-    utt2spk     utt speaker               needed
-    wav.scp     recording file            needed, or feats.scp with features.kind=given
+    text        utt word word ...         required
+    utt2spk     utt speaker               required
+    wav.scp     recording file            required, or feats.scp with features.kind=given
     segments    utt recording start end   optional, seconds
     feats.scp   utt archive:offset
     cmvn.scp    speaker archive:offset, or utt archive:offset; for features.cmvn=given
 
-Checked as validate_data_dir.sh does; whatever is wrong is one sentence with the file and the line.
+The checks are those of validate_data_dir.sh. Each error message names the file and the line.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ class UtteranceEntry:
     words: tuple[str, ...]
     # audio, or an entry of a feats.scp
     content: Piece | Entry
-    # of the transcript, file:line
+    # file:line of the transcript
     where: str
 
 
 def read(folder: Path, *, given_features: bool) -> list[UtteranceEntry]:
-    """The utterances of a data directory in the order of its `text`; nothing but the tables is read."""
+    """Read the tables of a data directory; the utterances are in the order of `text`."""
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder; make it, or point data.source at another place.")
+        raise DataError(f"{folder} is not a folder; create it, or set data.source to another "
+                        "folder.")
     texts, speakers = tables.read_table(folder / "text"), tables.read_table(folder / "utt2spk")
     contents: Mapping[str, Piece | Entry]
     contents = tables.read_table(folder / "feats.scp") if given_features else _pieces(folder)
@@ -56,61 +57,64 @@ def read(folder: Path, *, given_features: bool) -> list[UtteranceEntry]:
     _same_keys(texts, contents, source)
     for utt_id, speaker in speakers.items():
         if len(speaker.value.split()) != 1:
-            raise DataError(f"{speaker.where}: {utt_id} has no speaker, or a name with spaces; write one word.")
+            raise DataError(f"{speaker.where}: {utt_id} has no speaker, or a name with spaces; "
+                            "write one word.")
     return [UtteranceEntry(utt_id, speakers[utt_id].value, tuple(text.value.split()), contents[utt_id], text.where)
             for utt_id, text in texts.items()]
 
 
 def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object], lexicon: Path) -> None:
-    """Raises DataError on a transcript that is empty or has a word that is not in the lexicon."""
+    """Raise DataError for an empty transcript or a word that is not in the lexicon."""
     for one in utterances:
         if not one.words:
             raise DataError(f"{one.where}: the transcript of {one.utt_id} is empty; write its words, or remove the utterance.")
         for word in one.words:
             if word not in known:
-                raise DataError(f"{one.where}: the word {word} of {one.utt_id} is not in the lexicon {lexicon}; add it there, or "
-                                "give data.oov_word, the word that stands for unknown ones.")
+                raise DataError(f"{one.where}: the word {word} of {one.utt_id} is not in the "
+                                f"lexicon {lexicon}; add it there, or set data.oov_word to the "
+                                "word that replaces unknown ones.")
 
 
 def given(utterances: Sequence[UtteranceEntry], folder: Path) -> Iterator[FramedUtterance]:
-    """The utterances with the features that came with them, not aligned."""
+    """Read the features of the utterances, without alignment."""
     dim = None
     for one in utterances:
         assert isinstance(one.content, Entry)
         where, features_TD = one.content.where, tables.read_matrix(one.content, folder)
         dim = dim or features_TD.shape[1]
         if features_TD.shape[1] != dim:
-            raise DataError(f"{where}: {one.utt_id} has {features_TD.shape[1]} features a frame, and the others have {dim}; make "
-                            "them all alike.")
+            raise DataError(f"{where}: {one.utt_id} has {features_TD.shape[1]} features per frame, "
+                            f"but the others have {dim}; use features of one kind.")
         if not np.isfinite(features_TD).all():
             frame_number = int(np.argwhere(~np.isfinite(features_TD))[0, 0])
-            raise DataError(f"{where}: {one.utt_id} has a feature that is not a finite number in frame {frame_number}; make its "
-                            "features again, or remove the utterance.")
+            raise DataError(f"{where}: {one.utt_id} has a feature that is not finite in frame "
+                            f"{frame_number}; compute its features again, or remove the utterance.")
         yield FramedUtterance(one.utt_id, one.speaker, one.words, features_TD, unaligned(len(features_TD)))
 
 
 def given_cmvn(utterances: Sequence[UtteranceEntry], folder: Path, dim: int) -> CmvnStats:
-    """The statistics in the folder's cmvn.scp, by utterance or by speaker."""
+    """Read the statistics in cmvn.scp of the folder, by utterance or by speaker."""
     table = tables.read_table(folder / "cmvn.scp")
     unit_of = []
     for one in utterances:
         unit = one.utt_id if one.utt_id in table else one.speaker
         if unit not in table:
-            raise DataError(f"{one.where}: {one.utt_id} has no statistics in {folder / 'cmvn.scp'}, by its own name or its "
-                            f"speaker's, {one.speaker}; add them, or choose another features.cmvn.")
+            raise DataError(f"{one.where}: {one.utt_id} has no statistics in "
+                            f"{folder / 'cmvn.scp'}, neither by its name nor by its speaker "
+                            f"{one.speaker}; add them, or choose another features.cmvn.")
         unit_of.append(unit)
     return CmvnStats({unit: tables.read_stats(table[unit], folder, dim) for unit in dict.fromkeys(unit_of)}, tuple(unit_of))
 
 
 def spoken(utterances: Sequence[UtteranceEntry], config: FeatureConfig) -> Iterator[Utterance]:
-    """The utterances with their audio, not aligned."""
+    """Read the audio of the utterances, without alignment."""
     for one in utterances:
         assert isinstance(one.content, Piece)
         samples = audio.read(one.content, config.sample_rate_hz)
         num = num_frames(len(samples), config.sample_rate_hz)
         if len(samples) < config.sample_rate_hz // 100:
-            raise DataError(f"{one.content.where}: {one.utt_id} lasts {len(samples)} samples, less than a frame of 10 ms; "
-                            "remove it.")
+            raise DataError(f"{one.content.where}: {one.utt_id} has {len(samples)} samples, less "
+                            "than a frame of 10 ms; remove it.")
         yield Utterance(one.utt_id, one.speaker, one.words, samples, unaligned(num))
 
 
@@ -124,8 +128,9 @@ def _pieces(folder: Path) -> dict[str, Piece]:
 
 def _file(entry: Entry, folder: Path) -> Piece:
     if entry.value.endswith("|") or entry.value.startswith("|"):
-        raise DataError(f"{entry.where}: {entry.value[:40]!r} is a command, and ngsgd runs none from data files; convert the audio "
-                        "to wav or flac and write the file's name.")
+        raise DataError(f"{entry.where}: {entry.value[:40]!r} is a command, which ngsgd never runs "
+                        "from data files; convert the audio to wav or flac and write the name of "
+                        "the file.")
     if "\0" in entry.value:
         raise DataError(f"{entry.where}: the file name has a zero byte; write the name of the audio file.")
     path = Path(entry.value).expanduser()
@@ -137,12 +142,13 @@ def _segment(utt_id: str, entry: Entry, recordings: Mapping[str, Piece], folder:
         recording, start, end = entry.value.split()
         start_s, end_s = float(start), float(end)
     except ValueError as error:
-        raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording and two times; write \"utterance recording "
-                        "start end\".") from error
+        raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording and two "
+                        "times; write \"utterance recording start end\".") from error
     if recording not in recordings:
         raise DataError(f"{entry.where}: the recording {recording} of {utt_id} is not in {folder / 'wav.scp'}; add it there.")
     if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
-        raise DataError(f"{entry.where}: {utt_id} goes from {start_s:g} to {end_s:g} s; times rise from 0.")
+        raise DataError(f"{entry.where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write "
+                        "increasing times from 0.")
     return Piece(recordings[recording].path, entry.where, start_s, end_s)
 
 

@@ -1,4 +1,4 @@
-"""A valid set out of the training set, where a corpus has none."""
+"""Validation sets from the training set, for corpora without one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Protocol, TypeVar
 
 from ngsgd.errors import DataError
 
-# below that, holding out a speaker takes too much away from training
+# with fewer speakers, holding out a speaker removes too much training data
 _FEWEST_SPEAKERS = 4
 
 
 class _HasSpeaker(Protocol):
-    """An utterance in whatever form: a name, and who says it."""
+    """An utterance in any representation with a name and a speaker."""
 
     @property
     def utt_id(self) -> str: ...
@@ -25,10 +25,11 @@ SomeUtterance = TypeVar("SomeUtterance", bound=_HasSpeaker)
 
 
 def hold_out(train: Sequence[SomeUtterance], *, share: float) -> tuple[list[SomeUtterance], list[SomeUtterance]]:
-    """(train, valid): whole speakers until `share` of the utterances is reached; utterances where there are few speakers.
+    """Split into (train, valid): complete speakers until `share` of the utterances is reached.
 
-    Who is held out depends on the names alone: in the order of their SHA-256, so that neither the order of the files nor
-    other speakers' coming and going change it much.
+    With few speakers, single utterances are held out. The selection depends on the names alone, in
+    the order of their SHA-256. It is therefore independent of the order of the files, and nearly
+    independent of added or removed speakers.
     """
     by_speaker = len({one.speaker for one in train}) >= _FEWEST_SPEAKERS
     unit = [one.speaker if by_speaker else one.utt_id for one in train]
@@ -40,7 +41,7 @@ def hold_out(train: Sequence[SomeUtterance], *, share: float) -> tuple[list[Some
         held.add(name)
         num_held += unit.count(name)
     if num_held >= len(train):
-        raise DataError(f"The training set has {len(train)} utterance(s), too few to hold any out for valid; add data, or give a "
-                        "valid set.")
+        raise DataError(f"The training set has {len(train)} utterance(s), too few to hold any out "
+                        "for validation; add data, or a validation set.")
     return ([one for one, name in zip(train, unit, strict=True) if name not in held],
             [one for one, name in zip(train, unit, strict=True) if name in held])

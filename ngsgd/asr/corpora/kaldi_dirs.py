@@ -1,5 +1,6 @@
-"""A corpus of the user's own: Kaldi data directories or lhotse manifests, a lexicon, and perhaps a
-language model or a graph.
+"""Custom corpora: Kaldi data directories or lhotse manifests, and a lexicon.
+
+A language model or a graph is optional.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError
 
-# of the numbers in words.txt to how many there are
+# maximum ratio of the largest number in words.txt to the number of words
 _MAX_GAP = 100
 VALID_NAMES = ("valid", "dev")
 
 
 def make(data: DataConfig, feature_config: FeatureConfig,
          changes: AugmentConfig) -> tuple[dict[str, SpeechSet], Language]:
-    """Train, valid and test, not aligned, and the language.
+    """Return train, valid and test without alignment, and the language.
 
     Everything is checked before the first audio is read.
     """
@@ -70,19 +71,19 @@ def _build(name: str, listed: Sequence[UtteranceEntry], folder: Path, config: Fe
 
 
 def locate(data: DataConfig) -> Path:
-    """The folder that data.source names."""
+    """Return the folder given by data.source."""
     if not data.source:
-        raise DataError("data.source is empty; give the folder that holds train and test as "
-                        "data.source=PATH.")
+        raise DataError("data.source is empty; set data.source=PATH to the folder with train and "
+                        "test.")
     source = Path(data.source).expanduser()
     if not source.is_dir():
-        raise DataError(f"data.source is {data.source}, which is not a folder; give the folder "
-                        "that holds train and test.")
+        raise DataError(f"data.source is {data.source}, which is not a folder; set it to the "
+                        "folder with train and test.")
     return source
 
 
 def read_sets(data: DataConfig, feature_config: FeatureConfig) -> dict[str, list[UtteranceEntry]]:
-    """What is in the folders or manifests of train, test and, where there is one, valid."""
+    """Read the folders or manifests of train, test and, if it exists, valid."""
     source = locate(data)
     if data.corpus == "lhotse":
         return manifests.read_sets(source)
@@ -94,9 +95,7 @@ def read_sets(data: DataConfig, feature_config: FeatureConfig) -> dict[str, list
 
 
 def fingerprint(data: DataConfig, feature_config: FeatureConfig) -> dict[str, Any]:
-    """What tells other data at the same place: the tables' content; of audio and archives, name,
-    size and time.
-    """
+    """Identify the data: content of the tables; name, size and time of audio files and archives."""
     source = locate(data)
     seen = hashlib.sha256()
     for name, utterances in sorted(read_sets(data, feature_config).items()):
@@ -121,8 +120,8 @@ def _identity(one: UtteranceEntry, folder: Path) -> str:
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(f"{one.content.where}: {path} cannot be read ({error.strerror}); mend the "
-                        "path.") from error
+        raise DataError(f"{one.content.where}: {path} cannot be read ({error.strerror}); correct "
+                        "the path.") from error
     return f"{path} {status.st_size} {status.st_mtime_ns} {part}"
 
 
@@ -131,7 +130,7 @@ def _with_known_words(utterances: Sequence[UtteranceEntry], data: DataConfig, to
     path = lexicon.locate(data.lexicon, source)
     if data.oov_word and data.oov_word not in topology.lexicon:
         raise DataError(f"data.oov_word is {data.oov_word}, which is not in the lexicon {path}; "
-                        "add it there, with a phone of noise.")
+                        "add it there, with a noise phone.")
     if not data.oov_word:
         data_dir.check_words(utterances, topology.lexicon, path)
     else:
@@ -146,7 +145,7 @@ def _check_disjoint(listed: dict[str, list[UtteranceEntry]]) -> None:
         for one in utterances:
             if one.utt_id in seen:
                 raise DataError(f"{one.where}: {one.utt_id} is also in another set "
-                                f"({seen[one.utt_id]}); give every utterance its own name, or "
+                                f"({seen[one.utt_id]}); give every utterance a unique name, or "
                                 "remove it from one of them.")
             seen[one.utt_id] = one.where
 
@@ -155,22 +154,23 @@ def _given_graph(folder: Path) -> GivenGraph:
     missing = [name for name in ("HCLG.fst", "words.txt", "tid2pdf")
                if not (folder / name).is_file()]
     if missing:
-        raise DataError(f"data.graph is {folder}, which lacks {', '.join(missing)}; give a folder "
-                        "with HCLG.fst, words.txt and tid2pdf (lines \"transition-id pdf\").")
+        raise DataError(f"data.graph is {folder}, which lacks {', '.join(missing)}; set it to a "
+                        "folder with HCLG.fst, words.txt and tid2pdf (lines \"transition-id "
+                        "pdf\").")
     numbers = {}
     for where, line in tables.read_lines(folder / "words.txt"):
         try:
             word, number = line.split()
             numbers[int(number)] = word
         except ValueError as error:
-            raise DataError(f"{where}: {line[:40]!r} is not a word and a number; give Kaldi's "
-                            "words.txt.") from error
+            raise DataError(f"{where}: {line[:40]!r} is not a word and a number; use words.txt of "
+                            "Kaldi.") from error
     if not numbers or min(numbers) < 0 or max(numbers) > _MAX_GAP * len(numbers):
-        raise DataError(f"{folder / 'words.txt'} does not number {len(numbers)} words from 0; give "
-                        "Kaldi's words.txt.")
+        raise DataError(f"{folder / 'words.txt'} does not number {len(numbers)} words from 0; use "
+                        "words.txt of Kaldi.")
     words = tuple(numbers.get(number, f"#{number}") for number in range(1, max(numbers) + 1))
     given = GivenGraph((folder / "HCLG.fst").read_bytes(), words,
                        alignments.read_tid2pdf(folder / "tid2pdf"))
-    # now, not after the training
+    # before training instead of after it
     graphs.check(given)
     return given

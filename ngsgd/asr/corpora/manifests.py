@@ -1,7 +1,8 @@
-"""lhotse's manifests, read without lhotse: recordings and supervisions as JSON lines, packed by gzip or not.
+"""Reader of lhotse manifests without lhotse: recordings and supervisions as JSON lines.
 
-For each set NAME of train, valid (or dev) and test either NAME/recordings.jsonl.gz and NAME/supervisions.jsonl.gz, or files
-whose names hold "recordings" or "supervisions" and the set's name, as lhotse's recipes write them
+The files may be compressed by gzip. Each set NAME is train, valid (or dev) or test. Its files are
+NAME/recordings.jsonl.gz and NAME/supervisions.jsonl.gz. Alternatively they are files whose names
+contain "recordings" or "supervisions" and the name of the set, as in recipes of lhotse
 (librispeech_recordings_train-clean-5.jsonl.gz).
 """
 
@@ -24,7 +25,7 @@ _SUFFIXES = (".jsonl.gz", ".jsonl")
 
 
 def read_sets(source: Path) -> dict[str, list[UtteranceEntry]]:
-    """The utterances of train, test and, where there is one, valid."""
+    """Read the utterances of train, test and, if it exists, valid."""
     sets = {}
     for name, folders in _NAMES.items():
         found = {kind: _find(source, kind, folders) for kind in ("recordings", "supervisions")}
@@ -32,12 +33,15 @@ def read_sets(source: Path) -> dict[str, list[UtteranceEntry]]:
             sets[name] = _read_set(*found.values())  # type: ignore[arg-type]
         elif name != "valid":
             missing = next(kind for kind, path in found.items() if path is None)
-            raise DataError(f"{source} holds no manifest of the {missing} of {name}; put {name}/{missing}.jsonl.gz there.")
+            raise DataError(f"{source} contains no manifest of the {missing} of {name}; add "
+                            f"{name}/{missing}.jsonl.gz.")
     return sets
 
 
 def read_folder(folder: Path) -> list[UtteranceEntry] | None:
-    """The utterances of `recordings` and `supervisions` in one folder; None without these files."""
+    """Read the utterances of `recordings` and `supervisions` in a folder; None without these
+    files.
+    """
     for suffix in _SUFFIXES:
         paths = [folder / f"{kind}{suffix}" for kind in ("recordings", "supervisions")]
         if all(path.is_file() for path in paths):
@@ -49,14 +53,15 @@ def _find(source: Path, kind: str, names: tuple[str, ...]) -> Path | None:
     for name in names:
         for suffix in _SUFFIXES:
             inside = source / name / f"{kind}{suffix}"
-            beside = sorted(path for path in source.glob(f"*{kind}*{suffix}") if name in path.name)
+            adjacent = sorted(path for path in source.glob(f"*{kind}*{suffix}") if name in path.name)
             if inside.is_file():
                 return inside
-            if len(beside) > 1:
-                raise DataError(f"{source} holds several manifests of the {kind} of {name}, {beside[0].name} and {beside[1].name}; "
-                                f"put the one that is meant in {name}/{kind}{suffix}.")
-            if beside:
-                return beside[0]
+            if len(adjacent) > 1:
+                raise DataError(f"{source} contains several manifests of the {kind} of {name}, "
+                                f"{adjacent[0].name} and {adjacent[1].name}; copy the intended one to "
+                                f"{name}/{kind}{suffix}.")
+            if adjacent:
+                return adjacent[0]
     return None
 
 
@@ -66,11 +71,11 @@ def _read_set(recordings: Path, supervisions: Path) -> list[UtteranceEntry]:
     for where, item in _lines(supervisions):
         one = _utterance(item, where, files, recordings)
         if one.utt_id in found:
-            raise DataError(f"{where}: {one.utt_id} stands there for the second time, the first is {found[one.utt_id].where}; "
-                            "remove one of them.")
+            raise DataError(f"{where}: {one.utt_id} is a duplicate, first in "
+                            f"{found[one.utt_id].where}; remove one of them.")
         found[one.utt_id] = one
     if not found:
-        raise DataError(f"{supervisions} is empty; fill it, or remove it.")
+        raise DataError(f"{supervisions} is empty; add utterances, or remove it.")
     return list(found.values())
 
 
@@ -78,12 +83,14 @@ def _file(item: dict[str, Any], where: str) -> Path:
     try:
         (source,) = item["sources"]
         if source["type"] != "file":
-            raise DataError(f"{where}: the recording {item['id']} comes from a {source['type']}; give files.")
+            raise DataError(f"{where}: the recording {item['id']} comes from a {source['type']}; "
+                            "only files are supported.")
         if "\0" in source["source"]:
             raise ValueError("a zero byte in the name")
         return Path(source["source"])
     except (KeyError, ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"{where}: this is not a recording of lhotse with one source; write the manifest again.") from error
+        raise DataError(f"{where}: this is not a recording of lhotse with one source; write the "
+                        "manifest again.") from error
 
 
 def _utterance(item: dict[str, Any], where: str, files: dict[str, Path], recordings: Path) -> UtteranceEntry:
@@ -91,9 +98,11 @@ def _utterance(item: dict[str, Any], where: str, files: dict[str, Path], recordi
         utt_id, recording = str(item["id"]), str(item["recording_id"])
         start_s, end_s = float(item["start"]), float(item["start"]) + float(item["duration"])
     except (KeyError, ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"{where}: this is no supervision of lhotse (id, recording_id, start, duration); mend it.") from error
+        raise DataError(f"{where}: this is not a supervision of lhotse (id, recording_id, start, "
+                        "duration); correct it.") from error
     if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
-        raise DataError(f"{where}: {utt_id} goes from {start_s:g} to {end_s:g} s; times rise from 0.")
+        raise DataError(f"{where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write increasing "
+                        "times from 0.")
     if recording not in files:
         raise DataError(f"{where}: the recording {recording} of {utt_id} is not in {recordings}; add it there.")
     path = files[recording]
@@ -114,5 +123,6 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except ValueError as error:
             raise DataError(f"{path}:{number}: this is not JSON; write the manifest again.") from error
         if not isinstance(item, dict) or "id" not in item:
-            raise DataError(f"{path}:{number}: this is not an item of a lhotse manifest, it has no id; write the manifest again.")
+            raise DataError(f"{path}:{number}: this item of a lhotse manifest has no id; write the "
+                            "manifest again.")
         yield f"{path}:{number}", item

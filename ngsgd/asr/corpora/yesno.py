@@ -1,6 +1,7 @@
-"""Kaldi's yesno: 60 recordings of one speaker, eight words each, "yes" or "no" in Hebrew; the words are in the file name.
+"""yesno of Kaldi: 60 recordings of one speaker, eight Hebrew words "yes" or "no" each.
 
-Usual sets: in the order of the names the first 30 train, the others test.  A smoke test: every system gets it right.
+The words are in the file name. The first 30 names are the training set, the others the test set, as
+usual. It is a smoke test that every system passes without errors.
 """
 
 from __future__ import annotations
@@ -25,32 +26,38 @@ from ngsgd.asr.utterance import Samples, Utterance, num_frames, unaligned
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError
 
-# by the digit in the file name
+# index: digit in the file name
 WORDS = ("NO", "YES")
 LEXICON = {"NO": (("N",),), "YES": (("Y",),)}
 SPEAKER = "yesno"
 _NAME = re.compile(r"[01](_[01]){7}\.wav")
 ARCHIVES = ("waves_yesno.tar.gz", "waves_yesno.tar.xz")
-WHERE = "get waves_yesno.tar.gz from openslr.org/1 and give it, or the folder of its wav files, as data.source=PATH"
+WHERE = (
+    "get waves_yesno.tar.gz from openslr.org/1 and set data.source=PATH to it, or to the folder of "
+    "its wav files"
+)
 
 
 def locate(source: str) -> Path:
-    """The folder of wav files, or the archive, that data.source means."""
+    """Return the folder of wav files, or the archive, given by data.source."""
     path = Path(source).expanduser()
     if not source or not path.exists():
-        raise DataError(f"data.source is {source or 'empty'}, and recipe=yesno needs the recordings; {WHERE}.")
+        raise DataError(f"data.source is {source or 'empty'}, but recipe=yesno needs the "
+                        f"recordings; {WHERE}.")
     candidates = [path] if path.is_file() else [path / "waves_yesno", path, *(path / name for name in ARCHIVES)]
     for candidate in candidates:
         if candidate.is_file() or next(candidate.glob("*.wav"), None):
             return candidate
-    raise DataError(f"data.source is {source}, where there are neither wav files nor {' nor '.join(ARCHIVES)}; {WHERE}.")
+    raise DataError(f"data.source is {source}, which contains neither wav files nor "
+                    f"{' nor '.join(ARCHIVES)}; {WHERE}.")
 
 
 def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig) -> tuple[dict[str, SpeechSet], Language]:
-    """Train, valid and test, not aligned, and the language."""
+    """Return train, valid and test without alignment, and the language."""
     recordings = sorted(_recordings(locate(data.source)))
     if len(recordings) < 4:
-        raise DataError(f"{data.source} holds {len(recordings)} recordings named as 0_1_0_1_1_0_0_1.wav; {WHERE}.")
+        raise DataError(f"{data.source} contains only {len(recordings)} recordings with names such "
+                        f"as 0_1_0_1_1_0_0_1.wav; {WHERE}.")
     utterances = [_utterance(name, samples) for name, samples in recordings]
     half = len(utterances) // 2
     train, valid = hold_out(utterances[:half], share=data.valid_fraction)
@@ -61,7 +68,7 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
 
 
 def fingerprint(data: DataConfig) -> dict[str, Any]:
-    """What tells other recordings at the same place."""
+    """Identify the recordings by name and size."""
     place = locate(data.source)
     status = [(path.name, path.stat().st_size) for path in (sorted(place.glob("*.wav")) if place.is_dir() else [place])]
     return {"files": status}
@@ -79,9 +86,11 @@ def _decode(name: str, content: bytes, place: Path) -> Samples:
             kind, promised = (wav.getnchannels(), wav.getsampwidth(), wav.getframerate()), wav.getnframes()
             pcm = wav.readframes(promised)
     except (wave.Error, EOFError) as error:
-        raise DataError(f"{place}: {name} is not a PCM wav file ({error or 'its header is cut off'}); fetch it again.") from error
+        raise DataError(f"{place}: {name} is not a PCM wav file "
+                        f"({error or 'its header is truncated'}); download it again.") from error
     if kind != (1, 2, 8000) or len(pcm) < 2 * promised:
-        raise DataError(f"{place}: {name} is not a whole file of one channel of 16 bits at 8000 Hz; fetch it again.")
+        raise DataError(f"{place}: {name} is not a complete file of one channel with 16 bits at "
+                        "8000 Hz; download it again.")
     return np.frombuffer(pcm, dtype="<i2").astype(np.int16)
 
 

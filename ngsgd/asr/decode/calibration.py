@@ -1,4 +1,4 @@
-"""Calibration of confidences: a monotone map from posteriors to the share of correct words.
+"""Calibration of confidences: a monotone map from posteriors to the fraction of correct words.
 
 Letters: N words.
 """
@@ -13,24 +13,23 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# posteriors of pruned lattices are 0 or 1 where they are only near it
+# minimum distance of posteriors from 0 and 1, which pruned lattices often return
 _LEAST = 1e-3
 _NUM_STEPS = 100
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A logistic map, confidence = sigmoid(slope * logit(posterior) + offset); the default changes
-    nothing.
+    """Logistic map, confidence = sigmoid(slope * logit(posterior) + offset).
 
-    Platt 1999, "Probabilistic outputs for support vector machines".
+    The default is the identity. Platt 1999, "Probabilistic outputs for support vector machines".
     """
 
     slope: float = 1.0
     offset: float = 0.0
 
     def __call__(self, posterior: float) -> float:
-        """The confidence of a word, 0 to 1."""
+        """Return the confidence of a word, 0 to 1."""
         if self == Calibration():
             return posterior
         # a sigmoid that does not overflow
@@ -38,25 +37,28 @@ class Calibration:
 
 
 class ReliabilityBin(NamedTuple):
-    """Words whose confidences lie in [low, high)."""
+    """Words with confidences in [low, high)."""
 
     low: float
     high: float
     num_words: int
     mean_confidence: float
-    # share of words that are correct
+    # fraction of correct words
     accuracy: float
 
 
 def fit(posteriors: Sequence[float], is_correct: Sequence[bool]) -> Calibration:
-    """The map with the highest likelihood of which words are correct.
+    """Fit the map by maximum likelihood of the correctness of words.
 
-    Targets are smoothed as by Platt, so that a set without errors gives no infinite slope. With
-    fewer than two words the map changes nothing.
+    Targets are smoothed as by Platt, so that a set without errors gives a finite slope. With fewer
+    than two words the result is the identity.
 
     Args:
         posteriors: N posteriors of recognized words.
-        is_correct: Whether each of them was said.
+        is_correct: whether each word is correct.
+
+    Returns:
+        The calibration.
     """
     if len(posteriors) < 2:
         return Calibration()
@@ -70,7 +72,7 @@ def fit(posteriors: Sequence[float], is_correct: Sequence[bool]) -> Calibration:
 
     def loss(weight_2: npt.NDArray[np.float64]) -> float:
         z_N = x_N2 @ weight_2
-        # a prior of unit variance, that the map changes nothing
+        # a prior of unit variance around the identity
         return float((np.logaddexp(0.0, z_N) - target_N * z_N).sum() + 0.5 * ((weight_2 - prior_2) ** 2).sum())
 
     weight_2 = prior_2
@@ -79,20 +81,20 @@ def fit(posteriors: Sequence[float], is_correct: Sequence[bool]) -> Calibration:
         gradient_2 = x_N2.T @ (p_N - target_N) + (weight_2 - prior_2)
         hessian_22 = (x_N2 * (p_N * (1.0 - p_N))[:, None]).T @ x_N2 + np.eye(2)
         step_2 = np.linalg.solve(hessian_22, gradient_2)
-        # Newton's step is too long where all words are certain
+        # the Newton step is too long if all words are certain
         while np.abs(step_2).max() > 1e-9 and loss(weight_2 - step_2) > loss(weight_2):
             step_2 = step_2 / 2
         weight_2 = weight_2 - step_2
         if np.abs(step_2).max() < 1e-9:
             break
-    # a map that falls would order the words wrongly
+    # a decreasing map would order the words wrongly
     return Calibration(max(0.0, float(weight_2[0])), float(weight_2[1]))
 
 
 def reliability(
     confidences: Sequence[float], is_correct: Sequence[bool], num_bins: int = 10
 ) -> list[ReliabilityBin]:
-    """Words grouped by their confidence; empty groups are omitted."""
+    """Group words by their confidence; empty groups are omitted."""
     confidence_N, correct_N = np.array(confidences, np.float64), np.array(is_correct, np.float64)
     bin_N = np.minimum((confidence_N * num_bins).astype(int), num_bins - 1)
     return [
@@ -109,7 +111,7 @@ def reliability(
 
 
 def expected_calibration_error(bins: Sequence[ReliabilityBin]) -> float:
-    """The mean difference between confidence and accuracy, weighted by words; 0 is best."""
+    """Mean difference between confidence and accuracy, weighted by words; 0 is best."""
     total = sum(one.num_words for one in bins)
     return sum(one.num_words * abs(one.mean_confidence - one.accuracy) for one in bins) / max(
         total, 1

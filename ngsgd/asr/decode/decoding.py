@@ -1,7 +1,7 @@
-"""The beam search through a graph: words, states, lattices.
+"""Beam search through a decoding graph for words, states and lattices.
 
-Costs are negative log probabilities: those of words are in the graph, those of frames come from the acoustic model, times
-the acoustic scale.
+Costs are negative log probabilities. The costs of words are in the graph; those of frames come from
+the acoustic model, times the acoustic scale.
 
 Letters: T frames, P pdfs.
 """
@@ -26,23 +26,31 @@ from ngsgd.config import DecodeConfig
 
 @dataclass(frozen=True)
 class Path:
-    """The best path; no words, no states and infinite cost when none survived the beam."""
+    """The best path; without words and states and with infinite cost if none survived the beam."""
 
     words: tuple[str, ...]
     pdf_T: PdfIds
     cost: float
-    # it ends where an utterance may end, not in the middle of a word
+    # the path ends in a final state, not in the middle of a word
     is_complete: bool
 
 
 def best_path(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float, max_active: int) -> Path:
-    """The best path through `graph`.  `loglik_TP` is log posterior minus log prior of each pdf."""
+    """Return the best path through `graph`.
+
+    Args:
+        graph: the decoding graph.
+        loglik_TP: log posterior minus log prior of each pdf.
+        acoustic_scale: factor of the acoustic scores.
+        beam: search beam, in the unit of the scaled costs.
+        max_active: maximum number of active states.
+    """
     return path_of(_searched(graph, loglik_TP, acoustic_scale, beam, max_active), graph)
 
 
 def timed_path(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float,
                max_active: int) -> tuple[Path, list[int]]:
-    """The best path, and the number of frames before each word label of it."""
+    """Return the best path, and the number of frames before each of its word labels."""
     decoder = _searched(graph, loglik_TP, acoustic_scale, beam, max_active)
     found, path = decoder.get_best_path(True)
     frames: list[int] = []
@@ -57,8 +65,8 @@ def timed_path(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_sca
 
 
 def _searched(graph: Graph, loglik_TP: npt.NDArray[np.float32], acoustic_scale: float, beam: float, max_active: int) -> Any:
-    """A FasterDecoder at the end of the utterance; it refers to the graph, which must outlive it."""
-    # first: kaldi_decoder takes its graphs
+    """Return a FasterDecoder at the end of the utterance; the graph must outlive it."""
+    # kaldifst first: kaldi_decoder uses its graphs
     extras.load("kaldifst", extra="asr", purpose="Decoding")
     kaldi_decoder = extras.load("kaldi_decoder", extra="asr", purpose="Decoding")
     decoder = kaldi_decoder.FasterDecoder(graph.fst, kaldi_decoder.FasterDecoderOptions(beam=beam, max_active=max_active))
@@ -67,7 +75,7 @@ def _searched(graph: Graph, loglik_TP: npt.NDArray[np.float32], acoustic_scale: 
 
 
 def path_of(decoder: Any, graph: Graph, *, use_final: bool = True) -> Path:
-    """The best path that a FasterDecoder has found; without `use_final` it may end anywhere."""
+    """Return the best path of a FasterDecoder; without `use_final` it may end in any state."""
     kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")
     found, path = decoder.get_best_path(use_final)
     if not found:
@@ -78,7 +86,10 @@ def path_of(decoder: Any, graph: Graph, *, use_final: bool = True) -> Path:
 
 
 def lattice(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float, lattice_beam: float) -> Any:
-    """All paths within `lattice_beam` of the best (kaldifst.Lattice): input labels are pdfs + 1, output labels words + 1."""
+    """Return all paths within `lattice_beam` of the best (kaldifst.Lattice).
+
+    Input labels are pdfs + 1, output labels words + 1.
+    """
     kaldi_decoder = extras.load("kaldi_decoder", extra="asr", purpose="Decoding")
     config = kaldi_decoder.LatticeSimpleDecoderConfig(beam=beam, lattice_beam=lattice_beam)
     decoder = kaldi_decoder.LatticeSimpleDecoder(graph.fst, config)
@@ -88,9 +99,10 @@ def lattice(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale:
 
 def write_lattices(folder: FilePath, graph: Graph, utt_ids: Sequence[str], logliks: Sequence[npt.NDArray[np.float32]],
                    config: DecodeConfig, *, acoustic_scale: float) -> None:
-    """`folder`/words.txt and one `folder`/UTTERANCE.lat.txt for each utterance; slashes in names become underscores.
+    """Write `folder`/words.txt and `folder`/UTTERANCE.lat.txt for each utterance.
 
-    OpenFst's text form: a line is "state state pdf+1 word graph-cost,acoustic-cost", the acoustic cost with its scale.
+    Slashes in names become underscores. In the text form of OpenFst a line is "state state pdf+1
+    word graph-cost,acoustic-cost", with the scaled acoustic cost.
     """
     folder.mkdir()
     files.write_text(folder / "words.txt", "".join(f"{word} {number}\n" for number, word in enumerate(("<eps>", *graph.words))))

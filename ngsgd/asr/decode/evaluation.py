@@ -1,6 +1,6 @@
-"""Decoding settings tuned on the valid set, and the word errors they give on the test set.  Knows no model.
+"""Tuning of decoding weights on the validation set, and the WER on the test set.
 
-Letters: T frames, P pdfs.
+This module is independent of the model. Letters: T frames, P pdfs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ngsgd.config import DecodeConfig
 from ngsgd.errors import DataError
 from ngsgd.phase import Phase
 
-# utterances that the calibration is fitted on, and the beam of their lattices: two parameters need no more
+# maximum utterances for the calibration, and the beam of their lattices: it has only two parameters
 _MAX_CALIBRATION = 300
 _CALIBRATION_BEAM = 4.0
 
-# T x P of each utterance: log posterior minus log prior
+# T x P per utterance: log posterior minus log prior
 LogLikelihoods = Sequence[npt.NDArray[np.float32]]
 
 
@@ -45,12 +45,12 @@ Sweep = tuple[tuple[DecodingWeights, WordErrors], ...]
 
 @dataclass(frozen=True)
 class DecodingResult:
-    """The result of a test, with what it was tuned on."""
+    """The result of a test, with the tuning on the validation set."""
 
     setting: DecodingWeights
-    # at the chosen setting
+    # errors on the validation set with the chosen weights
     valid: WordErrors
-    # every setting that was tried on valid
+    # errors on the validation set with all weights tried
     sweep: Sweep
     test: WordErrors
     test_interval: Interval
@@ -58,11 +58,11 @@ class DecodingResult:
     hypotheses: tuple[tuple[str, ...], ...]
     # of the test utterances
     per_utterance: tuple[UtteranceErrors, ...]
-    # that the test set was decoded with
+    # graph used to decode the test set
     graph: Graph
-    # the setting that is best on test: not a result, only beside Kaldi's own
+    # the weights that are best on the test set: not a result, only for comparison with Kaldi
     oracle: tuple[DecodingWeights, WordErrors] | None
-    # of the posteriors of words, fitted on valid
+    # map of posteriors of words, fitted on the validation set
     calibration: Calibration
 
 
@@ -70,9 +70,9 @@ def tune_and_decode(
     language: Language, config: DecodeConfig, *, valid: SpeechSet, valid_logliks: LogLikelihoods, test: SpeechSet,
     test_logliks: LogLikelihoods, report: Callable[[str], None] = lambda _line: None,
 ) -> DecodingResult:
-    """Tries every acoustic scale and word penalty on `valid`, and decodes `test` with the best of them.
+    """Try all acoustic scales and word penalties on `valid`, and decode `test` with the best.
 
-    Among equals the setting named first wins. `report` receives the phases.
+    Among equals the first one listed is chosen. `report` receives the phases.
     """
     report(Phase("building the decoding graph"))
     graph = build_graph(language, config)
@@ -98,7 +98,7 @@ def tune_and_decode(
 
 def _calibration(graph: Graph, config: DecodeConfig, setting: DecodingWeights, valid: SpeechSet,
                  logliks: LogLikelihoods) -> Calibration:
-    """The calibration of confidences, of some utterances where there are many."""
+    """Fit the calibration of confidences on at most `_MAX_CALIBRATION` utterances."""
     texts, some = valid.texts[:_MAX_CALIBRATION], logliks[:_MAX_CALIBRATION]
     if not any(texts):
         return Calibration()
@@ -107,29 +107,39 @@ def _calibration(graph: Graph, config: DecodeConfig, setting: DecodingWeights, v
 
 
 def build_graph(language: Language, config: DecodeConfig, rules: Grammar | None = None) -> Graph:
-    """The graph to decode with: the one that came with the data, or one made of lexicon and language model or `rules`."""
+    """Return the decoding graph: that of the data, or one built from lexicon and grammar.
+
+    Args:
+        language: words, lexicon and language model.
+        config: the section `decode`.
+        rules: grammar that replaces the language model.
+
+    Raises:
+        DataError: decode.graph does not match the data.
+    """
     if config.graph == "given" and language.given is None:
-        raise DataError("decode.graph is given, but this corpus comes without a decoding graph; set decode.graph=made, or "
-                        "data.graph=FOLDER for your own.")
+        raise DataError("decode.graph is given, but this corpus has no decoding graph; set "
+                        "decode.graph=made, or data.graph=FOLDER to a custom graph.")
     if language.given is not None and config.graph != "made":
         is_tied = language.num_pdfs != language.topology.num_pdfs
         return replace(graphs.read(language.given), topology=None if is_tied else language.topology)
     if language.num_pdfs != language.topology.num_pdfs:
-        raise DataError(f"decode.graph is made, and a graph made of the lexicon has {language.topology.num_pdfs} states, not the "
-                        f"{language.num_pdfs} of the alignment; set decode.graph=given.")
+        raise DataError("decode.graph is made, but a graph of the lexicon has "
+                        f"{language.topology.num_pdfs} states, not the {language.num_pdfs} of the "
+                        "alignment; set decode.graph=given.")
     return graphs.build(language, silence_prob=config.silence_prob, rules=rules)
 
 
 def decode_set(
     graph: Graph, config: DecodeConfig, acoustic_scale: float, logliks: LogLikelihoods, num_pdfs: int,
 ) -> tuple[tuple[str, ...], ...]:
-    """The recognised words of each utterance."""
+    """Return the recognized words of each utterance."""
     return tuple(_decode_one(graph, config, acoustic_scale, loglik_TP, num_pdfs) for loglik_TP in logliks)
 
 
 def sweep(graph: Graph, config: DecodeConfig, texts: Sequence[Sequence[str]], utt_ids: Sequence[str],
           logliks: LogLikelihoods, num_pdfs: int) -> Sweep:
-    """The errors at every acoustic scale and word penalty."""
+    """Return the errors at every acoustic scale and word penalty."""
     penalised = {penalty: graphs.with_word_penalty(graph, penalty) for penalty in config.word_penalties}
     tried = []
     for scale in config.acoustic_scales:
@@ -144,6 +154,6 @@ def _decode_one(
     graph: Graph, config: DecodeConfig, acoustic_scale: float, loglik_TP: npt.NDArray[np.float32], num_pdfs: int,
 ) -> tuple[str, ...]:
     if loglik_TP.shape[1] != num_pdfs:
-        raise DataError(f"The model scores {loglik_TP.shape[1]} HMM states and the corpus has {num_pdfs}; "
-                        "decode with the corpus that the model was trained on.")
+        raise DataError(f"The model scores {loglik_TP.shape[1]} HMM states, but the corpus has "
+                        f"{num_pdfs}; decode with the corpus that the model was trained on.")
     return decoding.best_path(graph, loglik_TP, acoustic_scale=acoustic_scale, beam=config.beam, max_active=config.max_active).words

@@ -1,4 +1,4 @@
-"""Word errors: counted, summed, and written down utterance by utterance."""
+"""Scoring of recognized words: counts, totals, and files per utterance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ngsgd.asr import extras
 from ngsgd.errors import DataError
 
 Words = Sequence[str]
-# stands opposite an inserted or deleted word
+# placeholder opposite an inserted or deleted word
 NOTHING = "***"
 
 
@@ -35,7 +35,7 @@ class WordErrors:
 
     @property
     def wer(self) -> float:
-        """Percent; above 100 when more words were inserted than there are."""
+        """WER in percent; above 100 if there are more insertions than reference words."""
         return 100.0 * self.num_errors / self.num_words
 
     def __add__(self, other: WordErrors) -> WordErrors:
@@ -49,7 +49,9 @@ class WordErrors:
 
 @dataclass(frozen=True)
 class UtteranceErrors:
-    """One utterance's alignment: pairs (said, recognised), with `NOTHING` where a word is missing on one side."""
+    """Alignment of one utterance: pairs (reference, hypothesis), with `NOTHING` for missing
+    words.
+    """
 
     utt_id: str
     pairs: tuple[tuple[str, str], ...]
@@ -58,32 +60,35 @@ class UtteranceErrors:
 
 @dataclass(frozen=True)
 class Interval:
-    """95 % of bootstrap resamplings of the utterances have a WER (percent) between these."""
+    """Bounds of the WER (percent) of 95 % of the bootstrap samples of the utterances."""
 
     low: float
     high: float
 
 
 def score(refs: Sequence[Words], hyps: Sequence[Words], utt_ids: Sequence[str]) -> tuple[WordErrors, list[UtteranceErrors]]:
-    """The errors of all utterances together, and of each."""
+    """Return the errors of all utterances together, and of each."""
     if not len(refs) == len(hyps) == len(utt_ids):
-        raise DataError(f"{len(refs)} references, {len(hyps)} hypotheses and {len(utt_ids)} utterance names cannot be compared; "
-                        "decode the whole set again.")
+        raise DataError(f"{len(refs)} references, {len(hyps)} hypotheses and {len(utt_ids)} "
+                        "utterance names cannot be compared; decode the complete set again.")
     if not any(refs):
-        raise DataError("The references hold no word, so there is no word error rate; choose a set with speech in it.")
+        raise DataError("The references contain no words, so the WER is undefined; choose a set "
+                        "with speech.")
     rows = [_score_utterance(list(ref), list(hyp), utt_id) for ref, hyp, utt_id in zip(refs, hyps, utt_ids, strict=True)]
     return sum((row.errors for row in rows), WordErrors(0, 0, 0, 0)), rows
 
 
 def confidence_interval(refs: Sequence[Words], hyps: Sequence[Words]) -> Interval:
-    """Bisani and Ney's bootstrap over utterances, as Kaldi's compute-wer-bootci; always the same 10000 resamplings."""
+    """Bootstrap over utterances by Bisani and Ney, as compute-wer-bootci of Kaldi;
+    deterministic.
+    """
     kaldialign = extras.load("kaldialign", extra="asr", purpose="Scoring")
     found = kaldialign.bootstrap_wer_ci([list(ref) for ref in refs], [list(hyp) for hyp in hyps])
     return Interval(low=100.0 * found["ci95min"], high=100.0 * found["ci95max"])
 
 
 def write_per_utterance(path: Path, total: WordErrors, rows: Iterable[UtteranceErrors]) -> None:
-    """The total, then for each utterance its counts and the two word sequences, one under the other."""
+    """Write the total, then the counts and the two aligned word sequences of each utterance."""
     lines = [str(total), ""]
     for row in rows:
         lines += [f"{row.utt_id} {row.errors}", *_aligned(row.pairs), ""]
@@ -91,7 +96,7 @@ def write_per_utterance(path: Path, total: WordErrors, rows: Iterable[UtteranceE
 
 
 def write_per_speaker(path: Path, rows: Sequence[UtteranceErrors], speakers: Sequence[str]) -> None:
-    """A line of counts for each speaker, in the order of their names, and one for all of them."""
+    """Write one line of counts for each speaker, in the order of their names, and the total."""
     by_speaker: dict[str, WordErrors] = {}
     for row, speaker in zip(rows, speakers, strict=True):
         by_speaker[speaker] = by_speaker.get(speaker, WordErrors(0, 0, 0, 0)) + row.errors
@@ -102,12 +107,15 @@ def write_per_speaker(path: Path, rows: Sequence[UtteranceErrors], speakers: Seq
 
 
 def operations(rows: Iterable[UtteranceErrors]) -> Counter[tuple[str, str]]:
-    """How often each word was recognised as each other; `NOTHING` stands where one is missing."""
+    """Count each pair of reference and recognized word; `NOTHING` replaces a missing word."""
     return Counter(pair for row in rows for pair in row.pairs)
 
 
 def write_operations(path: Path, rows: Iterable[UtteranceErrors]) -> None:
-    """Lines "operation said recognised count", as Kaldi's wer_details/ops: the most frequent first within each operation."""
+    """Write lines "operation reference recognized count", as wer_details/ops of Kaldi.
+
+    Within each operation the most frequent pairs come first.
+    """
     found = operations(rows)
     lines = []
     for kind in ("correct", "substitution", "insertion", "deletion"):
@@ -117,7 +125,9 @@ def write_operations(path: Path, rows: Iterable[UtteranceErrors]) -> None:
 
 
 def write_recogs(path: Path, rows: Iterable[UtteranceErrors]) -> None:
-    """For each utterance the words said and the words recognised, as icefall's recogs-*.txt."""
+    """Write the reference and the recognized words of each utterance, as recogs-*.txt of
+    icefall.
+    """
     lines = []
     for row in rows:
         ref, hyp = ([pair[side] for pair in row.pairs if pair[side] != NOTHING] for side in (0, 1))

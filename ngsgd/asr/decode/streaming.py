@@ -1,11 +1,14 @@
-"""Decoding while somebody speaks: frames go in as they come, words are known with a bounded delay.  Knows no model.
+"""Streaming decoding: frames arrive in chunks, and words are available with a bounded delay.
 
-What comes out at the end is what decoding the whole utterance gives, as the search is the same and every frame is scored with the
-same context; until then the words are those of the best path so far.
+This module is independent of the model. The final result equals that of decoding the complete
+utterance, because the search and the context of every frame are the same. Until then the words are
+those of the best path so far.
 
-Delay of a word's last frame: the right context, and up to a chunk of frames that is waited for; beside them what computing takes.
+Delay of the last frame of a word: the right context, and up to one chunk of frames, in addition to
+the computing time.
 
-Letters: T frames of a chunk, D feature dimension, S values beside the features, P pdfs.
+Letters: T frames of a chunk, D feature dimension, S side values (inputs besides the features), P
+pdfs.
 """
 
 from __future__ import annotations
@@ -23,24 +26,24 @@ from ngsgd.asr.decode.decoding import Path, path_of
 from ngsgd.asr.lang.graphs import Graph
 
 Features = npt.NDArray[np.float32]
-# spliced frames, with what goes beside them, to log posterior minus log prior, T x P
+# spliced frames with side values -> log posterior minus log prior, T x P
 Score = Callable[[Features], Features]
 
 
 class Beside(Protocol):
-    """What goes beside the frames, such as i-vectors, while they come."""
+    """Side inputs of the frames, such as i-vectors, computed while frames arrive."""
 
     @property
     def right_context(self) -> int:
-        """Frames that must follow a frame before this is known of it."""
+        """Number of following frames needed before the values of a frame are known."""
 
     def at(self, time_T: npt.NDArray[np.int64]) -> Features:
-        """T x S, for frames of the utterance that enough others have followed, or that has ended."""
+        """Return T x S values of frames that enough others have followed, or after the end."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """How the graph is searched; as `ngsgd.asr.decode.decoding.best_path` takes it."""
+    """Settings of the search; see `ngsgd.asr.decode.decoding.best_path`."""
 
     acoustic_scale: float
     beam: float
@@ -48,15 +51,23 @@ class Search:
 
 
 class StreamingDecoder:
-    """One utterance.  `accept` as often as frames come, then `finish`."""
+    """Decoder of one utterance: call `accept` for each chunk of frames, then `finish`."""
 
     def __init__(self, graph: Graph, score: Score, search: Search, *, left_context: int, right_context: int,
                  chunk_frames: int = 10, beside: Beside | None = None) -> None:
-        """`chunk_frames` are scored together: fewer make the delay shorter and the network slower.
+        """Create a decoder.
 
-        `beside` must have been given the same frames before this is, and been told of the end before `finish`.
+        Args:
+            graph: the decoding graph.
+            score: acoustic scores of spliced frames.
+            search: settings of the search.
+            left_context: frames before a frame in the input of the network.
+            right_context: frames after a frame in the input of the network.
+            chunk_frames: frames scored together; fewer shorten the delay and slow down the network.
+            beside: side inputs. It must receive the same frames before this decoder, and its end
+                before `finish`.
         """
-        # first: kaldi_decoder takes its graphs
+        # kaldifst first: kaldi_decoder uses its graphs
         extras.load("kaldifst", extra="asr", purpose="Decoding")
         self._kaldi_decoder: Any = extras.load("kaldi_decoder", extra="asr", purpose="Decoding")
         options = self._kaldi_decoder.FasterDecoderOptions(beam=search.beam, max_active=search.max_active)
@@ -65,36 +76,38 @@ class StreamingDecoder:
         self._graph, self._score, self._search = graph, score, search
         self._left, self._right, self._chunk, self._beside = left_context, right_context, chunk_frames, beside
         self._ahead = max(right_context, beside.right_context if beside else 0)
-        # those that are still needed, context included
+        # frames that are still needed, including context
         self._frames = np.zeros((0, 0), np.float32)
-        # the frame of the utterance that they begin with
+        # index in the utterance of the first of these frames
         self._first = 0
         self.num_decoded = 0
 
     @property
     def max_delay_frames(self) -> int:
-        """Frames that must follow a frame, at most, before it is searched."""
+        """Maximum number of following frames before a frame is searched."""
         return self._ahead + self._chunk - 1
 
     def accept(self, features_TD: Features) -> None:
-        """Takes the frames that follow, and searches as far as they reach."""
+        """Accept the next frames, and search as far as their context allows."""
         self._frames = np.concatenate([self._frames, features_TD]) if len(self._frames) else np.array(features_TD, np.float32)
         while self._first + len(self._frames) - self._ahead - self.num_decoded >= self._chunk:
             self._advance(self._chunk, self._first + len(self._frames) - 1)
 
     def words(self) -> tuple[str, ...]:
-        """Of the best path so far; they may still change."""
+        """Words of the best path so far; they may still change."""
         return self._path(is_at_end=False).words
 
     def finish(self) -> Path:
-        """The best path, the utterance having ended; the last frame stands for what would follow it."""
+        """Return the best path at the end of the utterance; the last frame is repeated as
+        context.
+        """
         end = self._first + len(self._frames)
         while self.num_decoded < end:
             self._advance(min(self._chunk, end - self.num_decoded), end - 1)
         return self._path(is_at_end=True)
 
     def _advance(self, num_frames: int, last: int) -> None:
-        """Searches the next `num_frames`; `last` is the newest frame that is there."""
+        """Search the next `num_frames`; `last` is the newest available frame."""
         time_T = np.arange(self.num_decoded, self.num_decoded + num_frames)
         row_TW = np.clip(time_T[:, None] + np.arange(-self._left, self._right + 1), 0, last) - self._first
         x_TI = self._frames[row_TW].reshape(num_frames, -1)

@@ -1,4 +1,4 @@
-"""Acoustic scale and word penalty chosen on a set of utterances, also on a small one."""
+"""Choice of acoustic scale and word penalty, robust on small sets."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from collections.abc import Sequence
 from ngsgd.asr.decode.evaluation import DecodingWeights, Sweep
 from ngsgd.asr.decode.scoring import WordErrors
 
-# of a setting's own errors; a neighbor on one axis counts half of it, on both a quarter
+# weight of a neighbor on one axis relative to the setting; neighbors on both axes have its square
 _NEIGHBOR_WEIGHT = 0.5
 
 
 def choose(sweep: Sweep) -> tuple[DecodingWeights, WordErrors]:
-    """The setting with the fewest errors after smoothing over its neighbors in the grid.
+    """Return the setting with the fewest errors after smoothing over its neighbors in the grid.
 
     A minimum between settings that are much worse is an accident of a small set. Among equals the
-    setting with the most recognized words wins, because deletions grow faster than insertions
-    beyond the edge of a flat region, then the one nearest to the center of the equals.
+    setting with the most recognized words is chosen, because deletions grow faster than insertions
+    beyond the edge of a flat region. After that the setting nearest to the center of the equals is
+    chosen.
 
     Args:
         sweep: errors of every combination of some scales and some penalties.
+
+    Returns:
+        The weights and their errors.
     """
     scales = sorted({weights.acoustic_scale for weights, _ in sweep})
     penalties = sorted({weights.word_penalty for weights, _ in sweep})
@@ -38,7 +42,7 @@ def choose(sweep: Sweep) -> tuple[DecodingWeights, WordErrors]:
 
 
 def _smoothed(errors: dict[tuple[int, int], WordErrors], place: tuple[int, int]) -> float:
-    """The weighted mean of the errors of a setting and of its neighbors that were tried."""
+    """Return the weighted mean of the errors of a setting and of its neighbors in the grid."""
     total = weights = 0.0
     for row in (-1, 0, 1):
         for column in (-1, 0, 1):

@@ -1,7 +1,7 @@
 """Word lattices: one path for each word sequence, with the cost of its best alignment.
 
-Made of the decoder's state-level lattices by determinization over words, as Kaldi's compact
-lattices. Costs are negative log probabilities, the acoustic ones with their scale.
+They are built from state-level lattices by determinization over words, as compact lattices of
+Kaldi. Costs are negative log probabilities; acoustic costs are scaled.
 
 Letters: Q words of a hypothesis.
 """
@@ -18,9 +18,9 @@ import numpy.typing as npt
 from ngsgd.asr import extras
 from ngsgd.asr.lang.graphs import EPSILON
 
-# of a determinized lattice; beyond that its beam is too wide
+# of a determinized lattice; with more states its beam is too wide
 _MAX_STATES = 20_000
-# a word against none costs a little more than a substitution, so that alignments are unique
+# an insertion or deletion costs slightly more than a substitution, so that alignments are unique
 _UNALIGNED_COST = 1.0 + 1e-5
 
 Labels = tuple[int, ...]
@@ -40,7 +40,7 @@ class WordLattice(NamedTuple):
 
     num_states: int
     arcs: tuple[WordArc, ...]
-    # state -> cost of ending there
+    # final state -> cost
     finals: dict[int, float]
 
 
@@ -52,15 +52,16 @@ class Scored(NamedTuple):
 
 
 def determinized(lattice: Any) -> WordLattice | None:
-    """The word sequences of a kaldifst.Lattice, whose arcs kaldifst gives as text only.
+    """Determinize a kaldifst.Lattice over words.
 
-    None if there are too many of them; a narrower lattice beam gives fewer.
+    Returns:
+        The word lattice, or None if it has too many states; reduce the lattice beam then.
     """
     lines = []
     for line in lattice.to_str(show_weight_one=True, fst_field_separator=" ").splitlines():
         *labels, weight = line.split(" ")
         cost = sum(map(float, weight.split(",")))
-        # without outputs: there are no strings to delay
+        # acceptors have no output strings to delay
         lines.append(
             f"{labels[0]} {labels[1]} {labels[3]} {EPSILON} {cost}"
             if len(labels) > 1
@@ -76,7 +77,7 @@ def determinized(lattice: Any) -> WordLattice | None:
 
 
 def best_sequences(lattice: WordLattice, num: int) -> list[Scored]:
-    """At most `num` word sequences, best first."""
+    """Return at most `num` word sequences, best first."""
     kaldifst = _kaldifst()
     paths = kaldifst.convert_nbest_to_vector(kaldifst.shortest_path(_fst(lattice), num))
     found = []
@@ -116,22 +117,22 @@ def reweighted(
 
 
 def confidences(lattice: WordLattice, labels: Sequence[int], scale: float = 1.0) -> list[float]:
-    """The posterior probability of each word of a hypothesis at its place, 0 to 1.
+    """Return the posterior probability of each word of a hypothesis at its position, 0 to 1.
 
     Word sequences are aligned with the hypothesis by expected edit distance (Xu, Povey, Mangu and
     Zhu 2011, "Minimum Bayes Risk decoding and system combination based on a recursion for edit
-    distance"), as in Kaldi's lattice-to-ctm-conf.
+    distance"), as in lattice-to-ctm-conf of Kaldi.
 
     Args:
         lattice: a word lattice.
         labels: the hypothesis, which need not be the best.
-        scale: multiplies all costs before they become probabilities.
+        scale: factor of all costs before they become probabilities.
     """
     return _EditDistance(lattice, labels, scale).confidences()
 
 
 class _EditDistance:
-    """The recursions over one lattice and one hypothesis; N final state behind all others."""
+    """Recursions over one lattice and one hypothesis, with an additional final state N."""
 
     def __init__(self, lattice: WordLattice, labels: Sequence[int], scale: float) -> None:
         self._labels = labels
@@ -163,7 +164,7 @@ class _EditDistance:
     ) -> tuple[npt.NDArray[np.float64], list[list[tuple[WordArc, float, list[int]]]]]:
         """Expected edit distance of each state and prefix of the hypothesis; arcs with their share.
 
-        An arc's share is its probability among all paths to its target.
+        The share of an arc is its probability among all paths to its target.
         """
         num_words = len(self._labels)
         distance_NQ = np.zeros((len(self._incoming), num_words + 1))
@@ -183,8 +184,10 @@ class _EditDistance:
         return distance_NQ, steps
 
     def _along(self, arc: WordArc, source_Q: list[float]) -> tuple[list[float], list[int]]:
-        """Distances after an arc, and the step that led to each: 0 no word of the hypothesis,
-        1 the arc's word against the hypothesis's, 2 no word of the arc.
+        """Distances after an arc, and the step that led to each.
+
+        Steps: 0 skips the arc, 1 aligns the word of the arc with that of the hypothesis, 2 inserts
+        a word.
         """
         if arc.label == EPSILON:
             return source_Q, [0] * len(source_Q)
@@ -208,7 +211,7 @@ class _EditDistance:
         mass_NQ: npt.NDArray[np.float64],
         confidence_Q: npt.NDArray[np.float64],
     ) -> None:
-        """Carry the probability at an arc's end to its source, and count the words that agree."""
+        """Propagate the probability at the end of an arc to its source, and count equal words."""
         for q in range(len(step_Q) - 1, -1, -1):
             if step_Q[q] == 2:
                 mass_Q[q - 1] += mass_Q[q]
@@ -232,7 +235,7 @@ def _of_fst(fst: Any) -> WordLattice:
 
 
 def _sorted(lattice: WordLattice, start: int = 0) -> WordLattice:
-    """The same, states in topological order from `start`; those that are not reached are dropped."""
+    """Order the states topologically from `start`, without unreachable states."""
     leaving = _leaving(lattice)
     num_incoming = [0] * lattice.num_states
     for arc in lattice.arcs:
@@ -264,7 +267,7 @@ def _leaving(lattice: WordLattice) -> list[list[WordArc]]:
 def _fst(lattice: WordLattice) -> Any:
     text = [f"{arc.source} {arc.target} {arc.label} {arc.label} {arc.cost}" for arc in lattice.arcs]
     text += [f"{state} {cost}" for state, cost in lattice.finals.items()]
-    # the first line names the start, which has no arc where there are no words
+    # the first line defines the start, which has no arc if there are no words
     return _kaldifst().compile("\n".join([*text, ""]))
 
 

@@ -27,12 +27,12 @@ from ngsgd.asr.lang.topology import Topology
 
 
 class Word(NamedTuple):
-    """A recognized word; times in seconds from the first frame, silence around it excluded."""
+    """A recognized word; times in seconds from the first frame, without surrounding silence."""
 
     word: str
     start_s: float
     end_s: float
-    # probability that the word was said at this place, 0 to 1
+    # probability that the word was spoken at this position, 0 to 1
     confidence: float
 
 
@@ -42,7 +42,7 @@ class Hypothesis:
 
     words: tuple[Word, ...]
     cost: float
-    # the path ends where an utterance may end, not in the middle of a word
+    # the path ends in a final state, not in the middle of a word
     is_complete: bool
 
 
@@ -67,19 +67,19 @@ def recognized(
 
     The words of the first hypothesis are those of `decoding.best_path` and of `StreamingDecoder`.
     Confidences are posteriors of the word lattice at the acoustic scale of the search, with the
-    language model at scale 1, as in Kaldi's lattice-to-ctm-conf with an acoustic scale of 1/LMWT.
+    language model at scale 1, as in lattice-to-ctm-conf of Kaldi with an acoustic scale of 1/LMWT.
 
     Args:
-        graph: What is searched.  With `graph.topology` words start and end where their states do.
+        graph: the decoding graph. With `graph.topology` words start and end where their states do.
             Without it (tied states) a word starts where the graph emits it and ends at the next.
-        loglik_TP: Log posterior minus log prior of each pdf.
-        search: Acoustic scale, beam, and maximum number of active states of the best path; lattices
+        loglik_TP: log posterior minus log prior of each pdf.
+        search: acoustic scale, beam, and maximum number of active states of the best path; lattices
             are limited by the beam only.
-        lattice_beam: Paths whose cost is higher than the best one's by more than this do not count
-            (nats; typical 8).
-        frame_shift_s: Seconds per frame, 0.01 for all features of this package.
-        num_best: Maximum number of distinct word sequences.
-        calibration: Map from posteriors to confidences; None leaves them as they are.
+        lattice_beam: paths that cost more than the best path plus this are ignored (nats; typical
+            8).
+        frame_shift_s: seconds per frame, 0.01 for all features of this package.
+        num_best: maximum number of distinct word sequences.
+        calibration: map from posteriors to confidences; None is the identity.
 
     Returns:
         At least one and at most `num_best` hypotheses, best first.
@@ -92,12 +92,12 @@ def recognized(
     lattice = lattice_of(graph, loglik_TP, search, lattice_beam=lattice_beam)
     convert = _Converter(graph, lattice, frame_shift_s, calibration or Calibration())
     found = [convert(best, frames)]
-    # the best is one of these, unless it was beyond the beam of the lattice
+    # the best sequence is one of these, unless it was outside the beam of the lattice
     for scored in word_lattice.best_sequences(lattice, num_best) if num_best > 1 else ():
         names = tuple(graph.words[label - 1] for label in scored.labels)
         if names != best.words and len(found) < num_best:
             path, frames = _searched(graphs.within(graph, names), loglik_TP, search)
-            # the beam of the search may have lost it
+            # the beam of the search may have pruned it
             found += [convert(path, frames)] if path.words == names else []
     return found
 
@@ -105,11 +105,11 @@ def recognized(
 def outcomes(
     hypotheses: Sequence[Hypothesis], texts: Sequence[Sequence[str]]
 ) -> tuple[list[float], list[bool]]:
-    """The confidence of every recognized word, and whether it was said.
+    """Return the confidence of every recognized word, and whether it is correct.
 
     Args:
         hypotheses: one for each utterance.
-        texts: the words of each utterance.
+        texts: reference words of each utterance.
     """
     said = [[word.word for word in one.words] for one in hypotheses]
     rows = scoring.score(texts, said, [""] * len(said))[1]
@@ -125,7 +125,9 @@ def calibrate(
     *,
     lattice_beam: float,
 ) -> Calibration:
-    """Fit the map from posteriors to the share of correct words; arguments as in `recognized`."""
+    """Fit the map from posteriors to the fraction of correct words; arguments as in
+    `recognized`.
+    """
     found = [
         recognized(graph, one, search, lattice_beam=lattice_beam, frame_shift_s=1.0)[0]
         for one in logliks
@@ -148,9 +150,9 @@ def _searched(
 def lattice_of(
     graph: Graph, loglik_TP: npt.NDArray[np.float32], search: Search, *, lattice_beam: float
 ) -> WordLattice:
-    """The word lattice of one utterance with at least a frame; arguments as in `recognized`.
+    """Return the word lattice of a nonempty utterance; arguments as in `recognized`.
 
-    The beam is halved for as long as there are too many word sequences.
+    The beam is halved while there are too many word sequences.
     """
     raw = decoding.lattice(
         graph,
@@ -166,7 +168,7 @@ def lattice_of(
 
 @dataclass(frozen=True)
 class _Converter:
-    """Paths of one utterance to hypotheses."""
+    """Converts paths of one utterance to hypotheses."""
 
     graph: Graph
     lattice: WordLattice
@@ -194,15 +196,15 @@ def spans_of_states(
     words: Sequence[str],
     pdf_T: Sequence[int] | npt.NDArray[np.int32],
 ) -> list[Span] | None:
-    """The frames of each word of an alignment, silence excluded.
+    """Return the frames of each word of an alignment, without silence.
 
     Args:
-        topology: Pronunciations and their states.
-        words: The words, in their order.
-        pdf_T: The state of each frame.
+        topology: pronunciations and their states.
+        words: the words, in their order.
+        pdf_T: the state of each frame.
 
     Returns:
-        None if the states are not those of the words.
+        None if the states do not belong to the words.
     """
     # a state is one character of a regular expression, and its frames are a run of it
     silence = f"[{''.join(map(_char, topology.silence_pdfs))}]*"
@@ -219,5 +221,5 @@ def _pronunciations(topology: Topology, word: str) -> str:
 
 
 def _char(pdf: int) -> str:
-    # of a plane whose characters mean nothing in a pattern
+    # from a Unicode plane without special characters of patterns
     return chr(0x10000 + pdf)

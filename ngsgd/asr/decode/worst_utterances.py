@@ -1,4 +1,4 @@
-"""Which utterances the model finds hardest: wrong labels, wrong transcripts and bad audio come first.
+"""Ranking of utterances by objf, to find wrong labels, wrong transcripts and bad audio.
 
 Letters: T frames, P classes.
 """
@@ -16,21 +16,26 @@ from ngsgd.data.frames import FrameSet
 
 @dataclass(frozen=True)
 class UtteranceScore:
-    """The model on one utterance."""
+    """Score of the model on one utterance."""
 
     utt_id: str
-    num_frames: int    # that have a class
+    num_frames: int    # labeled frames
     objf: float        # nats per frame
-    # share of frames, 0 to 1
+    # frame accuracy, 0 to 1
     accuracy: float
 
 
 def utterance_scores(frames: FrameSet, logliks: Sequence[npt.NDArray[np.float32]],
                      prior_P: npt.NDArray[np.float64]) -> list[UtteranceScore]:
-    """Every utterance, the worst objf first, equals in the order of their names.
+    """Return all utterances sorted by objf, worst first, then by name.
 
-    `logliks` are T x P log posteriors minus log priors, as decoding has them.  Frames whose class is not known (negative) do
-    not count, and an utterance without any other is left out.
+    Frames of unknown class (negative) are ignored, and an utterance without labeled frames is
+    omitted.
+
+    Args:
+        frames: labels and offsets of the utterances.
+        logliks: T x P log posteriors minus log priors, as in decoding.
+        prior_P: prior of each class.
     """
     scores = []
     for utt_id, first, end, loglik_TP in zip(frames.utt_ids, frames.offsets[:-1], frames.offsets[1:], logliks, strict=True):
@@ -45,7 +50,7 @@ def utterance_scores(frames: FrameSet, logliks: Sequence[npt.NDArray[np.float32]
 
 
 def as_text(scores: Sequence[UtteranceScore]) -> str:
-    """A table, one line per utterance."""
+    """Format a table with one line per utterance."""
     width = max([len("utterance"), *(len(score.utt_id) for score in scores)])
     lines = [f"{'utterance':{width}} {'objf':>9} {'accuracy':>9} {'frames':>7}"]
     lines += [f"{s.utt_id:{width}} {s.objf:9.3f} {100 * s.accuracy:8.1f}% {s.num_frames:7}" for s in scores]

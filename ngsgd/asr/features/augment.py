@@ -1,11 +1,11 @@
-"""More training speech from what there is: other speeds, voices, rooms, noises and volumes.  Labels
-follow the audio.
+"""Data augmentation by speed, voice, room, noise and volume; labels follow the audio.
 
     for utterance in augmented(utterances, config.augment, sample_rate_hz=8000, silence_pdfs=(0,)):
-    ...
+        ...
 
-Every draw is a function of (utterance id, copy) alone, so neither order nor number of processes changes anything.
-Only training sets are to be passed through here; corpora call `for_set`, which leaves the others alone.
+All random numbers are functions of (utterance id, copy) alone, so the order and the number of
+processes do not change the data. Only training sets may be augmented; corpora call `for_set`, which
+does not change other sets.
 
 Letters: T frames.
 """
@@ -34,25 +34,23 @@ from ngsgd.config import AugmentConfig, with_removed
 from ngsgd.errors import DataError
 
 _COPY = re.compile(r"(?:vc\d+x(?P<rate>\d\.\d{4})-)?(?:cp\d+-)?(?:sp(?P<factor>\d+(?:\.\d+)?)-)?(?P<utt_id>.*)", re.DOTALL)
-# Kaldi's recipes have these values: three speeds (utils/data/perturb_data_dir_speed_3way.sh), half
-# of the utterances in rooms and noise, and the factors of utils/data/perturb_data_dir_volume.sh
+# values of recipes of Kaldi: three speeds (utils/data/perturb_data_dir_speed_3way.sh), half of the
+# utterances in rooms and noise, and the factors of utils/data/perturb_data_dir_volume.sh
 SPEEDS = (0.9, 1.0, 1.1)
 VOICE_PROBABILITY = REVERB_PROBABILITY = NOISE_PROBABILITY = 0.5
 VOLUMES = (0.125, 2.0)
 # from a small room with carpet to a lecture hall
 RT60_MS = (100.0, 600.0)
-# into which a speaker is changed: few enough that each remains a unit of normalization
+# voices that a speaker is changed into: few enough for each to be a unit of normalization
 NUM_VOICES = 16
-# of a simulated room: nothing of its tail arrives sooner after the direct sound
+# minimum delay of the tail of a simulated room after the direct sound
 _DIRECT_PATH_MS = 1.0
 
 
 def for_set(set_name: str, utterances: Iterable[Utterance], config: AugmentConfig, *,
             sample_rate_hz: int = SAMPLE_RATE_HZ,
             silence_pdfs: Sequence[int] = ()) -> Iterable[Utterance]:
-    """The utterances of a set as they are to be prepared: changed if it is "train", and never
-    otherwise.
-    """
+    """Return the utterances of a set, augmented if it is "train"."""
     if set_name != "train" or not config.changes_audio:
         return utterances
     return augmented(utterances, config, sample_rate_hz=sample_rate_hz, silence_pdfs=silence_pdfs)
@@ -61,14 +59,22 @@ def for_set(set_name: str, utterances: Iterable[Utterance], config: AugmentConfi
 def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *,
               sample_rate_hz: int = SAMPLE_RATE_HZ,
               silence_pdfs: Sequence[int] = ()) -> Iterator[Utterance]:
-    """`augment.num_copies` of each utterance at each speed, each with a room, noise and volume of
-    its own.
+    """Yield `augment.num_copies` copies of each utterance at each speed.
 
-    As in Kaldi, a speed other than 1 makes another speaker (sp0.9-NAME), since it changes pitch and
-    formants; so does another voice (vc3-NAME), whose utterances have their rate in the name
-    (vc3x0.9124-NAME). Copies after the first are named cp1-NAME and so on.  Frames of `silence_pdfs` do not
-    count when noise is set in proportion to speech.  Raises DataError for folders and files that
-    cannot be used, before the first utterance is made.
+    Each copy has a separate room, noise and volume.
+
+    As in Kaldi, a speed other than 1 creates another speaker (sp0.9-NAME), since it changes pitch
+    and formants. A changed voice is another speaker too (vc3-NAME), with the rate in the names of
+    its utterances (vc3x0.9124-NAME). Copies after the first are named cp1-NAME and so on.
+
+    Args:
+        utterances: audio and labels.
+        config: the section `augment`.
+        sample_rate_hz: sampling rate.
+        silence_pdfs: states whose frames are ignored when noise is scaled relative to speech.
+
+    Raises:
+        DataError: folders or files cannot be used; raised before the first utterance.
     """
     sounds = _Sounds(config, sample_rate_hz)
     sounds.check()
@@ -86,16 +92,16 @@ def is_clean(utt_id: str, config: AugmentConfig, copy: int = 0) -> bool:
 
 
 def what_decides(config: AugmentConfig) -> dict[str, Any]:
-    """All that changed audio depends on, for the name of what is prepared from it; empty when
-    nothing is changed.
+    """Return all inputs of augmentation, for the name of the prepared data; empty without
+    changes.
     """
     if not config.changes_audio:
         return {}
     settings = {name: value for name, value in with_removed("augment", asdict(config)).items() if not name.startswith("spec")}
-    # data prepared before these options existed keeps its name
+    # data prepared before these options existed keep their name
     settings = {name: value for name, value in settings.items() if value or name not in ("voice", "clean_fraction")}
     folders = [folder for folder in (config.rir_dir, config.noise_dir) if folder]
-    # names and sizes: collections of noises are too large to be read for a name
+    # names and sizes: collections of noises are too large to be hashed
     files = [[str(path.relative_to(folder)), path.stat().st_size] for folder in folders
              for path in sorted(Path(folder).rglob("*.wav"))]
     return {"augment": {**settings, "files": files,
@@ -106,9 +112,7 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
 
 
 def change_speed(samples: Audio, factor: float) -> Audio:
-    """Audio played `factor` times as fast, pitch and all, as sox's `speed`; it has 1 / factor times
-    as many samples.
-    """
+    """Change speed and pitch by `factor`, as `speed` of sox; the length is divided by it."""
     if factor == 1.0:
         return samples
     soxr = extras.load("soxr", extra="asr", purpose="Speed perturbation")
@@ -116,10 +120,10 @@ def change_speed(samples: Audio, factor: float) -> Audio:
 
 
 def retime(pdf_T: PdfIds, num_frames_now: int, factor: float) -> PdfIds:
-    """The labels of audio that was made `factor` times as fast and has `num_frames_now` frames now.
+    """Return the labels of audio whose speed was changed by `factor`.
 
-    The middle of a new frame was at `factor` times its time before; the frame has the label of what
-    was said there.
+    The middle of a new frame was at `factor` times its time before; the frame gets the label of
+    that time.
     """
     before_T = ((np.arange(num_frames_now) + 0.5) * factor).astype(np.int64)
     return pdf_T[np.minimum(before_T, len(pdf_T) - 1)]
@@ -129,10 +133,10 @@ def retime(pdf_T: PdfIds, num_frames_now: int, factor: float) -> PdfIds:
 
 
 def reverberate(samples: FisherSample, response: FisherSample) -> FisherSample:
-    """The samples as heard in a room, as long and as strong as before.
+    """Apply a room to the samples; length and power are unchanged.
 
-    The direct sound, the greatest peak of the impulse response, arrives when it did before: labels
-    stay where they are.
+    The direct sound, the greatest peak of the impulse response, keeps its time, so labels stay
+    aligned.
     """
     size = len(samples) + len(response) - 1
     spectrum = np.fft.rfft(samples, size) * np.fft.rfft(response, size)
@@ -143,11 +147,10 @@ def reverberate(samples: FisherSample, response: FisherSample) -> FisherSample:
 
 def simulated_room(rt60_ms: float, sample_rate_hz: int,
                    random: np.random.Generator) -> FisherSample:
-    """An impulse response: the direct sound, then noise that decays by 60 dB in `rt60_ms` (Polack's
-    model).
+    """Simulate an impulse response: direct sound, then noise decaying by 60 dB in `rt60_ms`.
 
-    The tail has the energy of the direct sound: a distance at which speech is clearly, but not
-    badly, reverberant.
+    This is the model of Polack. The tail has the energy of the direct sound, for clearly but
+    moderately reverberant speech.
     """
     time_s = np.arange(max(2, round(rt60_ms * sample_rate_hz / 1000))) / sample_rate_hz
     tail = random.standard_normal(len(time_s)) * 10.0 ** (-3.0 * time_s / (rt60_ms / 1000))
@@ -160,9 +163,9 @@ def simulated_room(rt60_ms: float, sample_rate_hz: int,
 
 def add_noise(samples: FisherSample, background: FisherSample, snr_db: float,
               is_speech: npt.NDArray[np.bool_]) -> FisherSample:
-    """Samples plus noise; `snr_db` is the power where `is_speech` over that of the noise.
+    """Add noise; `snr_db` is the power where `is_speech` over the power of the noise.
 
-    Silence stays as it is.
+    Silent input is unchanged.
     """
     speech_power = float(np.mean(samples[is_speech] ** 2)) if is_speech.any() else 0.0
     noise_power = float(np.mean(background ** 2))
@@ -179,7 +182,7 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
     pdf_T = utterance.pdf_T if factor == 1.0 else retime(utterance.pdf_T,
                                                          num_frames(len(fast), rate_hz), factor)
     samples = fast.astype(np.float64)
-    # all numbers are drawn whatever is on, so that switching one thing on changes no other
+    # all numbers are generated for any settings, so that one option does not change the others
     rooms, noises, volumes = (np.random.default_rng(seed) for seed in random.integers(2**63, size=3))
     if config.voice:
         voices = np.random.default_rng(random.integers(2**63))
@@ -198,21 +201,21 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
         snr_db = float(noises.uniform(config.noise_snr_db_low, config.noise_snr_db_high))
         samples = add_noise(samples, sounds.background(len(samples), noises), snr_db, is_speech)
     if config.volume:
-        # a number that earlier versions drew, whose augmented speech stays the same
+        # earlier versions used this number; their augmented speech stays the same
         volumes.random()
         samples = samples * volumes.uniform(*VOLUMES)
     return replace(utterance, samples=_to_16_bits(samples), pdf_T=pdf_T)
 
 
 def _sample_voice(speaker: str, random: np.random.Generator) -> tuple[int, VoiceChange]:
-    """One of the speaker's other voices, at a rate that is sampled for the utterance."""
+    """Return one of the other voices of the speaker, with a random rate for the utterance."""
     number = int(random.integers(NUM_VOICES))
     of_voice = voice.sample_change(_random(f"voice {speaker}", number))
     return number, replace(of_voice, rate=voice.sample_change(random).rate)
 
 
 def _to_16_bits(samples: FisherSample) -> Samples:
-    """Rounded; made softer as a whole where a part would be clipped."""
+    """Round to 16 bits; scale down the complete signal if a part would be clipped."""
     peak = float(np.abs(samples).max(initial=0.0))
     scale = LOUDEST_MIX / peak if peak > FULL_SCALE else 1.0
     return np.asarray(np.round(samples * scale), dtype=np.int16)
@@ -231,7 +234,7 @@ def _renamed(utterance: Utterance, copy: int, factor: float) -> Utterance:
 
 
 def original(utt_id: str) -> tuple[str, float]:
-    """The name before `augmented` changed it, and the factor on the speed of the speech."""
+    """Return the name before `augmented` changed it, and the factor of the speed."""
     match = _COPY.fullmatch(utt_id)
     assert match is not None
     return match["utt_id"], float(match["factor"] or 1.0) * float(match["rate"] or 1.0)
@@ -247,13 +250,13 @@ def _random(utt_id: str, copy: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class _Sounds:
-    """Impulse responses and noises: those of the user's folders, or made here."""
+    """Impulse responses and noises: from folders, or simulated."""
 
     config: AugmentConfig
     sample_rate_hz: int
 
     def check(self) -> None:
-        """Raises DataError for a folder that is needed and cannot be used."""
+        """Raise DataError for a required folder that cannot be used."""
         _ = self.config.reverb and self._responses
         _ = self.config.noise and self._noises
 
@@ -264,7 +267,7 @@ class _Sounds:
         return simulated_room(rt60_ms, self.sample_rate_hz, random)
 
     def background(self, num_samples: int, random: np.random.Generator) -> FisherSample:
-        """So much noise, from a random place; a short recording is repeated."""
+        """Return noise of this length from a random position; a short recording is repeated."""
         if not self._noises:
             make: Callable[[int, np.random.Generator],
                            FisherSample] = noise.COLOURS[str(random.choice(list(noise.COLOURS)))]
@@ -282,21 +285,22 @@ class _Sounds:
 
 
 def _read_folder(folder: str, knob: str, sample_rate_hz: int) -> list[FisherSample]:
-    """The wav files under a folder, in the order of their names; none for an empty name."""
+    """Read the wav files under a folder, in the order of their names; none for an empty name."""
     if not folder:
         return []
     paths = sorted(path for path in Path(folder).rglob("*.wav") if path.is_file())
     if not paths:
         raise DataError(f"{knob} is {folder}, which "
-                        f"{'holds no wav file' if Path(folder).is_dir() else 'is no folder'}; give "
-                        "a folder of mono 16-bit wav files, or leave it empty.")
+                        f"{'contains no wav file' if Path(folder).is_dir() else 'is not a folder'}; "
+                        "set it to a folder of mono 16-bit wav files, or leave it empty.")
     return [read_wav(path, sample_rate_hz) for path in paths]
 
 
 def read_wav(path: Path, sample_rate_hz: int) -> FisherSample:
-    """The samples of a mono, 16-bit file at the rate asked for.
+    """Read a mono 16-bit file, resampled to the given rate.
 
-    Raises DataError that names the file.
+    Raises:
+        DataError: the file cannot be used.
     """
     try:
         with wave.open(str(path)) as wav:
@@ -304,14 +308,13 @@ def read_wav(path: Path, sample_rate_hz: int) -> FisherSample:
             content = wav.readframes(wav.getnframes())
     except (OSError, wave.Error, EOFError) as error:
         raise DataError(f"{path} cannot be read as a PCM wav file "
-                        f"({error or 'its header is cut off'}); replace or remove "
-                        "it.") from error
+                        f"({error or 'its header is truncated'}); replace or remove it.") from error
     if shape != (1, 16):
-        raise DataError(f"{path} has {shape[0]} channel(s) of {shape[1]} bits; make it mono, 16 "
-                        "bits.")
+        raise DataError(f"{path} has {shape[0]} channel(s) of {shape[1]} bits; convert it to mono, "
+                        "16 bits.")
     samples = np.frombuffer(content[:len(content) // 2 * 2], "<i2").astype(np.float64)
     if not samples.any():
-        raise DataError(f"{path} holds no sound; remove it.")
+        raise DataError(f"{path} contains no sound; remove it.")
     if rate_hz == sample_rate_hz:
         return samples
     soxr = extras.load("soxr", extra="asr", purpose="Resampling noise and impulse responses")

@@ -1,4 +1,4 @@
-"""Mean and variance of features: Kaldi's statistics, and the mean of what has been heard so far for speech that still goes on.
+"""Normalization of features with mean and variance statistics of Kaldi, offline and online.
 
 Letters: T frames, D feature dimension.
 """
@@ -15,13 +15,13 @@ from ngsgd.errors import DataError
 
 Features = npt.NDArray[np.float32]
 Vector = npt.NDArray[np.float64]
-# 2 x (D + 1), as Kaldi's cmvn.ark: sums and the number of frames; sums of squares and 0
+# 2 x (D + 1), as cmvn.ark of Kaldi: sums and the number of frames; sums of squares and 0
 Stats = npt.NDArray[np.float64]
 
-# of the online mean, as Kaldi's online-cmvn: its window, and the most frames of the speaker's earlier
-# utterances and of all training speech that stand in for missing ones
+# of the online mean, as online-cmvn of Kaldi: its window, and the maximum number of frames of
+# earlier utterances of the speaker and of all training speech that replace missing ones
 WINDOW, SPEAKER_FRAMES, GLOBAL_FRAMES = 600, 600, 200
-# a mel bin that holds no FFT point is constant; it becomes 0, not NaN
+# a mel bin without an FFT point is constant; it becomes 0, not NaN
 SMALLEST_DEVIATION = 1e-5
 # the unit of all training speech together
 GLOBAL = "global"
@@ -29,14 +29,14 @@ GLOBAL = "global"
 
 @dataclass(frozen=True)
 class CmvnStats:
-    """The statistics of a set of utterances, by speaker, by utterance or all together."""
+    """The statistics of a set of utterances, by speaker, by utterance or global."""
 
     stats: Mapping[str, Stats]
-    unit_of: tuple[str, ...]       # of each utterance
+    unit_of: tuple[str, ...]       # unit of each utterance
 
 
 def statistics(frames_TD: npt.NDArray[np.floating]) -> Stats:
-    """Of these frames; sums in float64."""
+    """Return the statistics of these frames; sums in float64."""
     stats = np.zeros((2, frames_TD.shape[1] + 1))
     stats[0, :-1], stats[0, -1] = frames_TD.sum(axis=0, dtype=np.float64), len(frames_TD)
     stats[1, :-1] = np.square(frames_TD, dtype=np.float64).sum(axis=0)
@@ -44,13 +44,15 @@ def statistics(frames_TD: npt.NDArray[np.floating]) -> Stats:
 
 
 def check(stats: npt.NDArray[np.floating], where: str, dim: int | None = None) -> Stats:
-    """The matrix as statistics; raises DataError for what cannot be any."""
+    """Return the matrix as statistics; raise DataError for an invalid matrix."""
     if stats.ndim != 2 or stats.shape[0] != 2 or stats.shape[1] < 2 or (dim is not None and stats.shape[1] != dim + 1):
         wanted = "D + 1" if dim is None else str(dim + 1)
-        raise DataError(f"{where} is a matrix of {' x '.join(map(str, stats.shape))}; statistics of features are 2 x {wanted}: "
-                        "sums and the number of frames, sums of squares and 0.")
+        raise DataError(f"{where} is a matrix of {' x '.join(map(str, stats.shape))}; statistics "
+                        f"of features are 2 x {wanted}: sums and the number of frames, sums of "
+                        "squares and 0.")
     if not np.isfinite(stats).all() or stats[0, -1] < 1.0:
-        raise DataError(f"{where} has {stats[0, -1]:g} frames, or numbers that are not finite; make the statistics again.")
+        raise DataError(f"{where} has {stats[0, -1]:g} frames, or numbers that are not finite; "
+                        "compute the statistics again.")
     return np.asarray(stats, dtype=np.float64)
 
 
@@ -63,19 +65,19 @@ def mean_and_deviation(stats: Stats) -> tuple[Vector, Vector]:
 
 
 def normalised(frames_TD: Features, stats: Stats) -> Features:
-    """With zero mean and unit variance over what the statistics are of; Kaldi's apply-cmvn --norm-vars."""
+    """Normalize to zero mean and unit variance over the statistics (apply-cmvn --norm-vars)."""
     mean_D, deviation_D = mean_and_deviation(stats)
     return np.asarray((frames_TD - mean_D.astype(np.float32)) / deviation_D.astype(np.float32), dtype=np.float32)
 
 
 def restored(frames_TD: Features, stats: Stats) -> Features:
-    """What `normalised` was given, to the rounding of float32."""
+    """Invert `normalised`, up to rounding of float32."""
     mean_D, deviation_D = mean_and_deviation(stats)
     return (frames_TD * deviation_D + mean_D).astype(np.float32)
 
 
 def units(features: Sequence[Features], names: Sequence[str]) -> CmvnStats:
-    """The statistics of these utterances, each of which belongs to the unit of that name."""
+    """Compute the statistics of utterances, grouped by the names of their units."""
     stats: dict[str, Stats] = {}
     for frames_TD, name in zip(features, names, strict=True):
         found = statistics(frames_TD)
@@ -88,34 +90,34 @@ def units(features: Sequence[Features], names: Sequence[str]) -> CmvnStats:
 
 @dataclass(frozen=True)
 class CmnState:
-    """What a speaker's utterances before add up to."""
+    """Sums over the previous utterances of a speaker."""
 
     sum_D: Vector
     count: float = 0.0
 
 
 class OnlineMean:
-    """The mean at every frame of an utterance of what has been heard till then: Kaldi's OnlineCmvn, without variances.
+    """The mean of an utterance up to every frame: OnlineCmvn of Kaldi, without variances.
 
-    It is taken over `WINDOW` frames up to this one; while there are fewer, the speaker's earlier utterances stand in for
-    up to `SPEAKER_FRAMES`, and all training speech for up to `GLOBAL_FRAMES`.
+    It is computed over `WINDOW` frames up to the current one. While there are fewer, up to
+    `SPEAKER_FRAMES` frames of earlier utterances of the speaker and up to `GLOBAL_FRAMES` of all
+    training speech are included.
     """
 
     def __init__(self, all_speech: Stats, before: CmnState | None = None) -> None:
         self._window, self._most_before, self._most_global = WINDOW, SPEAKER_FRAMES, GLOBAL_FRAMES
         self._global_mean_D = mean_and_deviation(all_speech)[0]
         self._before = before or CmnState(np.zeros_like(self._global_mean_D))
-        # over the utterance up to each of its last frames
+        # sums over the utterance up to each of its last frames
         self._sums_WD = np.zeros((1, len(self._global_mean_D)))
         self._num_frames = 0
 
     def accept(self, frames_TD: npt.NDArray[np.floating]) -> Vector:
-        """T x D: the mean at each of the frames that follow."""
-        # summed one after another, so that it makes no difference to a bit how many frames come at
-        # once
+        """Return T x D means at each of the next frames."""
+        # summed sequentially, so that the result is bitwise independent of the chunk size
         sums_TD = np.cumsum(np.concatenate([self._sums_WD[-1:], frames_TD]), axis=0)[1:]
         history = np.concatenate([self._sums_WD, sums_TD])
-        # how many frames the oldest sum is over
+        # number of frames in the oldest sum
         first = self._num_frames + 1 - len(self._sums_WD)
         heard_T = np.arange(self._num_frames + 1, self._num_frames + 1 + len(frames_TD))
         # frames that have left the window
@@ -135,5 +137,5 @@ class OnlineMean:
         return np.asarray((sum_TD + lent_T[:, None] * self._global_mean_D) / (count_T + lent_T)[:, None])
 
     def heard(self) -> CmnState:
-        """For the speaker's next utterance."""
+        """Return the state for the next utterance of the speaker."""
         return CmnState(self._before.sum_D + self._sums_WD[-1], self._before.count + self._num_frames)

@@ -1,4 +1,4 @@
-"""Filterbank and MFCC features as Kaldi computes them, and their normalisation.
+"""Filterbank and MFCC features as in Kaldi, and their normalization.
 
 Letters: T frames, D feature dimension.
 """
@@ -24,7 +24,7 @@ def toolkit() -> Any:
 
 
 def extract(samples: Audio, config: FeatureConfig) -> Features:
-    """T x D features of one utterance, not normalised.
+    """Return T x D features of one utterance, not normalized.
 
     T is `utterance.num_frames(len(samples), config.sample_rate_hz)`.
     """
@@ -35,11 +35,11 @@ def extract(samples: Audio, config: FeatureConfig) -> Features:
 
 
 def stream(config: FeatureConfig) -> Any:
-    """Kaldi's OnlineFbank or OnlineMfcc, for samples as they come."""
+    """Create an OnlineFbank or OnlineMfcc of Kaldi, for streaming."""
     knf = toolkit()
     options = knf.MfccOptions() if config.kind == "mfcc" else knf.FbankOptions()
     options.frame_opts.samp_freq = config.sample_rate_hz
-    # dither draws unseeded numbers: two runs would differ
+    # dither uses unseeded random numbers: two runs would differ
     options.frame_opts.dither = 0.0
     options.frame_opts.snip_edges = False
     options.mel_opts.num_bins = config.num_mel_bins
@@ -51,8 +51,9 @@ def stream(config: FeatureConfig) -> Any:
 
 def normalise(features: Sequence[Features], speakers: Sequence[str],
               config: FeatureConfig) -> list[Features]:
-    """The features with zero mean and unit variance per utterance or per speaker; as they are for
-    what needs to know more.
+    """Normalize to zero mean and unit variance per utterance or per speaker.
+
+    Features of other `cmvn` settings, which need more information, are returned unchanged.
     """
     if config.cmvn not in ("utterance", "speaker"):
         return list(features)

@@ -1,4 +1,4 @@
-"""Noise of several colours, mixed in at a signal-to-noise ratio."""
+"""Noise with several spectra, mixed at a signal-to-noise ratio."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def white(num_samples: int, rng: np.random.Generator) -> FisherSample:
 
 
 def pink(num_samples: int, rng: np.random.Generator) -> FisherSample:
-    """Noise whose power falls as 1 / frequency, like that of rooms and machines."""
+    """Noise whose power is proportional to 1 / frequency, as in rooms and machines."""
     spectrum = np.fft.rfft(rng.standard_normal(num_samples))
     bins = np.arange(len(spectrum))
     # the mean has no frequency to divide by; it is removed below
@@ -31,10 +31,10 @@ COLOURS = {"white": white, "pink": pink}
 
 def mix(speech: FisherSample, noise: FisherSample, *, snr_db: float,
         is_speech: npt.NDArray[np.bool_]) -> npt.NDArray[np.int16]:
-    """Speech plus noise as 16-bit samples.
+    """Return speech plus noise as 16-bit samples.
 
-    `snr_db` is the power of the samples where `is_speech` over that of the noise: pauses do not count, or a slow
-    speaker would get less noise than a fast one.
+    `snr_db` is the power of the samples where `is_speech` over that of the noise. Pauses are
+    excluded, since otherwise a slow speaker would get less noise than a fast one.
     """
     speech_power = float(np.mean(speech[is_speech] ** 2))
     noise_power = float(np.mean(noise ** 2))

@@ -1,9 +1,10 @@
-"""Other voices from recorded speech: pitch, vocal-tract length and rate change independently.
+"""Voice conversion of recorded speech: independent pitch, vocal-tract length and rate.
 
     samples = change_voice(samples, VoiceChange(pitch=1.7, formants=1.15, rate=1.0), 8000)
 
-Resampling scales pitch and formants together. A phase vocoder (Flanagan and Golden 1966) then restores the
-duration, and a filter moves the spectral envelope, estimated by cepstral smoothing, to the formants asked for.
+Resampling scales pitch and formants together. A phase vocoder (Flanagan and Golden 1966) then
+restores the duration, and a filter shifts the spectral envelope, estimated by cepstral smoothing,
+to the requested formants.
 
 Letters: T windows, F frequency bins, L samples of a window.
 """
@@ -18,14 +19,16 @@ import numpy.typing as npt
 from ngsgd.asr import extras
 from ngsgd.asr.features.noise import FisherSample
 
-# factors, from a man with a lower voice to a man who becomes a woman or a child; pitch and formants rise together
+# factors from a lower male voice to a change of a male voice to a woman or a child; pitch and
+# formants rise together
 PITCH = (0.85, 1.9)
 FORMANTS = (0.92, 1.22)
 RATE = (0.85, 1.2)
-# standard deviation of the logarithm, of speakers who are equally tall
+# standard deviation of the logarithm among speakers of equal height
 _PITCH_SPREAD, _FORMANT_SPREAD = 0.1, 0.03
 WINDOW_MS, HOPS_PER_WINDOW = 32, 4
-# the envelope has no detail finer than this quefrency, which lies below the pitch period of a high voice
+# the envelope has no detail finer than this quefrency, which is below the pitch period of a high
+# voice
 ENVELOPE_MS = 1.75
 # limits the filter where one of the two envelopes is nearly zero
 _LARGEST_GAIN = 10.0
@@ -36,17 +39,17 @@ Spectra = npt.NDArray[np.complex128]
 
 @dataclass(frozen=True)
 class VoiceChange:
-    """Factors on a voice; 1 leaves a property as it is."""
+    """Factors of a voice; 1 leaves a property unchanged."""
 
     pitch: float = 1.0
-    # of the resonance frequencies: the inverse of the factor on the vocal-tract length
+    # factor of the resonance frequencies: the inverse of the factor of the vocal-tract length
     formants: float = 1.0
-    # of speech: the duration is divided by it
+    # factor of the speaking rate: the duration is divided by it
     rate: float = 1.0
 
 
 def sample_change(random: np.random.Generator) -> VoiceChange:
-    """Sample factors around a point of `PITCH` and `FORMANTS` that both share, and a rate in `RATE`."""
+    """Sample factors around a common point of `PITCH` and `FORMANTS`, and a rate in `RATE`."""
     height, pitch, formants, rate = random.uniform(), random.normal(), random.normal(), random.uniform()
     return VoiceChange(pitch=_between(PITCH, height) * float(np.exp(_PITCH_SPREAD * pitch)),
                        formants=_between(FORMANTS, height) * float(np.exp(_FORMANT_SPREAD * formants)),
@@ -88,7 +91,7 @@ def _analyze(samples: FisherSample, size: int, hop: int) -> Spectra:
 
 
 def _envelope_gain(spectra_TF: Spectra, ratio: float, num_ceps: int) -> FisherSample:
-    """The gain that moves the envelope from frequency ratio * f to f."""
+    """Gain that shifts the envelope from frequency ratio * f to f."""
     log_TF = np.log(np.abs(spectra_TF) + _TINY * np.abs(spectra_TF).max(initial=1e-9))
     cepstra_TL = np.fft.irfft(log_TF, axis=1)
     cepstra_TL[:, num_ceps + 1:-num_ceps] = 0.0
@@ -102,7 +105,7 @@ def _envelope_gain(spectra_TF: Spectra, ratio: float, num_ceps: int) -> FisherSa
 
 
 def _stretch(spectra_TF: Spectra, speed: float, hop: int, num_windows: int) -> Spectra:
-    """Windows of the same sound, played `speed` times as fast: phases advance as between neighbors."""
+    """Change the speed of windows by `speed`; phases advance as between neighboring windows."""
     at_T = np.minimum(np.arange(num_windows) * speed, len(spectra_TF) - 1.0)
     low_T = np.minimum(at_T.astype(np.int64), len(spectra_TF) - 2)
     part_T1 = (at_T - low_T)[:, None]
@@ -128,6 +131,6 @@ def _synthesize(spectra_TF: Spectra, size: int, hop: int, length: int) -> Fisher
         total[first * hop:stop] += part_TL.ravel()
         norm[first * hop:stop] += np.tile(window_L ** 2, len(part_TL))
     start = size // 2
-    # the first and the last samples lie under the edge of one window
+    # the first and the last samples are at the edge of a single window
     samples = total / np.maximum(norm, 1e-3)
     return np.asarray(np.pad(samples[start:start + length], (0, max(0, start + length - len(samples)))))

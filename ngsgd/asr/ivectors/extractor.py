@@ -1,12 +1,16 @@
-"""The i-vector extractor: Gaussian means that move together, along a few directions for each speaker (total variability).
+"""The i-vector extractor: total variability of Gaussian means along a few directions.
 
-Frame z of Gaussian i is N(M_i x, Sigma_i), and x is N(p e_0, I): Kaldi's ivector-extractor.h, where the first column of M_i times
-the prior offset p is the mean of all speakers.  Kept of Kaldi: full covariances with a floor, the offset, minimum divergence (the
-prior is made N(p e_0, I) again after every pass), statistics of posteriors scaled by 0.1.  Left out: weights that depend on x, and
-the rotation that makes the columns independent, which changes no i-vector's use.
+Frame z of Gaussian i is N(M_i x, Sigma_i), and x is N(p e_0, I), as in ivector-extractor.h of
+Kaldi. The first column of M_i times the prior offset p is the mean of all speakers. Adopted from
+Kaldi: full covariances with a floor, the offset, minimum divergence (the prior is transformed to
+N(p e_0, I) after every pass), statistics of posteriors scaled by 0.1. Omitted: weights that depend
+on x, and the rotation that makes the columns independent, which does not affect the use of
+i-vectors.
 
-What x is known to be after frames with posteriors g: with N_i = sum g, F_i = sum g z,
-    Q = I + sum_i N_i M_i' Sigma_i^-1 M_i,     l = p e_0 + sum_i M_i' Sigma_i^-1 F_i,     x ~ N(Q^-1 l, Q^-1).
+Posterior of x after frames with posteriors g: with N_i = sum g, F_i = sum g z,
+
+    Q = I + sum_i N_i M_i' Sigma_i^-1 M_i,   l = p e_0 + sum_i M_i' Sigma_i^-1 F_i,
+    x ~ N(Q^-1 l, Q^-1).
 
 Letters: U utterances, I Gaussians, D features, S dimension of an i-vector.
 """
@@ -20,20 +24,21 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-# to begin with, as in Kaldi
+# initial value, as in Kaldi
 PRIOR_OFFSET = 100.0
-# of every covariance, relative to their weighted mean (Kaldi: 0.1)
+# minimum of every covariance, relative to their weighted mean (Kaldi: 0.1)
 VARIANCE_FLOOR = 0.1
-# scaled; a Gaussian with fewer keeps its mean and tells nothing of x (Kaldi's gaussian-min-count)
+# scaled count; a Gaussian with fewer keeps its mean and carries no information on x
+# (gaussian-min-count in Kaldi)
 FEWEST_FRAMES = 100.0
-# of the columns of M, in standard deviations
+# initial scale of the columns of M, in standard deviations
 START = 0.1
 _UTTERANCES_AT_ONCE = 256   # bounds memory: utterances x S x S
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of utterances, posteriors scaled; any float type, summed in float64."""
+    """Statistics of utterances with scaled posteriors; any float type, summed in float64."""
 
     count_UI: Tensor
     first_UID: Tensor
@@ -42,7 +47,7 @@ class Statistics:
 
     @property
     def total_count(self) -> Tensor:
-        """Of each Gaussian."""
+        """Count of each Gaussian."""
         return self.count_UI.double().sum(dim=0)
 
 
@@ -60,28 +65,30 @@ class Extractor:
 
     @cached_property
     def projection(self) -> Tensor:
-        """I x D x S, Sigma^-1 M: what a frame of the Gaussian adds to l."""
+        """I x D x S, Sigma^-1 M: contribution of a frame of the Gaussian to l."""
         return torch.cholesky_solve(self.M_IDS, torch.linalg.cholesky(self.covariance_IDD))
 
     @cached_property
     def information(self) -> Tensor:
-        """I x S x S, M' Sigma^-1 M: what a frame of the Gaussian adds to Q."""
+        """I x S x S, M' Sigma^-1 M: contribution of a frame of the Gaussian to Q."""
         return self.M_IDS.mT @ self.projection
 
     def terms(self, count_UI: Tensor, first_UID: Tensor) -> tuple[Tensor, Tensor]:
-        """What frames add to (l, U x S; Q, U x S x S)."""
+        """Contribution of frames to (l, U x S; Q, U x S x S)."""
         linear_US = first_UID.double().flatten(1) @ self.projection.flatten(0, 1)
         quadratic_USS = (count_UI.double() @ self.information.flatten(1)).unflatten(1, (self.dim, self.dim))
         return linear_US, quadratic_USS
 
     def prior(self, scale_U: Tensor) -> tuple[Tensor, Tensor]:
-        """What the prior, taken `scale_U` times, adds to l and Q."""
+        """Contribution of the prior, scaled by `scale_U`, to l and Q."""
         linear_US = torch.zeros(len(scale_U), self.dim, dtype=torch.float64, device=scale_U.device)
         linear_US[:, 0] = self.prior_offset * scale_U
         return linear_US, scale_U[:, None, None] * torch.eye(self.dim, dtype=torch.float64, device=scale_U.device)
 
     def posterior(self, count_UI: Tensor, first_UID: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(mean, U x S; covariance, U x S x S; log-likelihood of each utterance but for what no x changes)."""
+        """(mean, U x S; covariance, U x S x S; log-likelihood per utterance up to a constant in
+        x).
+        """
         linear_US, quadratic_USS = (a + b for a, b in zip(self.terms(count_UI, first_UID), self.prior(
             torch.ones(len(count_UI), dtype=torch.float64, device=count_UI.device)), strict=True))
         L_USS = torch.linalg.cholesky(quadratic_USS)
@@ -91,7 +98,7 @@ class Extractor:
         return mean_US, torch.cholesky_inverse(L_USS), log_U
 
     def log_likelihood(self, statistics: Statistics, integrals_U: Tensor) -> float:
-        """Of all frames, given to which Gaussians they belong; `integrals_U` as `posterior` gives them."""
+        """Log-likelihood of all frames given their Gaussians; `integrals_U` as from `posterior`."""
         L_IDD = torch.linalg.cholesky(self.covariance_IDD)
         log_det_I = 2.0 * L_IDD.diagonal(dim1=1, dim2=2).log().sum(dim=1)
         dim = self.M_IDS.shape[1]
@@ -101,7 +108,7 @@ class Extractor:
 
 
 def start(statistics: Statistics, dim: int, *, seed: int = 0, fewest_frames: float = FEWEST_FRAMES) -> Extractor:
-    """Means and covariances of the statistics, and small random directions for Gaussians that will learn some."""
+    """Initialize with means and covariances of the statistics, and small random directions."""
     count_I11 = statistics.total_count.clamp(min=1e-10)[:, None, None]
     mean_ID = statistics.first_UID.double().sum(dim=0) / count_I11[:, 0]
     raw_IDD = statistics.second_IDD / count_I11 - mean_ID[:, :, None] * mean_ID[:, None, :]
@@ -116,9 +123,12 @@ def start(statistics: Statistics, dim: int, *, seed: int = 0, fewest_frames: flo
 
 def em_pass(extractor: Extractor, statistics: Statistics, *, variance_floor: float = VARIANCE_FLOOR,
             fewest_frames: float = FEWEST_FRAMES) -> tuple[Extractor, float]:
-    """(the extractor after one pass of EM, log-likelihood per frame before it).
+    """Run one pass of EM.
 
-    Without a floor and a fewest number of frames, the likelihood never falls.
+    Without a floor and a minimum count, the likelihood never decreases.
+
+    Returns:
+        (the updated extractor, log-likelihood per frame before the pass).
     """
     dim = extractor.dim
     Y_IDS, R_ISS = torch.zeros_like(extractor.M_IDS), torch.zeros_like(extractor.information)
@@ -143,7 +153,7 @@ def em_pass(extractor: Extractor, statistics: Statistics, *, variance_floor: flo
 
 def _maximised(extractor: Extractor, statistics: Statistics, Y_IDS: Tensor, R_ISS: Tensor, variance_floor: float,
                fewest_frames: float) -> Extractor:
-    """M and Sigma of the maximum, where a Gaussian has frames enough."""
+    """M and Sigma of the maximum, for Gaussians with enough frames."""
     count_I = statistics.total_count
     enough = count_I >= max(fewest_frames, 1e-10)
     if not enough.any():
@@ -158,11 +168,11 @@ def _maximised(extractor: Extractor, statistics: Statistics, Y_IDS: Tensor, R_IS
 
 
 def floored(raw_IDD: Tensor, count_I: Tensor, factor: float) -> Tensor:
-    """The covariances, none in any direction below `factor` times their weighted mean; 0: as they are."""
+    """Floor the covariances at `factor` times their weighted mean; 0 leaves them unchanged."""
     if factor == 0.0:
         return raw_IDD
     mean_DD = (count_I[:, None, None] * raw_IDD).sum(dim=0) / count_I.sum()
-    # a feature that never changes has a variance of 0
+    # a constant feature has a variance of 0
     tiny = 1e-10 * mean_DD.diagonal().max()
     L_DD = torch.linalg.cholesky(factor * mean_DD + tiny * torch.eye(len(mean_DD), dtype=mean_DD.dtype, device=mean_DD.device))
     half_IDD = torch.linalg.solve_triangular(L_DD, raw_IDD, upper=False)
@@ -174,15 +184,18 @@ def floored(raw_IDD: Tensor, count_I: Tensor, factor: float) -> Tensor:
 
 
 def with_standard_prior(extractor: Extractor, mean_S: Tensor, covariance_SS: Tensor) -> Extractor:
-    """The same model where x with this mean and covariance becomes A x with mean p e_0 and covariance I: minimum divergence."""
+    """Transform x, with this mean and covariance, to mean p e_0 and covariance I.
+
+    The model is unchanged (minimum divergence).
+    """
     L_SS = torch.linalg.cholesky(covariance_SS)
     mean_S = torch.linalg.solve_triangular(L_SS, mean_S[:, None], upper=False)[:, 0]
     offset = mean_S.norm()
     axis_S = mean_S / offset
-    # Householder: the sign that cancels no digits
+    # Householder: the sign that avoids cancellation
     axis_S[0] += 1.0 if axis_S[0] >= 0.0 else -1.0
     eye_SS = torch.eye(len(mean_S), dtype=mean_S.dtype, device=mean_S.device)
     reflection_SS = eye_SS - 2.0 * axis_S[:, None] * axis_S / axis_S.square().sum()
     sign = 1.0 if (reflection_SS[0] @ mean_S) >= 0.0 else -1.0
-    # A = sign H L^-1, so A^-1 = sign L H, H being its own inverse
+    # A = sign H L^-1, so A^-1 = sign L H, since H is its own inverse
     return Extractor(extractor.M_IDS @ (sign * L_SS @ reflection_SS), extractor.covariance_IDD, float(offset))

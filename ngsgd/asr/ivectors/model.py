@@ -1,6 +1,8 @@
-"""All that turns features into i-vectors, as one file: statistics of all speech, principal axes, background model, extractor.
+"""A complete i-vector model in one file.
 
-Letters: T frames, C spliced features, K of them that are kept, I Gaussians.
+It consists of statistics of all speech, principal axes, background model and extractor.
+
+Letters: T frames, C spliced features, K retained features, I Gaussians.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from ngsgd.config import IvectorConfig
 from ngsgd.errors import DataError
 from ngsgd.files import DIGEST, digest_of_arrays, new_file, open_regular
 
-# Kaldi's: frames spliced on each side, Gaussians of a frame, and the least posterior
+# as in Kaldi: frames spliced on each side, Gaussians per frame, and the minimum posterior
 CONTEXT, NUM_GSELECT, MIN_POST = 3, 5, 0.025
 
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """Frames as the Gaussians see them: their mean so far taken away, with their neighbours, along principal axes."""
+    """Preprocessing of frames: online mean subtraction, splicing, projection on principal axes."""
 
     config: IvectorConfig
     all_speech: Stats
@@ -40,19 +42,19 @@ class FrontEnd:
         return OnlineMean(self.all_speech, before)
 
     def project(self, frames_TD: npt.NDArray[np.floating], at_N: npt.NDArray[np.int64]) -> Tensor:
-        """N x K: these frames, as `spliced` gives them."""
+        """N x K projections of these frames, see `spliced`."""
         return spliced(frames_TD, at_N).to(self.axes_CK.device) @ self.axes_CK
 
 
 def spliced(frames_TD: npt.NDArray[np.floating], at_N: npt.NDArray[np.int64]) -> Tensor:
-    """N x C: these frames with their neighbours; beyond the edges the first and the last stand for those that lack."""
+    """N x C frames spliced with their neighbors; edge frames are repeated."""
     row_NW = np.clip(at_N[:, None] + np.arange(-CONTEXT, CONTEXT + 1), 0, len(frames_TD) - 1)
     return torch.from_numpy(np.asarray(frames_TD, dtype=np.float64)[row_NW]).flatten(1)
 
 
 @dataclass(frozen=True)
 class IvectorModel:
-    """What a run with i-vectors keeps."""
+    """The i-vector model of a run."""
 
     front: FrontEnd
     ubm: DiagonalMixture
@@ -60,7 +62,7 @@ class IvectorModel:
 
 
 def scaled_posteriors(mixture: DiagonalMixture, z_TK: Tensor, config: IvectorConfig) -> Tensor:
-    """T x I: how much of a frame each Gaussian is given."""
+    """T x I scaled posteriors of the Gaussians."""
     return config.posterior_scale * mixture.posteriors(z_TK, num_gselect=NUM_GSELECT, min_post=MIN_POST)
 
 
@@ -76,16 +78,17 @@ def write(model: IvectorModel, path: Path) -> None:
 
 
 def read(path: Path, config: IvectorConfig) -> IvectorModel:
-    """The model in a file that `write` wrote; the settings say how it is used."""
+    """Read a file of `write`; the settings determine its use."""
     try:
         return of_arrays(_checked_arrays(path), config)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise DataError(f"{path} cannot be read as an i-vector extractor ({error}); restore it, or remove it and train again.") \
+        raise DataError(f"{path} cannot be read as an i-vector extractor ({error}); restore it, or "
+                        "remove it and train again.") \
             from error
 
 
 def of_arrays(a: Mapping[str, Tensor], config: IvectorConfig) -> IvectorModel:
-    """The model of the arrays that `write` stores; raises ValueError for shapes that do not fit together or the settings."""
+    """Build the model from the arrays of `write`; raise ValueError for inconsistent shapes."""
     num_gaussians, num_kept, dim = a["M"].shape
     shapes = {"all_speech": (2, len(a["axes"]) // (2 * CONTEXT + 1) + 1), "axes": (len(a["axes"]), num_kept),
               "weight": (num_gaussians,), "mean": (num_gaussians, num_kept), "variance": (num_gaussians, num_kept),
@@ -94,7 +97,8 @@ def of_arrays(a: Mapping[str, Tensor], config: IvectorConfig) -> IvectorModel:
     if wrong:
         raise ValueError(f"{wrong[0]} is not finite or has the shape {tuple(a[wrong[0]].shape)}")
     if dim != config.dim:
-        raise ValueError(f"it makes i-vectors of {dim} dimensions, and ivectors.dim is {config.dim}")
+        raise ValueError(f"it produces i-vectors of {dim} dimensions, but ivectors.dim is "
+                         f"{config.dim}")
     return IvectorModel(FrontEnd(config, a["all_speech"].numpy(), a["axes"]),
                         DiagonalMixture(a["weight"], a["mean"], a["variance"]),
                         Extractor(a["M"], a["covariance"], float(a["prior_offset"])))
@@ -109,7 +113,11 @@ def is_sound(path: Path) -> bool:
 
 
 def _checked_arrays(path: Path) -> dict[str, Tensor]:
-    """Raises ValueError where the arrays do not match the digest in the file; files of before have none."""
+    """Load arrays and check their digest, which files of earlier versions lack.
+
+    Raises:
+        ValueError: the digest does not match.
+    """
     open_regular(path).close()
     arrays: dict[str, Tensor] = load_file(path)
     with safe_open(path, framework="np") as file:

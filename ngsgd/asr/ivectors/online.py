@@ -1,8 +1,8 @@
-"""i-vectors of an utterance while it is spoken: Kaldi's OnlineIvectorFeature.
+"""Online i-vectors of an utterance: OnlineIvectorFeature of Kaldi.
 
-Number k is estimated from frames 0 to k * period and goes with the frames from k * period on, so no
-frame has one that looks ahead further than the frames spliced to it.  The equations are solved
-exactly, where Kaldi takes 15 steps of conjugate gradients.
+Number k is estimated from frames 0 to k * period and used for the frames from k * period, so the
+look-ahead of every frame is at most that of splicing. The equations are solved exactly; Kaldi uses
+15 steps of conjugate gradients.
 
 Letters: T frames, D features, K projected ones, P periods, I Gaussians, S dimension of an i-vector.
 """
@@ -28,16 +28,16 @@ _PERIODS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class SpeakerState:
-    """What is known of a speaker after an utterance, the prior left out."""
+    """Statistics of a speaker after an utterance, without the prior."""
 
     heard: CmnState
-    count: float           # frames, scaled
+    count: float           # scaled number of frames
     linear_S: Tensor
     quadratic_SS: Tensor
 
 
 class IvectorStream:
-    """One utterance.  `accept` as often as frames come, then `finish`; `at` any time in between."""
+    """One utterance: call `accept` for each chunk of frames, then `finish`; `at` at any time."""
 
     def __init__(self, model: IvectorModel, before: SpeakerState | None = None) -> None:
         self._model, self._config = model, model.front.config
@@ -51,7 +51,7 @@ class IvectorStream:
             self._linear_S += before.linear_S
             self._quadratic_SS += before.quadratic_SS
         self._mean = model.front.mean(before.heard if before else None)
-        # what is still needed, from frame `_first` on
+        # frames that are still needed, from frame `_first`
         self._raw: list[npt.NDArray[np.floating]] = []
         self._normal: list[npt.NDArray[np.floating]] = []
         self._first = self._num_frames = self._num_done = 0
@@ -59,21 +59,21 @@ class IvectorStream:
 
     @property
     def right_context(self) -> int:
-        """Frames that must follow a frame before its i-vector is known, unless it is the last."""
+        """Number of following frames needed before the i-vector of a frame is known."""
         return ivector_model.CONTEXT
 
     def accept(self, raw_TD: npt.NDArray[np.floating]) -> None:
-        """Takes the frames that follow, not normalised."""
+        """Accept the next frames, not normalized."""
         self._raw.append(raw_TD)
         self._normal.append(raw_TD - self._mean.accept(raw_TD))
         self._num_frames += len(raw_TD)
         known = self._num_frames - ivector_model.CONTEXT
-        # up to the last frame that an i-vector is estimated at
+        # up to the last frame at which an i-vector is estimated
         if known > self._num_done:
             self._advance((known - 1) // self._config.period * self._config.period + 1)
 
     def finish(self) -> SpeakerState:
-        """The utterance has ended; what its speaker's next one may begin with."""
+        """End the utterance; return the state for the next utterance of its speaker."""
         self._advance((self._num_frames - 1) // self._config.period * self._config.period + 1)
         self._advance(self._num_frames)
         most = MAX_REMEMBERED_FRAMES * self._config.posterior_scale
@@ -82,24 +82,24 @@ class IvectorStream:
                             share * self._quadratic_SS)
 
     def rows(self) -> npt.NDArray[np.float32]:
-        """The i-vectors so far, one a period."""
+        """i-vectors so far, one per period."""
         return np.stack(self._rows)
 
     def at(self, time_T: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """T x S: what goes with these frames."""
+        """T x S i-vectors of these frames."""
         return np.stack([self._rows[period] for period in time_T // self._config.period])
 
     def _advance(self, end: int) -> None:
-        """Takes frames up to `end` into account; those that begin a period get an i-vector."""
+        """Process frames up to `end`; those that begin a period get an i-vector."""
         period = self._config.period
         while self._num_done < end:
-            # a period ends with the frame that an i-vector is estimated at, so the first one has a
+            # a period ends with the frame at which an i-vector is estimated, so the first one has a
             # single frame
             whole = (self._num_done + period - 1) // period * period + 1 if self._num_done else 1
             self._step(min(end, whole + (_PERIODS_AT_ONCE - 1) * period))
 
     def _step(self, end: int) -> None:
-        """Frames up to `end`, the last of a period or of the utterance, in one go."""
+        """Process frames up to `end`, the last of a period or of the utterance, in one batch."""
         begin, self._num_done = self._num_done, end
         at_T = np.arange(begin, end) - self._first
         self._raw, self._normal = [np.concatenate(self._raw)], [np.concatenate(self._normal)]
@@ -107,7 +107,7 @@ class IvectorStream:
                 for frames in (self._normal[0], self._raw[0])]
         normal_PTK, raw_PTK = (_by_period(z, self._config.period) for z in z_TK)
         post_PTI = scaled_posteriors(self._model.ubm, normal_PTK.flatten(0, 1), self._config).unflatten(0, normal_PTK.shape[:2])
-        # there are no frames
+        # padding, not frames
         post_PTI[0, :-(end - begin) % self._config.period] = 0.0
         count_PI, first_PIK = post_PTI.sum(dim=1), post_PTI.mT @ raw_PTK
         linear_PS, quadratic_PSS = self._model.extractor.terms(count_PI, first_PIK)
@@ -122,9 +122,7 @@ class IvectorStream:
         self._first += gone
 
     def _estimates(self, count_P: Tensor, linear_PS: Tensor, quadratic_PSS: Tensor) -> Tensor:
-        """The mean of x, its prior mean taken away; from `max_count` frames on the prior keeps its
-        share.
-        """
+        """Mean of x minus its prior mean; the prior keeps its share beyond `max_count` frames."""
         most = self._config.max_count
         scale_P = count_P.clamp(min=most) / most if most else torch.ones_like(count_P)
         prior_PS, prior_PSS = self._model.extractor.prior(scale_P)
@@ -134,6 +132,6 @@ class IvectorStream:
 
 
 def _by_period(z_TK: Tensor, period: int) -> Tensor:
-    """P x period x K; what is missing in the first is filled up in front."""
+    """P x period x K; the first period is padded at its front."""
     missing = -len(z_TK) % period
     return torch.cat([z_TK.new_zeros(missing, z_TK.shape[1]), z_TK]).view(-1, period, z_TK.shape[1])

@@ -1,7 +1,6 @@
-"""Background model and extractor from the training set, and i-vectors for all sets, as they will be
-had while somebody speaks.
+"""Training of background model and extractor, and i-vectors for all sets as in online use.
 
-Letters: T frames, D features, C spliced ones, K of them that are kept, I Gaussians, U utterances.
+Letters: T frames, D features, C spliced ones, K retained ones, I Gaussians, U utterances.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import IvectorConfig
 from ngsgd.errors import DataError
 
-# the most: dimensions of the spliced frames that are kept, frames that train the background model
-# (Kaldi: 500,000), utterances that train the extractor
+# maximum: retained dimensions of the spliced frames, frames for the background model (Kaldi:
+# 500,000), utterances for the extractor
 PCA_DIM, UBM_FRAMES, MAX_UTTERANCES = 40, 200_000, 5000
-# consecutive utterances of training that share the state of a speaker (Kaldi's nnet3 recipes: 2)
+# consecutive training utterances that share the state of a speaker (nnet3 recipes of Kaldi: 2)
 TRAIN_UTTERANCES = 2
-# whose second moments are summed in one go
+# frames per batch of second moments
 _FRAMES_AT_ONCE = 16384
 
 State = TypeVar("State")
 
 
 class SpeakerMemory(Generic[State]):
-    """What is remembered of each speaker, over `most` utterances in a row; 0: over all."""
+    """State of each speaker over `most` consecutive utterances; 0: over all utterances."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -53,7 +52,7 @@ class SpeakerMemory(Generic[State]):
 
 
 def train(speech: SpeechSet, config: IvectorConfig, report: Callable[[str], None]) -> IvectorModel:
-    """The model of a training set; a function of its arguments alone."""
+    """Train the model on a training set; deterministic in its arguments."""
     all_speech = np.sum([cmvn.statistics(speech.raw(u)) for u in range(len(speech.texts))], axis=0)
     num_frames = speech.frames.num_frames
     spread_T = np.linspace(0, num_frames - 1, min(UBM_FRAMES, num_frames))
@@ -66,8 +65,8 @@ def train(speech: SpeechSet, config: IvectorConfig, report: Callable[[str], None
     statistics = collect(speech, front, mixture)
     if (statistics.total_count < extractors.FEWEST_FRAMES).all():
         fewest = extractors.FEWEST_FRAMES / config.posterior_scale
-        raise DataError(f"ivectors.num_gaussians is {config.num_gaussians}, and none of them has "
-                        f"{fewest:.0f} frames of the training set; lower it.")
+        raise DataError(f"ivectors.num_gaussians is {config.num_gaussians}, but none of them has "
+                        f"{fewest:.0f} frames of the training set; reduce it.")
     extractor = extractors.start(statistics, config.dim)
     for number in range(1, config.num_iters + 1):
         extractor, log_likelihood = extractors.em_pass(extractor, statistics)
@@ -78,7 +77,7 @@ def train(speech: SpeechSet, config: IvectorConfig, report: Callable[[str], None
 
 def _axes(speech: SpeechSet, config: IvectorConfig, all_speech: cmvn.Stats,
           chosen_T: npt.NDArray[np.int64]) -> Tensor:
-    """The principal axes of the chosen frames with their neighbours."""
+    """Principal axes of the chosen frames with their neighbors."""
     dim = (2 * model.CONTEXT + 1) * speech.frames.dim
     plain = FrontEnd(config, all_speech, torch.eye(dim, dtype=torch.float64))
     sum_C, square_CC = torch.zeros(dim, dtype=torch.float64), torch.zeros(dim, dim, dtype=torch.float64)
@@ -91,9 +90,9 @@ def _axes(speech: SpeechSet, config: IvectorConfig, all_speech: cmvn.Stats,
 
 
 def principal_axes(covariance_CC: Tensor, dim: int) -> Tensor:
-    """C x K: the directions in which rows vary most, not scaled (Kaldi's est-pca)."""
+    """C x K directions of largest variance, not scaled (est-pca in Kaldi)."""
     axes_CK: Tensor = torch.linalg.eigh(covariance_CC)[1].flip(1)[:, :dim]
-    # the sign of an axis is arbitrary, and should not depend on the machine
+    # the sign of an axis is arbitrary; it must not depend on the machine
     largest_K = axes_CK.abs().argmax(dim=0)
     return (axes_CK * axes_CK[largest_K, torch.arange(axes_CK.shape[1])].sign()).contiguous()
 
@@ -101,7 +100,7 @@ def principal_axes(covariance_CC: Tensor, dim: int) -> Tensor:
 def _chosen(speech: SpeechSet, front: FrontEnd,
             chosen_T: npt.NDArray[np.int64]) -> Iterator[tuple[npt.NDArray[np.floating],
                                                                npt.NDArray[np.int64]]]:
-    """(frames without their mean so far, which of them are chosen) of each utterance that has such."""
+    """Yield (frames after online mean subtraction, chosen indices) of each utterance with any."""
     for u, (normal_TD, _) in _heard(speech, front):
         begin, end = speech.frames.offsets[u:u + 2]
         low, high = np.searchsorted(chosen_T, [begin, end])
@@ -110,7 +109,7 @@ def _chosen(speech: SpeechSet, front: FrontEnd,
 
 
 def _heard(speech: SpeechSet, front: FrontEnd) -> Iterator[tuple[int, tuple[npt.NDArray[np.floating], Features]]]:
-    """(utterance, (frames without their mean so far, raw frames)), as they will be heard in training."""
+    """Yield (utterance, (frames after online mean subtraction, raw frames)), as in training."""
     turns: SpeakerMemory[CmnState] = SpeakerMemory(TRAIN_UTTERANCES)
     for u, speaker in enumerate(speech.speakers):
         raw_TD, mean = speech.raw(u), front.mean(turns.before(speaker))
@@ -119,7 +118,11 @@ def _heard(speech: SpeechSet, front: FrontEnd) -> Iterator[tuple[int, tuple[npt.
 
 
 def collect(speech: SpeechSet, front: FrontEnd, mixture: DiagonalMixture) -> Statistics:
-    """Of up to `MAX_UTTERANCES`: which Gaussian by the frames without their mean, sums of the raw ones."""
+    """Collect statistics of up to `MAX_UTTERANCES` utterances.
+
+    Gaussians are selected by frames after online mean subtraction; the sums are those of raw
+    frames.
+    """
     config = front.config
     num_utterances = len(speech.texts)
     is_chosen_U = np.zeros(num_utterances, bool)
@@ -152,8 +155,10 @@ def _add_second_moments(second_IDD: Tensor, post_TI: Tensor, raw_TK: Tensor) -> 
 
 def extract(speech: SpeechSet, model: IvectorModel, *,
             most_utterances: int) -> list[npt.NDArray[np.float32]]:
-    """One row a period for each utterance; speakers are remembered over `most_utterances` in a row,
-    in the order of the set.
+    """Return one row per period for each utterance.
+
+    The state of speakers is kept over `most_utterances` consecutive utterances in the order of the
+    set.
     """
     turns: SpeakerMemory[SpeakerState] = SpeakerMemory(most_utterances)
     found = []

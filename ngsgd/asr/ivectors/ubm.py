@@ -1,4 +1,4 @@
-"""The background model: a mixture of Gaussians with diagonal covariances over all speech, trained by EM with mixing up.
+"""The background model: a mixture of diagonal Gaussians, trained by EM with mixing up.
 
 Letters: N frames, D features, G Gaussians.
 """
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# of a Gaussian, relative to the variance of all frames
+# minimum variance, relative to the variance of all frames
 VARIANCE_FLOOR = 0.01
-# a Gaussian with fewer is taken out; the heaviest is split in its place
+# a Gaussian with fewer frames is removed, and the heaviest one is split
 FEWEST_FRAMES = 10.0
-# of the means of the two halves of a Gaussian, in its standard deviations
+# distance of the means of the halves of a Gaussian, in standard deviations
 PERTURBATION = 0.1
 # passes of EM between two doublings of the mixture
 ITERS_PER_SIZE = 3
@@ -46,19 +46,22 @@ class DiagonalMixture:
         return constant_G + x_ND @ (self.mean_GD * precision_GD).T - 0.5 * x_ND.square() @ precision_GD.T
 
     def posteriors(self, x_ND: Tensor, *, num_gselect: int, min_post: float) -> Tensor:
-        """N x G, rows that sum to 1: only the `num_gselect` likeliest Gaussians, and of those none below `min_post`."""
+        """N x G posteriors of the `num_gselect` most likely Gaussians, pruned below `min_post`.
+
+        Rows sum to 1.
+        """
         best_NK, index_NK = self.log_joint(x_ND).topk(min(num_gselect, self.num_gaussians), dim=1)
         post_NK = best_NK.softmax(dim=1)
-        # the likeliest stays: it has 1 / num_gselect or more
+        # the most likely one remains: its posterior is at least 1 / num_gselect
         post_NK = torch.where(post_NK < min_post, 0.0, post_NK)
         post_NK = post_NK / post_NK.sum(dim=1, keepdim=True)
         return torch.zeros(len(x_ND), self.num_gaussians, dtype=x_ND.dtype, device=x_ND.device).scatter_(1, index_NK, post_NK)
 
 
 def train(x_ND: Tensor, num_gaussians: int, *, seed: int = 0) -> DiagonalMixture:
-    """A mixture of at most `num_gaussians`, fewer where there are too few frames for them.
+    """Train a mixture of at most `num_gaussians`, fewer if there are too few frames.
 
-    It begins with one Gaussian and doubles; each pass of EM keeps those that have frames enough.
+    It starts with one Gaussian and doubles; each pass of EM keeps those with enough frames.
     """
     x_ND = x_ND.double()
     generator = torch.Generator().manual_seed(seed)
@@ -82,7 +85,12 @@ def _sizes(last: int) -> Iterator[int]:
 
 
 def em_pass(mixture: DiagonalMixture, x_ND: Tensor, floor_D: Tensor) -> tuple[DiagonalMixture, float]:
-    """(the mixture after one pass of EM, without Gaussians that have hardly a frame; log-likelihood per frame before it)."""
+    """Run one pass of EM.
+
+    Returns:
+        (the mixture without Gaussians that have too few frames, log-likelihood per frame before the
+        pass).
+    """
     count_G = torch.zeros_like(mixture.weight_G)
     sum_GD, square_GD = torch.zeros_like(mixture.mean_GD), torch.zeros_like(mixture.mean_GD)
     log_likelihood = 0.0
@@ -102,7 +110,9 @@ def em_pass(mixture: DiagonalMixture, x_ND: Tensor, floor_D: Tensor) -> tuple[Di
 
 
 def split(mixture: DiagonalMixture, size: int, generator: torch.Generator) -> DiagonalMixture:
-    """The mixture with `size` Gaussians: the heaviest are cut in halves, their means a little apart."""
+    """Split the heaviest Gaussians until there are `size`; the means of the halves differ
+    slightly.
+    """
     while (missing := size - mixture.num_gaussians) > 0:
         _, heaviest = mixture.weight_G.topk(min(missing, mixture.num_gaussians))
         variance_GD = mixture.variance_GD[heaviest]

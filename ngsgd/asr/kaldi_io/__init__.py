@@ -1,1 +1,1 @@
-"""Kaldi's table files."""
+"""Table files of Kaldi."""

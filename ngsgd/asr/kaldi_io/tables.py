@@ -1,4 +1,4 @@
-"""Kaldi's files: tables of text, archives of matrices and of integer vectors, scripts (.scp) that point into archives."""
+"""Files of Kaldi: text tables, archives of matrices and integer vectors, scripts (.scp)."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ _MAX_TABLE_BYTES = 1 << 32
 
 @dataclass(frozen=True)
 class Entry:
-    """What a line of a table says, and where it stands."""
+    """Value and position of a table line."""
 
     value: str
     where: str      # file:line
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """(file:line, text) of every line that is not empty."""
+    """Yield (file:line, text) of every nonempty line."""
     try:
         text = files.read_regular_text(path, _MAX_TABLE_BYTES)
     except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist; make it, or point data.source at another folder.") from error
+        raise DataError(f"{path} does not exist; create it, or set data.source to another "
+                        "folder.") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); replace it or fix its permissions.") from error
     except UnicodeError as error:
@@ -53,49 +54,51 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_table(path: Path) -> dict[str, Entry]:
-    """Lines "key value ...", by key in the order of the file; a key that comes twice is an error."""
+    """Read lines "key value ..." by key, in the order of the file; duplicate keys are errors."""
     table: dict[str, Entry] = {}
     for where, line in read_lines(path):
         key, _, value = line.replace("\t", " ").partition(" ")
         if key in table:
-            raise DataError(f"{where}: {key} stands there for the second time, the first is {table[key].where}; remove one.")
+            raise DataError(f"{where}: {key} is a duplicate, first in {table[key].where}; remove "
+                            "one of them.")
         table[key] = Entry(value.strip(), where)
     if not table:
-        raise DataError(f"{path} is empty; fill it, or remove its folder.")
+        raise DataError(f"{path} is empty; add lines, or remove its folder.")
     return table
 
 
 def read_ark(path: Path) -> dict[str, npt.NDArray[np.floating]]:
-    """All matrices of an archive by key."""
+    """Read all matrices of an archive by key."""
     try:
         with open_source(path) as source:
             return _by_key(source, 2)
     except (OSError, KaldiFormatError) as error:
-        raise DataError(f"{path} cannot be read as an archive of matrices ({_reason(error)}); make it again.") from error
+        raise DataError(f"{path} cannot be read as an archive of matrices ({_reason(error)}); "
+                        "create it again.") from error
 
 
 def place_of(entry: Entry) -> Place:
-    """The file, offset and range that an entry of a .scp names.  Commands are refused."""
+    """Parse the file, offset and range of an entry of a .scp; commands are rejected."""
     try:
         return parse_place(entry.value)
     except KaldiFormatError as error:
-        raise DataError(f"{entry.where}: {entry.value[:40]!r} {error}; write the archive's name, with its offset and range: "
-                        "feats.ark:12[0:19].") from error
+        raise DataError(f"{entry.where}: {entry.value[:40]!r} {error}; write the name of the "
+                        "archive with offset and range: feats.ark:12[0:19].") from error
 
 
 def read_matrix(entry: Entry, folder: Path) -> npt.NDArray[np.float32]:
-    """The frames that an entry of a .scp points at, "file:offset" or "file:offset[first:last]", as Kaldi counts them.
+    """Read the frames of an entry of a .scp, "file:offset" or "file:offset[first:last]".
 
-    A relative path is looked for from here, then from `folder`.
+    A relative path is resolved from the working directory, then from `folder`.
     """
     matrix = _matrix(entry, folder)
     if not len(matrix):
-        raise DataError(f"{entry.where}: {entry.value} holds no matrix of frames; point it at features.")
+        raise DataError(f"{entry.where}: {entry.value} contains no frames; correct the entry.")
     return np.ascontiguousarray(matrix, dtype=np.float32)
 
 
 def read_stats(entry: Entry, folder: Path, dim: int) -> cmvn.Stats:
-    """Statistics of features, 2 x (dim + 1), that an entry of a cmvn.scp points at."""
+    """Read statistics of features, 2 x (dim + 1), of an entry of a cmvn.scp."""
     return cmvn.check(_matrix(entry, folder), f"{entry.where}: {entry.value}", dim)
 
 
@@ -105,16 +108,19 @@ def _matrix(entry: Entry, folder: Path) -> Array:
         with open_source(place.resolve(folder), place.offset) as source:
             found = read_object(source)
         if found.ndim != 2:
-            raise KaldiFormatError("it is no matrix")
+            raise KaldiFormatError("it is not a matrix")
         return place.part(found)
     except FileNotFoundError as error:
         raise DataError(f"{entry.where}: {place.file} does not exist; correct the path.") from error
     except (OSError, KaldiFormatError, MemoryError) as error:
-        raise DataError(f"{entry.where}: {entry.value} cannot be read as a matrix ({_reason(error)}); make it again.") from error
+        raise DataError(f"{entry.where}: {entry.value} cannot be read as a matrix "
+                        f"({_reason(error)}); create it again.") from error
 
 
 def read_int_vectors(path: Path) -> dict[str, npt.NDArray[np.int32]]:
-    """All vectors of an archive of alignments, binary or text, packed by gzip where the name ends in .gz."""
+    """Read all vectors of an archive of alignments, binary or text, gzip-compressed if named
+    .gz.
+    """
     try:
         content = unpacking.gunzip(path) if path.suffix == ".gz" else files.read_regular_bytes(path, _MAX_TABLE_BYTES)
         source = Source(io.BytesIO(content), len(content))
@@ -123,7 +129,8 @@ def read_int_vectors(path: Path) -> dict[str, npt.NDArray[np.int32]]:
             source = Source(io.BytesIO(content), len(content))
         return _by_key(source, 1, np.int32)
     except (OSError, KaldiFormatError, MemoryError) as error:
-        raise DataError(f"{path} cannot be read as an archive of alignments ({_reason(error)}); make it again.") from error
+        raise DataError(f"{path} cannot be read as an archive of alignments ({_reason(error)}); "
+                        "create it again.") from error
 
 
 def _by_key(source: Source, num_dims: int, dtype: type[np.int32] | None = None) -> dict[str, Array]:
@@ -131,17 +138,17 @@ def _by_key(source: Source, num_dims: int, dtype: type[np.int32] | None = None) 
     for key, array in read_archive(source):
         if array.ndim != num_dims or (array.dtype == np.int32) != (dtype is np.int32):
             kind = "vector of integers" if dtype is np.int32 else "matrix"
-            raise KaldiFormatError(f"{key[:80]}: it is no {kind}")
+            raise KaldiFormatError(f"{key[:80]}: it is not a {kind}")
         if key in found:
-            raise KaldiFormatError(f"{key[:80]} stands there twice")
+            raise KaldiFormatError(f"duplicate key {key[:80]}")
         found[key] = array
     return found
 
 
 def write_matrices(ark: Path, matrices: Iterable[tuple[str, npt.NDArray[np.floating]]]) -> None:
-    """Write an archive of matrices, float64 or float32 as they are, and the script (.scp) that points into it.
+    """Write an archive of float64 or float32 matrices, and the script (.scp) that refers to it.
 
-    The script has the archive's absolute path, so that it is found from any working directory.
+    The script has the absolute path of the archive, so it works from any working directory.
     """
     places = []
     with files.new_file(ark) as temporary, temporary.open("wb") as file:
@@ -153,7 +160,7 @@ def write_matrices(ark: Path, matrices: Iterable[tuple[str, npt.NDArray[np.float
 
 
 def write_matrix(path: Path, matrix: npt.NDArray[np.floating]) -> None:
-    """A file of one matrix, such as global_cmvn.stats."""
+    """Write a file of one matrix, such as global_cmvn.stats."""
     with files.new_file(path) as temporary:
         temporary.write_bytes(_encoded(matrix))
 
@@ -165,7 +172,7 @@ def _encoded(matrix: npt.NDArray[np.floating]) -> bytes:
 
 
 def write_int_vectors(ark: Path, vectors: Iterable[tuple[str, npt.NDArray[np.int32]]]) -> None:
-    """An archive of integer vectors, such as alignments."""
+    """Write an archive of integer vectors, such as alignments."""
     with files.new_file(ark) as temporary, temporary.open("wb") as file:
         for key, vector in vectors:
             packed = np.empty(len(vector), [("size", "u1"), ("value", "<i4")])

@@ -1,14 +1,14 @@
-"""Grammars of what may be said, in a subset of JSGF (JSpeech Grammar Format, W3C note 2000).
+"""Grammars in a subset of JSGF (JSpeech Grammar Format, W3C note 2000).
 
     #JSGF V1.0;
     <digit> = zero | one | two;
     public <call> = call <digit>+ [please];
 
-Words, rules, ( ) for groups, [ ] for options, | for alternatives, * and + for repetition, and
-comments as in C. Weights, tags and imports are rejected. A rule must not contain itself. The first
-public rule is the grammar, without one the first rule.
+Supported are words, rules, ( ) for groups, [ ] for options, | for alternatives, * and + for
+repetition, and comments as in C. Weights, tags and imports are rejected. A rule must not contain
+itself. The grammar is the first public rule, or the first rule if none is public.
 
-Each alternative of n has the probability 1/n; options and repetitions cost nothing.
+Each of n alternatives has the probability 1/n; options and repetitions have no cost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ngsgd.errors import DataError
 
 _MAX_BYTES = 1 << 24
 _MAX_STATES = 1_000_000
-# of groups and rules inside of each other
+# maximum nesting of groups and rules
 _MAX_DEPTH = 200
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _TOKEN = re.compile(r"\s*(<[^<>\s]+>|[|()\[\]*+;=]|[^\s|()\[\]*+;=<>]+|\S)")
@@ -52,13 +52,13 @@ class Grammar:
         return tuple(sorted({name for rule in self.rules.values() for name in _words(rule)}))
 
     def acceptor(self, labels: Mapping[str, int]) -> Any:
-        """The word sequences of the grammar as kaldifst.StdVectorFst.
+        """Build the word sequences of the grammar as kaldifst.StdVectorFst.
 
         Args:
             labels: word -> label, for every word of the grammar.
 
         Raises:
-            DataError: a rule that is not there or contains itself, or too many states.
+            DataError: a rule is missing or contains itself, or there are too many states.
         """
         expansion = _Expansion(self, labels)
         end = expansion.add(_Node("rule", self.start), 0, ())
@@ -72,13 +72,13 @@ def read(path: Path) -> Grammar:
     """Read a grammar.
 
     Raises:
-        DataError: the file cannot be read or is not in this form.
+        DataError: the file cannot be read, or its syntax is not supported.
     """
     try:
         text = files.read_regular_text(path, _MAX_BYTES)
     except (OSError, UnicodeError) as error:
         raise DataError(
-            f"the grammar {path} cannot be read ({error}); give a text file."
+            f"the grammar {path} cannot be read ({error}); use a text file."
         ) from error
     tokens = _TOKEN.findall(_COMMENT.sub(" ", text))
     return _Parser(path, tokens).grammar()
@@ -113,7 +113,7 @@ class _Parser:
 
     def _alternatives(self, depth: int) -> _Node:
         if depth > _MAX_DEPTH:
-            raise self._error("its groups are too deep")
+            raise self._error("its groups are nested too deeply")
         parts = [self._sequence(depth)]
         while self._peek() == "|":
             self._next()
@@ -149,13 +149,13 @@ class _Parser:
 
     def _next(self) -> str:
         if not self._peek():
-            raise self._error("it ends inside of a rule; end every rule with ;")
+            raise self._error("it ends inside a rule; end every rule with ;")
         self._at += 1
         return self._tokens[self._at - 1]
 
     def _expect(self, token: str) -> None:
         if self._peek() != token:
-            raise self._error(f"{self._peek() or 'the end'!r} stands where {token} is due")
+            raise self._error(f"expected {token}, found {self._peek() or 'the end'!r}")
         self._next()
 
     def _error(self, reason: str) -> DataError:
@@ -165,7 +165,7 @@ class _Parser:
 
 @dataclass
 class _Expansion:
-    """States and arcs of a grammar, as lines of OpenFst's text form; state 0 is the start."""
+    """States and arcs of a grammar, as lines in the text form of OpenFst; state 0 is the start."""
 
     grammar: Grammar
     labels: Mapping[str, int]
@@ -173,7 +173,7 @@ class _Expansion:
     num_states: int = 1
 
     def add(self, node: _Node, source: int, inside: tuple[str, ...]) -> int:
-        """The state after `node`; `inside` are the rules that are being expanded."""
+        """Add a node and return the state after it; `inside` are the rules being expanded."""
         if len(inside) > _MAX_DEPTH or self.num_states > _MAX_STATES:
             raise DataError(f"the grammar {self.grammar.path} is too large; make it smaller.")
         if node.kind == "word":

@@ -1,11 +1,9 @@
-"""Decoding graphs as weighted transducers: HCLG at the level of pdfs, and the graph of one
-transcript.
+"""Decoding graphs as weighted transducers: HCLG at the level of pdfs, and graphs of transcripts.
 
-Input labels are pdf ids + 1 (0 is epsilon), output labels are word numbers + 1.  Costs are negative
-log probabilities.
-HCLG is made as Kaldi makes it (lexicon with disambiguation symbols, composed with the grammar,
-determinised, minimised), with two differences: phones have no context, so there is no C; and
-staying in a state or leaving it costs nothing.
+Input labels are pdf ids + 1 (0 is epsilon), output labels are word numbers + 1. Costs are negative
+log probabilities. HCLG is built as in Kaldi (lexicon with disambiguation symbols, composed with the
+grammar, determinized, minimized), with two differences: phones have no context, so there is no C,
+and state transitions have no cost.
 
 L lexicon (phones to words), G grammar (words), H states (pdfs to phones).
 """
@@ -32,19 +30,20 @@ from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
 from ngsgd.errors import DataError
 
 EPSILON = 0
-# of costs that count as equal; the tools' own, 1/1024, adds up over the words of an utterance
+# tolerance of equal costs; the default of the tools, 1/1024, accumulates over the words of an
+# utterance
 _PRECISION = 1e-5
-# on the input side of G's back-off arcs, so that HCLG can be determinised
+# on the input side of the back-off arcs of G, so that HCLG can be determinized
 _BACKOFF = "#0"
 
 
 @dataclass(frozen=True)
 class Graph:
-    """What is searched."""
+    """A decoding graph."""
 
     fst: Any                    # kaldifst.StdVectorFst
     words: tuple[str, ...]      # output label - 1 -> word
-    # how the words are spelt in pdfs; None where that is not known, as with tied states
+    # spelling of words in pdfs; None if it is unknown, as with tied states
     topology: Topology | None = None
 
 
@@ -57,9 +56,13 @@ class Arc(NamedTuple):
 
 
 def build(language: Language, *, silence_prob: float, rules: Grammar | None = None) -> Graph:
-    """HCLG of a language.  Silence may stand before, between and after words, with probability
-    `silence_prob`; at 0 it costs
-    as much as no silence: nothing.  `rules` take the place of the language model.
+    """Build HCLG of a language.
+
+    Args:
+        language: words, lexicon and language model.
+        silence_prob: probability of silence before, between and after words. With 0, silence and no
+            silence both have cost 0.
+        rules: grammar that replaces the language model.
     """
     topology = language.topology
     lexicon = _Lexicon(topology)
@@ -84,8 +87,10 @@ def build(language: Language, *, silence_prob: float, rules: Grammar | None = No
 
 
 def read(given: GivenGraph) -> Graph:
-    """A graph that came with the data, its transition ids replaced by pdfs; raises DataError where
-    the file is damaged.
+    """Read the graph of the data, with transition ids replaced by pdfs.
+
+    Raises:
+        DataError: the file is damaged.
     """
     read = check(given)
     fst = _kaldifst().StdVectorFst()
@@ -103,10 +108,10 @@ def read(given: GivenGraph) -> Graph:
 
 
 def check(given: GivenGraph) -> openfst.Fst:
-    """Parse the graph that came with the data, its transition ids replaced by pdfs + 1.
+    """Parse the graph of the data, with transition ids replaced by pdfs + 1.
 
     Raises:
-        DataError: the file is damaged, or its labels are beyond the transitions or the words.
+        DataError: the file is damaged, or its labels exceed the transitions or the words.
     """
     fst = openfst.parse(given.hclg, "The decoding graph HCLG.fst")
     ilabel_A, olabel_A = fst.arc_A["ilabel"], fst.arc_A["olabel"]
@@ -114,15 +119,15 @@ def check(given: GivenGraph) -> openfst.Fst:
     if is_beyond_A.any():
         at = int(is_beyond_A.argmax())
         raise DataError("The decoding graph HCLG.fst has the labels "
-                        f"{ilabel_A[at]}:{olabel_A[at]}, beyond its {len(given.tid2pdf)} "
-                        f"transitions or {len(given.words)} words; take the files of one release.")
+                        f"{ilabel_A[at]}:{olabel_A[at]}, which exceed its {len(given.tid2pdf)} "
+                        f"transitions or {len(given.words)} words; use the files of one release.")
     arc_A = fst.arc_A.copy()
     arc_A["ilabel"] = np.array([EPSILON - 1, *given.tid2pdf], np.int32)[ilabel_A] + 1
     return replace(fst, arc_A=arc_A)
 
 
 def with_word_penalty(graph: Graph, word_penalty: float) -> Graph:
-    """The same graph with `word_penalty` added to the cost of every word."""
+    """Add `word_penalty` to the cost of every word."""
     return Graph(_rewritten(graph.fst, lambda arc: arc._replace(cost=arc.cost + word_penalty)
                             if arc.output else arc), graph.words, graph.topology)
 
@@ -133,16 +138,17 @@ def arcs(graph: Graph) -> Iterator[Arc]:
 
 
 def log_finals(graph: Graph) -> dict[int, float]:
-    """State -> log weight of ending there; states in which nothing may end are left out."""
+    """Final state -> log weight; other states are omitted."""
     costs = {state: float(graph.fst.final(state).value) for state in range(graph.fst.num_states)}
     return {state: -cost for state, cost in costs.items() if cost != math.inf}
 
 
 def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
-    """The graph of these words in this order, in any of their pronunciations, with silence allowed
-    around each; all for nothing.
+    """Build the graph of a word sequence with all pronunciations and optional silence.
 
-    Words come out as they go in, numbered in the topology.
+    All costs are 0.
+
+    Words are numbered as in the topology.
     """
     fst = _new()
     state = fst.start
@@ -157,7 +163,7 @@ def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
 
 
 def within(graph: Graph, words: Sequence[str]) -> Graph:
-    """The paths of `graph` whose words are these, in this order.
+    """Return the paths of `graph` with exactly this word sequence.
 
     Raises:
         DataError: the graph lacks a word.
@@ -165,12 +171,12 @@ def within(graph: Graph, words: Sequence[str]) -> Graph:
     labels = {word: label for label, word in enumerate(graph.words, start=1)}
     if missing := [word for word in words if word not in labels]:
         raise DataError(f"The decoding graph HCLG.fst has no word {missing[0]} in its words.txt, "
-                        "which a transcript has; give data.oov_word a word of the graph, or "
+                        "which a transcript contains; set data.oov_word to a word of the graph, or "
                         "correct the transcript.")
     kaldifst = _kaldifst()
     transcript = kaldifst.make_linear_acceptor([labels[word] for word in words])
     kaldifst.arcsort(transcript, "ilabel")
-    # on the side of the transcript, so that the arcs of a large graph need not be sorted
+    # on the side of the transcript, so that the arcs of a large graph need no sorting
     return replace(graph, fst=kaldifst.compose(graph.fst, transcript, match_side="right"))
 
 
@@ -178,8 +184,9 @@ def within(graph: Graph, words: Sequence[str]) -> Graph:
 
 
 class _Lexicon:
-    """L and H of a topology, with their symbols: phones are numbered from 1, disambiguation symbols
-    after them.
+    """L and H of a topology, with their symbols.
+
+    Phones are numbered from 1, followed by disambiguation symbols.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -189,7 +196,7 @@ class _Lexicon:
         num_disambig = 1 + max((number for _, _, number in self.entries), default=0)
         first = len(self.phones) + 1
         self.backoff = first                             # #0
-        # the last one ends an optional silence
+        # the last symbol ends an optional silence
         self.disambig = range(first, first + num_disambig + 1)
 
     def transducer(self, silence_prob: float) -> Any:
@@ -210,15 +217,16 @@ class _Lexicon:
                 state, output = following, EPSILON
             _add(fst, Arc(state, loop, symbols[-1], output, no_silence_cost))
             _add(fst, Arc(state, silence, symbols[-1], output, silence_cost))
-        # the label that `_arpa_grammar` gives #0
+        # the label of #0 in `_arpa_grammar`
         backoff_label = len(self.topology.words) + 1
         _add(fst, Arc(loop, loop, self.backoff, backoff_label, 0.0))
         fst.set_final(loop, 0.0)
         return fst
 
     def states(self) -> Any:
-        """H: pdfs to phones, closed under repetition, without self-loops; lets disambiguation
-        symbols pass.
+        """H: pdfs to phones, closed under repetition, without self-loops.
+
+        Disambiguation symbols pass unchanged.
         """
         fst = _new()
         fst.set_final(fst.start, 0.0)
@@ -239,10 +247,9 @@ class _Lexicon:
 
 
 def _disambiguated(topology: Topology) -> Iterator[tuple[str, Pronunciation, int]]:
-    """(word, pronunciation, number of its disambiguation symbol, 0 for none), as Kaldi's
-    add_lex_disambig.
+    """Yield (word, pronunciation, disambiguation symbol or 0), as add_lex_disambig of Kaldi.
 
-    A symbol ends every pronunciation that several words share, and every one that begins another.
+    A symbol ends every pronunciation shared by several words, and every prefix of another one.
     """
     all_ = [(word, phones) for word, pronunciations in topology.lexicon.items()
             for phones in pronunciations]
@@ -261,7 +268,7 @@ def _disambiguated(topology: Topology) -> Iterator[tuple[str, Pronunciation, int
 
 
 def _loop(topology: Topology, is_one_word: bool) -> Any:
-    """G of any number of words, or of exactly one, each as likely."""
+    """G of any number of words, or of exactly one, all with equal probability."""
     fst = _new()
     end = fst.add_state() if is_one_word else fst.start
     for label in range(1, len(topology.words) + 1):
@@ -271,7 +278,7 @@ def _loop(topology: Topology, is_one_word: bool) -> Any:
 
 
 def _arpa_grammar(arpa: str, words: Sequence[str]) -> Any:
-    """G of an n-gram model; n-grams with words that the lexicon lacks are left out."""
+    """G of an n-gram model, without n-grams of words that the lexicon lacks."""
     extras.load("kaldilm", extra="asr", purpose="A graph from an ARPA file")
     symbols = ["<eps>", *words, _BACKOFF, "<s>", "</s>"]
     with tempfile.TemporaryDirectory() as folder:
@@ -279,18 +286,18 @@ def _arpa_grammar(arpa: str, words: Sequence[str]) -> Any:
         model.write_text(arpa, encoding="utf-8")
         table.write_text("".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols)),
                          encoding="utf-8")
-        # kaldilm ends the process on some files that are no ARPA files
+        # kaldilm ends the process on some invalid files
         done = subprocess.run([sys.executable, "-P", "-c", _ARPA_TO_FST, str(model), str(table),
                                _BACKOFF, f"{folder}/G.txt"],
                               capture_output=True, text=True, errors="replace", check=False)
         if done.returncode:
-            raise DataError(f"The language model is not in ARPA's format ({_reason(done.stderr)}); "
+            raise DataError(f"The language model is not in ARPA format ({_reason(done.stderr)}); "
                             "check the file.")
         text = (Path(folder) / "G.txt").read_text(encoding="utf-8")
     fst = _kaldifst().compile(text)
     if fst.num_states == 0:
-        raise DataError("The language model holds none of the words of the lexicon; give the model "
-                        "and the lexicon of one task.")
+        raise DataError("The language model contains none of the words of the lexicon; use the "
+                        "model and the lexicon of one task.")
     return fst
 
 
@@ -314,7 +321,7 @@ def _reason(said: str) -> str:
 
 
 def _with_self_loops(fst: Any) -> Any:
-    """States split by the pdf that led into them, each with a loop on that pdf."""
+    """Split states by the pdf that leads into them, each with a loop on that pdf."""
     looped = _new()
     numbers = {(fst.start, EPSILON): looped.start}
     todo = [(fst.start, EPSILON)]
@@ -335,7 +342,7 @@ def _with_self_loops(fst: Any) -> Any:
 
 
 def _rewritten(fst: Any, change: Callable[[Arc], Arc]) -> Any:
-    """A copy whose arcs are changed one by one; states keep their numbers."""
+    """Return a copy with changed arcs; states keep their numbers."""
     copy = _kaldifst().StdVectorFst()
     for _ in range(fst.num_states):
         copy.add_state()
@@ -356,7 +363,7 @@ def _arcs_by_source(fst: Any) -> dict[int, list[Arc]]:
 
 
 def _chain(fst: Any, source: int, pdfs: Sequence[int], *, label: int = EPSILON) -> int:
-    """States for these pdfs after `source`, each with a self-loop; returns the last one."""
+    """Add states for these pdfs after `source`, each with a self-loop; return the last one."""
     for pdf in pdfs:
         following = fst.add_state()
         _add(fst, Arc(source, following, pdf + 1, label, 0.0))
@@ -366,7 +373,7 @@ def _chain(fst: Any, source: int, pdfs: Sequence[int], *, label: int = EPSILON) 
 
 
 def _after_optional_silence(fst: Any, source: int, topology: Topology) -> int:
-    """A state after all of silence, or none of it."""
+    """Return a state after optional silence."""
     after: int = fst.add_state()
     _add_epsilon(fst, source, after)
     _add_epsilon(fst, _chain(fst, source, topology.silence_pdfs), after)
@@ -375,8 +382,8 @@ def _after_optional_silence(fst: Any, source: int, topology: Topology) -> int:
 
 def _determinise(fst: Any) -> None:
     if _kaldifst().determinize_star(fst, delta=_PRECISION):
-        raise DataError("The decoding graph cannot be determinised; look for a word with two equal "
-                        "pronunciations in the lexicon.")
+        raise DataError("The decoding graph cannot be determinized; check the lexicon for a word "
+                        "with two equal pronunciations.")
 
 
 def _new() -> Any:

@@ -1,4 +1,4 @@
-"""What can be said in a corpus: its words, how they are spelt in HMM states, and which may follow which."""
+"""The language of a corpus: words, their pronunciations in HMM states, and the grammar."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ngsgd.asr.lang.topology import SILENCE_PHONE, Topology
 
 @dataclass(frozen=True)
 class GivenGraph:
-    """A decoding graph that came with the data, in Kaldi's labels."""
+    """A decoding graph of the data, with labels of Kaldi."""
 
     # an OpenFst file; input labels are transition ids, output labels word numbers
     hclg: bytes
@@ -21,10 +21,12 @@ class GivenGraph:
 
 @dataclass(frozen=True)
 class Language:
-    """Words and grammar.  Without an ARPA text any word may follow any other, each as likely."""
+    """Words and grammar; without an ARPA text all word sequences are allowed, with equal
+    weights.
+    """
 
     topology: Topology
-    # an n-gram model in ARPA's format
+    # an n-gram model in ARPA format
     arpa: str = ""
     # an utterance is a single word (without `arpa`)
     is_one_word: bool = False
@@ -32,13 +34,16 @@ class Language:
 
     @property
     def num_pdfs(self) -> int:
-        """HMM states: those of the graph that came with the data (which may tie them), else those of the phones."""
+        """Number of HMM states: of the graph of the data (which may tie them), else of the
+        phones.
+        """
         return 1 + max(self.given.tid2pdf) if self.given else self.topology.num_pdfs
 
     def pdf_names(self, *, of_graph: bool) -> tuple[str, ...]:
-        """The phone and state of each pdf, from 0; `of_graph`: those of the graph that came with the data, by its digest.
+        """The phone and state of each pdf, from 0.
 
-        Equal names are equal states, so that alignments can be compared with what they are used for.
+        With `of_graph` the names are derived from the digest of the graph of the data. Equal names
+        are equal states, so alignments can be checked against their use.
         """
         if of_graph and self.given:
             tree = hashlib.sha256(" ".join(map(str, self.given.tid2pdf)).encode()).hexdigest()[:12]
@@ -47,12 +52,12 @@ class Language:
         return tuple(f"{phone} {state}" for phone in phones for state in range(len(self.topology.pdfs_of_phone(phone))))
 
     def to_json(self) -> dict[str, Any]:
-        """All but what `files` holds."""
+        """Everything except the content of `files`."""
         given = {"words": list(self.given.words), "tid2pdf": list(self.given.tid2pdf)} if self.given else None
         return {"topology": self.topology.to_json(), "is_one_word": self.is_one_word, "given": given}
 
     def files(self) -> dict[str, bytes]:
-        """Name -> content of what does not belong into JSON."""
+        """Name -> content of files that are not part of the JSON."""
         found = {"lm.arpa": self.arpa.encode()} if self.arpa else {}
         return found | ({"HCLG.fst": self.given.hclg} if self.given else {})
 

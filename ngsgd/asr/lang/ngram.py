@@ -1,4 +1,4 @@
-"""N-gram language models in ARPA's format, as costs of words after words; for rescoring lattices."""
+"""N-gram language models in ARPA format, as costs of words, for rescoring lattices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ngsgd.errors import DataError
 
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
-# a word without a probability, as with an open vocabulary that was never trained; Kaldi omits such paths
+# a word without a probability, as with an open vocabulary without <unk>; Kaldi omits such paths
 _UNSEEN_COST = 99.0
 _SECTION = re.compile(r"\\(\d+)-grams:")
 _MAX_ORDER = 20
@@ -24,10 +24,10 @@ class NgramModel:
     entries: Mapping[tuple[str, ...], tuple[float, float]]
 
     def cost(self, history: Sequence[str], word: str) -> float:
-        """The negative log probability of a word after others (nats).
+        """Return the negative log probability of a word after a history (nats).
 
         Args:
-            history: the words before, `BEGIN` first if they reach the beginning.
+            history: the previous words, with `BEGIN` first if they reach the beginning.
             word: the word, or `END`.
         """
         context = tuple(history)[max(0, len(history) - self.order + 1) :]
@@ -43,16 +43,16 @@ class NgramModel:
 
 
 def parse(text: str) -> NgramModel:
-    """Read a model.
+    """Parse a model.
 
     Raises:
-        DataError: the text is not in ARPA's format.
+        DataError: the text is not in ARPA format.
     """
     entries: dict[tuple[str, ...], tuple[float, float]] = {}
     order = highest = 0
     has_begun = False
     for number, line in enumerate(text.splitlines(), start=1):
-        # text may come first, even with examples of sections
+        # other text may come first, even with examples of sections
         has_begun = has_begun or line.strip() == "\\data\\"
         if not has_begun:
             continue
@@ -66,8 +66,8 @@ def parse(text: str) -> NgramModel:
             entries[gram] = values
     if not entries or highest > _MAX_ORDER:
         raise DataError(
-            f"The language model is not in ARPA's format, or has n-grams of more than {_MAX_ORDER} words; "
-            "check the file."
+            f"The language model is not in ARPA format, or has n-grams of more than {_MAX_ORDER} "
+            "words; check the file."
         )
     return NgramModel(highest, entries)
 
@@ -82,9 +82,9 @@ def _entry(line: str, order: int, number: int) -> tuple[tuple[str, ...], tuple[f
             raise ValueError("a number that is not finite")
     except ValueError as error:
         raise DataError(
-            f"The language model is not in ARPA's format (line {number}: {error}); check the file."
+            f"The language model is not in ARPA format (line {number}: {error}); check the file."
         ) from error
-    # </s> and <unk> are also written in capitals
+    # </s> and <unk> may also be in capitals
     words = tuple(
         word.lower() if word.lower() in (BEGIN, END, UNKNOWN) else word
         for word in fields[1 : order + 1]

@@ -1,7 +1,7 @@
-"""Weighted transducers in OpenFst's binary files: the types vector and const, with standard arcs.
+"""Parser of binary OpenFst files: the types vector and const, with standard arcs.
 
-The file is parsed here, not by OpenFst: a damaged file gives DataError, where a C++ reader may end the process.
-Kaldi's mkgraph.sh writes HCLG.fst as const.
+The parser is independent of OpenFst: a damaged file raises DataError, whereas a C++ reader may end
+the process. mkgraph.sh of Kaldi writes HCLG.fst as const.
 
 Letters: S states, A arcs.
 """
@@ -35,7 +35,7 @@ class Fst:
     """States and arcs; the arcs of state s are `arc_A[first_S[s]:first_S[s] + num_arcs_S[s]]`."""
 
     start: int
-    # cost of ending; infinite where a path may not end
+    # cost of ending; infinite for states that are not final
     final_S: npt.NDArray[np.float32]
     first_S: npt.NDArray[np.int64]
     num_arcs_S: npt.NDArray[np.int64]
@@ -48,11 +48,11 @@ class Fst:
 
 
 def parse(content: bytes, name: str) -> Fst:
-    """Parse a file's content.
+    """Parse the content of a file.
 
     Args:
         content: the complete file.
-        name: what messages call it.
+        name: name of the file in messages.
 
     Raises:
         DataError: it is not an OpenFst file of these types, or it is damaged.
@@ -66,13 +66,14 @@ def parse(content: bytes, name: str) -> Fst:
 
 def _parsed(source: Source) -> Fst:
     if _integer(source, "<i4") != _MAGIC:
-        raise KaldiFormatError("it does not begin as one")
+        raise KaldiFormatError("its magic number is wrong")
     kind, arc_type = _string(source), _string(source)
     version, flags = _integer(source, "<i4"), _integer(source, "<i4")
     source.take(8)   # properties
     start, num_states, num_arcs = (_integer(source, "<i8") for _ in range(3))
     if arc_type != "standard" or kind not in ("vector", "const"):
-        raise KaldiFormatError(f"its type is {kind[:20]} with {arc_type[:20]} arcs; vector and const with standard arcs are read")
+        raise KaldiFormatError(f"its type is {kind[:20]} with {arc_type[:20]} arcs; supported are "
+                               "vector and const with standard arcs")
     for flag in _HAS_SYMBOLS:
         if flags & flag:
             _skip_symbols(source)
@@ -94,7 +95,7 @@ def _string(source: Source) -> str:
 
 def _skip_symbols(source: Source) -> None:
     if _integer(source, "<i4") != _SYMBOLS_MAGIC:
-        raise KaldiFormatError("a table of symbols was expected")
+        raise KaldiFormatError("a table of symbols is missing")
     _string(source)
     source.take(8)
     for _ in range(_integer(source, "<i8")):
@@ -113,7 +114,10 @@ def _const(source: Source, start: int, num_states: int, num_arcs: int, is_aligne
 
 
 def _vector(source: Source, start: int, num_states: int) -> Fst:
-    """Each state with its arcs; a file that was written into a pipe gives the number of states as -1 and ends after the last."""
+    """Read each state with its arcs.
+
+    A file written to a pipe has -1 as number of states and ends after the last one.
+    """
     finals: list[np.float32] = []
     arcs: list[npt.NDArray[Any]] = []
     while len(finals) != num_states and not (num_states == -1 and not source.left):
@@ -125,7 +129,7 @@ def _vector(source: Source, start: int, num_states: int) -> Fst:
 
 
 def _checked(fst: Fst) -> Fst:
-    """The same, with all numbers within their ranges."""
+    """Check that all numbers are in their ranges."""
     if not 0 <= fst.start < fst.num_states:
         raise KaldiFormatError(f"its start is the state {fst.start} of {fst.num_states}")
     if (fst.first_S + fst.num_arcs_S).max() > len(fst.arc_A):
@@ -136,7 +140,7 @@ def _checked(fst: Fst) -> Fst:
     if min(fst.arc_A["ilabel"].min(initial=0), fst.arc_A["olabel"].min(initial=0)) < 0:
         raise KaldiFormatError("an arc has a negative label")
     weights = np.concatenate([fst.final_S, fst.arc_A["weight"]])
-    # false for NaN, too
+    # also false for NaN
     if not (weights > -np.inf).all():
         raise KaldiFormatError("a weight is not a cost")
     return fst

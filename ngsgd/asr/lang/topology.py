@@ -1,7 +1,7 @@
-"""Which HMM states there are, and how words are spelt in them.
+"""HMM states, and the pronunciations of words in these states.
 
-Silence has one state or more, pdf 0 upwards; every phone after it is three states left to right.  A state and its pdf are
-the same thing here: nothing is tied.
+Silence has one or more states, from pdf 0. Every following phone has three states, left to right. A
+state and its pdf are identical here, since states are not tied.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 STATES_PER_PHONE = 3
 # the first state of silence
 SILENCE_PDF = 0
-# may stand in a pronunciation, as in Kaldi's `<UNK> SIL`
+# allowed in pronunciations, as in `<UNK> SIL` of Kaldi
 SILENCE_PHONE = "SIL"
 
 Pronunciation = tuple[str, ...]
@@ -22,9 +22,9 @@ Pronunciation = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Topology:
-    """All the decoder needs to know about the sounds of a corpus."""
+    """Phones, states and pronunciations of a corpus, as the decoder needs them."""
 
-    # without silence; their order decides the pdf ids
+    # without silence; their order determines the pdf ids
     phones: tuple[str, ...]
     # word -> one or more pronunciations
     lexicon: dict[str, tuple[Pronunciation, ...]]
@@ -54,7 +54,7 @@ class Topology:
         return tuple(range(first, first + STATES_PER_PHONE))
 
     def spellings(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Every (word, its pdfs from left to right); a word comes once for each pronunciation."""
+        """Yield (word, its pdfs from left to right) for every pronunciation."""
         for word, pronunciations in self.lexicon.items():
             for phones in pronunciations:
                 yield word, self.pdfs_of(phones)

@@ -1,4 +1,7 @@
-"""Other words for a trained model: lexicons, word lists and language models over the same phones."""
+"""Replacement of the words of a trained model: lexicons, word lists and language models.
+
+They must use the phones of the model.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ _NUM_SHOWN = 10
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What takes the place of a model's own words; empty: nothing does.
+    """Replacements for the words of a model; empty: none.
 
     Attributes:
         lexicon: file of pronunciations.
         words: file of the words that may be recognized, one on a line.
-        arpa: n-gram language model in ARPA's format.
+        arpa: n-gram language model in ARPA format.
         grammar: grammar in the subset of JSGF of `ngsgd.asr.lang.grammar`.
     """
 
@@ -51,20 +54,19 @@ class UnknownWords:
 
 
 def of_model(language: Language, vocabulary: Vocabulary) -> tuple[Language, Grammar | None]:
-    """The language to decode with, and the grammar that takes the place of its language model.
+    """Return the language for decoding, and the grammar that replaces its language model.
 
     Raises:
-        DataError: a phone that the model lacks, a word without a pronunciation, or a model whose
-            states are tied.
+        DataError: the model lacks a phone, a word lacks a pronunciation, or states are tied.
     """
     if vocabulary.is_empty:
         return language, None
     topology = language.topology
     if language.num_pdfs != topology.num_pdfs:
         raise DataError(
-            f"the model has {language.num_pdfs} tied HMM states, and a graph of other words "
-            f"can be made of its {topology.num_pdfs} states of phones only; train without "
-            "data.graph to change words at decoding time."
+            f"the model has {language.num_pdfs} tied HMM states, but a graph of other words "
+            f"requires the {topology.num_pdfs} untied states of phones; train without data.graph "
+            "to change words at decoding time."
         )
     if vocabulary.lexicon:
         read = lexicon.read(vocabulary.lexicon, topology.num_silence_states)
@@ -78,13 +80,13 @@ def of_model(language: Language, vocabulary: Vocabulary) -> tuple[Language, Gram
         topology = replace(topology, lexicon={word: topology.lexicon[word] for word in wanted})
     if rules and vocabulary.words:
         _require_pronunciations(rules.words(), topology.lexicon, f"{vocabulary.grammar}")
-    # words of the model's own language model that are not in the lexicon are omitted
+    # words of the language model that are not in the lexicon are omitted
     arpa = _text(vocabulary.arpa) if vocabulary.arpa else language.arpa
     return Language(topology, arpa, language.is_one_word and not arpa), rules
 
 
 def unknown_words(texts: Iterable[Sequence[str]], language: Language) -> UnknownWords:
-    """The words of the references that the lexicon (or the graph that came with the data) lacks."""
+    """Return the words of the references that the lexicon (or the graph of the data) lacks."""
     known = set(language.given.words if language.given else language.topology.words)
     counts = Counter(word for words in texts for word in words)
     unknown = Counter({word: count for word, count in counts.items() if word not in known})
@@ -96,18 +98,18 @@ def _word_list(path: Path) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for where, line in tables.read_lines(path):
         if len(line.split()) != 1:
-            raise DataError(f"{where}: {line[:40]!r} is not one word; write one word on each line.")
+            raise DataError(f"{where}: {line[:40]!r} is not one word; write one word per line.")
         found[line] = None
     if not found:
-        raise DataError(f"{path} holds no word; write one on each line.")
+        raise DataError(f"{path} contains no words; write one per line.")
     return tuple(found)
 
 
 def _require_phones(phones: Sequence[str], known: Sequence[str], path: Path) -> None:
     if missing := [phone for phone in phones if phone not in known and phone != SILENCE_PHONE]:
         raise DataError(
-            f"the lexicon {path} uses phones that the model does not have: {_listed(missing)}; "
-            f"spell its words with {' '.join(known)}."
+            f"the lexicon {path} uses phones that the model does not have: {_listed(missing)}; use "
+            f"only {' '.join(known)}."
         )
 
 
@@ -124,8 +126,7 @@ def _text(path: Path) -> str:
         return files.read_regular_text(path, _MAX_ARPA_BYTES)
     except (OSError, UnicodeError) as error:
         raise DataError(
-            f"the language model {path} cannot be read ({error}); give a text file in ARPA's "
-            "format."
+            f"the language model {path} cannot be read ({error}); use a text file in ARPA format."
         ) from error
 
 

@@ -1,1 +1,1 @@
-"""How results reach the average: shared memory, parcels, and sums among the workers themselves."""
+"""Transfer of results to the average: shared memory, object store, and collectives of workers."""

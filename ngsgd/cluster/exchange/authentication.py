@@ -1,7 +1,7 @@
 """Message authentication codes, and a socket on which both ends prove that they hold a secret.
 
-The secret travels over the authenticated channel between the coordinator and its workers.  It
-protects against processes that can reach a port; nothing here is encrypted.
+The secret is transferred over the authenticated channel between the coordinator and its workers. It
+protects against other processes that can reach a port. There is no encryption.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COUNT = struct.Struct("!Q")
 
 
 class RefusedError(RuntimeError):
-    """The peer does not hold the secret, or a message was altered on its way."""
+    """The peer does not hold the secret, or a message was altered in transfer."""
 
 
 def new_secret() -> bytes:
@@ -37,23 +37,23 @@ def new_secret() -> bytes:
 
 
 def derive(secret: bytes, *parts: bytes | str | int) -> bytes:
-    """A key for one purpose, which `parts` name; different parts give independent keys."""
+    """Derive a key for the purpose named by `parts`; different parts give independent keys."""
     return _code(secret, [str(part).encode() if not isinstance(part, bytes) else part for part in parts])
 
 
 def tag(key: bytes, content: bytes | Bytes) -> bytes:
-    """The authentication code of a content."""
+    """Authentication code of a message."""
     return hmac.digest(key, content, hashlib.sha256)[:TAG_BYTES]  # type: ignore[arg-type]
 
 
 def is_tag(found: bytes, key: bytes, content: bytes | Bytes) -> bool:
-    """Whether `found` is the authentication code of a content; takes the same time for all wrong ones."""
+    """Whether `found` is the authentication code of a message; constant time for wrong codes."""
     return hmac.compare_digest(found, tag(key, content))
 
 
 @dataclass
 class Channel:
-    """Length-prefixed messages between two ends that hold the same secret; each carries its code."""
+    """Length-prefixed, authenticated messages between two ends that hold the same secret."""
 
     connection: socket.socket
     send_key: bytes
@@ -67,19 +67,19 @@ class Channel:
         self.connection.sendall(_LENGTH.pack(len(message)) + message + code)
 
     def receive(self, deadline: float | None = None) -> bytes:
-        """The next message; `deadline` is in seconds of time.monotonic()."""
+        """Return the next message; `deadline` is in seconds of time.monotonic()."""
         (length,) = _LENGTH.unpack(_read(self.connection, _LENGTH.size, deadline))
         if length > _MAX_MESSAGE:
             raise RefusedError("a message is too long")
         message = _read(self.connection, length, deadline)
         code = derive(self.receive_key, _COUNT.pack(self._received), message)[:TAG_BYTES]
         if not hmac.compare_digest(_read(self.connection, TAG_BYTES, deadline), code):
-            raise RefusedError("a message was altered on its way")
+            raise RefusedError("a message was altered in transfer")
         self._received += 1
         return message
 
     def is_closed(self) -> bool:
-        """Whether the other end has closed the connection, or is gone; waits for nothing."""
+        """Whether the other end has closed the connection or is gone; never blocks."""
         self.connection.settimeout(0.0)
         try:
             return not self.connection.recv(1, socket.MSG_PEEK)
@@ -96,7 +96,11 @@ class Channel:
 
 
 def accepted(connection: socket.socket, secret: bytes, deadline: float) -> Channel:
-    """The server's end.  Raises RefusedError for a client without the secret, which learns nothing."""
+    """Authenticate a client.
+
+    Raises:
+        RefusedError: the client does not hold the secret; it receives no information.
+    """
     ours = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(ours)
     theirs = _read(connection, _NONCE_BYTES, deadline)
@@ -110,7 +114,11 @@ def accepted(connection: socket.socket, secret: bytes, deadline: float) -> Chann
 
 
 def opened(host: str, port: int, secret: bytes, deadline: float) -> Channel:
-    """The client's end.  Raises RefusedError where the server does not hold the secret."""
+    """Connect to a server.
+
+    Raises:
+        RefusedError: the server does not hold the secret.
+    """
     connection = socket.create_connection((host, port), timeout=_left(deadline))
     try:
         theirs = _read(connection, _NONCE_BYTES, deadline)
@@ -129,7 +137,7 @@ def opened(host: str, port: int, secret: bytes, deadline: float) -> Channel:
 def _code(key: bytes, parts: list[bytes]) -> bytes:
     code = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
-        # with their lengths, or ("ab", "c") and ("a", "bc") would be the same
+        # with lengths, since otherwise ("ab", "c") and ("a", "bc") would be equal
         code.update(_COUNT.pack(len(part)) + part)
     return code.digest()
 
@@ -137,7 +145,7 @@ def _code(key: bytes, parts: list[bytes]) -> bytes:
 def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes:
     content = bytearray()
     while len(content) < size:
-        # one limit for all of it: a peer that sends a byte now and then must not hold a thread
+        # one limit for the complete message: a peer that sends single bytes must not block a thread
         connection.settimeout(None if deadline is None else _left(deadline))
         part = connection.recv(size - len(content))
         if not part:

@@ -1,16 +1,18 @@
-"""Averaging among the workers, so that parameters do not all pass through the coordinator: the workers' part.
+"""Averaging among the workers, without sending all parameters to the coordinator: worker side.
 
-P parameters, N workers that hold accepted results.  Each worker owns a shard, a stretch of P / N elements.  Every worker sends
-every owner its part of the results that it holds (all-to-all: P (N - 1) / N elements go out, and as many come in); an owner sums
-its shard over all results in the order of the jobs, in float64, as `ngsgd.ops.averaging` does, and sends the mean to the
-coordinator (`ngsgd.cluster.exchange.collective_client`), which lays the shards end to end: the
-bits are those of the coordinator's own mean.
+P parameters, N workers that hold accepted results. Each worker owns a shard of P / N elements.
+Every worker sends every owner its part of the results that it holds (all-to-all: P (N - 1) / N
+elements leave and as many arrive). An owner sums its shard over all results in the order of the
+jobs, in float64, as `ngsgd.ops.averaging` does. It sends the mean to the coordinator
+(`ngsgd.cluster.exchange.collective_client`), which concatenates the shards. The result is bitwise
+identical to the mean computed by the coordinator.
 
-Results stay where they are, untouched, until their worker begins the next outer iteration: when a group breaks, nothing is lost
-but what the dead worker held.
+Results stay unchanged in their worker until it begins the next outer iteration. If a group breaks,
+only the results of dead workers are lost.
 
-With a codec the moves travel, parameters minus the model that the jobs were given, and what encoding loses of a move is added
-to the same job's next one.  That memory is the worker's: a worker in the place of a dead one begins without.
+With a codec, parameter deltas are transferred: parameters minus the model that the jobs started
+from. The encoding error of a delta is added to the next delta of the same job slot. This error
+feedback belongs to the worker, so a replacement worker starts without it.
 """
 
 from __future__ import annotations
@@ -33,57 +35,57 @@ from ngsgd.ops.compression import Codec, Encoded, ErrorFeedback
 from ngsgd.training.job import Job, JobResult
 from ngsgd.training.parameter_vector import FlatLayout, Mean, Vector
 
-# of a job: outer iteration, number, attempt
+# outer iteration, number and attempt of a job
 Identity = tuple[int, int, int]
-# (mean, variance) of each normalisation layer
+# (mean, variance) of each normalization layer
 Parts = tuple[tuple[slice, slice], ...]
 
 
 @dataclass(frozen=True)
 class RemoteResultRef:
-    """A result that lies in the worker that made it."""
+    """A result that is stored in the worker that computed it."""
 
     worker: int
-    # another process in the same slot does not have it
+    # a replacement process in the same slot does not have the result
     process: str
     identity: Identity
     is_here = False
 
     def read(self) -> Vector:
-        raise AssertionError("the pool turns this into a RemoteRef, which can be read")
+        raise AssertionError("the pool must convert this to a RemoteRef, which can be read")
 
 
 @dataclass(frozen=True)
 class FetchRequest:
-    """Asks a worker for a whole result."""
+    """Request for a complete result."""
 
     identity: Identity
 
 
 @dataclass(frozen=True)
 class MeanRequest:
-    """Asks a worker for its shard of the mean."""
+    """Request for the worker's shard of the mean."""
 
-    # of the rendezvous of the group
+    # address of the rendezvous of the group
     host: str
     port: int
     generation: int
     rank: int
     world_size: int
     backend: Backend
-    # for all of it, joining included
+    # seconds for the complete operation, including joining the group
     timeout_s: float
-    # (rank of the holder, which), in the order of the sum
+    # (rank of the holder, result), in the order of the sum
     results: tuple[tuple[int, Identity], ...]
-    # weights that sum to one
+    # weights; their sum is 1
     shares: tuple[float, ...]
-    # None: parameters travel as they are
+    # None: parameters are transferred uncompressed
     codec: Codec | None
-    # of this generation; travels with the order alone
+    # secret of this generation, transferred only with the request
     secret: bytes = field(repr=False)
 
     def key(self, sender: int, receiver: int, identity: Identity) -> bytes:
-        """For the part of a result that one rank sends to another; none for what stays in its process."""
+        """Key for the part of a result that one rank sends to another; empty within a process."""
         if sender == receiver:
             return b""
         return derive(self.secret, "parcel", self.generation, sender, receiver, *identity, str(self.codec))
@@ -91,77 +93,78 @@ class MeanRequest:
 
 @dataclass(frozen=True)
 class MeanShard:
-    """The answer to an order."""
+    """The reply to a MeanRequest."""
 
     generation: int
     mean: Mean
     layers: Parts
-    # of each result held here: the elements of `layers`, end to end
+    # per result held here: the elements of `layers`, concatenated
     statistics: dict[Identity, Vector]
 
 
 @dataclass(frozen=True)
 class GroupFailure:
-    """The other answer: the group does not work."""
+    """The reply to a MeanRequest if the group does not work."""
 
     generation: int
     reason: str
 
 
 def process_name(process_id: int) -> str:
-    """Of a process of this machine, in the whole cluster."""
+    """Name of a process of this machine, unique in the cluster."""
     return f"{os.uname().nodename}/{process_id}"
 
 
 @dataclass
 class CollectiveWorker:
-    """A worker's part: it keeps its results, and averages a shard of everybody's."""
+    """Keeps the results of a worker, and averages its shard of all results."""
 
     worker: int
     layout: FlatLayout
     device: torch.device
-    # result, and the model it started from
+    # result, and the model that it started from
     _kept: dict[Identity, tuple[Vector, Vector]] = field(default_factory=dict)
     _lanes: dict[int, ErrorFeedback] = field(default_factory=dict)               # by job number
-    # by a lane before it sent a result
+    # error feedback of a lane before it sent a result
     _owed: dict[Identity, Vector | None] = field(default_factory=dict)
     _group: Group | None = None
     _generation: int = 0
 
     def keep(self, result: JobResult) -> JobResult:
-        """The result with a reference in place of its vector, which stays here."""
+        """Keep the vector here and return the result with a reference to it."""
         job = result.job
         self._kept[job.identity] = result.sent.read(), job.start.model.read()
         return replace(result, sent=RemoteResultRef(self.worker, process_name(os.getpid()), job.identity))
 
     def make_room(self, job: Job) -> None:
-        """Lets go of what nobody needs once `job` begins: earlier outer iterations, and earlier tries at the same job."""
+        """Free results that are obsolete when `job` begins: earlier outer iterations and
+        attempts.
+        """
         for identity in list(self._kept):
             if identity[0] != job.outer_iter or identity[1] == job.job:
                 del self._kept[identity]
                 self._owed.pop(identity, None)
 
     def fetch(self, identity: Identity) -> Vector:
-        """A whole result, as it was made."""
-        # the coordinator averages that: what may have been sent of it did not count
+        """Return a complete result without compression."""
+        # the coordinator averages this vector, so a compressed transfer does not count
         self._lane(identity)
         return self._kept[identity][0]
 
     def average(self, order: MeanRequest) -> MeanShard | GroupFailure:
-        """This worker's shard of the mean."""
+        """Return the shard of the mean that belongs to this worker."""
         deadline = time.monotonic() + order.timeout_s
         try:
             return self._shard(order, self._joined(order), deadline)
-        # RuntimeError is what torch.distributed raises; the others come from content that a peer
-        # forged
+        # torch.distributed raises RuntimeError; the others come from content that a peer forged
         except (RuntimeError, ValueError, OSError, MemoryError) as error:
             self.leave()
-            # gloo begins with the line of its source in brackets
+            # messages of gloo begin with the source line in brackets
             reason = re.sub(r"^\[[^\]]*\]\s*", "", str(error).split("\n", 1)[0])[:300]
             return GroupFailure(order.generation, reason or type(error).__name__)
 
     def leave(self) -> None:
-        """Leaves the group, if there is one."""
+        """Leave the group, if there is one."""
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -187,7 +190,7 @@ class CollectiveWorker:
                    for first, (holder, identity) in zip(_places(order.results, size), order.results, strict=True)]
         mean = _mean(vectors, order.shares, own.stop - own.start)
         if order.codec is not None:
-            # what arrived were moves from there
+            # the received vectors are deltas from that model
             mean += self._kept[held[0]][1][own]
         layers = self.layout.mean_and_variance()
         return MeanShard(order.generation, mean, layers,
@@ -203,7 +206,7 @@ class CollectiveWorker:
         return lane.encode(vector - start)
 
     def _lane(self, identity: Identity) -> ErrorFeedback:
-        """The error feedback of a job, as it was before the result was sent for the first time."""
+        """Return the error feedback of a job slot as it was before the first send of the result."""
         lane = self._lanes.setdefault(identity[1], ErrorFeedback("bf16"))
         if identity in self._owed:
             lane.error = self._owed.pop(identity)
@@ -211,7 +214,7 @@ class CollectiveWorker:
 
 
 def _packed(contents: Mapping[Identity, Vector | Encoded], edges: Sequence[int], order: MeanRequest) -> tuple[Bytes, list[int]]:
-    """All that goes out, in the order of ranks, and how many bytes go to each."""
+    """Return all outgoing data, in the order of ranks, and the number of bytes for each rank."""
     shards = [slice(first, stop) for first, stop in pairwise(edges)]
     sizes = [parcel_size(shard.stop - shard.start, order.codec) for shard in shards]
     outgoing = np.empty(sum(sizes) * len(contents), np.uint8)
@@ -224,7 +227,7 @@ def _packed(contents: Mapping[Identity, Vector | Encoded], edges: Sequence[int],
 
 
 def _places(results: Sequence[tuple[int, Identity]], size: int) -> list[int]:
-    """Where each result's parcel begins among those that arrived, which lie in the order of their holders."""
+    """Offset of the data of each result among the received data, which are ordered by holder."""
     by_holder = sorted(range(len(results)), key=lambda index: (results[index][0], index))
     found = [0] * len(results)
     for place, index in enumerate(by_holder):

@@ -1,12 +1,14 @@
-"""Averaging among the workers: the coordinator's part (the workers' is `ngsgd.cluster.exchange.collective`).
+"""Averaging among the workers: coordinator side (workers: `ngsgd.cluster.exchange.collective`).
 
-A group of workers has a number, its generation, and a secret, which the workers get with their orders.  A change of members or a
-failure makes a new group under the next number, with a rendezvous of its own that is open only while the group forms; a failure
-closes it, so that nobody waits there for a worker that is gone.
+A group of workers has a number, its generation, and a secret, which the workers get with their
+requests. A change of members or a failure creates a new group with the next number. Its rendezvous
+is open only while the group forms. A failure closes it, so that no member waits there for a worker
+that is gone.
 
-What a failure costs: if the group broke and every worker lives, the coordinator reads the results one by one, as if there were
-no collective; if a worker died or was silent until the deadline and was killed, its results are lost, and its jobs run again
-before anything is averaged, so that no result is counted twice or not at all.
+Consequences of a failure: if the group broke and every worker lives, the coordinator reads the
+results one by one, as without a collective. A worker that was silent until the deadline is killed.
+Results of dead workers are lost, and their jobs run again before anything is averaged. Every result
+is therefore counted exactly once.
 """
 
 from __future__ import annotations
@@ -28,52 +30,52 @@ from ngsgd.training.job import Job, JobFailure, JobResult, ResultsLost
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.validation.checksums import digest
 
-# given orders by worker, seconds, and what to call when one of them is found dead: the answers of
-# those that gave one in time;
-# the others are killed
+# (requests by worker, timeout in seconds, callback for a dead worker) -> answers that arrived in
+# time; the other workers are killed
 Ask = Callable[[Mapping[int, MeanRequest], float, Callable[[], None]], dict[int, object]]
-# in a row: each may cost half of the timeout, and what disturbs the group is likely to stay
+# consecutive failures: each may cost half of the timeout, and the cause is likely to persist
 _MAX_FAILURES = 3
-# how the process ended that keeps a result; empty while it lives
+# how the process that stores a result ended; empty while it lives
 WhyLost = Callable[[RemoteResultRef], str]
 
 
 @dataclass(frozen=True)
 class RemoteRef:
-    """A kept result as the coordinator sees it; reading it moves the whole vector."""
+    """Reference of the coordinator to a result stored in a worker; `read` transfers it."""
 
     kept: RemoteResultRef
     job: Job
     digest: int
-    # raises ClusterError where the worker is gone
+    # raises ClusterError if the worker is gone
     fetch: Callable[[RemoteResultRef], Vector]
     is_here = False
 
     def read(self) -> Vector:
-        """Raises ResultsLost where it cannot be had, or is not what it was."""
+        """Transfer the vector; raise ResultsLost if it is gone or damaged."""
         try:
             vector = self.fetch(self.kept)
         except ClusterError as error:
             raise ResultsLost([JobFailure(self.job, self.kept.worker, str(error), True, from_outside=True)]) from error
         if digest(vector) != self.digest:
-            raise ResultsLost([JobFailure(self.job, self.kept.worker, "its parameters arrived damaged", False)])
+            raise ResultsLost([JobFailure(self.job, self.kept.worker, "its parameters arrived "
+                                                                      "damaged", False)])
         return vector
 
 
 def remote(result: JobResult, fetch: Callable[[RemoteResultRef], Vector]) -> JobResult:
-    """The result with a reference that the coordinator can read; as it is, if it lies elsewhere than in its worker."""
+    """Return the result with a reference that the coordinator can read, if its worker stores it."""
     if not isinstance(result.sent, RemoteResultRef):
         return result
     return replace(result, sent=RemoteRef(result.sent, result.job, result.digest, fetch))
 
 
 class Exchange:
-    """Gives the workers their orders, and puts their shards together."""
+    """Sends requests to the workers, and concatenates their shards of the mean."""
 
     def __init__(self, host: str, timeout_s: float, *, backend: Backend = "gloo", codec: Codec | None = None) -> None:
-        # of this machine, as the workers reach it
+        # name of this machine in the network of the workers
         self.host = host
-        # after which a worker that has not answered is killed
+        # seconds after which a worker that has not answered is killed
         self.timeout_s = timeout_s
         self.backend: Backend = backend
         self.codec: Codec | None = codec
@@ -81,16 +83,20 @@ class Exchange:
         self._secret = b""
         self._members: tuple[tuple[int, str], ...] = ()
         self._generation = 0
-        self._num_failures = 0      # in a row
-        # of the last one
+        self._num_failures = 0      # consecutive
+        # reason of the last failure
         self._reason = ""
         self._news: list[str] = []
 
     def mean(self, results: Sequence[JobResult], weights: Sequence[float], ask: Ask, why_lost: WhyLost) -> Mean | None:
-        """The weighted mean in float64; None if the group broke.  Raises ResultsLost if results went with their workers."""
+        """Return the weighted mean in float64, or None if the group broke.
+
+        Raises:
+            ResultsLost: results were lost with their workers.
+        """
         refs = [result.sent.kept for result in results if isinstance(result.sent, RemoteRef)]
         mean = None
-        # else some lie here already, and all are read here
+        # otherwise some results are here already, and all are read here
         is_tried = len(refs) == len(results) and self._num_failures < _MAX_FAILURES
         if is_tried:
             _require_all(results, refs, why_lost)
@@ -104,14 +110,14 @@ class Exchange:
         return mean
 
     def news(self) -> list[str]:
-        """Sentences about groups that failed since the last call."""
+        """Return messages about groups that failed since the last call."""
         news, self._news = self._news, []
         return news
 
     def close(self) -> None:
-        """Closes the rendezvous, so that members that wait there for one that does not come fail at once."""
+        """Close the rendezvous, so that members waiting for a missing member fail immediately."""
         self._close_rendezvous()
-        # the next group is another one, whoever is in it
+        # the next group is new, even with the same members
         self._members = ()
 
     def _close_rendezvous(self) -> None:
@@ -119,16 +125,19 @@ class Exchange:
             self._rendezvous.close()
 
     def _failed(self) -> None:
-        """Notes a failure that cost no worker: the coordinator averages."""
+        """Record a failure without dead workers: the coordinator averages."""
         self._num_failures += 1
         found = self._rendezvous
         strangers = "" if found is None or not found.num_refused else (
-            f"; {found.num_refused} connections to {found.host}:{found.port} did not hold the group's secret: a process outside "
-            "the run connects there")
-        until = "; this is tried no more in this process" if self._num_failures >= _MAX_FAILURES else ""
+            f"; {found.num_refused} connections to {found.host}:{found.port} failed "
+            "authentication: a process outside the run connects there")
+        until = (
+            "; collectives are disabled for the rest of this process"
+        ) if self._num_failures >= _MAX_FAILURES else ""
         self._news.append(
-            f"the workers could not average among themselves ({self._reason}{strangers}), so the coordinator averages, with the "
-            f"same result{until}; see that only the cluster's machines reach its network, or set cluster.exchange=auto.")
+            f"the workers could not average among themselves ({self._reason}{strangers}), so the "
+            f"coordinator averages, with the same result{until}; check that only machines of the "
+            "cluster reach its network, or set cluster.exchange=auto.")
 
     def _mean(self, refs: Sequence[RemoteResultRef], weights: Sequence[float], ask: Ask) -> Mean | None:
         workers = sorted({ref.worker for ref in refs})
@@ -141,14 +150,14 @@ class Exchange:
             self.close()
             return None
         if self.backend == "gloo":
-            # all are connected; an NCCL group lives as long as its rendezvous
+            # all members are connected; only an NCCL group needs its rendezvous longer
             self._close_rendezvous()
         statistics = {identity: vector for shard in shards for identity, vector in shard.statistics.items()}
         layers = shards[0].layers
         mean = np.empty(sum(len(shard.mean) for shard in shards))
         answers.clear()
         filled = len(mean)
-        # each is let go of as it is copied: in all, the mean needs its memory once
+        # each shard is freed after it is copied, so the mean needs its memory only once
         while shards:
             shard = shards.pop()
             mean[filled - len(shard.mean):filled] = shard.mean
@@ -166,22 +175,22 @@ class Exchange:
             self._members = members
             self._generation += 1
         placed: list[tuple[int, Identity]] = [(workers.index(ref.worker), ref.identity) for ref in refs]
-        # half of the time is the group's own: whoever waits for a silent member answers well before
-        # it would be killed
+        # half of the time is for the group: a worker that waits for a silent member answers well
+        # before it would be killed
         return {worker: MeanRequest(self.host, self._rendezvous.port, self._generation, rank, len(workers), self.backend,
                               self.timeout_s / 2, tuple(placed), tuple(shares), self.codec, self._secret)
                 for rank, worker in enumerate(workers)}
 
 
 def exchange_of(config: ClusterConfig, host: str, backend: Backend = "gloo") -> Exchange:
-    """As the configuration has it, for workers that reach this machine as `host`."""
+    """Build the configured exchange for workers that reach this machine as `host`."""
     codec: Codec | None = None if config.compression == "none" else config.compression
     return Exchange(host, config.exchange_timeout_s, backend=backend, codec=codec)
 
 
 def _require_all(results: Sequence[JobResult], refs: Sequence[RemoteResultRef], why_lost: WhyLost) -> None:
     jobs = {result.job.identity: result.job for result in results}
-    # the jobs had ended: whatever took the workers since says nothing against their data
+    # the jobs had ended, so the death of their workers is no evidence against their data
     failures = [JobFailure(jobs[ref.identity], ref.worker, reason, True, from_outside=True)
                 for ref in refs if (reason := why_lost(ref))]
     if failures:
@@ -189,7 +198,7 @@ def _require_all(results: Sequence[JobResult], refs: Sequence[RemoteResultRef], 
 
 
 def _pool(mean: Mean, statistics: Sequence[Vector], weights: Sequence[float], layers: Parts) -> None:
-    """Sets the variances in `mean` to those of all data together, from the statistics of each result, end to end."""
+    """Set variances in `mean` to those of all data together, from the statistics of each result."""
     places, filled = [], 0
     for center, variance in layers:
         middle = filled + center.stop - center.start

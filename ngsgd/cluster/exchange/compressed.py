@@ -1,7 +1,8 @@
-"""Compressed moves on the way through an object store: the worker's end and the coordinator's.
+"""Compressed parameter deltas for transfer through an object store: worker and coordinator side.
 
-Both ends make the same float32 vector of the model that the job was given and the decoded move, so the worker's checksum and
-its look for NaN hold for what the coordinator averages.
+Both ends compute the same float32 vector from the initial model of the job and the decoded delta.
+The checksum of the worker and its check for NaN therefore apply to the vector that the coordinator
+averages.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ from ngsgd.training.validation.checksums import digest
 
 @dataclass(frozen=True)
 class _EncodedRef:
-    """What a worker sends in place of its vector."""
+    """The compressed substitute for the vector of a result."""
 
     encoded: Encoded
     is_here = True
 
     def read(self) -> Vector:
-        raise AssertionError("`unpacked` turns this into the vector")
+        raise AssertionError("`unpacked` must convert this to a vector")
 
 
 class MoveEncoder:
-    """In a worker: encodes what its jobs send; what that loses of a job's move is added to the same job's next one."""
+    """Encodes the deltas of a worker's jobs with error feedback.
+
+    The encoding error of a delta is added to the next delta of the same job slot.
+    """
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._lanes: dict[int, ErrorFeedback] = {}   # by job number
 
     def packed(self, result: JobResult) -> JobResult:
-        """The result with its move encoded; as it is where only a fragment travels, or where it will be rejected."""
+        """Encode the delta of a result; fragments and rejected results are unchanged."""
         job = result.job
         if job.send != (0, 1) or result.rejection_reason:
             return result
@@ -46,7 +50,7 @@ class MoveEncoder:
 
 
 def unpacked(result: JobResult) -> JobResult:
-    """In the coordinator: the result with the vector that its move leads to, if it was encoded."""
+    """Decode a result in the coordinator, if it was encoded."""
     if not isinstance(result.sent, _EncodedRef):
         return result
     sent = LocalRef(_vector(result.job, result.sent.encoded))

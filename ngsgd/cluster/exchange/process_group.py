@@ -1,10 +1,11 @@
 """All-to-all exchange of bytes among workers: gloo between CPUs, NCCL between GPUs.
 
-Groups are objects of their own and not torch.distributed's default group, so a worker may leave one and join the next without
-touching what a user's model does with torch.distributed.
+Groups are separate objects, not the default group of torch.distributed. A worker can therefore
+leave one and join the next without affecting the use of torch.distributed by a custom model.
 
-Neither gloo nor NCCL asks who connects.  So the members publish their addresses in a store behind the group's secret, prove the
-secret to each other over the connections that came about, and authenticate everything that they send (`parcels`).
+Neither gloo nor NCCL authenticates connections. So the members publish their addresses in a store
+that is protected by the secret of the group, prove the secret to each other over the new
+connections, and authenticate everything they send (`shard_serialization`).
 """
 
 from __future__ import annotations
@@ -30,35 +31,43 @@ from ngsgd.cluster.exchange.rendezvous import MemberStore
 
 Bytes = npt.NDArray[np.uint8]
 Backend = Literal["gloo", "nccl"]
-# its type stubs leave out what is used here
+# the type stubs lack the names used here
 c10d: Any = torch.distributed
 _POLL_S = 0.0001
-# Read when a ProcessGroupNCCL is made.  By default a thread of torch ends the complete process, and
-# the results in it, when a peer is gone; with blocking waits there is no such thread
+# read when a ProcessGroupNCCL is created. By default a thread of torch ends the complete process,
+# and loses its results, when a peer is gone; with blocking waits there is no such thread
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class Group(Protocol):
-    """Workers that are connected.  Every method raises RuntimeError when a member is gone or too slow."""
+    """Connected workers; every method raises RuntimeError if a member is gone or too slow."""
 
     def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int], deadline: float) -> Bytes:
-        """What the members sent here, in the order of ranks; `out_sizes` bytes of `outgoing` go to each of them.
+        """Exchange bytes between all members.
 
-        `deadline` is in seconds of time.monotonic().  `outgoing` is not changed.
+        Args:
+            outgoing: data for all members, in the order of ranks; not changed.
+            out_sizes: bytes of `outgoing` for each member.
+            in_sizes: bytes that each member sends to this one.
+            deadline: seconds of time.monotonic().
+
+        Returns:
+            The received data, in the order of ranks.
         """
 
     def all_reduce(self, tensor: Tensor, deadline: float) -> None:
-        """Replaces a tensor by the sum of those of all members, with the same bits everywhere."""
+        """Replace a tensor by the sum over all members, bitwise identical on all of them."""
 
     def close(self) -> None:
-        """Cuts the connections, so that the others fail at once and not at their deadline."""
+        """Close the connections, so that the others fail immediately."""
 
 
 def join(backend: Backend, host: str, port: int, *, secret: bytes, generation: int, rank: int, world_size: int,
          timeout_s: float, device: torch.device) -> Group:
-    """Joins the group of that generation on the coordinator's rendezvous; all members must come within the time.
+    """Join the group of that generation on the rendezvous of the coordinator.
 
-    Raises RuntimeError also where one of those that are connected does not hold the secret.
+    Raises:
+        RuntimeError: a member is missing after `timeout_s`, or does not hold the secret.
     """
     deadline = time.monotonic() + timeout_s
     store = MemberStore(host, port, secret, timeout_s)
@@ -81,7 +90,7 @@ def join(backend: Backend, host: str, port: int, *, secret: bytes, generation: i
 
 
 def prove_members(group: Group, secret: bytes, generation: int, rank: int, world_size: int, deadline: float) -> None:
-    """Every member proves to every other one that it holds the secret, before anything else is sent."""
+    """Prove to every other member that this one holds the secret, and verify their proofs."""
     def proof(prover: int, verifier: int, nonce: bytes) -> bytes:
         return derive(secret, "member", generation, prover, verifier, nonce)[:TAG_BYTES]
 
@@ -91,7 +100,8 @@ def prove_members(group: Group, secret: bytes, generation: int, rank: int, world
     proofs = [proof(rank, other, nonce) for other, nonce in enumerate(theirs)]
     for other, found in enumerate(_cut(group.all_to_all(_joined(proofs), sizes, sizes, deadline))):
         if not secrets.compare_digest(found, proof(other, rank, nonces[other])):
-            raise RefusedError(f"the peer that is connected as member {other} does not hold the group's secret")
+            raise RefusedError(f"the peer that is connected as member {other} does not hold the "
+                               "secret of the group")
 
 
 def _joined(parts: Sequence[bytes]) -> Bytes:
@@ -107,13 +117,13 @@ class GlooGroup:
     def __init__(self, store: MemberStore, rank: int, world_size: int, timeout: timedelta, address: str) -> None:
         options = c10d.ProcessGroupGloo._Options()
         options._timeout = timeout
-        # gloo would take the address that this machine's own name stands for, often one that others
-        # cannot reach
+        # gloo would use the address of the host name of this machine, which others often cannot
+        # reach
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
         self._group: Any = c10d.ProcessGroupGloo(store, rank, world_size, options)
-        # the connections are there: gloo asks for no more addresses
+        # all connections exist: gloo needs no more addresses
         store.close()
-        # torch keeps the C++ part alone, which calls methods of the Python part
+        # torch keeps only the C++ part, which calls methods of the Python part
         self._store = store
 
     def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int], deadline: float) -> Bytes:
@@ -136,11 +146,11 @@ class GlooGroup:
 
 
 class NcclGroup:
-    """GPUs that are connected by NCCL.  It has not run on a GPU yet; tests put gloo in its place.
+    """GPUs connected by NCCL; it has not run on a GPU yet, and tests replace it by gloo.
 
-    Every wait has a deadline, and ends at once when the rendezvous is closed: the coordinator closes
-    it when a worker dies, and it closes itself when a member disconnects.  `close` then aborts the
-    communicator, which also ends kernels that wait for a peer that is gone.  NCCL authenticates no
+    Every wait has a deadline, and ends immediately when the rendezvous is closed. The coordinator
+    closes it when a worker dies, and it closes when a member disconnects. `close` then aborts the
+    communicator, which also ends kernels that wait for a missing peer. NCCL authenticates no
     connection; see the top of this file.
     """
 
@@ -158,9 +168,9 @@ class NcclGroup:
 
     def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int], deadline: float) -> Bytes:
         settings = c10d.AllToAllOptions()
-        # else torch uses the current stream and returns nothing that can be waited for
+        # otherwise torch uses the current stream and returns no work to wait for
         settings.asyncOp = True
-        # without a stream the context does nothing
+        # without a stream the context has no effect
         with torch.cuda.stream(self._stream):
             sent = self._pinned(torch.from_numpy(outgoing)).to(self._device, non_blocking=True)
             received = torch.empty(sum(in_sizes), dtype=torch.uint8, device=self._device)
@@ -168,7 +178,7 @@ class NcclGroup:
             incoming = torch.empty(len(received), dtype=torch.uint8, pin_memory=self._is_gpu)
             incoming.copy_(received, non_blocking=True)
         if self._stream is not None:
-            # ends soon: NCCL's part of it is done
+            # returns soon: the NCCL operation is complete
             self._stream.synchronize()
         return incoming.numpy()
 
@@ -181,47 +191,51 @@ class NcclGroup:
         with contextlib.suppress(RuntimeError):
             self._group.abort()
         del self._group
-        # the others fail now, and not at their deadline
+        # the others fail now instead of at their deadline
         self._store.close()
 
     def _pinned(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self._is_gpu else tensor
 
     def _wait(self, work: Any, deadline: float) -> None:
-        """Wait until it is done; RuntimeError when it failed, is late, or the group was revoked."""
-        # the host must not wait on the stream: nothing would wake it if a peer were gone
+        """Wait for an operation.
+
+        Raises:
+            RuntimeError: it failed, is late, or the group was revoked.
+        """
+        # the host must not block on the stream: nothing would wake it if a peer were gone
         while not work.is_completed():
             if time.monotonic() > deadline:
                 raise RuntimeError("the exchange over NCCL did not end in time")
             if self._store.is_revoked():
                 raise RuntimeError("a member of the NCCL group is gone")
             time.sleep(_POLL_S)
-        # raises the operation's error; the current stream then waits for NCCL's own
+        # raises the error of the operation; the current stream then waits for the stream of NCCL
         work.wait()
 
 
 @contextlib.contextmanager
 def nccl_options(timeout_s: float) -> Iterator[Any]:
-    """Options for a ProcessGroupNCCL that is made inside the context, and whose failures are exceptions.
+    """Options for a ProcessGroupNCCL created in this context, whose failures are exceptions.
 
     Args:
-        timeout_s: Longest time for one operation, and for the connections to come about, in seconds.
+        timeout_s: maximum time for one operation, and for establishing the connections, in seconds.
 
     Yields:
         torch.distributed.ProcessGroupNCCL.Options.
     """
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    # a call that waits for a peer that never comes returns, instead of blocking for ever
+    # a call that waits for a missing peer returns instead of blocking forever
     options.config.blocking = 0
-    # in whole seconds; torch reads it once in the life of a process
+    # in whole seconds; torch reads it once per process
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
     before = os.environ.get(_BLOCKING_WAIT)
     os.environ[_BLOCKING_WAIT] = "1"
     try:
         yield options
     finally:
-        # other groups of this process are the user's
+        # other groups of this process belong to the user
         if before is None:
             del os.environ[_BLOCKING_WAIT]
         else:
@@ -229,7 +243,7 @@ def nccl_options(timeout_s: float) -> Iterator[Any]:
 
 
 def _address_towards(host: str, port: int) -> str:
-    """The address of this machine on the way to another one."""
+    """The address of this machine on the route to another one."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         # sends nothing: datagrams have no connection

@@ -1,7 +1,8 @@
-"""Where the members of a group publish their addresses: a key-value store behind a secret.
+"""A key-value store, protected by a secret, in which the members of a group publish addresses.
 
-torch's TCPStore lets every process that reaches its port list, read and write all keys, and takes
-as much memory as it is sent.  Here a connection is closed unless it proves the group's secret.
+The TCPStore of torch allows every process that reaches its port to list, read and write all keys.
+It also stores any amount of data. Here a connection is closed unless it proves the secret of the
+group.
 """
 
 from __future__ import annotations
@@ -23,29 +24,32 @@ from ngsgd.errors import ClusterError
 # operation, seconds to wait, bytes of the key
 _REQUEST = struct.Struct("!cdH")
 _NUMBER = struct.Struct("!q")
-# for a connection to prove the secret
+# seconds for a connection to prove the secret
 _PROOF_S = 5.0
-# connections at once, a thread each
+# concurrent connections, one thread each
 _MAX_UNPROVEN = 128
-# between two tries to connect
+# seconds between two attempts to connect
 _PAUSE_S = 0.05
-# for the answer that a key did not come in time
+# seconds for the answer that a key did not arrive in time
 _SLACK_S = 5.0
 _FOUND, _MISSING = b"+", b"-"
-# its type stubs leave out what is used here
+# the type stubs lack the names used here
 _c10d: Any = torch.distributed
 _Store: Any = _c10d.Store
 
 
 class Rendezvous:
-    """The server, in threads of the coordinator's process.
+    """The server, in threads of the process of the coordinator.
 
     Args:
-        host: Address of this machine that members connect to.
-        secret: Shared by the members of the group.
-        revokes: Close all connections when one member disconnects. For NCCL, which does not notice
-            over NVLink that a peer is gone; gloo's members disconnect as soon as they are connected
-            to each other.
+        host: address of this machine that members connect to.
+        secret: shared by the members of the group.
+        revokes: close all connections when one member disconnects. For NCCL, which does not detect
+            over NVLink that a peer is gone. Members of gloo disconnect as soon as they are
+            connected to each other.
+
+    Raises:
+        ClusterError: the machine cannot listen on `host`.
     """
 
     def __init__(self, host: str, secret: bytes, *, revokes: bool = False) -> None:
@@ -53,8 +57,9 @@ class Rendezvous:
             self._listener = socket.create_server((host, 0), backlog=1024)
         except OSError as error:
             raise ClusterError(
-                f"this machine cannot listen on its own address {host} ({error.strerror}), which the "
-                "workers need to average among themselves; set cluster.exchange=object_store.") from error
+                f"this machine cannot listen on its own address {host} ({error.strerror}), which "
+                "the workers need to average among themselves; set "
+                "cluster.exchange=object_store.") from error
         self.host, self.secret, self._revokes = host, secret, revokes
         self.port: int = self._listener.getsockname()[1]
         # connections that did not prove the secret
@@ -68,11 +73,11 @@ class Rendezvous:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody can join any more."""
+        """Whether joining is no longer possible."""
         return self._is_closed
 
     def close(self) -> None:
-        """Closes all connections, so that members that wait for a key fail at once."""
+        """Close all connections, so that members waiting for a key fail immediately."""
         with self._changed:
             self._is_closed = True
             connections = [self._listener, *self._unproven, *self._proven]
@@ -88,7 +93,7 @@ class Rendezvous:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                # closed, or out of file descriptors for a moment
+                # closed, or temporarily out of file descriptors
                 time.sleep(_PAUSE_S)
                 continue
             with self._changed:
@@ -144,7 +149,7 @@ class Rendezvous:
 
 
 class MemberStore(_Store):  # type: ignore[misc]
-    """A member's end, as torch.distributed wants it."""
+    """The client of a member, as a Store of torch.distributed."""
 
     def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
         super().__init__()
@@ -174,7 +179,7 @@ class MemberStore(_Store):  # type: ignore[misc]
         return False
 
     def is_revoked(self) -> bool:
-        """Whether the rendezvous was closed, which ends a group that keeps its connection to it."""
+        """Whether the rendezvous was closed, which ends a group that stays connected to it."""
         with self._lock:
             return self._channel.is_closed()
 
@@ -184,7 +189,7 @@ class MemberStore(_Store):  # type: ignore[misc]
     def _got(self, key: str, wait_s: float) -> bytes:
         answer = self._asked(b"g", key, wait_s=wait_s)
         if answer[:1] != _FOUND:
-            raise RuntimeError(f"a member of the group did not come within {wait_s:.1f} s")
+            raise RuntimeError(f"a member of the group did not connect within {wait_s:.1f} s")
         return answer[1:]
 
     def _asked(self, operation: bytes, key: str, value: bytes = b"", wait_s: float = 0.0) -> bytes:
@@ -194,16 +199,16 @@ class MemberStore(_Store):  # type: ignore[misc]
                 self._channel.send(_REQUEST.pack(operation, wait_s, len(name)) + name + value)
                 return self._channel.receive(time.monotonic() + wait_s + _SLACK_S)
         except OSError as error:
-            raise RuntimeError(f"the coordinator's rendezvous was closed ({error})") from error
+            raise RuntimeError(f"the rendezvous of the coordinator was closed ({error})") from error
 
 
 def _connected(host: str, port: int, secret: bytes, deadline: float) -> Channel:
-    """Tries again while the server refuses connections because strangers occupy it."""
+    """Connect, and retry while unauthenticated clients occupy the server."""
     while True:
         try:
             return opened(host, port, secret, min(deadline, time.monotonic() + _PROOF_S))
         except OSError as error:
             if time.monotonic() + _PAUSE_S >= deadline or isinstance(error, ConnectionRefusedError):
-                raise RuntimeError(f"the coordinator's rendezvous at {host}:{port} does not answer "
-                                   f"({error})") from error
+                raise RuntimeError(f"the rendezvous of the coordinator at {host}:{port} does not "
+                                   f"answer ({error})") from error
             time.sleep(_PAUSE_S)

@@ -1,7 +1,7 @@
-"""Which way results take to the average, by where the workers compute.
+"""Selection of the transfer method of results by the devices of the workers.
 
-NCCL refuses two processes on one GPU, and so it does two MIG instances of one GPU, between which
-CUDA IPC does not exist either. Such workers, and those on CPUs, exchange through host memory.
+NCCL rejects two processes on one GPU, and also two MIG instances of one GPU, between which CUDA IPC
+is impossible too. Such workers, and workers on CPUs, exchange through host memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Way = Literal["shared_memory", "object_store", "collective", "nccl"]
 
 @dataclass(frozen=True)
 class WorkerDevice:
-    """The device of a worker, as it looks from within its process."""
+    """The device of a worker, as seen in its process."""
 
     host: str
     # shares memory with the coordinator
     is_near: bool
-    # PCI address, which all MIG instances of a GPU have in common; empty: the worker has no GPU
+    # PCI address, shared by all MIG instances of a GPU; empty: the worker has no GPU
     gpu: str = ""
     # of the GPU, or of the MIG instance
     uuid: str = ""
@@ -33,35 +33,39 @@ class WorkerDevice:
 
     @classmethod
     def of(cls, device: torch.device, *, is_near: bool) -> WorkerDevice:
-        """Ask torch for the identity of `device`, in the process that uses it."""
+        """Query the identity of `device` in the process that uses it."""
         host = os.uname().nodename
         if device.type != "cuda":
             return cls(host, is_near)
-        # torch's stubs do not have all of them
+        # the type stubs of torch lack some properties
         found: Any = torch.cuda.get_device_properties(device)
         uuid = str(getattr(found, "uuid", ""))
         address = ""
-        # not every version of torch shows it
+        # some versions of torch do not provide it
         if hasattr(found, "pci_bus_id"):
             address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
         return cls(host, is_near, address or uuid or str(device), uuid, " MIG " in f"{found.name} ")
 
 
 def choose_way(wanted: str, devices: Sequence[WorkerDevice], *, jobs_keep_state: bool) -> tuple[Way, str]:
-    """The way of results, and the reason for it.
+    """Choose the transfer method of results.
 
     Args:
         wanted: `cluster.exchange`.
-        devices: One per worker, in their order.
-        jobs_keep_state: Jobs continue from their own results, which the workers then must not keep.
+        devices: one per worker, in their order.
+        jobs_keep_state: jobs continue from their own results, which the workers then must not keep.
+
+    Returns:
+        (method, reason for it).
 
     Raises:
-        ClusterError: The wanted way is impossible.
+        ClusterError: the wanted method is impossible.
     """
     far = [worker for worker, device in enumerate(devices) if not device.is_near]
     obstacle = _why_not_nccl(devices)
     if wanted == "shared_memory" and far:
-        raise ClusterError(f"cluster.exchange is shared_memory, but worker {far[0]} is on another machine; leave it auto.")
+        raise ClusterError(f"cluster.exchange is shared_memory, but worker {far[0]} is on another "
+                           "machine; set cluster.exchange=auto.")
     if wanted == "nccl" and obstacle:
         raise ClusterError(f"cluster.exchange is nccl, but {obstacle}; set cluster.exchange=auto.")
     if wanted in ("object_store", "collective", "nccl", "shared_memory"):
@@ -70,13 +74,13 @@ def choose_way(wanted: str, devices: Sequence[WorkerDevice], *, jobs_keep_state:
         return "shared_memory", "all workers are on this machine"
     if not obstacle and not jobs_keep_state:
         # a default must have run on the hardware that it is for
-        return "shared_memory", ("cluster.exchange=nccl would average between the workers' GPUs, "
-                                 "but has not run on a GPU yet")
+        return "shared_memory", ("cluster.exchange=nccl would average between the GPUs of the "
+                                 "workers, but has not run on a GPU yet")
     return "shared_memory", (obstacle or "jobs continue from their own results") + ", and some are on other machines"
 
 
 def _why_not_nccl(devices: Sequence[WorkerDevice]) -> str:
-    """What keeps NCCL from connecting these workers; empty if nothing does."""
+    """Return why NCCL cannot connect these workers; empty if it can."""
     users: dict[tuple[str, str], int] = {}
     for worker, device in enumerate(devices):
         if not device.gpu:

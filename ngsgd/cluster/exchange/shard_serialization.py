@@ -1,6 +1,7 @@
-"""A result cut into shards and made into bytes, each with its message authentication code.
+"""Serialization of a result in shards, each with a message authentication code.
 
-Shards end between the rows of the codecs of `ngsgd.ops.compression`, so a result is encoded once and cut afterwards.
+Shards end between the rows of the codecs of `ngsgd.ops.compression`, so a result is encoded once
+and then divided.
 """
 
 from __future__ import annotations
@@ -13,25 +14,28 @@ from ngsgd.ops.compression import ROW_LENGTH, Codec, Encoded, decode
 from ngsgd.training.parameter_vector import Vector
 
 Bytes = npt.NDArray[np.uint8]
-# parcels are whole words
+# serialized shards are multiples of this many bytes
 _WORD = 8
 
 
 def shard_edges(size: int, count: int) -> list[int]:
-    """Where the shards of `size` elements begin, and the end; whole rows of a codec, so that some may be empty."""
+    """Offsets of the shards of `size` elements, and the end; rows are never split.
+
+    Some shards may be empty.
+    """
     num_rows = -(-size // ROW_LENGTH)
     return [min(size, num_rows * index // count * ROW_LENGTH) for index in range(count + 1)]
 
 
 def parcel_size(num_elements: int, codec: Codec | None) -> int:
-    """Bytes of a parcel of so many elements."""
+    """Bytes of a serialized shard of `num_elements` elements."""
     return _padded(sum(_raw_sizes(num_elements, codec))) + TAG_BYTES
 
 
 def pack(content: Vector | Encoded, part: slice, parcel: Bytes, key: bytes) -> None:
-    """Writes one shard of a vector, or of an encoded one, and its code; `parcel` is as long as `parcel_size` says.
+    """Write one shard of a plain or encoded vector, and its authentication code, to `parcel`.
 
-    Without a key there is no code: the part does not leave the process.
+    `parcel` has `parcel_size` bytes. An empty key writes no code: the part stays in the process.
     """
     raw = [content[part].view(np.uint8)] if isinstance(content, np.ndarray) else _cut(content, part)
     filled, end = sum(map(len, raw)), len(parcel) - TAG_BYTES
@@ -41,9 +45,9 @@ def pack(content: Vector | Encoded, part: slice, parcel: Bytes, key: bytes) -> N
 
 
 def unpack(parcel: Bytes, num_elements: int, codec: Codec | None, key: bytes) -> Vector:
-    """The elements; RefusedError where they are not those that were packed with this key."""
+    """Return the elements; raise RefusedError if they differ from those packed with this key."""
     if key and not is_tag(parcel[-TAG_BYTES:].tobytes(), key, parcel[:-TAG_BYTES]):
-        raise RefusedError("a part of a result was damaged or forged on its way")
+        raise RefusedError("a part of a result was damaged or forged in transfer")
     if codec is None:
         return parcel[:4 * num_elements].view(np.float32)
     num_codes, num_peaks = _raw_sizes(num_elements, codec)

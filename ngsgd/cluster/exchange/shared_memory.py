@@ -1,7 +1,8 @@
 """Parameter vectors in memory that the processes of one machine share.
 
-The coordinator owns anonymous files (memfd) and workers open them under /proc: no copy passes through a pipe, nothing has
-a name in a file system, and whatever kills the processes, the kernel takes the memory back with the last of them.
+The coordinator owns anonymous files (memfd), and workers open them under /proc. No copy passes
+through a pipe, and no file has a name. After the last process ends, however it ends, the kernel
+frees the memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from ngsgd.errors import ClusterError
 from ngsgd.training.parameter_vector import Vector
 
-# vectors that a process keeps mapped: a fresh mapping costs a page fault per 4 kB
+# maximum number of mapped vectors per process: a new mapping costs a page fault per 4 kB
 _MAX_MAPPED = 256
 _mapped: OrderedDict[tuple[str, int], Vector] = OrderedDict()
 
@@ -26,17 +27,21 @@ class SharedRef:
     """A shared vector, by the path under which every process of this user can open it."""
 
     path: str
-    # descriptors are used again: the path alone might lead to another vector
+    # descriptors are reused: the path alone might lead to another vector
     inode: int
     size: int       # elements
     is_here = True
 
     def read(self) -> Vector:
-        """The vector itself, not a copy."""
+        """Return the vector without a copy."""
         return self.map()[:self.size]
 
     def map(self) -> Vector:
-        """The whole of the memory, for writing too.  ClusterError where it cannot be reached, as on another machine."""
+        """Map the complete memory for reading and writing.
+
+        Raises:
+            ClusterError: the memory is not accessible, as on another machine.
+        """
         key = (self.path, self.inode)
         if key not in _mapped:
             _mapped[key] = self._open()
@@ -49,18 +54,19 @@ class SharedRef:
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise ClusterError(f"shared memory {self.path} cannot be opened ({error.strerror}); is the coordinator alive and on "
-                               "this machine?") from error
+            raise ClusterError(f"shared memory {self.path} cannot be opened ({error.strerror}); "
+                               "check that the coordinator runs on this machine.") from error
         try:
             if os.fstat(descriptor).st_ino != self.inode:
-                raise ClusterError(f"shared memory {self.path} is another one than was meant; is the coordinator on this machine?")
+                raise ClusterError(f"shared memory {self.path} belongs to another vector; check "
+                                   "that the coordinator runs on this machine.")
             return np.frombuffer(mmap.mmap(descriptor, 0), dtype=np.float32)
         finally:
             os.close(descriptor)
 
 
 class SharedVectors:
-    """The coordinator's shared vectors of one size; released ones are used again."""
+    """The shared vectors of the coordinator, all of one size; released ones are reused."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -68,7 +74,7 @@ class SharedVectors:
         self._refs: dict[int, SharedRef] = {}
 
     def allocate(self) -> SharedRef:
-        """A vector whose content is left over from its last use."""
+        """Return a vector with arbitrary content."""
         if self._free:
             return self._refs[self._free.pop()]
         descriptor = os.memfd_create("ngsgd", os.MFD_CLOEXEC)
@@ -82,13 +88,13 @@ class SharedVectors:
         return ref
 
     def release(self, ref: SharedRef) -> None:
-        """Gives a vector back; nobody may be writing to it any more."""
+        """Return a vector for reuse; no process may still write to it."""
         descriptor = _descriptor(ref)
         if descriptor in self._refs and descriptor not in self._free:
             self._free.append(descriptor)
 
     def discard(self, ref: SharedRef) -> None:
-        """Never uses a vector again: a process that was given up may still write to it."""
+        """Never reuse a vector: an abandoned process may still write to it."""
         descriptor = _descriptor(ref)
         if self._refs.pop(descriptor, None) is not None:
             self._free = [free for free in self._free if free != descriptor]

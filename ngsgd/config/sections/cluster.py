@@ -13,33 +13,45 @@ class ClusterConfig:
     """The workers, their devices and the exchange of parameters."""
 
     kind: Literal["in_process", "local", "ray", "slurm", "kubernetes"] = option(
-        "ray", "type of workers; slurm and kubernetes: for ngsgd submit")
+        "ray",
+        "type of workers; in_process: one process; local: processes; ray: Ray actors; slurm, "
+        "kubernetes: ngsgd submit only")
     num_workers: int = option(2, "number of workers", low=1, high=10000)
     ranks_per_worker: int = option(
-        1, "processes of a worker, on one machine, that sum their gradients in every minibatch",
+        1,
+        "number of processes of a worker, on one machine, that sum their gradients in every "
+        "minibatch",
         low=1, high=64)
     threads_per_worker: int = option(
-        0, "compute threads of a worker; 0: cores divided by workers, at least 1", low=0)
+        0, "compute threads of a worker; 0: cores divided by workers, at least 1",
+        low=0)
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "device of the workers; auto: a GPU where Ray offers one, else the CPU")
+        "auto", "device of the workers; auto: a GPU if Ray has one, else the CPU")
     precision: Literal["float32", "tf32", "bf16"] = option(
-        "float32", "number format of matrix products on the workers; tf32: GPUs only; bf16: autocast "
-                   "over forward pass and loss; parameters and Fisher estimates stay float32")
+        "float32",
+        "precision of matrix products on the workers; tf32: GPUs only; bf16: autocast of forward "
+        "pass and loss; parameters and Fisher factors stay float32")
     address: str = option(
-        "", "Ray cluster to join, host:port or auto; empty: start one on this machine",
+        "", "address of a Ray cluster, HOST:PORT or auto; empty: new Ray instance on this machine",
         used="kind=ray")
-    start_timeout_s: float = option(120.0, "time for a worker to report that it is ready",
-                                    unit="s", above=0.0)
+    start_timeout_s: float = option(
+        120.0, "maximum time until a worker reports that it is ready",
+        unit="s", above=0.0)
     min_workers: int = option(
-        1, "number of workers; with fewer for longer than start_timeout_s the run stops", low=1)
+        1, "minimum number of workers; a run with fewer for longer than start_timeout_s stops",
+        low=1)
     exchange: Literal["auto", "shared_memory", "object_store", "collective", "nccl"] = option(
-        "auto", "transport of parameters; auto: shared memory on the coordinator's machine, Ray's "
-                "object store elsewhere; collective: averaged by the workers over gloo; nccl: over "
-                "NCCL, each worker with a GPU of its own (has not run on a GPU)")
+        "auto",
+        "transport of parameters; auto: shared memory on the coordinator's machine, else Ray's "
+        "object store; collective: averaging by the workers with gloo; nccl: with NCCL, one GPU "
+        "per worker (not yet run on a GPU)")
     exchange_timeout_s: float = option(
-        60.0, "time for a worker to send its part of an average before it counts as hanging",
+        60.0,
+        "maximum time for a worker to send its part of an average, after which it counts as "
+        "hanging",
         unit="s", above=0.0, used="exchange=collective|nccl")
     compression: Literal["none", "bf16", "int8", "e3m0"] = option(
-        "none", "lossy number format of parameter deltas sent to other machines")
+        "none", "lossy number format of the parameter deltas sent to other machines")
     elastic: bool = option(
-        False, "fewer jobs per outer iteration while workers are missing, instead of a queue")
+        False,
+        "fewer jobs per outer iteration while workers are missing, instead of a queue of jobs")

@@ -16,35 +16,52 @@ class DataConfig:
     """The corpus, its source and its size."""
 
     corpus: Literal["digits", "fsdd", "yesno", "an4", "kaldi", "lhotse"] = option(
-        "digits", "corpus to train and test on")
+        "digits",
+        "corpus for training and test; digits: synthetic; fsdd, yesno, an4: public corpora; "
+        "kaldi, lhotse: own data")
     source: str = option(
-        "", "folder or archive of the corpus; fsdd downloads a pinned, checked archive if empty",
+        "",
+        "folder or archive of the corpus; empty: fsdd downloads an archive with a pinned checksum",
         used="corpus=fsdd|yesno|an4|kaldi|lhotse")
     cache_dir: str = option("", "folder for prepared data; empty: OUTPUT_DIR/data")
     split: Literal["speaker", "official", "loo"] = option(
-        "speaker", "test set: two unseen speakers, the official one, or one held-out speaker",
+        "speaker",
+        "test set of fsdd; speaker: two unseen speakers; official: the official split; loo: the "
+        "speaker in held_out",
         used="corpus=fsdd")
-    held_out: str = option("", "speaker of the test set with split=loo", used="corpus=fsdd")
+    held_out: str = option(
+        "", "speaker of the test set with split=loo; empty: none",
+        used="corpus=fsdd")
     style: Literal["connected", "isolated"] = option(
-        "connected", "digit strings in noise, or the recordings as they are", used="corpus=fsdd")
+        "connected",
+        "utterances of fsdd; connected: digit strings in noise; isolated: the original recordings",
+        used="corpus=fsdd")
     lexicon: str = option(
-        "", 'file of lines "word phone phone ..."; empty: data.source/lexicon.txt', used=_GIVEN)
+        "",
+        'pronunciation lexicon, lines of "word phone phone ..."; empty: data.source/lexicon.txt',
+        used=_GIVEN)
     lm: str = option(
-        "", "ARPA n-gram language model; empty: all words are equally likely", used=_GIVEN)
+        "", "n-gram language model in ARPA format; empty: equal probabilities of all words",
+        used=_GIVEN)
     oov_word: str = option(
         "", "word of the lexicon that replaces unknown words; empty: unknown words are errors",
         used=_GIVEN)
     graph: str = option(
-        "", "folder with HCLG.fst, words.txt and tid2pdf that replaces the generated graph",
+        "",
+        "folder with HCLG.fst, words.txt and tid2pdf, used as decoding graph; empty: generated "
+        "graph",
         used=_GIVEN)
     alignment: str = option(
-        "", "HMM state of every frame: a file of `ngsgd align`, a text file of lines "
-            '"utterance pdf pdf ...", a folder of Kaldi ali archives with tid2pdf, or flat for a '
-            "flat start; empty: the corpus's own alignment, else flat")
+        "",
+        'HMM state of every frame: file of `ngsgd align`, text file of lines "utterance pdf pdf '
+        '...", or folder of Kaldi ali archives with tid2pdf; flat: flat start; empty: alignment '
+        "of the corpus, else flat")
     num_silence_states: int = option(1, "number of HMM states of silence", low=1, high=10,
                                      used="corpus=yesno|kaldi|lhotse")
     valid_fraction: float = option(
-        0.1, "fraction of the training utterances for validation where the corpus has no such set",
+        0.1,
+        "fraction of the training utterances that becomes the validation set, in a corpus without "
+        "one",
         above=0.0, high=0.5, used="corpus=an4|yesno|kaldi|lhotse")
     train_minutes: float = option(80.0, "duration of the generated training set", unit="min",
                                   above=0.0, high=6000.0, used=_MADE)
@@ -53,8 +70,8 @@ class DataConfig:
     test_minutes: float = option(10.0, "duration of the generated test set", unit="min",
                                  above=0.0, high=600.0, used=_MADE)
     synthetic_minutes: float = option(
-        0.0, "duration of the synthetic digits that are added to the training set", unit="min",
-        low=0.0, high=6000.0, used="corpus=fsdd")
+        0.0, "duration of synthetic digits added to the training set; 0: none",
+        unit="min", low=0.0, high=6000.0, used="corpus=fsdd")
     snr_db_low: float = option(0.0, "lowest signal-to-noise ratio of an utterance", unit="dB",
                                low=-20.0, high=60.0, used=_MADE)
     snr_db_high: float = option(15.0, "highest signal-to-noise ratio of an utterance", unit="dB",
@@ -65,26 +82,33 @@ class DataConfig:
 class EgsConfig:
     """Archives of training examples (C.2), shuffled on disk and again at every reading."""
 
-    left_context: int = option(5, "frames of context before each frame", unit="frames", low=0,
-                               high=100)
-    right_context: int = option(5, "frames of context after each frame", unit="frames", low=0,
-                                high=100)
+    left_context: int = option(
+        5, "context before each frame in the input of the network",
+        unit="frames", low=0, high=100)
+    right_context: int = option(
+        5, "context after each frame in the input of the network",
+        unit="frames", low=0, high=100)
     frames_per_eg: int = option(
-        8, "labeled frames of an example; a pass over the data uses one of them (Kaldi: 8)",
-        low=1, high=256)
+        8, "number of labeled frames of an example; a pass over an archive uses one of them (Kaldi: 8)",
+        unit="frames", low=1, high=256)
     samples_per_iter: int = option(
-        16000, "frames that a job processes between two averaging steps, K in the paper (Kaldi: 400000)",
+        16000,
+        "averaging period: training data of a job between two averaging steps, K in the paper "
+        "(Kaldi: 400000)",
         unit="frames", low=1)
     num_diagnostic_frames: int = option(
-        4000, "size of the two subsets on which the objective function is measured", unit="frames",
-        low=1)
+        4000, "size of the training and validation subsets on which the objective is measured",
+        unit="frames", low=1)
     silence_weight: float = option(
-        1.0, "weight of silence frames in the objective function; 0 removes them from training",
+        1.0, "weight of silence frames in the objective; 0: no training on silence",
         low=0.0, high=1.0)
     num_writers: int = option(
-        0, "processes that write archives; 0: one per core where that is faster", low=0, high=1000)
+        0, "number of processes that write archives; 0: one per core if that is faster",
+        low=0, high=1000)
     prefetch: int = option(
-        -1, "minibatches that a thread prepares in advance; -1: 4 for a GPU, 0 for a CPU", low=-1,
-        high=1000)
+        -1, "number of minibatches that a thread prepares in advance; -1: 4 for a GPU, 0 for a CPU",
+        unit="minibatches", low=-1, high=1000)
     on_corrupt: Literal["stop", "quarantine"] = option(
-        "stop", "reaction to a damaged archive: end the run, or continue without the archive")
+        "stop",
+        "reaction to a damaged archive; stop: end of the run; quarantine: training without the "
+        "archive")

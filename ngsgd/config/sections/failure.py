@@ -13,32 +13,44 @@ class FailureConfig:
     """The reaction to failures, and the limits at which a run stops."""
 
     policy: Literal["retry", "defer", "drop"] = option(
-        "retry", "failed jobs: retried at once, moved to the next outer iteration, or dropped")
+        "retry",
+        "reaction to a failed job; retry: new attempt at once; defer: attempt in the next outer "
+        "iteration; drop: no attempt")
     max_attempts: int = option(3, "maximum number of attempts at a shard", low=1)
     on_repeated_crash: Literal["quarantine", "stop"] = option(
-        "quarantine", "reaction to a shard all of whose attempts ended a worker")
+        "quarantine",
+        "reaction to a shard all of whose attempts crashed a worker; quarantine: training without "
+        "it; stop: end of the run")
     hang_timeout_s: float = option(
-        30.0, "time without a minibatch after which a worker counts as hanging; at least five "
-              "times the median time of a minibatch", unit="s", above=0.0)
+        30.0,
+        "hang timeout: maximum time without a minibatch, at least five times the median time of a "
+        "minibatch",
+        unit="s", above=0.0)
     max_restarts_per_hour: int = option(
-        60, "maximum number of restarts of one worker per hour, after which the run continues "
-            "without it; -1: no limit", low=-1)
+        60,
+        "maximum number of restarts of one worker per hour, after which the run continues without "
+        "it; -1: no limit",
+        low=-1)
     max_objf_gap: float = option(
-        1.0, "distance below the best job's objective function at which a job is rejected (Kaldi: 1.0); "
-             "in a run of task: times the loss of the initial model if that is above 1",
+        1.0,
+        "maximum distance of a job's objective below the best job's, beyond which the job is "
+        "rejected (Kaldi: 1.0); with a custom task multiplied by the loss of the initial model if "
+        "that is above 1",
         unit="nats per frame", above=0.0)
     min_accepted_fraction: float = option(
-        0.5, "minimum fraction of accepted jobs of an outer iteration", above=0.0, high=1.0)
+        0.5, "minimum fraction of accepted jobs in an outer iteration",
+        above=0.0, high=1.0)
     on_divergence: Literal["stop", "halve"] = option(
-        "stop", "reaction to too few accepted jobs: stop, or restore the last model and halve the "
-                "learning rate, three times in a row at most")
+        "stop",
+        "reaction to too few accepted jobs; stop: end of the run; halve: last model again with "
+        "half the learning rate, at most three times in a row")
     grace_period_s: float = option(
-        5.0, "time for the current outer iteration to finish after Ctrl-C or SIGTERM", unit="s",
-        low=0.0)
+        5.0, "maximum time to finish the outer iteration after Ctrl-C or SIGTERM",
+        unit="s", low=0.0)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Checkpoints; one follows every outer iteration."""
 
-    num_to_keep: int = option(3, "number of the newest checkpoints that are kept", low=1)
+    num_to_keep: int = option(3, "number of checkpoints that are kept, the newest ones", low=1)

@@ -13,16 +13,18 @@ class FeatureConfig:
     """Acoustic features: 25 ms windows every 10 ms, no dither."""
 
     kind: Literal["fbank", "mfcc", "given"] = option(
-        "fbank", "type of features; given: those of the corpus (feats.scp)")
+        "fbank",
+        "type of features; fbank: log mel filterbank; mfcc: cepstra; given: precomputed features "
+        "of the corpus (feats.scp)")
     sample_rate_hz: int = option(8000, "sampling rate of the audio; other rates are rejected",
                                  unit="Hz", low=4000, high=192000)
-    num_mel_bins: int = option(40, "number of mel filters", low=3, high=256,
-                               used="kind=fbank|mfcc")
+    num_mel_bins: int = option(40, "number of mel filters", low=3, high=256, used="kind=fbank|mfcc")
     num_ceps: int = option(13, "number of cepstral coefficients, at most num_mel_bins", low=1,
                            high=80, used="kind=mfcc")
     cmvn: Literal["none", "utterance", "speaker", "online", "given"] = option(
-        "utterance", "unit of mean and variance normalization; online: mean of the frames so far; "
-                     "given: statistics of the corpus (cmvn.scp)")
+        "utterance",
+        "scope of mean and variance normalization; online: running mean of the past frames; "
+        "given: precomputed statistics of the corpus (cmvn.scp)")
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,19 @@ class IvectorConfig:
     dim: int = option(0, "dimension of the i-vector; 0: no i-vectors (paper: 100)", low=0,
                       high=1000)
     num_gaussians: int = option(
-        128, "Gaussians of the universal background model, UBM (paper: 512)", low=1, high=8192,
-        used="dim")
-    num_iters: int = option(10, "passes of training of the extractor (Kaldi: 10)", low=1, high=100,
-                            used="dim")
+        128, "number of Gaussians of the universal background model, UBM (paper: 512)",
+        low=1, high=8192, used="dim")
+    num_iters: int = option(
+        10, "EM iterations of the i-vector extractor (Kaldi: 10)",
+        low=1, high=100, used="dim")
     posterior_scale: float = option(
-        0.1, "factor on the posteriors, because frames are correlated (Kaldi: 0.1)", above=0.0,
-        high=1.0, used="dim")
+        0.1, "scale of the frame posteriors, below 1 because frames are correlated (Kaldi: 0.1)",
+        above=0.0, high=1.0, used="dim")
     max_count: float = option(
-        100.0, "scaled frame count above which the prior grows with the count; 0: never (nnet3: 100)",
+        100.0,
+        "scaled frame count above which the prior is scaled with the count; 0: no limit (nnet3: "
+        "100)",
         low=0.0, used="dim")
-    period: int = option(10, "frames between two estimates (Kaldi: 10)", unit="frames", low=1,
-                         high=1000, used="dim")
+    period: int = option(
+        10, "interval between two i-vector estimates (Kaldi: 10)",
+        unit="frames", low=1, high=1000, used="dim")

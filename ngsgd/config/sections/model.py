@@ -1,4 +1,4 @@
-"""Options of the network, or of a task that is trained in the place of a speech model."""
+"""Options of the network, or of a custom task that is trained instead of a speech model."""
 
 from __future__ import annotations
 
@@ -15,50 +15,64 @@ _OURS = "!_target_"
 class ModelConfig:
     """The acoustic model: affine layers with nonlinearity and normalization, or a custom module."""
 
-    kind: Literal["relu", "pnorm", "tdnn", "tdnnf"] = option("relu", "architecture", used=_OURS)
+    kind: Literal["relu", "pnorm", "tdnn", "tdnnf"] = option(
+        "relu",
+        "architecture; relu, pnorm: feed-forward network; tdnn: time-delay network; tdnnf: "
+        "factored time-delay network",
+        used=_OURS)
     num_layers: int = option(4, "number of hidden layers", low=1, high=64, used=_OURS)
     hidden_dim: int = option(256, "output dimension of each hidden affine layer", low=2,
                              used=_OURS)
     pnorm_group: int = option(
-        5, "inputs of each p-norm unit; must divide hidden_dim", low=2,
-        used=f"{_OURS} & kind=pnorm")
+        5, "number of inputs of each p-norm unit; must divide hidden_dim",
+        low=2, used=f"{_OURS} & kind=pnorm")
     normalize: Literal["renormalize", "batchnorm"] = option(
-        "renormalize", "normalization after each nonlinearity; batchnorm: Kaldi's, without scale and offset",
+        "renormalize",
+        "normalization after each nonlinearity; renormalize: unit root mean square; batchnorm: "
+        "Kaldi's batch normalization, without scale and offset",
         used=_OURS)
     dropout_schedule: str = option(
-        "", "dropout over the fraction of data processed in Kaldi's notation, such as "
-            "0,0@0.2,0.3@0.5,0; empty: no dropout")
+        "",
+        "dropout probability over the fraction of data processed, in Kaldi's notation, such as "
+        "0,0@0.2,0.3@0.5,0; empty: no dropout")
     tdnn_offsets: str = option(
-        "-2,-1,0,1,2 -1,1 -2,2 0", "frame offsets of the input of each layer, one group per layer; "
-                                   "their sums must fit into the context of the examples",
+        "-2,-1,0,1,2 -1,1 -2,2 0",
+        "frame offsets of the input of each layer, separated by commas, and by a space between "
+        "layers; their sums must fit into the context of the examples",
         used=f"{_OURS} & kind=tdnn|tdnnf")
-    bottleneck_dim: int = option(64, "rows of the semi-orthogonal factors", low=1,
-                                 used=f"{_OURS} & kind=tdnnf")
+    bottleneck_dim: int = option(
+        64, "number of rows of the semi-orthogonal factors",
+        low=1, used=f"{_OURS} & kind=tdnnf")
     bypass_scale: float = option(
-        0.66, "factor of a layer's input that is added to its output (Kaldi: 0.66)", low=0.0,
-        high=1.0, used=f"{_OURS} & kind=tdnnf")
+        0.66, "scale of a layer's input that is added to its output (Kaldi: 0.66)",
+        low=0.0, high=1.0, used=f"{_OURS} & kind=tdnnf")
     input_transform: Literal["none", "lda"] = option(
-        "none", "fixed first layer, estimated from the training examples (C.6)")
+        "none",
+        "fixed first layer; lda: linear discriminant analysis of the training examples (C.6)")
     prior_scale_power: float = option(
-        0.0, "exponent of the priors that scale the outputs before the softmax (nnet2: -0.25)",
+        0.0,
+        "exponent of the class priors that scale the outputs before the softmax (nnet2: -0.25); "
+        "0: no scaling",
         low=-1.0, high=0.0)
     num_subclasses: int = option(
-        0, "number of sub-classes of all classes after the split (C.5); 0: no split", low=0)
+        0, "total number of sub-classes after the split of classes (C.5); 0: no split",
+        low=0)
     subclass_power: float = option(
         0.25, "exponent of the class counts that allocate sub-classes (paper: 1/3)", above=0.0,
         high=1.0, used="num_subclasses")
     add_layers_period: int = option(
-        0, "outer iterations between two new layers (C.7; nnet2: 2); 0: all layers at the start",
-        low=0)
+        0, "interval between two new layers (C.7; nnet2: 2); 0: all layers at the start",
+        unit="outer iterations", low=0)
     _target_: str = option(
-        "", "package.module:Name of a custom network that replaces the architectures above")
+        "", "package.module:Name of a custom network; empty: architecture in kind")
     args: Mapping[str, Any] | None = option(
-        None, "keyword arguments of the custom network, such as {width: 64}", used="_target_")
+        None, "keyword arguments of the custom network, such as {width: 64}; null: none",
+        used="_target_")
     search_path: str = option(
-        "", "folder to import the custom network from; empty: the current folder",
+        "", "folder to import the custom network from; empty: current folder",
         used="_target_")
     init_scales: Mapping[str, Any] | None = option(
-        None, "factors on the initial parameters of layers, such as {affine1: 0.8}")
+        None, "scales of the initial parameters of layers, such as {affine1: 0.8}; null: all 1")
 
     @property
     def label(self) -> str:
@@ -69,7 +83,7 @@ class ModelConfig:
         """Return `tdnn_offsets` by layer.
 
         Raises:
-            ValueError: a layer's offsets are not rising whole numbers.
+            ValueError: a layer's offsets are not rising integers.
         """
         layers = tuple(tuple(int(offset) for offset in layer.split(","))
                        for layer in self.tdnn_offsets.split())
@@ -80,15 +94,18 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """What is trained in the place of a speech model: a model, data and a loss of the user's own."""
+    """A custom task that is trained instead of a speech model: model, data and loss."""
 
     _target_: str = option(
-        "", "module:function that returns a task (ngsgd.tasks.DatasetTask or any subclass of Task); "
-            "empty: speech recognition")
+        "",
+        "module:function that returns a custom task (ngsgd.tasks.DatasetTask or another subclass "
+        "of Task); empty: speech recognition")
     args: Mapping[str, Any] | None = option(
-        None, "keyword arguments of the function, such as {width: 64}", used="_target_")
+        None, "keyword arguments of the function in _target_, such as {width: 64}; null: none",
+        used="_target_")
     search_path: str = option(
-        "", "folder to import the module from; empty: the current folder", used="_target_")
+        "", "folder to import the module in _target_ from; empty: current folder",
+        used="_target_")
 
     @property
     def label(self) -> str:

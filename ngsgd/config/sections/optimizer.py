@@ -47,93 +47,118 @@ class OptimizerConfig:
     """The optimizer of a worker: from the gradient of a minibatch to the step of the model."""
 
     kind: Kind = option(  # noqa: RUF009
-        "ngsgd", "optimizer; ngsgd: online natural gradient, sgd: plain gradient, others: SGD on a "
-                 "preconditioned gradient")
-    momentum: float = option(0.0, "momentum of the steps; the step is multiplied by 1 - momentum",
-                             low=0.0, high=0.999)
+        "ngsgd",
+        "optimizer; ngsgd: online natural gradient; sgd: plain gradient; others: SGD on a "
+        "preconditioned gradient")
+    momentum: float = option(
+        0.0, "momentum; the step is also multiplied by 1 - momentum",
+        low=0.0, high=0.999)
     max_change: float = option(
         0.75, "maximum L2 norm of one layer's update per minibatch; 0: no limit (C.3)", low=0.0)
     max_param_change: float = option(
         2.0, "maximum L2 norm of the complete model's update per minibatch; 0: no limit (C.3)",
         low=0.0)
     weight_decay: float = option(
-        0.0, "Kaldi's l2-regularize: adds -weight_decay |W|^2 per frame to the objective function",
+        0.0,
+        "L2 regularization (Kaldi's l2-regularize): -weight_decay |W|^2 is added to the objective "
+        "of each frame; 0: none",
         low=0.0)
     backstitch_scale: float = option(
-        0.0, "scale of backstitch: a step of -scale, then one of 1 + scale (Kaldi: 0.3 to 1); "
-             "0: off", low=0.0, used="kind=ngsgd|sgd")
+        0.0,
+        "backstitch: a step of -scale, followed by a step of 1 + scale (Kaldi: 0.3 to 1); 0: off",
+        low=0.0, used="kind=ngsgd|sgd")
     backstitch_interval: int = option(
-        1, "minibatches between two with backstitch", low=1,
-        used="kind=ngsgd|sgd & backstitch_scale")
+        1, "interval between two backstitch minibatches",
+        unit="minibatches", low=1, used="kind=ngsgd|sgd & backstitch_scale")
     proportional_shrink: float = option(
-        0.0, "shrinkage: a job starts from the model times 1 - this value times its learning rate",
+        0.0,
+        "shrinkage: at the start of a job, the model is multiplied by 1 - value x learning rate of "
+        "the job; 0: none",
         low=0.0)
     layer_options: Mapping[str, Any] | None = option(
-        None, "lr_factor, max_change and weight_decay of layers by name or pattern, such as "
-              "{affine1: {lr_factor: 1.3}}")
+        None,
+        "lr_factor, max_change and weight_decay of layers by name or pattern, such as {affine1: "
+        "{lr_factor: 1.3}}; null: none")
     equalize_layers: bool = option(
-        False, "adapt the learning rates of layers so that all change by the same ratio (nnet2)")
+        False,
+        "adaptation of the layers' learning rates for equal relative change of all layers (nnet2)")
     curvature_state: Literal["reset", "keep", "average"] = option(
-        "reset", "curvature at the start of a job: reset, that of the previous job of its slot, or "
-                 "the average of all jobs", used=_kinds(("ngsgd", *METHODS)),
-        default_of_kind={**dict.fromkeys(("diagonal", "adam", "adamw"), "average"),
-                         "soap": "keep"})
-    alpha: float = option(4.0, "smoothing of the Fisher matrix towards the identity (eq. 19)",
-                          low=0.0, used="kind=ngsgd|simple|online")
+        "reset",
+        "curvature at the start of a job; reset: none; keep: that of the previous job of its "
+        "slot; average: mean over all jobs",
+        used=_kinds(("ngsgd", *METHODS)),
+        default_of_kind={**dict.fromkeys(("diagonal", "adam", "adamw"), "average"), "soap": "keep"})
+    alpha: float = option(
+        4.0, "smoothing of the Fisher matrix toward the identity (eq. 19)",
+        low=0.0, used="kind=ngsgd|simple|online")
     rank_in: int = option(
         20, "rank of the Fisher factor of a layer's inputs; at most (dim + 1) / 2", low=1,
         used="kind=ngsgd")
     rank_out: int = option(
         80, "rank of the Fisher factor of the gradients of a layer's outputs; at most (dim + 1) / 2",
         low=1, used="kind=ngsgd")
-    update_period: int = option(4, "minibatches between two updates of the Fisher factors", low=1,
-                                used="kind=ngsgd")
+    update_period: int = option(
+        4, "interval between two updates of the Fisher factors",
+        unit="minibatches", low=1, used="kind=ngsgd")
     num_samples_history: float = option(
-        2000.0, "time constant of the exponential moving average of the Fisher factors (eq. 78)",
+        2000.0, "time constant of the moving average of the Fisher factors (eq. 78)",
         unit="frames", above=0.0, high=1e6, used="kind=ngsgd")
     update_schedule: Literal["nnet3", "nnet2"] = option(
-        "nnet3", "rule for updates of the Fisher factors; nnet2: that of the paper's code",
+        "nnet3", "schedule of the Fisher updates; nnet3: Kaldi's nnet3; nnet2: the paper's code",
         used="kind=ngsgd")
     max_change_per_sample: float = option(
-        0.0, "the paper's limit on the update per frame (C.3; nnet2's scripts: 0.075); 0: no limit",
+        0.0,
+        "maximum L2 norm of the update per frame, as in the paper (C.3; nnet2's scripts: 0.075); "
+        "0: no limit",
         low=0.0, used="kind=ngsgd")
     fallback: Literal["adamw", "sgd"] = option(
-        "adamw", "rule for layers without natural gradient, such as embeddings and recurrent layers; "
-                 "adamw: AdamW with 1/8 of the learning rate and no max_change", used="kind=ngsgd")
+        "adamw",
+        "optimizer of layers without natural gradient, such as embeddings and recurrent layers; "
+        "adamw: AdamW at 1/8 of the learning rate, without max_change",
+        used="kind=ngsgd")
     damping: float = option(
-        1e-2, "damping of the curvature of the mean loss; shampoo: relative to the largest "
-              "eigenvalue; soap, adam, adamw, muon: eps",
+        1e-2,
+        "damping of the curvature of the mean loss; shampoo: relative to the largest eigenvalue; "
+        "soap, adam, adamw, muon: eps",
         above=0.0, used=_all_but(),
         default_of_kind={"shampoo": 1e-6, **dict.fromkeys(("soap", *_ADAM), 1e-8)})
     curvature_interval: int = option(
-        10, "minibatches between two updates of the curvature", low=1,
-        used=_all_but(*EVERY_MINIBATCH), default_of_kind=dict.fromkeys(EVERY_MINIBATCH, 1))
+        10, "interval between two curvature updates",
+        unit="minibatches", low=1, used=_all_but(*EVERY_MINIBATCH),
+        default_of_kind=dict.fromkeys(EVERY_MINIBATCH, 1))
     inverse_interval: int = option(
-        10, "minibatches between two inverses of the curvature", low=1,
-        used=_all_but(*EVERY_MINIBATCH), default_of_kind=dict.fromkeys(EVERY_MINIBATCH, 1))
+        10, "interval between two inversions of the curvature",
+        unit="minibatches", low=1, used=_all_but(*EVERY_MINIBATCH),
+        default_of_kind=dict.fromkeys(EVERY_MINIBATCH, 1))
     ema_decay: float = option(
-        0.95, "weight of the past in the moving average of the curvature; soap, adam, adamw, muon: "
-              "beta 2", low=0.0, high=0.9999, used=_all_but("psgd", *WITHOUT_MEAN),
+        0.95, "decay of the moving average of the curvature; soap, adam, adamw, muon: beta2",
+        low=0.0, high=0.9999, used=_all_but("psgd", *WITHOUT_MEAN),
         default_of_kind={**dict.fromkeys(WITHOUT_MEAN, 0.0), **dict.fromkeys(_ADAM, 0.999)})
     fisher: Literal["empirical", "mc", "exact"] = option(
-        "empirical", "gradients of the Fisher matrix: those of the targets, of sampled targets, or "
-                     "the exact Gauss-Newton matrix", used=_kinds(_OF_FISHER),
+        "empirical",
+        "type of Fisher matrix; empirical: gradients of the targets; mc: gradients of sampled "
+        "targets; exact: Gauss-Newton matrix", used=_kinds(_OF_FISHER),
         default_of_kind=FISHER_OF)  # type: ignore[arg-type]
     graft: Literal["none", "gradient"] = option(
-        "gradient", "grafting; gradient: each layer's direction gets the norm of its gradient",
+        "gradient", "grafting; gradient: each layer's step has the norm of its gradient",
         used=_all_but())
     kl_clip: float = option(
-        0.0, "limit on lr^2 <P g, g> per minibatch; 0: no limit", low=0.0, used=_all_but())
+        0.0, "maximum of lr^2 <P g, g> per minibatch (KL clipping); 0: no limit",
+        low=0.0, used=_all_but())
     skip: str = option(
-        "", "layers and parameters without preconditioning: names, patterns or classes, separated "
-            "by commas",
+        "",
+        "layers and parameters without preconditioning: names, patterns or classes, separated by "
+        "commas; empty: none",
         used=_all_but())
     beta1: float = option(
-        0.9, "weight of the past in the first moment", low=0.0, high=0.9999,
-        used=_kinds(("soap", *_ADAM)), default_of_kind={"muon": 0.95, "soap": 0.95})
+        0.9, "decay of the first moment",
+        low=0.0, high=0.9999, used=_kinds(("soap", *_ADAM)),
+        default_of_kind={"muon": 0.95, "soap": 0.95})
     decoupled_weight_decay: float = option(
-        0.0, "fraction of the parameters that a step of learning rate 1 subtracts", low=0.0,
-        used=_kinds(_ADAM), default_of_kind={"adamw": 0.01})
+        0.0,
+        "decoupled weight decay (AdamW): fraction of the parameters subtracted by a step with "
+        "learning rate 1",
+        low=0.0, used=_kinds(_ADAM), default_of_kind={"adamw": 0.01})
 
     def __post_init__(self) -> None:
         for spec in fields(self):

@@ -14,19 +14,27 @@ _MLFLOW = "kind=mlflow"
 class TrackingConfig:
     """MLflow tracking; the event log of the run folder is always written."""
 
-    kind: Literal["mlflow", "none"] = option("mlflow", "tracking service")
-    uri: str = option("", "MLflow tracking URI; empty: sqlite:///OUTPUT_DIR/mlflow.db",
-                      used=_MLFLOW)
-    experiment_name: str = option("", "MLflow experiment; empty: CORPUS-MODEL", used=_MLFLOW)
+    kind: Literal["mlflow", "none"] = option(
+        "mlflow", "tracking service; none: event log of the run folder only")
+    uri: str = option(
+        "", "MLflow tracking URI; empty: sqlite:///OUTPUT_DIR/mlflow.db",
+        used=_MLFLOW)
+    experiment_name: str = option(
+        "", "name of the MLflow experiment; empty: CORPUS-MODEL",
+        used=_MLFLOW)
     nested_runs: bool = option(
-        False, "a nested MLflow run for each of up to 32 workers, one request each", used=_MLFLOW)
-    log_model: bool = option(True, "log the final model for mlflow.pyfunc.load_model",
-                             used=_MLFLOW)
+        False, "nested MLflow runs for up to 32 workers, with one request each per outer iteration",
+        used=_MLFLOW)
+    log_model: bool = option(
+        True, "upload of the final model, for mlflow.pyfunc.load_model",
+        used=_MLFLOW)
     registered_model_name: str = option(
-        "", "name in the model registry under which the final model becomes a version; empty: none",
+        "",
+        "name in the MLflow model registry, where the final model becomes a new version; empty: "
+        "not registered",
         used=_MLFLOW)
     curvature_frames: int = option(
-        0, "training frames for gradient noise and curvature by layer; 0: not measured",
+        0, "training data for the gradient noise and curvature of each layer; 0: not measured",
         unit="frames", low=0)
     log_system_metrics: bool = option(
         True, "load, memory, disk and network of up to 32 machines at every outer iteration",

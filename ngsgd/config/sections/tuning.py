@@ -12,8 +12,12 @@ from ngsgd.config.option import option
 class ProxyConfig:
     """The short training run on which hyperparameters are tuned."""
 
-    steps: int = option(400, "minibatches of each job", low=2, high=1000000)
-    outer_iters: int = option(4, "number of averaging steps; must divide steps", low=1, high=10000)
+    steps: int = option(
+        400, "length of each job of the proxy run",
+        unit="minibatches", low=2, high=1000000)
+    outer_iters: int = option(
+        4, "number of averaging steps of the proxy run; must divide steps",
+        low=1, high=10000)
 
 
 @dataclass(frozen=True)
@@ -22,13 +26,18 @@ class TuneConfig:
 
     space: tuple[str, ...] = option(
         ("schedule", "layer_lr", "l2", "momentum"),
-        "hyperparameters to tune; max_change and init_scale are also possible")
-    knots: int = option(6, "knots of the learning-rate schedule; 2: exponential", low=2, high=100)
+        "hyperparameters to tune: schedule, layer_lr, l2, momentum, max_change, init_scale")
+    knots: int = option(
+        6, "number of knots of the learning-rate schedule; 2: exponential schedule",
+        low=2, high=100)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
-    budget: float = option(60.0, "cost limit in runs of the proxy; a hypergradient costs 4.2 runs",
-                           unit="runs", above=0.0)
+    budget: float = option(
+        60.0, "maximum cost of the search; a hypergradient costs 4.2 proxy runs",
+        unit="runs", above=0.0)
     coarse_fraction: float = option(
         0.25, "fraction of the budget for the coarse search of initial and final learning rate",
         low=0.0, high=1.0)
     engine: Literal["auto", "store", "reversible", "checkpoint"] = option(
-        "auto", "source of the trajectory in the reverse pass; auto: store if it takes at most 1 GB")
+        "auto",
+        "source of the trajectory in the reverse pass; store: all steps in memory; reversible: "
+        "exactly reversed steps; checkpoint: recomputation; auto: store up to 1 GB")

@@ -1,1 +1,1 @@
-"""From the results of the jobs to the next model."""
+"""Averaging of the results of jobs to the next model."""

@@ -1,4 +1,4 @@
-"""The averaged model: the outer optimizer's state, and the parts of the model that are in use."""
+"""The averaged model: state of the outer optimizer and the active stage of the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AveragedModel:
     def __init__(self, task: Task, model: nn.Module, settings: EngineSettings, checkpoints: CheckpointStore,
                  num_outer_iters: int) -> None:
         self.task = task
-        # a workspace; the parameters are the outer optimizer's
+        # workspace for evaluation; the outer optimizer holds the parameters
         self.model = model
         self.layout = FlatLayout.of(model)
         self.settings = settings
@@ -38,19 +38,19 @@ class AveragedModel:
         self.stage = self.task.growth.stage(start.progress.outer_iter)
 
     def parameters(self) -> Vector:
-        """The parameters that are evaluated; a view."""
+        """Return a view of the parameters that are evaluated."""
         return self.optimizer.eval_model()
 
     def load(self, checkpoint: Checkpoint, model: nn.Module) -> None:
-        """Set a model's stage and parameters to those of a checkpoint."""
+        """Load the stage and the parameters of a checkpoint into a model."""
         self.task.growth.select(model, self.task.growth.stage(checkpoint.progress.outer_iter))
         self.layout.load(model, checkpoint.parameters)
 
     def enter(self, outer_iter: int) -> bool:
-        """Create the parts of the model that an outer iteration adds; returns whether there are any.
+        """Create the parts of the model that an outer iteration adds; return whether there are any.
 
-        They are a function of the last checkpoint, so a resumed run creates the same parts.  An outer
-        iteration that is rolled back runs again with the parts that were created for it.
+        The new parts are a function of the last checkpoint, so a resumed run creates the same
+        parts. A rolled-back outer iteration is repeated with the parts that were created for it.
         """
         stage = self.task.growth.stage(outer_iter)
         if stage == self.stage:
@@ -60,17 +60,17 @@ class AveragedModel:
 
     def step(self, plan: Plan, job_init: JobInitializer, vectors: Sequence[Vector | Mean], weights: Sequence[float],
              num_accepted: int) -> None:
-        """The outer optimizer's step from the accepted results."""
+        """Step the outer optimizer with the accepted results."""
         info = OuterInfo(plan.outer_iter, self.num_outer_iters, num_accepted, plan.iteration.lr)
         index, count = job_init.fragment(plan.outer_iter)
         statistics = self.layout.statistics()
         self.optimizer.step(vectors, weights, info, pieces=None if count == 1 else self.layout.fragment(index, count),
                             statistics=statistics, returns=job_init.returns)
         if count == 1 and job_init.returns == "parameters":
-            # a single vector is the mean of several already, or the only result
+            # a single vector is already the mean of several, or the only result
             if len(vectors) > 1:
                 pool_variances(self.optimizer.eval_model(), vectors, weights, self.layout.mean_and_variance())
-            # a moving average of statistics would belong to no data
+            # a moving average of statistics would not match any data
             for part in statistics:
                 self.optimizer.final_model()[part] = self.optimizer.eval_model()[part]
 

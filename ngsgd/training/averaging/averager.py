@@ -1,4 +1,4 @@
-"""From the results of an outer iteration to its model: which are accepted, and whether their average is."""
+"""Averaging of an outer iteration: which results are accepted, and whether their average is."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class _Gathered(NamedTuple):
     """The accepted results of an outer iteration."""
 
     verdicts: Verdicts
-    # too few results were accepted, and nothing is averaged
+    # set if too few results were accepted; nothing is averaged then
     error: NgsgdError | None
-    # the vectors that the accepted jobs sent, or their mean alone
+    # vectors of the accepted jobs, or only their mean
     vectors: Sequence[Vector | Mean]
     weights: Sequence[float]
 
@@ -49,11 +49,11 @@ class Averager:
         self.held_out = HeldOutCheck(task, model, self.layout, gap)
 
     def average(self, state: OuterIterationState, before: Checkpoint) -> tuple[Verdicts, NgsgdError | None]:
-        """Make the next model of the plausible results; with an error the model stays `before`.
+        """Average the accepted results; if an error is returned, the model stays `before`.
 
-        The new model is scored on held-out data before it is committed.  If it is worse than the one
-        before, each result is scored alone, and the outer step is undone and repeated without those
-        that are bad.
+        The new model is scored on held-out data before it is committed. If it is worse than the
+        previous model, each result is scored alone. The outer step is then undone and repeated
+        without the bad results.
         """
         self.held_out.begin(self.averaged.parameters(), self.task.growth.stage(state.plan.outer_iter))
         while True:
@@ -77,7 +77,11 @@ class Averager:
 
     def _check_average(self, state: OuterIterationState, accepted: Sequence[JobResult]
                  ) -> tuple[dict[int, str], DivergenceError | None]:
-        """Score the new model: (reasons to reject results after all, by job; why it cannot be committed)."""
+        """Score the new model.
+
+        Returns:
+            (reasons to reject results, by job; the error if the model cannot be committed).
+        """
         model = self.averaged.parameters()
         is_sound = is_finite(model)
         objf = self.held_out.score(model) if is_sound else -math.inf
@@ -90,17 +94,18 @@ class Averager:
         number = state.plan.outer_iter + 1
         if not is_sound:
             return {}, DivergenceError(
-                f"the model of outer iteration {number} is not finite, though its jobs' are: "
-                f"outer.kind={self.averaged.settings.outer.kind} diverged; lower its gain and resume.")
+                f"the model of outer iteration {number} is not finite, although the models of its "
+                f"jobs are: outer.kind={self.averaged.settings.outer.kind} diverged; lower its "
+                "gain and resume.")
         if failure:
             return {}, DivergenceError(
-                f"the average of outer iteration {number} is not committed: {failure}, though no "
-                "single result explains it; lower schedule.lr_initial and resume, or start again.")
+                f"the average of outer iteration {number} is not committed: {failure}, and no "
+                "single result explains it; lower schedule.lr_initial and resume, or restart.")
         self.held_out.commit(objf)
         return {}, None
 
     def _gather(self, state: OuterIterationState) -> _Gathered:
-        """Validate the results and select those to average; jobs whose results were lost run again."""
+        """Validate the results and select those to average; jobs with lost results run again."""
         while True:
             verdicts, is_contested = judge(
                 state.in_order(), state.rejection_reasons, self.held_out.tolerance,
@@ -118,8 +123,8 @@ class Averager:
                 if is_contested and (bad := self._bad_results(state, accepted)):
                     state.rejection_reasons |= bad
                     continue
-                # a rule that needs every vector, such as a median, must not be given the workers'
-                # mean instead
+                # a rule that needs every vector, such as a median, must not receive the mean of the
+                # workers
                 mean = None
                 if self.averaged.optimizer.takes_mean:
                     mean = self.dispatcher.pool.mean(accepted, weights)
@@ -135,9 +140,9 @@ class Averager:
         self.dispatcher.finish(state, None, lambda: None)
 
     def _bad_results(self, state: OuterIterationState, accepted: Sequence[JobResult]) -> dict[int, str]:
-        """Reasons to reject results, by job, after scoring each one alone on held-out data.
+        """Score each result alone on held-out data and return reasons to reject, by job.
 
-        Where parameter deltas disagree, the result with the best score is trusted.
+        If parameter deltas disagree, the result with the best score is trusted.
         """
         scores = {result.job.job: self.held_out.score(self._parameters_of(result, state))
                   for result in accepted}
@@ -151,7 +156,9 @@ class Averager:
         return found
 
     def _parameters_of(self, result: JobResult, state: OuterIterationState) -> Vector:
-        """All parameters at the end of a job; outside the fragment sent, those of the model."""
+        """Return all parameters at the end of a job; outside the fragment sent, those of the
+        model.
+        """
         job, sent = result.job, result.sent.read()
         if job.returns == "move":
             return initial_parameters(job.start, self.layout) + sent

@@ -1,6 +1,6 @@
-"""Learning rates of layers that make all of them change alike: Kaldi's nnet-modify-learning-rates, for sequence training.
+"""Learning rates per layer that equalize relative changes (Kaldi: nnet-modify-learning-rates).
 
-A layer is a module with entries of its own.  Letters: L layers.
+They are used in sequence training. A layer is a module with direct entries. Letters: L layers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import numpy as np
 
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 
-# that a factor changes by in one outer iteration; a layer that hardly moved once must not run away
+# largest factor of change per outer iteration, so that a layer with one tiny update does not
+# diverge
 _MAX_STEP = 4.0
 
 
 def equalized_rates(layout: FlatLayout, before: Vector, after: Vector, rates: Mapping[str, float]) -> dict[str, float]:
-    """The factors on the layers' rates for the next outer iteration; their geometric mean is 1.
+    """Return the factors on the rates of the layers for the next outer iteration.
 
-    Each is multiplied by the geometric mean of the layers' relative changes over its own, so that a layer that changed twice as
-    much as the others is slowed down two-fold.  Layers that did not change keep what they have.
+    Each factor is multiplied by the geometric mean of the relative changes over the relative change
+    of its layer. A layer that changed twice as much as the others is slowed down by 2. Factors of
+    unchanged layers stay. The geometric mean of the factors is 1.
     """
     change = {layer: value for layer, value in _relative_changes(layout, before, after).items() if value > 0.0}
     if not change:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ngsgd.training.task import Evaluation, Task
 
-# of the thread: workers on the same cores have priority
+# niceness of the thread: workers on the same cores have priority
 _NICENESS = 19
 
 
@@ -25,12 +25,12 @@ class BackgroundDiagnostics:
         # evaluation mode: no dropout
         self._model = copy.deepcopy(model).eval()
         self._task = task
-        # errors appear here, and not in the thread after the first outer iteration
+        # raises errors here instead of in the thread after the first outer iteration
         task.prepare_evaluation(self._model)
         self._thread = ThreadPoolExecutor(1, "ngsgd-diagnostics", initializer=_lower_priority)
 
     def begin(self, load: Callable[[nn.Module], object]) -> Future[Evaluation]:
-        """Set the model's parameters with `load` now, and evaluate it in the thread.
+        """Load the parameters with `load` now, and evaluate the model in the thread.
 
         The previous evaluation must have ended, since there is one copy of the model.
         """
@@ -42,11 +42,11 @@ class BackgroundDiagnostics:
         return self._task.evaluate(self._model)
 
     def close(self) -> None:
-        """Wait for the evaluation that runs, and end the thread."""
+        """Wait for the running evaluation, and end the thread."""
         self._thread.shutdown()
 
 
 def _lower_priority() -> None:
-    # Linux has priorities of single threads; elsewhere the thread runs at normal priority
+    # Linux has priorities per thread; elsewhere the thread runs at normal priority
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,7 +1,7 @@
 """Records of committed outer iterations whose diagnostics still run.
 
-Nothing is lost with the process: the checkpoint holds its record, and a resumed run diagnoses that checkpoint's model
-again, which gives the same figures.
+A record survives the process: the checkpoint holds it, and a resumed run repeats the diagnosis of
+the model of that checkpoint with identical results.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ class _Waiting(NamedTuple):
 
 
 class DeferredDiagnostics:
-    """Completes records with their diagnosis and passes them on, in order; at most one is waiting."""
+    """Completes records with their diagnosis and reports them in order; at most one is waiting."""
 
     def __init__(self, diagnostics: BackgroundDiagnostics, report: Report) -> None:
         self.diagnostics, self.report = diagnostics, report
         self._waiting: _Waiting | None = None
 
     def wait(self) -> None:
-        """Returns when no record is waiting any more."""
+        """Block until no record is waiting."""
         if self._waiting:
             self._pass_on(self._waiting)
 
     def report_finished(self) -> None:
-        """Passes on what is ready."""
+        """Report the waiting record if its diagnosis is done."""
         if self._waiting and self._waiting.diagnosis.done():
             self._pass_on(self._waiting)
 
     def add(self, record: OuterIterationRecord, load: Callable[[nn.Module], object]) -> None:
-        """Begins the diagnosis of the record's model, which `load` sets; waits for the one before."""
+        """Start the diagnosis of the model set by `load`, after waiting for the previous one."""
         self.wait()
         self._waiting = _Waiting(record, self.diagnostics.begin(load))
 

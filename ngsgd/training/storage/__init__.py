@@ -1,1 +1,1 @@
-"""What a run writes to disk: checkpoints, the ledger, the event log, the lock, and the audit of all of them."""
+"""Files of a run: checkpoints, ledger, event log, lock, and their audit."""

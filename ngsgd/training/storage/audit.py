@@ -1,11 +1,12 @@
-"""Is a run's ledger in order?  A program of its own: it reads files, and knows nothing of the
-coordinator.
+"""Audit of the ledger of a run, independent of the coordinator.
 
     python -m ngsgd.training.storage.audit RUN_FOLDER
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import sys
 from collections import Counter
@@ -17,12 +18,12 @@ from typing import Any, NamedTuple
 from ngsgd.files import parse_json_lines, read_log
 
 _SETTLED = ("accepted", "rejected", "dropped", "deferred", "quarantined")
-# minibatches of a pass, from the first to before the second
+# (first minibatch, index after the last)
 _Span = tuple[float, float]
 
 
 class _Pass(NamedTuple):
-    """One pass over one frame of an archive's examples, by the plan that first had it."""
+    """One pass over one frame of the examples of an archive, identified by its first plan."""
 
     archive: int
     frame: int
@@ -32,7 +33,7 @@ class _Pass(NamedTuple):
 
 @dataclass
 class OuterIterationLines:
-    """What a ledger says of one outer iteration, from its last plan on."""
+    """The ledger lines of one outer iteration, from its last plan."""
 
     outer_iter: int
     min_accepted_fraction: float
@@ -47,18 +48,16 @@ class OuterIterationLines:
 
 
 def read(path: Path) -> list[OuterIterationLines]:
-    """The committed outer iterations in the order of their commits; what was begun and never
-    committed does not count.
-    """
+    """Return the committed outer iterations in the order of their commits."""
     return _committed(_checked_lines(path)[0])
 
 
 def _checked_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The well-formed lines of a ledger, and one finding for each of the others."""
+    """Return the well-formed lines of a ledger, and one finding for each other line."""
     lines: list[dict[str, Any]] = []
     problems: list[str] = []
     for number, text in enumerate(read_log(path).split("\n"), 1):
-        # earlier versions kept a line that a killed process had left unfinished
+        # earlier versions kept an incomplete line of a killed process
         if not text or (text.startswith("{") and not text.endswith("}")):
             continue
         found = parse_json_lines(text)
@@ -73,11 +72,11 @@ def _checked_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return lines, problems
 
 
-# archive, frame, outer iteration, job, first minibatch, last
+# archive, frame, outer iteration, job, first minibatch, stop
 _PIECE_LENGTH = 6
 _NUMBER = (int, float)
 _JOB: dict[str, tuple[type, ...]] = {"outer_iter": (int,), "job": (int,), "attempt": (int,)}
-# by event: the fields that the audit reads, and their types
+# event -> fields that the audit reads, and their types
 _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "started": {"after": (int,), "min_accepted_fraction": _NUMBER},
     "planned": {"outer_iter": (int,), "job": (int,), "pieces": (list,), "lr": _NUMBER},
@@ -96,17 +95,17 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
 
 
 def _malformed(line: dict[str, Any]) -> str:
-    """Why a line is not one that a ledger holds; empty if it is."""
+    """Return the problem of a malformed ledger line; empty if it is well-formed."""
     event = line.get("event")
     wanted = _FIELDS.get(event) if isinstance(event, str) else None
     if wanted is None:
-        return f"its event is {event!r:.60}"
+        return f"unknown event {event!r:.60}"
     for name, types in wanted.items():
         if isinstance(line.get(name), bool) or not isinstance(line.get(name), types):
             return f"{event}: {name} is {line.get(name)!r:.60}"
     for name in ("pieces", "left"):
         if not all(map(_is_piece, line.get(name, []))):
-            return f"{event}: {name} holds something else than pieces of work"
+            return f"{event}: {name} holds values that are not work items"
     numbers = line.get("numbers", {"lr": 0.0})
     if "lr" not in numbers or not all(isinstance(value, _NUMBER) for value in numbers.values()):
         return f"{event}: numbers is {numbers!r:.60}"
@@ -134,8 +133,8 @@ def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
         outer_iter = line.get("outer_iter", -1)
         match line["event"]:
             case "started":
-                # a new process goes on after a certain commit: what is later, or was under way, is
-                # done again
+                # a new process resumes after a certain commit: later or unfinished outer iterations
+                # are repeated
                 min_accepted_fraction = line["min_accepted_fraction"]
                 done = [one for one in done if one.outer_iter <= line["after"]]
                 under_way = {o: one for o, one in under_way.items() if o <= line["after"]}
@@ -148,7 +147,7 @@ def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
             case "rolled_back":
                 under_way.pop(outer_iter, None)
             case "committed":
-                # said again after a crash between commit and ledger
+                # repeated after a crash between commit and ledger
                 if outer_iter not in [one.outer_iter for one in done]:
                     done.append(under_way.pop(outer_iter,
                                               OuterIterationLines(outer_iter,
@@ -160,8 +159,10 @@ def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
 
 
 def audit(path: Path) -> list[str]:
-    """The findings on a ledger; an empty list when all that was planned was counted exactly once,
-    or given up by name.
+    """Return the findings on a ledger.
+
+    The list is empty if all planned work was either counted exactly once or explicitly dropped,
+    deferred or quarantined.
     """
     try:
         lines, problems = _checked_lines(path)
@@ -180,26 +181,29 @@ def audit(path: Path) -> list[str]:
             problems.append(f"{where}: {frames} frames accepted, {one.commit['frames_processed']} "
                             "committed")
         if one.commit["parent"] != model:
-            problems.append(f"{where}: its parent is {one.commit['parent']!r}, the model before "
-                            f"was {model!r}")
+            problems.append(f"{where}: its parent is {one.commit['parent']!r}, but the previous "
+                            f"model is {model!r}")
         model = one.commit["model"]
     return problems + list(_pieces_counted_wrongly(done))
 
 
 def _fences_out_of_order(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """Each process that writes has a larger fencing number than the one before, and no earlier one
-    writes after it.
-    """
+    """Check that fencing numbers increase, and that no process writes after its successor."""
     holder, resumed_after = 0, -1
     for line in lines:
         fence = line.get("fence", 0)
         if line["event"] == "started":
             if fence and fence <= holder:
-                yield f"two processes wrote to the run: fencing number {fence} begins after {holder}"
+                yield (
+                    f"two processes wrote to the run: fencing number {fence} begins after {holder}"
+                )
             holder, resumed_after = max(holder, fence), line["after"]
         # a resumed process repeats the commit that it resumes after
         elif line["event"] == "committed" and fence and fence != holder and line["outer_iter"] != resumed_after:
-            yield f"outer iteration {line['outer_iter']} was committed under fencing number {fence}, while {holder} wrote"
+            yield (
+                f"outer iteration {line['outer_iter']} was committed under fencing number {fence}, "
+                f"while {holder} wrote"
+            )
 
 
 def _problems_of(one: OuterIterationLines) -> Iterator[str]:
@@ -210,18 +214,27 @@ def _problems_of(one: OuterIterationLines) -> Iterator[str]:
     yield from (f"{where}: job {job} was not planned" for job in counts if job not in one.planned)
     for entry in one.settled:
         if entry["event"] in ("accepted", "rejected") and (entry["job"], entry["attempt"]) not in one.submitted:
-            yield f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted and never submitted"
+            yield (
+                f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted and never "
+                "submitted"
+            )
         latest = max((attempt for job, attempt in one.submitted if job == entry["job"]), default=0)
         if entry["attempt"] < latest:
-            yield f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted after attempt {latest} had begun"
+            yield (
+                f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted after "
+                f"attempt {latest} had begun"
+            )
         if entry["job"] in one.planned and entry["pieces"] != one.planned[entry["job"]]["pieces"]:
-            yield f"{where}: job {entry['job']} counted another piece"
+            yield f"{where}: job {entry['job']} counted another work item"
     num_accepted, num_jobs = len(one.accepted), len(one.planned)
     keeps_best = any(entry.get("keeps") == "best" for entry in one.planned.values())
     fewest = 1.0 if keeps_best else max(1.0, one.min_accepted_fraction * num_jobs)
     if num_accepted != one.commit["num_accepted"] or num_accepted < fewest or (keeps_best and num_accepted > 1):
-        yield f"{where}: {num_accepted} results of {num_jobs} accepted, {one.commit['num_accepted']} committed"
-    # all jobs have one learning rate, and it is the one that was committed
+        yield (
+            f"{where}: {num_accepted} results of {num_jobs} accepted, {one.commit['num_accepted']} "
+            "committed"
+        )
+    # all jobs have the committed learning rate
     rates, committed = {entry["lr"] for entry in one.planned.values()}, one.commit["numbers"]["lr"]
     if one.planned and rates != {committed}:
         yield f"{where}: learning rates {sorted(rates)} were planned, {committed} committed"
@@ -230,9 +243,7 @@ def _problems_of(one: OuterIterationLines) -> Iterator[str]:
 
 
 def _pieces_counted_wrongly(done: list[OuterIterationLines]) -> Iterator[str]:
-    """Every minibatch of a pass is settled once; what was put off comes back in a later plan, or
-    the run is not at its end.
-    """
+    """Check that every minibatch is settled once, and that deferred work was deferred before."""
     counted: dict[_Pass, list[_Span]] = {}
     owed: dict[_Pass, list[_Span]] = {}
     for one in done:
@@ -240,7 +251,7 @@ def _pieces_counted_wrongly(done: list[OuterIterationLines]) -> Iterator[str]:
         for name, span in (_pass_and_span(piece) for entry in one.planned.values()
                            for piece in entry["pieces"]):
             if name.outer_iter != one.outer_iter and not _covers(owed.get(name, []), span):
-                yield f"{where}: {_named(name, span)} comes back and was never put off"
+                yield f"{where}: {_named(name, span)} returns but was never deferred"
             owed[name] = _without(owed.get(name, []), span)
         for entry in one.settled:
             left = [_pass_and_span(piece) for piece in entry.get("left", [])]
@@ -267,7 +278,7 @@ def _pass_and_span(piece: list[Any]) -> tuple[_Pass, _Span]:
 
 
 def _without(spans: list[_Span], gone: _Span) -> list[_Span]:
-    """What is left of the spans."""
+    """Subtract an interval from the spans."""
     return [(low, high) for first, stop in spans
             for low, high in ((first, min(stop, gone[0])), (max(first, gone[1]), stop))
             if low < high]
@@ -282,15 +293,24 @@ def _covers(spans: list[_Span], wanted: _Span) -> bool:
 
 def _named(name: _Pass, span: _Span) -> str:
     part = "" if span == (0.0, math.inf) else f", minibatches {span[0]:g} to {span[1]:g}"
-    return f"archive {name.archive}, frame {name.frame}, planned as job {name.job} of outer iteration {name.outer_iter}{part}"
+    return (
+        f"archive {name.archive}, frame {name.frame}, planned as job {name.job} of outer iteration "
+        f"{name.outer_iter}{part}"
+    )
 
 
 def main() -> int:
-    if len(sys.argv) != 2:
-        print("usage: python -m ngsgd.training.storage.audit RUN_FOLDER", file=sys.stderr)
-        return 2
-    problems = audit(Path(sys.argv[1]) / "ledger.jsonl")
-    print("\n".join(problems) or "the ledger is in order")
+    parser = argparse.ArgumentParser(
+        prog="python -m ngsgd.training.storage.audit",
+        description="Check that a run counted all planned data exactly once; exit code 1: it did not.")
+    parser.add_argument("run", metavar="RUN_FOLDER", type=Path, help="run folder with ledger.jsonl")
+    parser.add_argument("--json", action="store_true", help="print a JSON list of the problems")
+    options = parser.parse_args()
+    problems = audit(options.run / "ledger.jsonl")
+    if options.json:
+        print(json.dumps(problems, indent=1))
+    else:
+        print("\n".join(problems) or "no findings")
     return bool(problems)
 
 

@@ -1,9 +1,12 @@
-"""Checkpoints: a directory per outer iteration, whole or absent; no pickle.
+"""Checkpoints: one directory per outer iteration, written atomically and without pickle.
 
-`iter-000012/model.safetensors` holds the model, `outer.safetensors` what the outer optimiser keeps
-beside it, `fisher.safetensors` the jobs' Fisher estimates where they are kept, `record.json` the
-line of the event log, and `manifest.json` everything else, with the checksums of all files and its
-own.
+Files of `iter-000012`:
+
+- `model.safetensors`: the model
+- `outer.safetensors`: additional arrays of the outer optimizer
+- `fisher.safetensors`: the Fisher estimates of the jobs, if they are kept
+- `record.json`: the line of the event log
+- `manifest.json`: everything else, with the checksums of all files including its own
 """
 
 from __future__ import annotations
@@ -45,11 +48,11 @@ from ngsgd.training.storage.ledger import piece_fields, pieces_of
 from ngsgd.training.storage.lock import RunLock
 
 _FORMAT = 3
-# the format before, whose manifests have no digest of their own
+# the previous format, whose manifests have no checksum
 _WITHOUT_DIGEST = 2
 _MODEL, _OUTER, _FISHER = "model.safetensors", "outer.safetensors", "fisher.safetensors"
 _RECORD = "record.json"
-# the newest, the one being written, and one that was damaged
+# the newest, the one being written, and a damaged one
 _NUM_THAT_MUST_FIT = 3
 _NAME = re.compile(r"iter-(\d{6,})")
 
@@ -59,27 +62,27 @@ class Checkpoint:
     """A committed outer iteration."""
 
     progress: Progress
-    # the model that is evaluated
+    # parameters of the evaluated model
     parameters: Vector
-    # of its file; empty before the first
+    # checksum of the model file; empty before the first commit
     model_sha256: str
-    # the outer optimiser's arrays beside the model
+    # arrays of the outer optimizer, in addition to the model
     buffers: Mapping[str, Vector] = field(default_factory=dict)
-    numbers: Mapping[str, float] = field(default_factory=dict)     # and its numbers
-    # the line of the ledger that goes with it
+    numbers: Mapping[str, float] = field(default_factory=dict)     # numbers of the outer optimizer
+    # the corresponding line of the ledger
     commit: Mapping[str, Any] = field(default_factory=dict)
-    # by job: the Fisher estimates that the next one goes on from
+    # job -> Fisher estimates that its next run continues from
     fisher: Mapping[int, Fisher] = field(default_factory=dict)
-    # of the event log, without diagnostics; None once it is written there
+    # record of the event log, without diagnostics; None once it is written there
     record: OuterIterationRecord | None = None
 
     def outer_state(self) -> dict[str, Any]:
-        """As `OuterOptimizer.load_state_dict` takes it."""
+        """State in the format of `OuterOptimizer.load_state_dict`."""
         return {"arrays": {"model": self.parameters, **self.buffers}, "numbers": self.numbers}
 
 
 def first_checkpoint(parameters: Vector) -> Checkpoint:
-    """Where a new run starts."""
+    """Return the initial checkpoint of a new run."""
     return Checkpoint(Progress(), parameters, "")
 
 
@@ -91,21 +94,31 @@ class CheckpointStore:
         self.directory = directory
         self.layout = layout
         self.num_to_keep = num_to_keep
-        # outer iterations whose models the final combination wants, however old they are
+        # outer iterations whose models are kept for the final combination, regardless of age
         self.candidates = candidates
         self.models = directory.parent / "models"
         self._undiagnosed = directory / "undiagnosed.json"
-        # of the run; without one nothing guards against a second coordinator
+        # run lock; None gives no protection against a second coordinator
         self.lock = lock
 
     def save(self, progress: Progress, outer_state: Mapping[str, Any],
              commit: Mapping[str, Any] = MappingProxyType({}),
              fisher: Mapping[int, Fisher] = MappingProxyType({}),
              record: OuterIterationRecord | None = None) -> Checkpoint:
-        """Commits an outer iteration, then removes the oldest checkpoints beyond `num_to_keep`.
+        """Commit an outer iteration, then remove the oldest checkpoints beyond `num_to_keep`.
 
-        `commit` is kept with it, and completed by the model's checksum as "model".  The arrays of
-        the checkpoint returned are those of `outer_state`, not copies.
+        Args:
+            progress: state of the run after the outer iteration.
+            outer_state: state of the outer optimizer.
+            commit: values stored with it, completed by the checksum of the model as "model".
+            fisher: job -> Fisher estimates for its next run.
+            record: record of the event log that is not written yet.
+
+        Returns:
+            The checkpoint. Its arrays are those of `outer_state`, not copies.
+
+        Raises:
+            CheckpointError: the file system refuses to write.
         """
         arrays = dict(outer_state["arrays"])
         parameters = arrays.pop("model")
@@ -120,8 +133,8 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(
                 f"outer iteration {progress.outer_iter + 1} could not be saved under "
-                f"{self.directory} ({error.strerror}); "
-                f"make room or fix the permissions, then `ngsgd resume {self.directory.parent}`.") from error
+                f"{self.directory} ({error.strerror}); free disk space or fix the permissions, "
+                f"then run `ngsgd resume {self.directory.parent}`.") from error
         self._keep_candidates()
         self._undiagnosed.unlink(missing_ok=True)
         for old in self._found()[:-self.num_to_keep]:
@@ -129,11 +142,11 @@ class CheckpointStore:
         return whole
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
-        """(the newest whole checkpoint or None, one sentence for each damaged one that was passed
-        over).
+        """Return (the newest undamaged checkpoint or None, a message for each damaged one
+        skipped).
         """
         remove_abandoned(self.directory)
-        # a crash may have come between a checkpoint and this
+        # a crash may have occurred between a checkpoint and this step
         self._keep_candidates()
         problems: list[str] = []
         for path in reversed(self._found()):
@@ -144,52 +157,51 @@ class CheckpointStore:
         return None, problems
 
     def load_model(self, outer_iter: int) -> Vector:
-        """The model of a candidate for the final combination, verified against its digest."""
+        """Return the model of a candidate for the final combination, verified against its
+        checksum.
+        """
         path = self._candidate(outer_iter)
         try:
             if not matches_digest(path):
                 raise ValueError("its checksum does not match")
             state = load_file(path)
             if {name: tuple(t.shape) for name, t in state.items()} != self.layout.by_name():
-                raise ValueError("it is of a model with other layers")
+                raise ValueError("it belongs to a model with other layers")
             return self.layout.flatten(state)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); remove it and resume: the final "
-                                  "model is then combined "
-                                  "from the other models.") from error
+                                  "model is then combined from the other models.") from error
 
     def model_after(self, outer_iter: int) -> Vector:
-        """The model of an outer iteration whose checkpoint is still there, or that is a candidate
-        for the final combination.
-        """
+        """Return the model of an outer iteration that is a checkpoint or a candidate on disk."""
         path = next((path for path in self._found() if _outer_iter(path) == outer_iter), None)
         if path is not None:
             return self.load(path).parameters
         if outer_iter in self.kept():
             return self.load_model(outer_iter)
         there = sorted({*self.kept(), *map(_outer_iter, self._found())})
-        raise CheckpointError(f"the model of outer iteration {outer_iter + 1} was not kept; those "
-                              f"that were are {', '.join(str(one + 1) for one in there) or 'none'}.")
+        raise CheckpointError(f"the model of outer iteration {outer_iter + 1} was not kept; choose "
+                              f"one of {', '.join(str(one + 1) for one in there) or 'none'}.")
 
     def kept(self) -> list[int]:
-        """The candidates that are there, newest first."""
+        """Candidates on disk, newest first."""
         return sorted((_outer_iter(path) for path in self.models.glob("iter-*.safetensors")
                        if _NAME.fullmatch(path.stem)),
                       reverse=True)
 
     def missing_candidates(self, last: int) -> list[int]:
-        """The candidates up to outer iteration `last` whose models are not there."""
+        """Candidates up to outer iteration `last` whose models are missing on disk."""
         return sorted({one for one in self.candidates if one <= last} - set(self.kept()))
 
     def _candidate(self, outer_iter: int) -> Path:
         return self.models / f"iter-{outer_iter:06d}.safetensors"
 
     def _keep_candidates(self) -> None:
-        """A second name for each candidate's file: it costs no space while the checkpoint is there."""
+        """Link to the file of each candidate; uses no space while the checkpoint exists."""
         for path in self._found():
             target = self._candidate(_outer_iter(path))
             wanted = _outer_iter(path) in self.candidates and (path / _MODEL).is_file()
-            # an outer iteration that was done again, because its checkpoint was damaged, has a new
+            # an outer iteration that was repeated, because its checkpoint was damaged, has a new
             # file
             if wanted and not (target.exists() and target.samefile(path / _MODEL)):
                 try:
@@ -211,31 +223,32 @@ class CheckpointStore:
         fsync(self.models)
 
     def load(self, path: Path) -> Checkpoint:
-        """The checkpoint in `path`, verified against its checksums and the model's shape."""
+        """Load a checkpoint, verified against its checksums and the shapes of the model."""
         try:
             manifest = _verified_manifest(path)
             fields = manifest["progress"]
             progress = Progress(**{**fields, "pending": pieces_of(fields["pending"]),
                                    "quarantined": pieces_of(fields["quarantined"])})
             if progress.outer_iter != _outer_iter(path):
-                raise ValueError(f"it is of outer iteration {progress.outer_iter + 1}")
+                raise ValueError(f"it belongs to outer iteration {progress.outer_iter + 1}")
             state = load_file(path / _MODEL)
             buffers = load_arrays(path / _OUTER) if _OUTER in manifest["files"] else {}
             fisher = _nested_fisher(load_arrays(path / _FISHER)) if _FISHER in manifest["files"] else {}
             record = self._record_of_before(progress)
             if _RECORD in manifest["files"]:
                 record = OuterIterationRecord.from_json(read_json(path / _RECORD))
-        # whatever a damaged file makes a parser raise, the checkpoint before is tried
+        # a damaged file can raise anything in a parser; the previous checkpoint is tried then
         except Exception as error:
-            raise CheckpointError(f"checkpoint {path} is damaged ({error}) and is skipped.") from error
+            raise CheckpointError(f"checkpoint {path} is damaged ({error}) and is "
+                                  "skipped.") from error
         if {name: tuple(t.shape) for name, t in state.items()} != self.layout.by_name():
-            raise CheckpointError(f"checkpoint {path} is of a model with other layers; resume with "
-                                  "its own configuration.")
+            raise CheckpointError(f"checkpoint {path} belongs to a model with other layers; resume "
+                                  "with the configuration of that run.")
         return Checkpoint(progress, self.layout.flatten(state), manifest["files"][_MODEL], buffers,
                           manifest["numbers"], manifest["commit"], fisher, record)
 
     def _write(self, folder: Path, checkpoint: Checkpoint) -> Checkpoint:
-        """Fills a checkpoint's folder; returns it with its checksum."""
+        """Write the folder of a checkpoint; return the checkpoint with its checksum."""
         save_file(self.layout.unflatten(checkpoint.parameters), folder / _MODEL)
         if checkpoint.buffers:
             save_arrays(dict(checkpoint.buffers), folder / _OUTER)
@@ -255,8 +268,8 @@ class CheckpointStore:
         return replace(checkpoint, model_sha256=digests[_MODEL], commit=commit)
 
     def _record_of_before(self, progress: Progress) -> OuterIterationRecord | None:
-        """Of runs begun before format 3, which kept a waiting record in a file next to the
-        checkpoints.
+        """Read the pending record of a run begun before format 3, which kept it in a separate
+        file.
         """
         try:
             record = OuterIterationRecord.from_json(read_json(self._undiagnosed))
@@ -270,13 +283,15 @@ class CheckpointStore:
 
 
 def _outer_iter(path: Path) -> int:
-    """Of a checkpoint's folder, or of a candidate's file."""
+    """Outer iteration of the folder of a checkpoint, or of the file of a candidate."""
     return int(path.stem.removeprefix("iter-"))
 
 
 def _verified_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, whose files and own values match their checksums; raises
-    ValueError otherwise.
+    """Return the manifest of a checkpoint after verifying its checksums.
+
+    Raises:
+        ValueError: a checksum does not match, or the format is not supported.
     """
     manifest, has_digest = unsealed(read_json(path / "manifest.json"))
     if manifest["format"] not in (_FORMAT, _WITHOUT_DIGEST):
@@ -292,7 +307,7 @@ def _verified_manifest(path: Path) -> dict[str, Any]:
 
 
 def _flat_fisher(fisher: Mapping[int, Fisher]) -> dict[str, Any]:
-    """Arrays by "job/estimate/key"; estimates have dots in their names, and no slashes."""
+    """Arrays by "job/estimate/key"; names of estimates contain dots but no slashes."""
     return {f"{job}/{name}/{key}": np.asarray(value, order="C") for job, estimates in fisher.items()
             for name, state in estimates.items() for key, value in state.items()}
 
@@ -306,9 +321,9 @@ def _nested_fisher(arrays: Mapping[str, Any]) -> dict[int, Fisher]:
 
 
 def require_room(directory: Path, num_bytes: int) -> None:
-    """Raises CheckpointError unless there is room for three checkpoints of so many bytes."""
+    """Raise CheckpointError unless there is space for three checkpoints of `num_bytes` bytes."""
     free = shutil.disk_usage(directory).free
     if free < _NUM_THAT_MUST_FIT * num_bytes:
         raise CheckpointError(f"{directory} has {free / 1e6:.0f} MB free, and three checkpoints "
-                              f"take {_NUM_THAT_MUST_FIT * num_bytes / 1e6:.0f} MB; make room, or "
-                              "choose another place with output_dir=PATH.")
+                              f"need {_NUM_THAT_MUST_FIT * num_bytes / 1e6:.0f} MB; free disk "
+                              "space, or choose another folder with output_dir=PATH.")

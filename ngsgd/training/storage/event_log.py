@@ -1,7 +1,8 @@
-"""The event log: every record of a run, one JSON line each, in the run's own folder.
+"""The event log: every record of a run, one JSON line each, in the run folder.
 
-It has exactly one "outer_iteration" line for each committed outer iteration, after any crash.  Runs of a task of the user's own
-have losses and examples in it where runs of speech have objf and frames; `read_events` returns the latter for both.
+It has exactly one "outer_iteration" line for each committed outer iteration, after any crash. Runs
+of a custom task have loss and examples instead of objf and frames; `read_events` returns the latter
+for both.
 """
 
 from __future__ import annotations
@@ -18,21 +19,24 @@ from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
 _DERIVED = ("objf", "accuracy", "skew", "max_change_share", "max_param_change_share")
 _SUPERSEDED = "superseded_outer_iteration"
-# names of speech -> names in the log of a task
+# names of speech runs -> names in the log of a task
 _OF_TASK = {"frames_processed": "examples_processed", "num_frames": "num_examples", "objf": "loss"}
 _OF_SPEECH = {name: own for own, name in _OF_TASK.items()}
-# fields that a task does not have, with the values that its records hold
+# fields that a task does not have, with the values in its records
 _WITHOUT: dict[str, dict[str, Any]] = {
     "outer_iteration": {"accuracy": 0.0}, "job": {"accuracy": 0.0}, "subset": {"accuracy": 0.0},
     "finished": {"wer": "", "wer_percent": 0.0, "valid_wer": "", "interval": {}}}
 
 
 class EventLog:
-    """Appends to events.jsonl; works when every dashboard is down.
+    """Appends to events.jsonl; independent of dashboards.
 
-    `after` is the newest committed outer iteration, -1 before the first. Lines of later ones belong to commits that
-    were lost with a damaged checkpoint: they are renamed, because the run repeats these outer iterations. None keeps
-    all lines.
+    Args:
+        path: the file.
+        after: the newest committed outer iteration, -1 before the first. Lines of later ones belong
+            to commits that were lost with a damaged checkpoint. They are renamed, because the run
+            repeats these outer iterations. None keeps all lines.
+        is_speech: False writes losses and examples instead of objf and frames.
     """
 
     def __init__(self, path: Path, after: int | None = None, *, is_speech: bool = True) -> None:
@@ -48,11 +52,11 @@ class EventLog:
         self._reported = reported
 
     def has(self, outer_iter: int) -> bool:
-        """Whether the line of an outer iteration is there."""
+        """Whether the line of an outer iteration is written."""
         return outer_iter in self._reported
 
     def outer_iteration(self, record: OuterIterationRecord) -> None:
-        """Write the line and flush it to disk: the checkpoint that could restore it may be removed next."""
+        """Write the line and fsync it, before the checkpoint that could restore it is removed."""
         if self.has(record.outer_iter):
             return
         derived = {name: getattr(record, name) for name in _DERIVED}
@@ -67,7 +71,7 @@ class EventLog:
         self._write("finished", asdict(report))
 
     def close(self, status: str) -> None:
-        # a full disk has been reported already; what comes after must still be closed
+        # a full disk has been reported already; later resources must still be closed
         with contextlib.suppress(OSError):
             self._write("closed", {"status": status})
         self._lines.close()
@@ -77,14 +81,16 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The valid events of a run, in order; an empty list before the first. Damaged lines are skipped."""
+    """Return the valid events of a run in order, skipping damaged lines; empty without a file."""
     if not path.is_file():
         return []
     return valid_events(read_json_lines(path))
 
 
 def valid_events(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events among the lines of a log that have all fields of their kind, with values of the right types."""
+    """Return the lines of a log that have all fields of their kind, with values of the right
+    types.
+    """
     return [event for event in map(_in_words_of_speech, lines) if is_valid(event)]
 
 
@@ -119,13 +125,13 @@ def _supersede(path: Path, after: int) -> None:
 
 
 def _in_words_of_task(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """A record without the fields of speech, and with losses and examples in the place of objf and frames."""
+    """Convert a record to loss and examples instead of objf and frames."""
     return {_OF_TASK.get(name, name): 0.0 - value if name == "objf" else _parts(name, value, _in_words_of_task)
             for name, value in fields.items() if name not in _WITHOUT.get(kind, ())}
 
 
 def _in_words_of_speech(event: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `_in_words_of_task` for a line of its own; other lines as they are."""
+    """Invert `_in_words_of_task`; lines of speech runs are unchanged."""
     if event.get("event") not in ("outer_iteration", "finished") or "examples_processed" not in event:
         return event
     try:
@@ -142,7 +148,7 @@ def _restored(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(name: str, value: Any, change: Callable[[str, dict[str, Any]], dict[str, Any]]) -> Any:
-    """Applies a change to the records inside a record; dictionaries of metrics keep the user's names."""
+    """Apply a change to the records inside a record; dictionaries of metrics keep custom names."""
     if name == "jobs":
         return [change("job", job) for job in value]
     return change("subset", value) if name in ("train", "valid") else value

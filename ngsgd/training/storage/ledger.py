@@ -1,6 +1,7 @@
-"""The ledger: every piece of data that was planned, every try, and what was counted, one JSON line each.
+"""The ledger: planned data, attempts and counted results of a run, one JSON line each.
 
-It is written as things happen and audited afterwards by `ngsgd.training.storage.audit`, which knows nothing of the coordinator.
+It is written during the run and checked later by `ngsgd.training.storage.audit`, which is
+independent of the coordinator.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ PIECE_FIELDS = ("archive", "frame", "outer_iter", "job", "first", "stop")
 
 
 class Ledger:
-    """Appends to `path`.  A line survives the death of this process; `sync` makes it survive that of the machine.
+    """Appends to `path`.
 
-    `fence` is the number of the run lock (`ngsgd.training.storage.lock`) under which this process writes; 0 without a lock.
+    A line survives the death of this process. After `sync` it survives the death of the machine.
+
+    Args:
+        path: the file.
+        fence: number of the run lock (`ngsgd.training.storage.lock`) of this process; 0 without a
+            lock.
     """
 
     def __init__(self, path: Path, fence: int = 0) -> None:
@@ -27,7 +33,7 @@ class Ledger:
         self._fence = fence
 
     def started(self, after: int, min_accepted_fraction: float) -> None:
-        """A process begins the run, or resumes it after the commit of an outer iteration."""
+        """Record that a process begins the run, or resumes it after a committed outer iteration."""
         fields = {"fence": self._fence} if self._fence else {}
         self._write("started", after=after, min_accepted_fraction=min_accepted_fraction, **fields)
 
@@ -44,28 +50,28 @@ class Ledger:
         self._write("failed", **_identity(failure.job), worker=failure.worker, reason=failure.reason)
 
     def judged(self, result: JobResult, reason: str) -> None:
-        """A result was accepted (no reason) or rejected."""
+        """Record that a result was accepted (empty reason) or rejected."""
         self._write("rejected" if reason else "accepted", **_identity(result.job), worker=result.worker,
                     num_frames=result.num_frames, pieces=[piece_fields(piece) for piece in result.job.pieces],
                     left=[piece_fields(piece) for piece in result.remainder], digest=f"{result.digest:016x}", reason=reason)
 
     def discarded(self, result: JobResult, reason: str) -> None:
-        """A result that was not looked at: nobody waited for it any more, or it was damaged on its way."""
+        """Record a result that was ignored: late, duplicate, or damaged in transfer."""
         self._write("discarded", **_identity(result.job), worker=result.worker, reason=reason)
 
     def settled_without(self, event: str, job: Job, reason: str) -> None:
-        """Work that this outer iteration does without: "dropped", "deferred" to the next, or "quarantined" for good."""
+        """Record work that this outer iteration skips: "dropped", "deferred" or "quarantined"."""
         self._write(event, **_identity(job), pieces=[piece_fields(piece) for piece in job.pieces], reason=reason)
 
     def rolled_back(self, outer_iter: int, reason: str, lr_scale: float) -> None:
         self._write("rolled_back", outer_iter=outer_iter, reason=reason, lr_scale=lr_scale)
 
     def sync(self) -> None:
-        """All lines so far are on disk, whatever happens to the machine."""
+        """Flush all lines to disk, so that they survive a crash of the machine."""
         self._lines.sync()
 
     def committed(self, commit: Mapping[str, Any]) -> None:
-        """The outer iteration is on disk; `commit` stands in its manifest too."""
+        """Record a commit that is on disk; its manifest contains `commit` too."""
         self._write("committed", **commit)
 
     def close(self) -> None:
@@ -76,12 +82,12 @@ class Ledger:
 
 
 def piece_fields(piece: WorkItem) -> list[int | None]:
-    """A piece as PIECE_FIELDS."""
+    """Convert a work item to PIECE_FIELDS."""
     return [piece.shard.archive, piece.shard.frame, piece.outer_iter, piece.job, piece.first, piece.stop]
 
 
 def pieces_of(fields: Sequence[Sequence[Any]]) -> tuple[WorkItem, ...]:
-    """The pieces that were written as PIECE_FIELDS."""
+    """Convert PIECE_FIELDS to work items."""
     from ngsgd.schedules import Shard
     return tuple(WorkItem(Shard(archive, frame), outer_iter, job, first, stop)
                  for archive, frame, outer_iter, job, first, stop in fields)

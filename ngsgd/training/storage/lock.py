@@ -1,11 +1,9 @@
 """One coordinator per run folder: a lock with a fencing number.
 
-The lock is a kernel lock (flock) on RUN/lock. It ends with its process, however that dies, so a run
-that was killed can be resumed at once, also after a restart of the machine. Every holder has a
-larger fencing number than the one before;
-checkpoints and ledger carry it. On a file system without locks the fencing number alone stops a
-coordinator that was
-superseded: it is compared before each commit.
+The lock is a kernel lock (flock) on RUN/lock. It ends with its process, so a killed run can be
+resumed immediately, also after a restart of the machine. Every holder has a larger fencing number
+than the previous holder. Checkpoints and ledger contain that number. On a file system without locks
+only the fencing number, which is compared before each commit, stops a superseded coordinator.
 """
 
 from __future__ import annotations
@@ -28,20 +26,20 @@ from ngsgd.files import fsync
 # a reader that tests the lock holds it for an instant
 _TRIES, _PAUSE_S = 5, 0.1
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-# bytes of the file: one write within a page, so that a killed process leaves no mixture
+# bytes of the file: one write within a page, so that a killed process leaves no mixed content
 _SIZE = 2048
 
 
 class RunLock:
-    """The right to write to a run folder; a context manager that gives it back.
+    """Exclusive permission to write to a run folder; a context manager.
 
     Args:
-        path: the file of the lock.
-        purpose: of the holder, for the message that refuses the next one ("train", "resume",
-            "decode").
+        path: the lock file.
+        purpose: command of the holder, for the error message of the next process ("train",
+            "resume", "decode").
         last_fence: the largest fencing number known from elsewhere, for a lock file that was
             removed or damaged.
-        warn: receives one message where the file system has no locks.
+        warn: receives one message if the file system has no locks.
     """
 
     def __init__(self, path: Path, purpose: str, last_fence: int = 0,
@@ -61,7 +59,7 @@ class RunLock:
         self.release()
 
     def acquire(self) -> None:
-        """Take the lock, or raise RunLockedError at once where a living process holds it."""
+        """Take the lock; raise RunLockedError immediately if a living process holds it."""
         is_new = not self.path.exists()
         try:
             self._descriptor = os.open(self.path,
@@ -79,28 +77,28 @@ class RunLock:
                 fsync(self.path.parent)
         except OSError as error:
             raise CheckpointError(f"{self.path} could not be locked ({error.strerror}), so nothing "
-                                  "is written to the run; make "
-                                  f"room, or fix the permissions of {self.path.parent}.") from error
+                                  "is written to the run; free disk space, or fix the permissions "
+                                  f"of {self.path.parent}.") from error
 
     def release(self) -> None:
-        """Give the lock back; the fencing number stays in the file."""
-        # a full disk must not keep the lock
+        """Release the lock; the fencing number stays in the file."""
+        # release the lock even if the disk is full
         with contextlib.suppress(OSError):
             self._write({"fence": self.fence})
         os.close(self._descriptor)
 
     def require_held(self) -> None:
-        """Raise RunLockedError where another process has taken the lock since."""
+        """Raise RunLockedError if another process has taken the lock since."""
         with contextlib.suppress(FileNotFoundError):
             now = _fence_in(read_lock(self.path))
             if now <= self.fence:
                 return
             raise RunLockedError(f"{self.path.parent} was taken over by another process (fencing "
-                                 f"number {now}, this process has {self.fence}); nothing more is "
-                                 "written here. Follow the run with: ngsgd status "
+                                 f"number {now}, this process has {self.fence}); this process "
+                                 "stops writing. Follow the run with: ngsgd status "
                                  f"{self.path.parent}")
-        raise RunLockedError(f"{self.path} was removed while this process held it; nothing more is "
-                             f"written to the run. Resume it with: ngsgd resume {self.path.parent}")
+        raise RunLockedError(f"{self.path} was removed while this process held it; this process "
+                             f"stops writing. Resume the run with: ngsgd resume {self.path.parent}")
 
     def _take(self) -> None:
         for last in (*(False,) * (_TRIES - 1), True):
@@ -122,13 +120,13 @@ class RunLock:
                 return
 
     def _write(self, content: Mapping[str, Any]) -> None:
-        # in place: the kernel lock belongs to this very file
+        # in place: the kernel lock belongs to this file
         os.pwrite(self._descriptor, json.dumps(content).encode().ljust(_SIZE - 1) + b"\n", 0)
         os.fsync(self._descriptor)
 
 
 def holder_of(path: Path) -> dict[str, Any] | None:
-    """The content of a lock that a living process holds; None where nobody does.
+    """Return the content of a lock that a living process holds, else None.
 
     "holder" in it is the identity of the process, as in `ngsgd.process_identity`.
     """
@@ -150,9 +148,10 @@ def holder_of(path: Path) -> dict[str, Any] | None:
 
 
 def read_lock(path: Path) -> dict[str, Any]:
-    """The content of a lock file; empty where it is damaged.
+    """Return the content of a lock file; empty if it is damaged.
 
-    Raises FileNotFoundError where there is none.
+    Raises:
+        FileNotFoundError: there is no lock file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -182,5 +181,5 @@ def _holder_of(content: Mapping[str, Any]) -> Mapping[str, Any]:
 def _refusal(path: Path, content: Mapping[str, Any]) -> str:
     holder = _holder_of(content)
     who = f"process {holder.get('process_id')} on {holder.get('host')}" if holder else "another process"
-    return (f"{path.parent} is in use by {who} (ngsgd {content.get('purpose', 'train')}); wait for "
-            f"its end, or end it with: ngsgd stop {path.parent}")
+    return (f"{path.parent} is in use by {who} (ngsgd {content.get('purpose', 'train')}); wait "
+            f"until it ends, or end it with: ngsgd stop {path.parent}")

@@ -1,1 +1,1 @@
-"""Whether the result of a job may enter the average."""
+"""Checks that decide whether the result of a job enters the average."""

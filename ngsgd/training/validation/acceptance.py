@@ -1,4 +1,4 @@
-"""Which results enter the average."""
+"""Selection of the results that enter the average."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ngsgd.training.validation.plausibility import compare, impossible
 
 NOT_THE_BEST = "only the best job of an early outer iteration is kept (schedule.early_rules)"
 
-# each result with the reason why it is rejected, empty when it is accepted
+# each result with the reason of its rejection, empty if it is accepted
 Verdicts = list[tuple[JobResult, str]]
 
 
 class Judged(NamedTuple):
-    """What the results and what is known of them say."""
+    """Verdicts on all results."""
 
     verdicts: Verdicts
     # parameter deltas disagree without a majority: held-out data must decide
@@ -28,12 +28,18 @@ class Judged(NamedTuple):
 
 def judge(results: Sequence[JobResult], troubles: Mapping[int, str], max_objf_gap: float,
           chance_objf: float, layout: FlatLayout) -> Judged:
-    """Rejects what is broken, what training cannot have made, and what is far behind.
+    """Reject damaged, implausible and far inferior results.
 
-    `troubles` says, by job, what is wrong with a result's parameters.  A result whose objf per
-    frame is not finite or more than `max_objf_gap` below the best (Kaldi: 1.0), or more than twice
-    `chance_objf`, is rejected too: if all jobs diverge, none is accepted.  Plain SGD's first steps
-    may well end below guessing, which is no divergence yet.
+    A result is also rejected if its objf per frame is not finite, more than `max_objf_gap` below
+    the best (Kaldi: 1.0), or more than twice `chance_objf`. If all jobs diverge, none is accepted.
+    The first steps of plain SGD may end below chance, which is not yet a divergence.
+
+    Args:
+        results: results of the outer iteration.
+        troubles: job -> known problem of its parameters.
+        max_objf_gap: tolerance to the best objf, nats per frame.
+        chance_objf: objf of a model that always predicts the class frequencies.
+        layout: entries of the parameter vector.
     """
     reasons = [troubles.get(result.job.job)
                or ("" if math.isfinite(result.objf) else f"its objf is {result.objf}")
@@ -50,9 +56,7 @@ def judge(results: Sequence[JobResult], troubles: Mapping[int, str], max_objf_ga
 
 
 def best_alone(verdicts: Verdicts) -> Verdicts:
-    """The same with only the accepted result of highest objf, the first of equals; Kaldi's early
-    outer iterations.
-    """
+    """Keep only the accepted result of highest objf (early outer iterations in Kaldi)."""
     best = max((result.objf for result, reason in verdicts if not reason), default=-math.inf)
     kept = next((result.job.job for result, reason in verdicts if not reason
                  and result.objf == best), None)
@@ -62,19 +66,24 @@ def best_alone(verdicts: Verdicts) -> Verdicts:
 
 def too_few(accepted: Sequence[JobResult], verdicts: Verdicts, plan: Plan,
             min_accepted_fraction: float) -> NgsgdError | None:
-    """The error of an outer iteration that would average too little; None when there is enough."""
+    """Return the error of an outer iteration with too few accepted results, else None."""
     if accepted and len(accepted) >= min_accepted_fraction * plan.num_jobs:
         return None
     reasons = "; ".join(f"job {result.job.job}: {reason}" for result, reason in verdicts if reason)
-    counted = f"only {len(accepted)} of {plan.num_jobs} jobs of outer iteration {plan.outer_iter + 1} could be averaged"
+    counted = (
+        f"only {len(accepted)} of {plan.num_jobs} jobs of outer iteration {plan.outer_iter + 1} "
+        "could be averaged"
+    )
     if reasons:
         return DivergenceError(f"{counted} ({reasons}); lower schedule.lr_initial and resume, or "
-                               "start again.")
-    return ClusterError(f"{counted}, because workers kept dying or data is quarantined; look at "
-                        "the log above and resume.")
+                               "restart.")
+    return ClusterError(f"{counted}, because workers died repeatedly or data are quarantined; fix "
+                        "the problems in the log above and resume.")
 
 
 def _too_low(objf: float, best: float, guessing: float, tolerance: float) -> str:
     if best - objf > tolerance:
         return f"its objf {objf:.3f} is more than {tolerance:g} below the best, {best:.3f}"
-    return f"its objf {objf:.3f} is more than twice that of guessing, {guessing:.3f}" if objf < 2.0 * guessing else ""
+    return (
+        f"its objf {objf:.3f} is more than twice that of guessing, {guessing:.3f}"
+    ) if objf < 2.0 * guessing else ""

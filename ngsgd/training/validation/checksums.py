@@ -1,4 +1,4 @@
-"""Is a vector that arrived the one that was sent, and is it made of numbers?"""
+"""Checks that a received vector is the vector that was sent, and that it is finite."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ngsgd.training.parameter_vector import FlatLayout, Pieces, Vector
 # elements; together with the weights they fit into the cache of a core
 _CHUNK = 1 << 16
 _PRIME = (1 << 61) - 1
-# of the polynomial over the chunks
+# base of the polynomial over the chunks
 _BASE = 0x1B873593CC9E2D51 % _PRIME
-_SEED = 1         # of the weights
+_SEED = 1         # seed of the weights
 _LOW_BITS = (1 << 33) - 1
 
 
 def digest(vector: Vector) -> int:
-    """A 61-bit checksum of the bits of a vector and of their order.
+    """Return a 61-bit checksum of the bits of a vector and of their order.
 
-    Per chunk two sums modulo 2^64 of pairs of elements, each pair times the weight of its place:
-    one of the pairs as 64-bit integers, one of their upper halves alone.  Swapped or rotated
-    elements and changes that cancel in a plain sum change a weighted one.  The second sum keeps
-    the top bits, of which the first loses most (two flipped signs would cancel).  The sums of the
-    chunks are joined as a polynomial.
+    Per chunk there are two sums modulo 2^64 over pairs of elements, each pair times the weight of
+    its place: one sum of the pairs as 64-bit integers, one of only their upper halves. Swapped or
+    rotated elements and changes that cancel in a plain sum change a weighted sum. The second sum
+    preserves the top bits, most of which are lost in the first (two flipped signs would cancel).
+    The sums of the chunks are combined as a polynomial.
     """
     words = np.ascontiguousarray(vector).view(np.uint32)
     weights, upper = _weights(), np.empty(_CHUNK // 2, np.uint64)
@@ -45,12 +45,12 @@ def digest(vector: Vector) -> int:
 
 @cache
 def _weights() -> npt.NDArray[np.uint64]:
-    """One for each pair of a chunk: random and odd, so that no change of a single pair is lost.
+    """Random odd weights, one for each pair of a chunk: a change of a single pair is never lost.
 
-    The lower 33 bits of no two are equal or negatives of each other: two flipped signs in a chunk
-    never cancel.
+    The lower 33 bits of no two weights are equal or negatives of each other, so two flipped signs
+    in a chunk never cancel.
     """
-    # a few of the weights drawn are alike in these bits and are dropped, so twice as many are drawn
+    # a few random weights coincide in these bits and are dropped, so twice as many are generated
     random = np.random.Generator(np.random.PCG64(_SEED))
     drawn = random.integers(0, 1 << 64, _CHUNK, dtype=np.uint64) | np.uint64(1)
     low = drawn & np.uint64(_LOW_BITS)
@@ -59,26 +59,30 @@ def _weights() -> npt.NDArray[np.uint64]:
 
 
 def is_finite(vector: Vector) -> bool:
-    """Whether all elements are numbers."""
-    # a sum of squares is NaN or Inf if any element is, and BLAS makes it at the speed of memory; it
-    # may also overflow
+    """Whether all elements are finite."""
+    # a sum of squares is NaN or Inf if any element is, and BLAS computes it at memory speed; it may
+    # also overflow
     with np.errstate(over="ignore"):
         return bool(np.isfinite(np.dot(vector, vector)) or np.isfinite(vector).all())
 
 
 def is_damaged(result: JobResult, size: int) -> str:
-    """Why the vector of a result, of which `size` elements are expected, is not what its worker sent; empty if it is."""
-    # nothing was moved yet that could have been damaged
+    """Return how a vector differs from the `size` elements sent; empty if it does not."""
+    # the vector has not been transferred yet, so it cannot be damaged
     if not result.sent.is_here:
         return ""
     vector = result.sent.read()
     if vector.dtype != np.float32 or vector.shape != (size,):
-        return f"its parameters are {vector.dtype} of shape {vector.shape}, not float32 of ({size},)"
+        return (
+            f"its parameters are {vector.dtype} of shape {vector.shape}, not float32 of ({size},)"
+        )
     return "" if digest(vector) == result.digest else "its parameters do not match their checksum"
 
 
 def not_finite(vector: Vector, layout: FlatLayout, pieces: Pieces) -> str:
-    """Which parameters of a fragment that holds `pieces` of the model are not numbers; empty if all are."""
+    """Return which parameters of a fragment that holds `pieces` are not finite; empty if all
+    are.
+    """
     if all(is_finite(part) for part in np.array_split(vector, max(1, len(vector) // _CHUNK))):
         return ""
     bad = np.flatnonzero(~np.isfinite(vector))

@@ -1,4 +1,4 @@
-"""The averaged model on held-out data, before it is committed."""
+"""Check of the averaged model on held-out data, before it is committed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.task import Task, seeded_model
 
 _UNKNOWN = object()
-# of the tolerance: after such a drop each result is scored, which costs little
+# fraction of the tolerance: after such a drop each result is scored, which is cheap
 _LOOK_CLOSER = 0.25
 
 
 def max_objf_gap(task: Task, factor: float, seed: int) -> float:
-    """The tolerance of objf: `factor` nats, or that multiple of a larger loss of the initial model.
+    """Tolerance of objf: `factor` nats, or that multiple of a larger loss of the initial model.
 
-    The loss of a user's task has any scale, and its score may jump, as under batch normalization;
-    where the objf of guessing is known it is in nats per frame.
+    The loss of a custom task has any scale, and its score may jump, as with batch normalization. If
+    the chance objf is known, it is in nats per frame.
     """
     if math.isfinite(task.chance_objf):
         return factor
@@ -30,11 +30,10 @@ def max_objf_gap(task: Task, factor: float, seed: int) -> float:
 
 
 class HeldOutCheck:
-    """Scores parameters in a given model, and remembers the score of the last committed ones.
+    """Scores parameters in a given model, and keeps the score of the last committed parameters.
 
-    Where the task optimizes another objective than the held-out objf, results are still compared
-    with each other by it after a drop beyond the tolerance, but a drop of the average is not
-    divergence.
+    If the task optimizes another objective than the held-out objf, results are still compared by it
+    after a drop beyond the tolerance, but a drop of the average is not divergence.
     """
 
     def __init__(self, task: Task, model: nn.Module, layout: FlatLayout, tolerance: float) -> None:
@@ -45,17 +44,17 @@ class HeldOutCheck:
         self._before: float | None = None
 
     def begin(self, committed: Vector, stage: Hashable) -> None:
-        """Scores the model that an outer iteration began with, unless its score is known."""
+        """Score the initial model of an outer iteration, unless its score is known."""
         if self._before is None or stage != self._stage:
             self._stage = stage
             self._before = self.score(committed)
 
     def commit(self, objf: float) -> None:
-        """The model of that score is the one to compare with from now on."""
+        """Set the score that later models are compared with."""
         self._before = objf
 
     def score(self, parameters: Vector) -> float:
-        """Held-out objf; -Inf where it is not finite."""
+        """Held-out objf; -Inf if it is not finite."""
         self._task.growth.select(self._model, self._stage)
         self._layout.load(self._model.eval(), parameters)
         with torch.no_grad():
@@ -63,16 +62,16 @@ class HeldOutCheck:
         return objf if math.isfinite(objf) else -math.inf
 
     def is_suspect(self, objf: float, *, is_expensive: bool) -> bool:
-        """Whether each result should be scored alone; expensive: they lie in the workers."""
+        """Whether to score each result alone; this is expensive if results are in workers."""
         assert self._before is not None
         share = _LOOK_CLOSER if self._task.optimizes_held_out_objf and not is_expensive else 1.0
         return self._before - objf > self.tolerance * share
 
     def failure(self, objf: float) -> str:
-        """Why a model of this score is not committed; empty if it may be.
+        """Return why a model of this score is not committed; empty if it may be.
 
-        A model that is better than guessing by more than the tolerance may not lose more than the
-        tolerance in one outer iteration.  Earlier, the first steps may end below guessing, but not
+        A model that is better than chance by more than the tolerance may not lose more than the
+        tolerance in one outer iteration. Earlier, the first steps may end below chance, but not
         twice as bad (as for the objf of jobs).
         """
         assert self._before is not None
@@ -80,8 +79,8 @@ class HeldOutCheck:
             return "its held-out objf is not finite"
         if not self._task.optimizes_held_out_objf or self._before - objf <= self.tolerance:
             return ""
-        fell = (f"its held-out objf fell from {self._before:.3f} to {objf:.3f}, "
-                f"more than {self.tolerance:g}")
+        fell = (f"its held-out objf fell from {self._before:.3f} to {objf:.3f}, more than "
+                f"{self.tolerance:g}")
         if self._before > self._task.chance_objf + self.tolerance:
             return fell
         return (
@@ -91,15 +90,15 @@ class HeldOutCheck:
         )
 
     def judge(self, scores: dict[int, float]) -> dict[int, str]:
-        """By job: why it is rejected: it fails by itself, or is one of few far below the best."""
+        """Return reasons to reject, by job: divergence, or a score far below the best."""
         best = max(scores.values())
         low = {
             job: f"its held-out objf {objf:.3f} is more than {self.tolerance:g} below that of the "
-            f"best result, {best:.3f}"
+                 f"best result, {best:.3f}"
             for job, objf in scores.items()
             if best - objf > self.tolerance
         }
-        # most are: then the best is the exception
+        # if most are low, the best result is the exception
         if len(low) * 2 > len(scores):
             low = {}
         return low | {job: reason for job, objf in scores.items() if (reason := self.failure(objf))}

@@ -1,21 +1,23 @@
-"""Whether the parameter delta of a result can come from training.
+"""Check whether training can have produced the parameter delta of a result.
 
-The norms that the worker measured decide (`ngsgd.training.parameter_deltas`).
+It uses only norms measured by the worker (`ngsgd.training.parameter_deltas`).
 
-Two checks.  `impossible` looks at one job: the bounds of `ngsgd.training.parameter_deltas.change_limits`, and
-the direction of the start, most of which a job keeps.  `compare` looks for jobs that moved much
-farther than the other jobs of the outer iteration.
+There are two checks. `impossible` examines one job: the bounds of
+`ngsgd.training.parameter_deltas.change_limits`, and the component along the initial parameters,
+most of which a job keeps. `compare` finds jobs with a much larger delta than the other jobs of the
+outer iteration.
 
 The factors are at least three times the largest ratio seen in healthy runs: NG-SGD and SGD, with
-and without limits, momentum, weight decay, 2 to 24 jobs, 1 to 117 minibatches a job, all outer
-optimizers, shares by time and speed, on the toy task of the tests and on digits (ReLU, TDNN).
+and without clipping, momentum, weight decay, 2 to 24 jobs, 1 to 117 minibatches per job. They cover
+all outer optimizers and both load balancing methods, on the toy task of the tests and on digits
+(ReLU, TDNN).
 
 | ratio, of a job to the majority of the others | largest in a healthy run | factor |
 |---|---|---|
-| norm of the delta, whole model | 1.8 | 6 |
+| norm of the delta, complete model | 1.8 | 6 |
 | norm of the delta, one layer | 3.5 | 12 |
-| difference of the deltas in the direction of the start over their norm, one layer | 0.8 | 2.5 |
-| share of the start that is kept, whole model (lowest) | 0.93 | 0.1 |
+| difference of the deltas along the initial parameters over their norm, one layer | 0.8 | 2.5 |
+| fraction of the initial parameters kept, complete model (lowest) | 0.93 | 0.1 |
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ _MODEL_FACTOR = 6.0
 _LAYER_FACTOR = 12.0
 _ALONG_FACTOR = 2.5
 _LEAST_KEPT = 0.1
-# of the delta of the model: layers that hardly move are compared with this
+# fraction of the delta of the model: layers that hardly change are compared with this
 _SMALL_LAYER = 0.1
-# jobs with fewer minibatches than this part say nothing about a longer one
+# a job with less than 1/4 of the minibatches is not compared with a longer job
 _MUCH_SHORTER = 4
 _TINY = 1e-30
 
@@ -47,16 +49,16 @@ _STATISTICS = "statistics of "
 
 
 class Compared(NamedTuple):
-    """The comparison of the jobs of an outer iteration with each other."""
+    """Comparison of the jobs of an outer iteration with each other."""
 
-    # by job: why it is rejected
+    # job -> reason of its rejection
     outliers: dict[int, str]
-    # the same where those that disagree are no minority: undecided
+    # the same if the disagreeing jobs are not a minority: undecided
     contested: dict[int, str]
 
 
 def impossible(result: JobResult, layout: FlatLayout) -> str:
-    """Why no job can have made this delta; empty if it could."""
+    """Return why no job can have produced this delta; empty if one could."""
     deltas = result.deltas
     if deltas is None:
         return ""
@@ -68,24 +70,24 @@ def impossible(result: JobResult, layout: FlatLayout) -> str:
         where = f"its parameter delta in {names[worst]} has norm {deltas.norms_E[worst]:.3g}"
         if math.isinf(deltas.limits_E[worst]):
             return f"{where}, beyond float32"
-        return (f"{where}, where update-norm clipping allows at most {deltas.limits_E[worst]:.3g} "
-                f"in {result.num_minibatches} minibatches")
+        return (f"{where}, but update-norm clipping allows at most {deltas.limits_E[worst]:.3g} in "
+                f"{result.num_minibatches} minibatches")
     has_limit_E = np.isfinite(deltas.limits_E)
     total = float(np.linalg.norm(deltas.norms_E[has_limit_E]))
     if total > deltas.limit:
         return (
-            f"its parameter delta has norm {total:.3g}, where update-norm clipping of the whole "
+            f"its parameter delta has norm {total:.3g}, but update-norm clipping of the complete "
             f"model allows at most {deltas.limit:.3g} in {result.num_minibatches} minibatches"
         )
     return _lost_start(deltas, names) if result.job.send == (0, 1) else ""
 
 
 def compare(results: Sequence[JobResult], layout: FlatLayout) -> Compared:
-    """Which results went much farther than most of the others, or elsewhere along the start.
+    """Find results whose delta is much larger than most others, or differs along the initial model.
 
-    A job is compared with each other one that had at least a quarter of its minibatches, and may
-    go farther in proportion to the minibatches; a shorter job may go as far as a longer one.  More
-    than half of them must disagree with it.
+    A job is compared with each other job that had at least a quarter of its minibatches. Its delta
+    may be larger in proportion to the minibatches; that of a shorter job may be as large as that of
+    a longer one. It is an outlier if more than half of these jobs disagree with it.
     """
     known = [result for result in results if result.deltas is not None]
     if len(known) < 2:
@@ -103,7 +105,7 @@ def compare(results: Sequence[JobResult], layout: FlatLayout) -> Compared:
 
 
 def disagrees(one: JobResult, other: JobResult, layout: FlatLayout) -> str:
-    """Why the first of two results cannot be right if the second is; empty if both can."""
+    """Return why the first of two results is wrong if the second is right; empty if both can be."""
     if one.deltas is None or other.deltas is None:
         return ""
     table = _Table.of([one, other], layout)
@@ -113,7 +115,7 @@ def disagrees(one: JobResult, other: JobResult, layout: FlatLayout) -> str:
 
 
 def _lost_start(deltas: Deltas, names: Sequence[str]) -> str:
-    """Whether the end has the start in it: zeros keep nothing of it, flipped signs reverse it."""
+    """Return an error if the initial parameters are lost (zeros) or reversed (flipped signs)."""
     is_trained_E = np.array([not _is_statistic(name) for name in names])
     squares = float(np.sum(deltas.starts_E[is_trained_E] ** 2))
     if squares <= 0.0:
@@ -124,14 +126,14 @@ def _lost_start(deltas: Deltas, names: Sequence[str]) -> str:
     share_E = 1.0 + deltas.along_E / np.maximum(deltas.starts_E, _TINY)
     layer = names[int(np.argmin(np.where(is_trained_E & (deltas.starts_E > 0.0), share_E, np.inf)))]
     return (
-        f"its parameters keep {kept:.3g} of those it started from (1 is all of them, at least "
+        f"its parameters keep {kept:.3g} of the initial parameters (1 is all, at least "
         f"{_LEAST_KEPT:g} is plausible), least in {layer}"
     )
 
 
 @dataclass(frozen=True)
 class _Table:
-    """J jobs, B blocks: the whole model, then layers; statistics are separate blocks."""
+    """J jobs, B blocks: the complete model, then layers; statistics are separate blocks."""
 
     names: list[str]
     norms_JB: _Array
@@ -162,14 +164,14 @@ class _Table:
         )
         starts_JB = np.sqrt(starts_JE**2 @ member_BE.T)
         return cls(
-            ["the whole model", *names],
+            ["the complete model", *names],
             np.sqrt(norms_JE**2 @ member_BE.T),
             (along_JE * starts_JE) @ member_BE.T / np.maximum(starts_JB, _TINY),
             np.array([max(result.num_minibatches, 1) for result in results]),
         )
 
     def comparable(self, index: int) -> npt.NDArray[np.int64]:
-        """The other jobs that say something about this one."""
+        """The other jobs that this job can be compared with."""
         is_long = self.minibatches_J * _MUCH_SHORTER >= self.minibatches_J[index]
         is_long[index] = False
         return np.flatnonzero(is_long)
@@ -184,7 +186,7 @@ class _Table:
         return np.hstack([farther / factors_B, elsewhere / _ALONG_FACTOR])
 
     def describe(self, index: int, others: npt.NDArray[np.int64], ratios: _Array) -> str:
-        """The block with the greatest excess over the median of the others."""
+        """Describe the block with the greatest excess over the median of the others."""
         column = int(np.argmax(np.median(ratios, axis=0)))
         block = column % len(self.names)
         name, usual = self.names[block], float(np.median(self._expected(index, others)[:, block]))
@@ -197,8 +199,8 @@ class _Table:
         apart = float(np.median(np.abs(self.along_JB[index, block] - self.along_JB[others, block])))
         return (
             f"its parameters in {name} differ from those of most other jobs by {apart:.3g} in the "
-            f"direction of the model they started from, more than {_ALONG_FACTOR:g} times the norm "
-            f"of their parameter deltas, {usual:.3g}"
+            f"direction of the initial model, more than {_ALONG_FACTOR:g} times the norm of their "
+            f"parameter deltas, {usual:.3g}"
         )
 
     def _expected(self, index: int, others: npt.NDArray[np.int64]) -> _Array:

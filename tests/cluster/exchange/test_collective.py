@@ -271,7 +271,7 @@ def test_a_worker_that_dies_or_hangs_in_the_reduction_costs_no_bit(
     assert audit(run.ledger_path) == []
     (incident,) = run.recorder.incidents   # nobody healthy was killed
     how = "killed by SIGKILL" if number == signal.SIGKILL else "gave no answer for 10 s and was killed"
-    assert incident.what == "worker_died" and how in incident.message and "its shard runs again" in incident.message
+    assert incident.what == "worker_died" and how in incident.message and "retried" in incident.message
     assert pool.num_fetched == 0
 
 

@@ -16,7 +16,7 @@ import pytest
 from ngsgd.config import ClusterConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
-from ngsgd.launcher.commands import plan
+from ngsgd.launcher.commands.cluster import plan
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.reports import plan_text
 from ngsgd.launcher.reports.predictions import Forecast, keep, kept_in, saved, settings_key
@@ -109,7 +109,7 @@ def test_json_is_all_that_stdout_gets(measured: list[RunConfig], capsys: pytest.
     (["--outer-momentum", "1"], "--outer-momentum is 1.0"),
     (["--cores-per-node", "0"], "--cores-per-node is 0"),
     (["--gamma", "much"], "'much'"),
-    (["optimizer.max_chnage=1"], "optimizer.max_change?"),
+    (["optimizer.max_chnage=1"], "optimizer.max_change=1"),
     (["--saved"], "--saved"),
 ])
 def test_bad_input_is_told_in_sentences(arguments: list[str], told: str, measured: list[RunConfig], tmp_path: Path,

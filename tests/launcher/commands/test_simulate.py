@@ -13,8 +13,8 @@ import pytest
 from ngsgd.errors import ConfigError
 from ngsgd.files import read_json_lines
 from ngsgd.launcher import cli
-from ngsgd.launcher.commands import simulate
-from ngsgd.launcher.commands.simulate import Summary, VirtualProgress
+from ngsgd.launcher.commands.cluster import simulate
+from ngsgd.launcher.commands.cluster.simulate import Summary, VirtualProgress
 from ngsgd.launcher.reports.progress import duration
 from ngsgd.pipeline.performance_model.formulas import Spread
 from ngsgd.training.records import SubsetScore
@@ -35,11 +35,12 @@ def test_help_imports_no_torch() -> None:
 
 
 def test_everything_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", "--rate", "0", "--sigma", "-1", "--hang-share", "2", "--latency", "nan"]) == ConfigError.exit_code
+    wrong = ["--frames-per-s", "0", "--sigma", "-1", "--hang-fraction", "2", "--latency", "nan"]
+    assert cli.main(["simulate", *wrong]) == ConfigError.exit_code
     told = capsys.readouterr().err
-    assert "--rate is 0.0" in told
+    assert "--frames-per-s" in told
     assert "--sigma is -1.0" in told
-    assert "--hang-share is 2.0" in told
+    assert "--hang-fraction" in told
     assert "--latency is nan" in told
 
 
@@ -57,7 +58,7 @@ def test_lines_of_outer_iterations_tell_the_virtual_time() -> None:
 
 def test_the_summary_says_where_the_time_went() -> None:
     assert simulate.text(SUMMARY) == [
-        "simulated  10 outer iterations on 4 workers: 3m20s (12.0s on this machine); 3 ends of workers, 1 of them hung",
+        "simulated  10 outer iterations on 4 workers: 3m20s (12.0s on this machine); 3 lost workers, 1 of them hung",
         "predicted  3m00s by the planner's formulas (simulated: +11.1%)",
         "efficiency 80.0% (predicted 90.0%); lost to failures 10.0%, stragglers 5.0%, averaging 3.0%, overhead 2.0%",
         "objf       -0.500 valid -0.600 acc 85.0% after 640,000 frames",
@@ -75,9 +76,9 @@ def _simulated(output_dir: Path, capsys: pytest.CaptureFixture[str], *arguments:
 @pytest.mark.slow
 def test_the_real_command_is_decided_by_its_seed_and_failures_change_no_number(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    broken = ("--rate", "300", "--failures-per-worker-hour", "2000", "--replace-s", "1", "--hang-share", "0.2")
+    broken = ("--frames-per-s", "300", "--failures-per-worker-hour", "2000", "--replace-s", "1", "--hang-fraction", "0.2")
     first, second = _simulated(tmp_path, capsys, *broken), _simulated(tmp_path, capsys, *broken)
-    calm = _simulated(tmp_path, capsys, "--rate", "300", "--sigma", "0")
+    calm = _simulated(tmp_path, capsys, "--frames-per-s", "300", "--sigma", "0")
     # sorted: diagnostics run beside the next outer iteration, and an incident of that may be told before they are
     events = [sorted((Path(one["folder"]) / "events.jsonl").read_text().splitlines()) for one in (first, second)]
     assert events[0] == events[1]

@@ -64,26 +64,26 @@ def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Jobs:
 
 def test_a_ray_job_gets_absolute_paths_and_time_to_stop(jobs: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     jobs.refusals = 2   # a head that has just started
-    assert cli.main(["submit", "--name", "night", "--address", "head:8265", "seed=3", "output_dir=here"]) == 0
+    assert cli.main(["submit", "--job-name", "night", "--dashboard-url", "head:8265", "seed=3", "output_dir=here"]) == 0
     [sent] = jobs.submitted
     assert sent["entrypoint"] == f"ngsgd train output_dir={tmp_path}/here seed=3 cluster.address=auto"
     assert int(sent["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
     told = capsys.readouterr().out
     assert "--address http://head:8265 --submission-id night" in told
-    assert "logs --follow --address http://head:8265 night" in told
+    assert "logs --follow --dashboard-url http://head:8265 night" in told
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["sede=3"], "seed?"),
-    (["cluster.address=x:1"], "leave out cluster.address"),
+    (["sede=3"], "seed=3"),
+    (["cluster.address=x:1"], "cluster.address"),
     (["cluster=local"], "cluster.address and cluster=local."),
     (["--to", "slurm", "cluster=kubernetes"], "--to"),
     (["--resume", "runs/x", "seed=1"], "--resume"),
     (["--to", "slurm", "--nodes", "0"], "--nodes is 0"),
     (["--to", "slurm", "--sbatch=mem 3"], "--sbatch is 'mem 3'"),
-    (["--to", "slurm", "--name", "a b"], "letters"),
+    (["--to", "slurm", "--job-name", "a b"], "letters"),
     (["--to", "kubernetes"], "--claim is missing"),
-    (["--to", "kubernetes", "--claim", "c", "--name", "Night_1"], "47 small"),
+    (["--to", "kubernetes", "--claim", "c", "--job-name", "Night_1"], "47 "),
 ])
 def test_mistakes_are_told_before_anything_is_sent(words: list[str], told: str, jobs: Jobs,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +93,7 @@ def test_mistakes_are_told_before_anything_is_sent(words: list[str], told: str, 
 
 
 def test_status_logs_and_stop_of_ray_jobs(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", "--address", "head:8265", "--json"]) == 0
+    assert cli.main(["status", "--dashboard-url", "head:8265", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["state"] == "RUNNING"
     assert cli.main(["logs", "night"]) == 0
     assert capsys.readouterr().out == "said\n"
@@ -113,7 +113,7 @@ def test_what_ray_raises_becomes_a_sentence(said: str, code: int, told: str, job
         raise ConnectionError(said)
 
     monkeypatch.setattr(jobs, "list_jobs", refuse)
-    assert cli.main(["status", "--address", "head:8265"]) == code
+    assert cli.main(["status", "--dashboard-url", "head:8265"]) == code
     assert told in capsys.readouterr().err
 
 
@@ -127,7 +127,7 @@ def test_a_token_file_wins_over_the_environment(tmp_path: Path, monkeypatch: pyt
 
 
 def _slurm(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(["submit", "--to", "slurm", "--dry-run", "--name", "night", *words]) == 0
+    assert cli.main(["submit", "--to", "slurm", "--dry-run", "--job-name", "night", *words]) == 0
     return capsys.readouterr().out
 
 
@@ -147,7 +147,7 @@ def test_the_slurm_script_is_sound_shell(capsys: pytest.CaptureFixture[str], tmp
 
 @pytest.mark.parametrize(("place", "more"), [("slurm", []), ("kubernetes", ["--claim", "runs"]), ("ray", [])])
 def test_the_cluster_group_says_where_to_submit_to(place: str, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--dry-run", "--name", "night", "output_dir=/shared/runs", "seed=1", *more]
+    words = ["--dry-run", "--job-name", "night", "output_dir=/shared/runs", "seed=1", *more]
     assert cli.main(["submit", f"cluster={place}", *words]) == 0
     by_group = capsys.readouterr().out
     assert cli.main(["submit", "--to", place, *words]) == 0
@@ -242,7 +242,7 @@ _RAY_JOB = {
 
 def test_the_kubernetes_manifest_fits_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    words = ["--nodes", "3", "--gpus-per-node", "1", "--claim", "runs", "--name", "night", "--image", "r/ngsgd:1"]
+    words = ["--nodes", "3", "--gpus-per-node", "1", "--claim", "runs", "--job-name", "night", "--image", "r/ngsgd:1"]
     assert cli.main(["submit", "--to", "kubernetes", "--dry-run", *words, "output_dir=/shared/runs", "seed=1"]) == 0
     manifest = yaml.safe_load(capsys.readouterr().out)
     jsonschema.validate(manifest, _RAY_JOB)

@@ -106,7 +106,7 @@ def test_a_folder_of_results(
     "arguments",
     [
         ["-", "a.wav"],
-        ["a.wav", "--rate", "8000"],
+        ["a.wav", "--sample-rate", "8000"],
         ["a.wav", "--nbest", "0"],
         ["a.wav", "--processes", "-1"],
         ["a.wav", "deep/b.flac", "--format", "srt"],
@@ -170,7 +170,7 @@ def wav_bytes(samples: np.ndarray, rate_hz: int, subtype: str = "PCM_16") -> byt
     ("content", "options"),
     [
         (tiny_recognizer.say(WORDS).tobytes(), []),
-        (tiny_recognizer.say(WORDS, rate_hz=16000).tobytes(), ["--rate", "16000"]),
+        (tiny_recognizer.say(WORDS, rate_hz=16000).tobytes(), ["--sample-rate", "16000"]),
         (wav_bytes(tiny_recognizer.say(WORDS, rate_hz=16000), 16000), []),
         (wav_bytes(tiny_recognizer.say(WORDS), 8000, "PCM_U8"), []),
         (wav_bytes(tiny_recognizer.say(WORDS), 8000, "PCM_24"), []),

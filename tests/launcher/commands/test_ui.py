@@ -91,7 +91,7 @@ def test_ending_it_leaves_no_process_behind(output_dir: Path) -> None:
         process.terminate()
         assert process.wait(20) == 0
     assert f"http://127.0.0.1:{port}/" in told[1]
-    assert told[2] == "Ctrl-C ends it.\n"
+    assert "Ctrl-C" in told[2]
     wait_until_gone([int(pid) for pid in pids.read_text().split()])
 
 

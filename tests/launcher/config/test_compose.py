@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from ngsgd.config import ModelConfig, RunConfig, check
-from ngsgd.config.build import flatten, plain
+from ngsgd.config.build import flatten, paths, plain
+from ngsgd.config.other_names import OTHER_NAMES, SETTINGS_INSTEAD, instead_of
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose
@@ -60,27 +61,27 @@ def test_a_model_and_an_optimizer_on_the_command_line_win_over_a_recipe(recipe: 
 
 
 @pytest.mark.parametrize(("override", "sentence"), [
-    ("optimizer.max_chnage=1", "optimizer.max_chnage is not a setting. Did you mean optimizer.max_change?"),
-    ("max_change=1", "max_change is not a setting. Did you mean optimizer.max_change?"),
-    ("optimzer=sgd", "optimzer is not a setting. Did you mean optimizer?"),
+    ("optimizer.max_chnage=1", "optimizer.max_chnage is not a setting. Did you mean optimizer.max_change=1?"),
+    ("max_change=1", "max_change is not a setting. Did you mean optimizer.max_change=1?"),
+    ("optimzer=sgd", "optimzer is not a setting. Did you mean optimizer=sgd?"),
     ("augment=rain", "augment=rain is not a choice; choose one of kaldi, none, robust, rooms, spec."),
-    ("lr=0.1", "lr is not a setting. Did you mean schedule.lr_initial?"),
-    ("optimizer.lr=0.1", "optimizer.lr is not a setting. Did you mean schedule.lr_initial?"),
-    ("epochs=3", "epochs is not a setting. Did you mean schedule.num_epochs?"),
-    ("batch_size=64", "batch_size is not a setting. Did you mean schedule.minibatch_size?"),
-    ("workers=4", "workers is not a setting. Did you mean cluster.num_workers?"),
+    ("lr=0.1", "lr is not a setting. Did you mean schedule.lr_initial=0.1?"),
+    ("optimizer.lr=0.1", "optimizer.lr is not a setting. Did you mean schedule.lr_initial=0.1?"),
+    ("epochs=3", "epochs is not a setting. Did you mean schedule.num_epochs=3?"),
+    ("batch_size=64", "batch_size is not a setting. Did you mean schedule.minibatch_size=64?"),
+    ("workers=4", "workers is not a setting. Did you mean cluster.num_workers=4?"),
     ("+optimizer.max_change=1",
      "+optimizer.max_change=1: settings can be changed, not added or deleted; write optimizer.max_change=VALUE."),
     ("~optimizer", "~optimizer: settings can be changed, not added or deleted; write optimizer=VALUE."),
     ("schedule.num_epochs=abc", "schedule.num_epochs is 'abc'; it must be a number."),
-    ("seed=1.5", "seed is 1.5; it must be a whole number."),
-    ("seed=true", "seed is true; it must be a whole number."),
+    ("seed=1.5", "seed is 1.5; it must be an integer."),
+    ("seed=true", "seed is true; it must be an integer."),
     ("schedule.lr_initial=inf", "schedule.lr_initial is inf; it must be a finite number."),
     ("schedule.lr_initial=nan", "schedule.lr_initial is nan; it must be a finite number."),
     ("decode.acoustic_scales=[1,x]",
      "decode.acoustic_scales is [1, 'x']; it must be a list of finite numbers, such as [0.1,0.2]."),
     ("optimizer.max_change=-1", "optimizer.max_change is -1.0; it must be at least 0."),
-    ("seed=${no.such.key}", "seed is ${no.such.key}, which leads nowhere; give a value."),
+    ("seed=${no.such.key}", "seed is ${no.such.key}, an unresolved interpolation; give a value."),
     ("seed=1,2", "seed=1,2 lists several values; add --multirun to run them one after another."),
     ("objective.kind=smbr", "combination.kind is mean, which compares the cross-entropy of held-out frames, and "
      "objective.kind is smbr; set combination.kind=none (objective=smbr does)."),
@@ -111,6 +112,13 @@ def test_unreadable_override_is_one_line() -> None:
     [problem] = problems_of("name=[1")
     assert problem.startswith("'name=[1' cannot be read")
     assert "\n" not in problem
+
+
+def test_names_of_other_trainers_lead_to_settings_that_exist() -> None:
+    assert set(OTHER_NAMES.values()) <= set(paths())
+    words = {word for name in SETTINGS_INSTEAD for word in instead_of(name, "1").split() if "=" in word}
+    keys = {word.partition("=")[0] for word in words}
+    assert keys <= {*paths(), *compose.groups()}
 
 
 def test_all_mistakes_are_told_at_once() -> None:

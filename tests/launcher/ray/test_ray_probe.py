@@ -173,7 +173,7 @@ def test_training_ends_before_any_data_is_made(tmp_path: Path, closed_port: int,
 def test_commands_about_jobs_end_with_one_message(words: tuple[str, ...], silent_port: int, closed_port: int,
                                                   capsys: pytest.CaptureFixture[str]) -> None:
     for port in (silent_port, closed_port):
-        assert cli.main([*words, "--address", f"http://127.0.0.1:{port}"]) == ClusterError.exit_code
+        assert cli.main([*words, "--dashboard-url", f"http://127.0.0.1:{port}"]) == ClusterError.exit_code
         (line,) = capsys.readouterr().err.splitlines()
         assert str(port) in line
 
@@ -193,4 +193,4 @@ def test_doctor_reports_a_cluster_that_does_not_answer(tmp_path: Path, closed_po
 def test_no_token_is_sent_before_somebody_answers(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:
     monkeypatch.setattr(jobs, "use_token", lambda door: pytest.fail("the token was read"))
     with pytest.raises(ClusterError):
-        jobs.connect(jobs.job_server_of(SimpleNamespace(address=f"127.0.0.1:{closed_port}", token_file="")))
+        jobs.connect(jobs.job_server_of(SimpleNamespace(dashboard_url=f"127.0.0.1:{closed_port}", token_file="")))

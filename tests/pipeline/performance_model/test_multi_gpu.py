@@ -51,13 +51,13 @@ def test_the_tables_of_the_page_are_what_the_command_prints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = re.findall(
-        r"```console\n(ngsgd plan --nodes [^\n]*)\n```\n```text\n(.*?)\n```",
+        r"```console\n(ngsgd plan --nodes [^`]*)\n```\n```text\n(.*?)\n```",
         PAGE.read_text(encoding="utf-8"),
         re.DOTALL,
     )
     assert len(found) >= 3
     for line, table in found:
-        assert cli.main(shlex.split(line)[1:]) == 0
+        assert cli.main(shlex.split(line.replace("\\\n", ""))[1:]) == 0
         assert capsys.readouterr().out.rstrip() == table, f"docs/planner.md: {line}"
 
 

@@ -1,1 +1,1 @@
-"""The synthetic digits corpus: speech made on this machine by a synthesizer."""
+"""The synthetic digits corpus: speech synthesized locally."""

@@ -1,4 +1,4 @@
-"""From the synthesiser's phoneme events to the HMM state of every frame."""
+"""Conversion of phoneme events of the synthesizer to HMM states of frames."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ TOPOLOGY = Topology(
 STRESS_MARKS = "',%="
 # a shorter diphthong, and the r that links to a following vowel
 SAME_PHONE = {"aI2": "aI", "r-": "r"}
-# an offglide before a vowel; its time goes to the phone before it
+# an offglide before a vowel; its time is added to the previous phone
 GLIDE = ";"
 PAUSE = "_"
 
 
 def label(spoken: SynthesizedUtterance, words: Sequence[str], *, lead: int,
           num_samples: int) -> PdfIds:
-    """The pdf of each frame of an utterance that is `num_samples` long at 8 kHz and starts with
-    `lead` silent samples.
+    """Return the pdf of each frame of an utterance with `num_samples` samples at 8 kHz.
+
+    `lead` samples at its start are silent.
     """
     phonemes = [phoneme for phoneme in spoken.phonemes if phoneme.name != GLIDE]
     _check_pronunciations(phonemes, words)
@@ -60,7 +61,7 @@ def label(spoken: SynthesizedUtterance, words: Sequence[str], *, lead: int,
 
 
 def phone(name: str) -> str:
-    """The phone of the topology that an espeak-ng phoneme name stands for."""
+    """Phone of the topology for the name of an espeak-ng phoneme."""
     plain = name.strip(STRESS_MARKS)
     return SAME_PHONE.get(plain, plain)
 
@@ -72,7 +73,6 @@ def _check_pronunciations(phonemes: Sequence[Phoneme], words: Sequence[str]) -> 
             said[phoneme.word] = (*said[phoneme.word], phone(phoneme.name))
     for word, phones in zip(words, said, strict=True):
         if phones not in TOPOLOGY.lexicon[word]:
-            raise DataError(f"The synthesiser spoke the word {word} as "
+            raise DataError(f"The synthesizer pronounced the word {word} as "
                             f"{' '.join(phones) or 'nothing'}, which the digits lexicon does not "
-                            "hold; install the version that ngsgd was made with: pip install "
-                            "'ngsgd[synth]'")
+                            "contain; install the supported version: pip install 'ngsgd[synth]'")

@@ -1,17 +1,17 @@
-"""Speaks one shard with espeak-ng.  Run as a process of its own, never imported by the rest of the
-package.
+"""Synthesis of one shard with espeak-ng, in a separate process that imports nothing of ngsgd.
 
 stdin: {"seed": int, "utterances": [{"text", "voice", "rate", "pitch", "range", "word_gap"}]} as
-    JSON.
+JSON.
+
 stdout: one line of JSON {"sample_rate", "utterances": [{"num_samples", "events"}]}, then all
-    samples as int16.
+samples as int16.
+
 An event is [kind, sample, name]: kind "word" starts a word, kind "phoneme" a phoneme (names
 starting with _ are pauses).
 
-A process for each shard, because espeak-ng's state carries over from call to call, even over
-re-initialisation: what an utterance sounds like depends on those spoken before it.  A fresh process
-that makes the same calls with the same seeds is bit-identical.  The GPL-3 library is loaded here
-and nowhere else.
+There is one process per shard, because the state of espeak-ng persists over calls, even after
+re-initialization: an utterance depends on the previous ones. A new process that makes the same
+calls with the same seeds is bitwise identical. The GPL-3 library is loaded only here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import json
 import sys
 from typing import Any
 
-# from espeak-ng's speak_lib.h
+# from speak_lib.h of espeak-ng
 AUDIO_OUTPUT_RETRIEVAL = 1
 INITIALIZE_PHONEME_EVENTS = 0x0001
 INITIALIZE_DONT_EXIT = 0x8000
@@ -47,7 +47,7 @@ SynthCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ct
 
 
 class _Synthesiser:
-    """The library, initialised once for the life of the process."""
+    """The library, initialized once for the life of the process."""
 
     def __init__(self, seed: int) -> None:
         import espeakng_loader
@@ -58,14 +58,15 @@ class _Synthesiser:
         self.sample_rate = self.espeak.espeak_Initialize(AUDIO_OUTPUT_RETRIEVAL, 0, data_path,
                                                          flags)
         if self.sample_rate <= 0:
-            raise RuntimeError(f"espeak-ng did not initialise with the data in {data_path.decode()}")
+            raise RuntimeError("espeak-ng could not be initialized with the data in "
+                               f"{data_path.decode()}")
         self.samples = bytearray()
         self.events: list[tuple[str, int, str]] = []
-        # kept: ctypes would free it while the library still holds it
+        # kept: ctypes would free it while the library still refers to it
         self._callback = SynthCallback(self._receive)
         self.espeak.espeak_SetSynthCallback(self._callback)
         self.espeak.espeak_ng_SetRandSeed(ctypes.c_long(seed))
-        # parts of the library draw from libc's rand() instead
+        # parts of the library use rand() of libc instead
         ctypes.CDLL(None).srand(ctypes.c_uint(seed))
 
     def speak(self, utterance: dict[str, Any]) -> tuple[bytes, list[tuple[str, int, str]]]:
@@ -83,7 +84,7 @@ class _Synthesiser:
 
     def _check(self, status: int, what: str) -> None:
         if status != 0:
-            raise RuntimeError(f"espeak-ng refused {what} (status {status})")
+            raise RuntimeError(f"espeak-ng rejected {what} (status {status})")
 
     def _receive(self, samples: int | None, num_samples: int, events: Any) -> int:
         if samples and num_samples > 0:
@@ -99,7 +100,7 @@ class _Synthesiser:
                 name = raw.decode("utf-8", errors="replace")
                 self.events.append(("phoneme", event.sample, name))
             index += 1
-        return 0  # go on speaking
+        return 0  # continue speaking
 
 
 def main() -> None:

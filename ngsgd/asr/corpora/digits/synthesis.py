@@ -1,4 +1,4 @@
-"""Drives the speech synthesiser: one fresh process for each shard of a fixed plan."""
+"""Speech synthesis with one new process for each shard of a fixed plan."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ngsgd.asr.utterance import Samples
 from ngsgd.errors import DataError
 
 WORKER = Path(__file__).with_name("synth_worker.py")
-# a shard takes under a second; the library has been seen to hang
+# a shard takes less than a second; the library has hung in the past
 SHARD_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """What to say, and how.  Units are espeak-ng's."""
+    """Text and voice of an utterance, in the units of espeak-ng."""
 
     text: str
     # a voice file, + and a variant of its timbre: gmw/en-US+Alex
     voice: str
     # words per minute, 80 to 450
     rate: int
-    # 0 to 100, 50 is the voice's own
+    # 0 to 100; 50 is the default of the voice
     pitch: int
-    # of pitch, 0 (monotone) to 100
+    # range of the pitch, 0 (monotone) to 100
     range: int
     # pause between words, in units of 10 ms
     word_gap: int
@@ -41,9 +41,9 @@ class Sentence:
 @dataclass(frozen=True)
 class Phoneme:
     name: str
-    # which word of the sentence it belongs to, from 0
+    # index of its word in the sentence
     word: int
-    # sample at which it starts
+    # first sample
     start: int
 
 
@@ -55,7 +55,7 @@ class SynthesizedUtterance:
 
 
 def require() -> None:
-    """Raises unless the synthesiser can be started here."""
+    """Raise if the synthesizer cannot be started here."""
     extras.load("espeakng_loader", extra="synth", purpose="The embedded corpus, data.corpus=digits,")
     extras.load("soxr", extra="asr", purpose="The embedded corpus, data.corpus=digits,")
 
@@ -65,20 +65,21 @@ def version() -> str:
 
 
 def speak(sentences: Sequence[Sentence], *, seed: int) -> list[SynthesizedUtterance]:
-    """The sentences, spoken in this order by a new process; the same call gives the same bits."""
+    """Synthesize the sentences in a new process; bitwise reproducible."""
     plan = {"seed": seed, "utterances": [asdict(sentence) for sentence in sentences]}
-    # -P keeps this folder off the worker's import path, and the file name keeps `ngsgd` itself out
-    # of the process
+    # -P excludes this folder from the import path of the worker, and the file name avoids importing
+    # `ngsgd`
     command = [sys.executable, "-P", str(WORKER)]
     try:
         done = subprocess.run(command, input=json.dumps(plan).encode(), capture_output=True, check=False,
                               timeout=SHARD_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
-        raise DataError(f"The speech synthesiser gave no answer in {SHARD_TIMEOUT_S:g} s; run the command again.") from error
+        raise DataError(f"The speech synthesizer did not answer within {SHARD_TIMEOUT_S:g} s; run "
+                        "the command again.") from error
     if done.returncode != 0:
         reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit status {done.returncode}"
-        raise DataError(f"The speech synthesiser failed ({reason}); "
-                        f"reinstall it with: pip install --force-reinstall espeakng-loader=={version()}")
+        raise DataError(f"The speech synthesizer failed ({reason}); reinstall it with: pip install "
+                        f"--force-reinstall espeakng-loader=={version()}")
     return _parse(done.stdout)
 
 

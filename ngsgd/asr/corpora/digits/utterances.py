@@ -1,6 +1,7 @@
-"""The embedded corpus: connected digits, spoken by a synthesiser in many voices and accents, with noise.
+"""The embedded corpus: connected digits, synthesized in many voices and accents, with noise.
 
-Everything is drawn first, from the seed alone; how many shards are spoken at once changes nothing.
+All random choices are made first, from the seed alone, so the number of parallel shards does not
+change the data.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WORDS_PER_MINUTE = (110, 240)
 PITCH, PITCH_RANGE = (25, 75), (30, 70)
 WORD_GAP = (0, 15)           # units of 10 ms
 EDGE_SILENCE_MS = (100, 300)
-# of a digit to the nominal 60 / rate seconds: mean over the voices, accents and rates here
+# ratio of the length of a digit to 60 / rate seconds: mean over these voices, accents and rates
 RELATIVE_LENGTH = 0.97
 
 SETS = ("train", "valid", "test")
@@ -34,7 +35,7 @@ SETS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class PlannedUtterance:
-    """All that is drawn for one utterance."""
+    """All random choices for one utterance."""
 
     utt_id: str
     speaker: str
@@ -54,7 +55,7 @@ class PlannedUtterance:
 
 def utterances(set_name: str, data: DataConfig, *, minutes: float, num_at_once: int,
                is_clean: Callable[[str], bool] = lambda _utt_id: False) -> Iterator[Utterance]:
-    """About `minutes` of audio, in the order of the plan; `num_at_once` shards are spoken at a time.
+    """Yield about `minutes` of audio in the order of the plan, with `num_at_once` parallel shards.
 
     Utterances for which `is_clean` is true have no noise.
     """
@@ -67,12 +68,14 @@ def utterances(set_name: str, data: DataConfig, *, minutes: float, num_at_once: 
         for made in pool.map(make_shard, shards, seeds):
             yield from made
     finally:
-        # after Ctrl-C the shards still waiting must not be spoken first
+        # after Ctrl-C the waiting shards must not be synthesized first
         pool.shutdown(cancel_futures=True)
 
 
 def plan(set_name: str, data: DataConfig, *, minutes: float) -> Iterator[PlannedUtterance]:
-    """Utterances until their expected length reaches `minutes`; a longer plan starts with the shorter one."""
+    """Yield utterances until their expected length is `minutes`; plans are prefixes of longer
+    ones.
+    """
     rng = _rng(data, set_name, "plan")
     index, planned_s = 0, 0.0
     while planned_s < 60 * minutes:
@@ -82,7 +85,7 @@ def plan(set_name: str, data: DataConfig, *, minutes: float) -> Iterator[Planned
 
 
 def make_shard(shard: Sequence[PlannedUtterance], seed: int) -> list[Utterance]:
-    """The shard's utterances, spoken by one new process."""
+    """Synthesize the utterances of a shard in a new process."""
     spoken = synthesis.speak([planned.sentence for planned in shard], seed=seed)
     return [_make_utterance(planned, speech) for planned, speech in zip(shard, spoken, strict=True)]
 
@@ -103,7 +106,7 @@ def _plan_one(rng: np.random.Generator, utt_id: str, variants: Sequence[str], da
 
 
 def _make_utterance(planned: PlannedUtterance, spoken: SynthesizedUtterance) -> Utterance:
-    soxr = extras.load("soxr", extra="asr", purpose="Resampling the synthesiser's audio")
+    soxr = extras.load("soxr", extra="asr", purpose="Resampling the synthesized audio")
     speech = soxr.resample(spoken.samples.astype(np.float64), spoken.sample_rate, SAMPLE_RATE_HZ)
     lead, tail = (ms * SAMPLE_RATE_HZ // 1000 for ms in (planned.lead_ms, planned.tail_ms))
     padded = np.concatenate([np.zeros(lead), speech, np.zeros(tail)])

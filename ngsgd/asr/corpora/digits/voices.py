@@ -1,9 +1,9 @@
-"""The synthesiser's accents and voices, and who is heard in which set.
+"""Accents and voices of the synthesizer, and their distribution over the sets.
 
-A voice is an accent with one of espeak-ng's variants, which change the timbre.  The sets share accents but no variant,
-and variants of one name (steph, steph2) stay in one set.  Whispering, robotic and joke variants are left out; variants
-that put the first or second formant outside 80-140 % of the default, further than human speakers differ, are heard in
-training only.
+A voice is an accent with a variant of espeak-ng, which changes the timbre. The sets share accents
+but no variant, and variants of one name (steph, steph2) stay in one set. Whispering, robotic and
+joke variants are excluded. Variants with the first or second formant outside 80-140 % of the
+default, a larger difference than between human speakers, are in the training set only.
 """
 
 from __future__ import annotations

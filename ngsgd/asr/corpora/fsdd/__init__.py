@@ -1,1 +1,1 @@
-"""The Free Spoken Digit Dataset, with an alignment that ships with the package."""
+"""The Free Spoken Digit Dataset, with an alignment that is part of the package."""

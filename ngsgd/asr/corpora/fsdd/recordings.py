@@ -1,7 +1,7 @@
-"""Connected-digit strings spliced from the Free Spoken Digit Dataset, with noise.
+"""Strings of connected digits spliced from the Free Spoken Digit Dataset, with noise.
 
-A string is 3 to 7 recordings of one speaker with pauses between them.  Its labels are those of the recordings'
-alignment; pauses are silence.
+A string is 3 to 7 recordings of one speaker with pauses between them. Its labels are those of the
+alignment of the recordings; pauses are silence.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ngsgd.config import DataConfig
 NUM_WORDS = (3, 7)
 PAUSE_MS = (0, 150)
 EDGE_SILENCE_MS = (50, 250)
-# each recording is made louder or softer by up to this much
+# maximum random change of the level of each recording, dB
 LEVEL_DB = 3.0
 BABBLE_VOICES = 5
 NOISES = (*noise.COLOURS, "babble")
@@ -39,10 +39,10 @@ SETS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Pool:
-    """The recordings that one set is made of."""
+    """Recordings of one set."""
 
     segments: tuple[Segment, ...]
-    # background voices, of the training set; never the speaker of the string
+    # background voices from the training set; never the speaker of the string
     babble: tuple[Segment, ...]
     samples: Mapping[str, Samples]  # by utt_id
     pdf_T: Mapping[str, PdfIds]     # by utt_id
@@ -50,7 +50,7 @@ class Pool:
 
 def utterances(set_name: str, data: DataConfig, pool: Pool, *, minutes: float,
                is_clean: Callable[[str], bool] = lambda _utt_id: False) -> Iterator[Utterance]:
-    """Strings until they last `minutes`; those for which `is_clean` is true have no noise."""
+    """Yield strings up to a total of `minutes`; those with `is_clean` have no noise."""
     rng = np.random.default_rng([0, SETS.index(set_name)])
     decks = {speaker: draw_recordings(pool, speaker, rng) for speaker in sorted({segment.speaker for segment in pool.segments})}
     index, made_s = 0, 0.0
@@ -64,13 +64,13 @@ def utterances(set_name: str, data: DataConfig, pool: Pool, *, minutes: float,
 
 
 def recordings(pool: Pool) -> Iterator[Utterance]:
-    """The recordings as they are, one word each."""
+    """Yield the unmodified recordings, one word each."""
     for segment in pool.segments:
         yield Utterance(segment.utt_id, segment.speaker, (segment.word,), pool.samples[segment.utt_id], pool.pdf_T[segment.utt_id])
 
 
 def draw_recordings(pool: Pool, speaker: str, rng: np.random.Generator) -> Iterator[Segment]:
-    """The speaker's recordings in random order for ever; each is used once before any is used again."""
+    """Yield recordings of the speaker forever, in random order; each is used once per round."""
     own = [segment for segment in pool.segments if segment.speaker == speaker]
     while True:
         yield from (own[i] for i in rng.permutation(len(own)))
@@ -94,7 +94,7 @@ def splice_string(utt_id: str, segments: Sequence[Segment], pool: Pool, data: Da
 
 
 def lay_out_segments(segments: Sequence[Segment], rng: np.random.Generator) -> tuple[list[int], int]:
-    """The first sample of each recording, and the length of the string."""
+    """Return the first sample of each recording, and the length of the string."""
     position = _draw_samples(rng, EDGE_SILENCE_MS)
     starts = []
     for segment in segments:
@@ -104,7 +104,7 @@ def lay_out_segments(segments: Sequence[Segment], rng: np.random.Generator) -> t
 
 
 def _place_labels(pdf_T: PdfIds, own_T: PdfIds, start: int, num_samples: int) -> None:
-    """Writes a recording's labels where it stands in the string: frames are at most half a shift (5 ms) off."""
+    """Write the labels of a recording at its position; frames are off by at most 5 ms."""
     own_frame_T = (frame_centres(num_samples) - start) // FRAME_SHIFT
     inside_T = (own_frame_T >= 0) & (own_frame_T < len(own_T))
     pdf_T[inside_T] = own_T[own_frame_T[inside_T]]
@@ -120,7 +120,7 @@ def background_noise(colour: str, num_samples: int, pool: Pool, speaker: str,
 
 def _running_speech(num_samples: int, segments: Sequence[Segment], recorded: Mapping[str, Samples],
                     rng: np.random.Generator) -> FisherSample:
-    """One voice of the babble: recordings at equal loudness, one after the other."""
+    """Return one voice of the babble: concatenated recordings of equal loudness."""
     pieces: list[npt.NDArray[np.float64]] = []
     length = 0
     while length < num_samples:

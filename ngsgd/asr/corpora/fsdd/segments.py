@@ -1,7 +1,6 @@
-"""What the Free Spoken Digit Dataset holds, from the list and the alignment that ship with the
-package.
+"""Catalogue of the Free Spoken Digit Dataset, from the list and the alignment in the package.
 
-Every recording is checked against the list, so it does not matter where the audio comes from.
+Every recording is checked against the list, so the audio may come from any source.
 """
 
 from __future__ import annotations
@@ -21,15 +20,16 @@ from ngsgd.asr.utterance import PdfIds, num_frames
 from ngsgd.errors import DataError
 
 SHIPPED = "corpora/fsdd"
-# recordings 0 to 4 of each speaker and digit are never trained on, by the data set's own rule
+# recordings 0 to 4 of each speaker and digit are never in the training set, by the rule of the data
+# set
 NUM_HELD_OUT = 5
-# the two that a model of the others finds hardest
+# the two speakers with the highest error rate of a model of the others
 TEST_SPEAKERS = ("george", "nicolas")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One recording: a speaker says one digit."""
+    """One recording of one digit."""
 
     utt_id: str
     # its name in the data set
@@ -39,7 +39,7 @@ class Segment:
     # 0 to 49, counted per speaker and digit
     index: int
     num_samples: int
-    # first 16 hex digits, of the samples as little-endian int16
+    # first 16 hex digits of the SHA-256 of the samples as little-endian int16
     sha256_pcm: str
 
 
@@ -52,23 +52,23 @@ class Catalogue:
     topology: Topology
 
     def realigned(self, alignment: Alignment) -> Catalogue:
-        """The same with other labels; recordings that the alignment lacks are left out."""
+        """Return the catalogue with other labels, without unaligned recordings."""
         segments = tuple(segment for segment in self.segments if segment.utt_id in alignment.pdf_T)
         if not segments:
-            raise DataError(f"{alignment.path} has no states for any recording of FSDD; give a "
-                            "file of ngsgd align recipe=fsdd.")
+            raise DataError(f"{alignment.path} has no states for any recording of FSDD; use a file "
+                            "of ngsgd align recipe=fsdd.")
         largest = max(int(pdf_T.max()) for pdf_T in alignment.pdf_T.values())
         if largest >= self.topology.num_pdfs:
-            raise DataError(f"{alignment.path} has the state {largest}, and FSDD's phones have "
-                            f"{self.topology.num_pdfs} states, from 0; give a file of ngsgd align "
-                            "recipe=fsdd.")
+            raise DataError(f"{alignment.path} has the state {largest}, but the phones of FSDD "
+                            f"have {self.topology.num_pdfs} states, from 0; use a file of ngsgd "
+                            "align recipe=fsdd.")
         pdf_T = {segment.utt_id: alignment.pdf_T[segment.utt_id] for segment in segments}
         _check_alignment(segments, pdf_T)
         return Catalogue(segments, pdf_T, self.topology)
 
 
 def load_catalogue(folder: Traversable | None = None) -> Catalogue:
-    """The catalogue in `folder`; without one, the catalogue of the 3000 public recordings."""
+    """Load the catalogue in `folder`; without one, the catalogue of the 3000 public recordings."""
     folder = folder or resources.files("ngsgd.asr").joinpath(SHIPPED)
     with folder.joinpath("segments.csv").open(encoding="utf-8") as file:
         segments = tuple(
@@ -88,18 +88,23 @@ def load_catalogue(folder: Traversable | None = None) -> Catalogue:
 
 def split(segments: Sequence[Segment], kind: str,
           held_out: str = "") -> dict[str, tuple[Segment, ...]]:
-    """Recordings of train, valid and test.
+    """Return the recordings of train, valid and test.
 
-    "speaker": test is two speakers that are never trained on, valid the others' held-out
-    recordings.
-    "official": test is everybody's held-out recordings; valid is index 5 to 9, taken from the
-    official training part.
-    "loo": test is the speaker `held_out`, valid the others' held-out recordings.
+    Args:
+        segments: all recordings.
+        kind: "speaker": test is two speakers that are never trained on, valid the held-out
+            recordings of the others. "official": test is the held-out recordings of all speakers,
+            valid is index 5 to 9 of the official training part. "loo": test is the speaker
+            `held_out`, valid the held-out recordings of the others.
+        held_out: the test speaker of "loo".
+
+    Raises:
+        DataError: a set is empty, or `held_out` is not a speaker.
     """
     speakers = sorted({segment.speaker for segment in segments})
     if kind == "loo" and held_out not in speakers:
-        raise DataError(f"data.held_out is {held_out!r}, who is not a speaker of FSDD; choose one "
-                        f"of {', '.join(speakers)}.")
+        raise DataError(f"data.held_out is {held_out!r}, which is not a speaker of FSDD; choose "
+                        f"one of {', '.join(speakers)}.")
     test_speakers = (held_out,) if kind == "loo" else TEST_SPEAKERS
     sets: dict[str, list[Segment]] = {"train": [], "valid": [], "test": []}
     for segment in segments:
@@ -108,8 +113,8 @@ def split(segments: Sequence[Segment], kind: str,
     for name, members in sets.items():
         if not members:
             raise DataError(f"The {name} set of data.split={kind} is empty: none of the "
-                            f"{len(segments)} recordings belongs to it; use the whole data set, or "
-                            "the other data.split.")
+                            f"{len(segments)} recordings belongs to it; use the complete data set, "
+                            "or another data.split.")
     return {name: tuple(members) for name, members in sets.items()}
 
 
@@ -126,17 +131,15 @@ def _set_by_index(segment: Segment) -> str:
 
 
 def _load_alignment(path: Traversable) -> dict[str, PdfIds]:
-    """Arrays of the file: pdf of all frames end to end, utt_ids, and offsets of the utterances in
-    pdf.
-    """
+    """Read the pdfs of each utterance from the concatenated arrays of a file."""
     with path.open("rb") as file, np.load(file) as arrays:
         pieces = np.split(_merge_silence(arrays["pdf"]), arrays["offsets"][1:-1])
         return dict(zip(arrays["utt_ids"].tolist(), pieces, strict=True))
 
 
 def _merge_silence(pdf_T: np.ndarray) -> PdfIds:
-    # The GMM's silence has three states in a row; spliced strings cut silences anywhere, so here it
-    # is one state
+    # the silence of the GMM has three states in a row; spliced strings cut silence anywhere, so it
+    # has one state here
     merged: PdfIds = np.where(pdf_T < STATES_PER_PHONE, SILENCE_PDF,
                               pdf_T.astype(np.int32) - STATES_PER_PHONE + 1)
     return merged.astype(np.int32)
@@ -148,5 +151,5 @@ def _check_alignment(segments: Sequence[Segment], pdf_T: Mapping[str, PdfIds]) -
         found = len(pdf_T.get(segment.utt_id, ()))
         if found != expected:
             raise DataError(f"The alignment has {found} frames for {segment.utt_id} "
-                            f"({segment.file}), whose audio has {expected}; make it again with "
+                            f"({segment.file}), but its audio has {expected}; create it again with "
                             "ngsgd align recipe=fsdd.")

@@ -1,7 +1,7 @@
-"""The recordings of the Free Spoken Digit Dataset: found in a folder or an archive, or downloaded, and checked.
+"""Location, download and verification of the recordings of the Free Spoken Digit Dataset.
 
-The public archive is pinned by commit.  Its bytes are GitHub's to repack, so it is the content that is pinned: every
-recording's samples must have the SHA-256 in the shipped list.
+The public archive is pinned by commit. GitHub may repack its bytes, so the content is pinned: the
+samples of every recording must have the SHA-256 in the list of the package.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ngsgd.phase import Phase
 
 COMMIT = "26eb9aaf76e81b692f806f9140c2d2777410d7a1"
 URL = f"https://github.com/Jakobovski/free-spoken-digit-dataset/archive/{COMMIT}.tar.gz"
-DOWNLOAD_TIMEOUT_S = 60.0  # without a byte
+DOWNLOAD_TIMEOUT_S = 60.0  # seconds without a byte
 # the archive has 16 MB
 MAX_DOWNLOAD_BYTES = 1 << 30
 
@@ -34,11 +34,11 @@ ARCHIVES_IN_FOLDER = ("recordings.tar.xz", "recordings.tar.gz", "recordings.zip"
 
 
 def locate(source: str) -> Path:
-    """The folder of wav files or the archive that `data.source` means."""
+    """Return the folder of wav files or the archive given by `data.source`."""
     path = Path(source).expanduser()
     if not path.exists():
-        raise DataError(f"data.source is {source}, which does not exist; give the folder or the archive that holds the FSDD "
-                        "recordings, or leave it empty to download them.")
+        raise DataError(f"data.source is {source}, which does not exist; set it to the folder or "
+                        "the archive with the FSDD recordings, or leave it empty to download them.")
     if path.is_file():
         return path
     for candidate in (path / "recordings", path):
@@ -47,12 +47,13 @@ def locate(source: str) -> Path:
     for name in ARCHIVES_IN_FOLDER:
         if (path / name).is_file():
             return path / name
-    raise DataError(f"data.source is {source}, where there are neither wav files, nor a folder recordings, nor one of "
-                    f"{', '.join(ARCHIVES_IN_FOLDER)}; give the folder or the archive that holds the FSDD recordings.")
+    raise DataError(f"data.source is {source}, which contains neither wav files, nor a folder "
+                    f"recordings, nor one of {', '.join(ARCHIVES_IN_FOLDER)}; set it to the folder "
+                    "or the archive with the FSDD recordings.")
 
 
 def download(folder: Path, report: Callable[[str], None], url: str = URL) -> Path:
-    """The archive in `folder`, fetched unless it is there; it takes its name only when it is whole."""
+    """Return the archive in `folder`, downloaded if necessary; an incomplete file is removed."""
     archive = folder / f"fsdd-{COMMIT[:8]}.tar.gz"
     if archive.exists():
         return archive
@@ -63,20 +64,21 @@ def download(folder: Path, report: Callable[[str], None], url: str = URL) -> Pat
         _fetch(url, part)
         part.rename(archive)
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        raise DataError(f"{url} could not be downloaded ({error}); try again, or fetch it elsewhere and give its path as "
-                        "data.source.") from error
+        raise DataError(f"{url} could not be downloaded ({error}); try again, or download it "
+                        "elsewhere and set data.source to its path.") from error
     finally:
         part.unlink(missing_ok=True)
     return archive
 
 
 def read_recordings(place: Path, segments: Sequence[Segment]) -> dict[str, Samples]:
-    """The samples of every segment by utt_id, each checked for format, length and content."""
+    """Return the samples of every segment by utt_id, after checking format, length and content."""
     files = dict(wav_files(place))
     missing = [segment.file for segment in segments if segment.file not in files]
     if missing:
-        raise DataError(f"{place} lacks {len(missing)} of {len(segments)} recordings, the first is {missing[0]}; "
-                        "get the whole data set, or leave data.source empty to download it.")
+        raise DataError(f"{place} lacks {len(missing)} of {len(segments)} recordings, the first is "
+                        f"{missing[0]}; get the complete data set, or leave data.source empty to "
+                        "download it.")
     return {segment.utt_id: _decode(files[segment.file], segment, place) for segment in segments}
 
 
@@ -88,11 +90,12 @@ def _fetch(url: str, path: Path) -> None:
             if file.tell() > MAX_DOWNLOAD_BYTES:
                 raise ConnectionError(f"it is larger than {MAX_DOWNLOAD_BYTES} bytes")
     if expected and path.stat().st_size != expected:
-        raise ConnectionError(f"it broke off after {path.stat().st_size} of {expected} bytes")
+        raise ConnectionError(f"the connection closed after {path.stat().st_size} of {expected} "
+                              "bytes")
 
 
 def wav_files(place: Path) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of every wav file of a folder or an archive."""
+    """Yield (name, content) of every wav file of a folder or an archive."""
     try:
         if place.is_dir():
             for path in sorted(place.glob("*.wav")):
@@ -100,9 +103,11 @@ def wav_files(place: Path) -> Iterator[tuple[str, bytes]]:
         else:
             yield from unpacking.members(place, ".wav")
     except unpacking.UnpackError as error:
-        raise DataError(f"{place} is damaged or is not a tar or zip archive ({error}); delete it and fetch it again.") from error
+        raise DataError(f"{place} is damaged or is not a tar or zip archive ({error}); delete it "
+                        "and download it again.") from error
     except OSError as error:
-        raise DataError(f"{error.filename or place} cannot be read ({error.strerror or error}); fetch it again.") from error
+        raise DataError(f"{error.filename or place} cannot be read ({error.strerror or error}); "
+                        "download it again.") from error
 
 
 def _decode(content: bytes, segment: Segment, place: Path) -> Samples:
@@ -112,14 +117,19 @@ def _decode(content: bytes, segment: Segment, place: Path) -> Samples:
             shape, rate_hz, promised = (wav.getnchannels(), 8 * wav.getsampwidth()), wav.getframerate(), wav.getnframes()
             pcm = wav.readframes(promised)
     except (wave.Error, EOFError) as error:
-        raise DataError(f"{where} is not a PCM wav file ({error or 'its header is cut off'}); fetch it again.") from error
+        raise DataError(f"{where} is not a PCM wav file ({error or 'its header is truncated'}); "
+                        "download it again.") from error
     if shape != (1, 16):
-        raise DataError(f"{where} has {shape[0]} channel(s) of {shape[1]} bits; FSDD is mono, 16 bits: fetch it again.")
+        raise DataError(f"{where} has {shape[0]} channel(s) of {shape[1]} bits, but FSDD is mono "
+                        "with 16 bits; download it again.")
     if rate_hz != SAMPLE_RATE_HZ:
-        raise DataError(f"{where} is sampled at {rate_hz} Hz; FSDD is sampled at {SAMPLE_RATE_HZ} Hz: fetch it again.")
+        raise DataError(f"{where} is sampled at {rate_hz} Hz, but FSDD at {SAMPLE_RATE_HZ} Hz; "
+                        "download it again.")
     if len(pcm) < 2 * promised:
-        raise DataError(f"{where} is truncated: {len(pcm) // 2} of the {promised} samples in its header; fetch it again.")
+        raise DataError(f"{where} is truncated: {len(pcm) // 2} of the {promised} samples in its "
+                        "header; download it again.")
     if hashlib.sha256(pcm).hexdigest()[:16] != segment.sha256_pcm:
-        raise DataError(f"{where} is not the recording of that name: its SHA-256 is {hashlib.sha256(pcm).hexdigest()[:16]}..., "
-                        f"the list has {segment.sha256_pcm}; fetch FSDD at commit {COMMIT[:8]}.")
+        raise DataError(f"{where} is not the recording of that name: its SHA-256 is "
+                        f"{hashlib.sha256(pcm).hexdigest()[:16]}..., the list has "
+                        f"{segment.sha256_pcm}; download FSDD at commit {COMMIT[:8]}.")
     return np.frombuffer(pcm, dtype="<i2").astype(np.int16)

@@ -11,7 +11,8 @@ from ngsgd.asr.corpora.digits import labels
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.utterance import Utterance
 
-# of the synthesizer's phones; accents differ in the vowels of one and four and in the first sound of three
+# phones of the synthesizer -> phones of FSDD; accents differ in the vowels of one and four and in
+# the first sound of three
 PHONES = {
     "z": "Z", "i@": "IH", "r": "R", "oU": "OW", "w": "W", "V": "AH", "0": "AH", "n": "N", "t": "T", "u:": "UW",
     "T": "TH", "t[": "TH", "i:": "IY", "f": "F", "o@": "AO", "O@": "AO", "aI": "AY", "v": "V", "s": "S", "I": "IH",
@@ -20,14 +21,16 @@ PHONES = {
 
 
 def with_pronunciations(topology: Topology) -> Topology:
-    """FSDD's topology with the pronunciations that its lexicon lacks: four without r."""
+    """Return the topology of FSDD with the pronunciations that its lexicon lacks: four without
+    r.
+    """
     lexicon = {word: tuple(dict.fromkeys((*pronunciations, *_spoken(word))))
                for word, pronunciations in topology.lexicon.items()}
     return replace(topology, lexicon=lexicon)
 
 
 def relabelled(utterances: Iterable[Utterance], topology: Topology) -> Iterator[Utterance]:
-    """Synthetic digits with the HMM states of `topology`."""
+    """Yield synthetic digits with the HMM states of `topology`."""
     synthetic = labels.TOPOLOGY
     pdf_of = np.zeros(synthetic.num_pdfs, dtype=np.int32)
     pdf_of[list(synthetic.silence_pdfs)] = topology.silence_pdfs

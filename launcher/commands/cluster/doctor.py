@@ -1,4 +1,4 @@
-"""`ngsgd doctor`: looks at this machine, and at the cluster if one is named, before a run does."""
+"""`ngsgd doctor`: check this machine, and a cluster if one is given, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -11,34 +11,38 @@ from pathlib import Path
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ConfigError
-from ngsgd.launcher.console import Parser
+from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.doctor import machine
 from ngsgd.launcher.doctor.machine import Finding
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Prints a line for everything that was looked at; exit code 1 if anything fails."""
+    """Print a line per check; return exit code 1 if a check fails."""
     parser = Parser("doctor")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
-                        help="settings of the run, with --device")
+                        help="with --device: settings of ngsgd train")
     parser.add_argument("--device", action="store_true",
-                        help="find the batch size that fits on the GPU, or in memory, with these "
-                             "settings; prepares the data of the recipe")
-    parser.add_argument("--output-dir", default="runs",
-                        help="where runs will be written (default: %(default)s)")
-    parser.add_argument("--address", default="",
-                        help="a Ray cluster to look at, host:port (default: none)")
-    parser.add_argument("--tracking-uri", default="",
-                        help="MLflow server to look at (default: the store in the output folder)")
-    parser.add_argument("--workers", type=int, default=2,
-                        help="that a run shall have here (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--quiet", "-q", action="store_true", help="only what is not ok")
+                        help="find the largest minibatch that fits on the GPU, or in memory, with "
+                             "the "
+                             "settings of a run; prepares its data")
+    parser.add_argument("--output-dir", default="runs", metavar="DIR",
+                        help="folder of the planned runs (default: %(default)s)")
+    parser.add_argument("--address", default="", metavar="HOST:PORT",
+                        help="Ray cluster to check (default: none)")
+    parser.add_argument("--tracking-uri", default="", metavar="URI",
+                        help="MLflow server to check (default: the database in the folder of the "
+                             "runs)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N",
+                        help="planned number of workers on this machine (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help=JSON)
+    parser.add_argument("--quiet", "-q", action="store_true",
+                        help="print warnings and failures only")
     options = parser.parse_intermixed_args(list(arguments))
     if options.workers < 1:
         raise ConfigError(f"--workers is {options.workers}; it must be at least 1.")
     if options.overrides and not options.device:
-        raise ConfigError(f"{options.overrides[0]} is a setting of a run; add --device, or leave it out.")
+        raise ConfigError(f"{options.overrides[0]} is a setting of a run; add --device, or remove "
+                          "it.")
     config = _config(options.overrides, options.output_dir) if options.device else None
     findings = list(examine(Path(options.output_dir), options.workers, options.address,
                             options.tracking_uri, config))
@@ -57,10 +61,7 @@ def command(arguments: Sequence[str]) -> int:
 
 def examine(output_dir: Path, num_workers: int, address: str = "",
             tracking_uri: str = "", config: RunConfig | None = None) -> Iterator[Finding]:
-    """Everything, in an order in which an early fault explains a later one.
-
-    With a configuration, also the batch size that fits.
-    """
+    """Yield all findings, causes before effects; with a configuration also the batch size."""
     checks: list[Callable[[], Iterator[Finding]]] = [
         machine.python, machine.packages, machine.shadows, lambda: machine.threads(num_workers),
         machine.memory, machine.gpus,
@@ -71,7 +72,7 @@ def examine(output_dir: Path, num_workers: int, address: str = "",
 
         checks.append(lambda: cluster.nodes(address, output_dir))
     if config is not None:
-        from ngsgd.launcher.commands.plan import spec_of
+        from ngsgd.launcher.commands.cluster.plan import spec_of
         from ngsgd.launcher.doctor import device
 
         checks.append(lambda: device.batch_size(config, lambda: spec_of(config, _progress)))
@@ -86,5 +87,5 @@ def _config(overrides: Sequence[str], output_dir: str) -> RunConfig:
 
 
 def _progress(line: str) -> None:
-    # --json is on the other stream
+    # stdout holds the findings
     print(line, file=sys.stderr, flush=True)

@@ -1,5 +1,4 @@
-"""`ngsgd plan`: how long an outer iteration takes on 1 to 1000 workers, measured here and computed from there.
-"""
+"""`ngsgd plan`: predict the time of an outer iteration on 1 to 1000 workers."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
-from ngsgd.launcher.console import Parser
+from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.reports.plan_text import as_json, nodes_text, text
 from ngsgd.launcher.reports.predictions import keep, kept_in, saved
 from ngsgd.pipeline.performance_model.multi_gpu import INTERCONNECTS
@@ -32,8 +31,8 @@ _LINK = "ethernet-100"
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Measures, computes, prints; keeps what was measured in <output_dir>/plan.json."""
-    options = _parser().parse_intermixed_args(list(arguments))
+    """Measure, predict and print; keep the measurement in <output_dir>/plan.json."""
+    options = _parser().parse_with_settings(arguments)
     workers = _checked(options)
     from ngsgd.launcher.config import compose
 
@@ -56,34 +55,59 @@ def command(arguments: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser("plan", epilog=(
-        "Settings (KEY=VALUE) are those of ngsgd train. 'here' is all workers on this machine; the other columns give each "
-        "worker a core, or a GPU, on machines like this one. docs/planner.md explains every column."))
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run, as for ngsgd train")
-    parser.add_argument("--workers", default=_WORKERS, help="numbers of workers (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of measuring (default: %(default)s)")
-    parser.add_argument("--saved", action="store_true", help="use the last measurement of these settings, measure nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder of your own YAML files")
-    parser.add_argument("--cores-per-node", type=int, metavar="N", help="cores (or GPUs) of a machine (default: as this one)")
-    parser.add_argument("--bandwidth", type=float, default=1.25e8, help="of a machine's link, bytes/s (default: 1.25e8, 1 Gb/s)")
-    parser.add_argument("--latency", type=float, default=2e-4, help="of a link, in seconds (default: %(default)s)")
-    parser.add_argument("--failures-per-worker-hour", type=float, default=1.2e-4,
-                        help="default: %(default)s, one in 8 hours on 1000 GPUs; spot machines: 0.05 and more")
-    parser.add_argument("--replace-s", type=float, default=20.0, help="to replace a lost worker (default: %(default)s)")
-    parser.add_argument("--sigma", type=float, help="spread of a job's time over the machines (default: as measured here)")
-    parser.add_argument("--nodes", help="instead of the table above: synchronous training and averaging on so many nodes of "
-                                        "8 x H200 GPUs, such as 1,4,16; a model on paper, nothing is measured")
-    parser.add_argument("--link", choices=list(INTERCONNECTS),
-                        help=f"between the GPUs of --nodes; NVLink inside a node, but for pcie (default: {_LINK})")
-    parser.add_argument("--parameters", type=float, metavar="P",
-                        help="of the model on --nodes (default: that of the last measurement of these settings)")
-    parser.add_argument("--gamma", type=float, help="growth of the data needed per sample of a job (default: not known)")
-    parser.add_argument("--outer-momentum", type=float, help="eta of the outer optimiser (default: that of the settings)")
+        "The column 'here' has all workers on this machine. The other columns give each worker a "
+        "core, or a GPU, on machines "
+        "like this one. docs/planner.md explains every column."))
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of ngsgd train")
+    parser.add_argument("--workers", default=_WORKERS, metavar="N,N,...",
+                        help="numbers of workers (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help=JSON)
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="folder of custom YAML files")
+    measuring = parser.add_argument_group("measurement")
+    measuring.add_argument("--seconds", type=float, default=30.0, metavar="S",
+                           help="duration in seconds (default: %(default)s)")
+    measuring.add_argument("--saved", action="store_true",
+                           help="reuse the last measurement of these settings")
+    _add_assumptions(parser)
+    nodes = parser.add_argument_group("GPU nodes")
+    nodes.add_argument("--nodes", metavar="N,N,...",
+                       help="predict synchronous training and averaging on nodes of 8 H200 GPUs, "
+                                                          "such as 1,4,16, by a formula without a "
+                                                          "measurement")
+    nodes.add_argument("--link", choices=list(INTERCONNECTS),
+                       help="network between the nodes; within a node NVLink, except pcie "
+                            f"(default: {_LINK})")
+    nodes.add_argument("--parameters", type=float, metavar="P",
+                       help="number of parameters of the model (default: that of the last "
+                            "measurement)")
     return parser
 
 
+def _add_assumptions(parser: Parser) -> None:
+    group = parser.add_argument_group("assumptions about the cluster")
+    group.add_argument("--cores-per-node", type=int, metavar="N",
+                       help="cores or GPUs of a machine (default: as this machine)")
+    group.add_argument("--bandwidth", type=float, default=1.25e8, metavar="B/S",
+                       help="bandwidth of a machine's link in bytes/s (default: 1.25e8, 1 Gb/s)")
+    group.add_argument("--latency", type=float, default=2e-4, metavar="S",
+                       help="latency of a link in seconds (default: %(default)s)")
+    group.add_argument("--failures-per-worker-hour", type=float, default=1.2e-4, metavar="X",
+                       help="failures of a worker per hour; spot machines: 0.05 and more "
+                            "(default: %(default)s, one in 8 hours "
+                            "on 1000 GPUs)")
+    group.add_argument("--replace-s", type=float, default=20.0, metavar="S",
+                       help="time to replace a lost worker in seconds (default: %(default)s)")
+    group.add_argument("--sigma", type=float, metavar="X",
+                       help="relative spread of a job's time over the machines (default: as "
+                            "measured)")
+    group.add_argument("--gamma", type=float, metavar="X",
+                       help="growth of the data needed per sample of a job (default: unknown)")
+    group.add_argument("--outer-momentum", type=float, metavar="X",
+                       help="momentum of the outer optimizer (default: that of the settings)")
+
+
 def _checked(options: argparse.Namespace) -> list[int]:
-    """The numbers of workers; raises one ConfigError that lists everything wrong."""
+    """Return the numbers of workers; raise one ConfigError with all mistakes."""
     problems: list[str] = []
     workers = _counts("workers", options.workers, problems)
     for name in ("seconds", "bandwidth", "gamma", "parameters"):
@@ -95,22 +119,24 @@ def _checked(options: argparse.Namespace) -> list[int]:
         if value is not None and not (math.isfinite(value) and value >= 0.0):
             problems.append(f"--{name.replace('_', '-')} is {value}; it must be at least 0.")
     if options.outer_momentum is not None and not 0.0 <= options.outer_momentum < 1.0:
-        problems.append(f"--outer-momentum is {options.outer_momentum}; it must be at least 0 and less than 1.")
+        problems.append(f"--outer-momentum is {options.outer_momentum}; it must be at least 0 and "
+                        "less than 1.")
     if options.cores_per_node is not None and options.cores_per_node < 1:
         problems.append(f"--cores-per-node is {options.cores_per_node}; it must be at least 1.")
     if not options.nodes and (options.link or options.parameters):
-        problems.append("--link and --parameters are of the table of --nodes; add --nodes, or leave them out.")
+        problems.append("--link and --parameters need --nodes; add it, or remove them.")
     if problems:
         raise ConfigError(problems)
     return workers
 
 
 def _counts(name: str, given: str, problems: list[str]) -> list[int]:
-    """Whole numbers with commas between them, in rising order; adds to `problems` where they are not."""
+    """Return comma-separated integers in rising order; append a message if they are wrong."""
     words = given.split(",")
     counts = [int(word) for word in words if word.strip().isdecimal() and 1 <= int(word) <= _MAX_WORKERS]
     if len(counts) != len(words):
-        problems.append(f"--{name} is {given!r}; give whole numbers from 1 to {_MAX_WORKERS} with commas between them, such as "
+        problems.append(f"--{name} is {given!r}; give integers from 1 to {_MAX_WORKERS} with "
+                        "commas between them, such as "
                         "1,2,8.")
     return sorted(set(counts))
 
@@ -133,19 +159,19 @@ def _on_nodes(config: RunConfig, options: argparse.Namespace) -> int:
     link = INTERCONNECTS[options.link or _LINK]
     table = on_nodes(num_parameters, size, steps_between, counts, link)
     if options.json:
-        told = {"parameters": num_parameters, "minibatch_size": size, "steps_between": steps_between, "link": asdict(link),
+        about = {"parameters": num_parameters, "minibatch_size": size, "steps_between": steps_between, "link": asdict(link),
                 "rows": [{**asdict(row), "data_factor": row.data_factor} for row in table]}
-        print(json.dumps(told, indent=1))
+        print(json.dumps(about, indent=1))
     else:
         print("\n".join(nodes_text(num_parameters, size, steps_between, link, table)))
     return EXIT_OK
 
 
-# Measuring, and keeping what was measured ---------------------------------------------------------
+# Measurement --------------------------------------------------------------------------------------
 
 
 def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Machine, Workload]:
-    # before torch comes in; the service's own workers wait so too
+    # before the import of torch; workers of a run set it as well
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import tempfile
 
@@ -156,11 +182,12 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
         print(line, file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
     if config.cluster.ranks_per_worker > 1:
-        raise ConfigError("ngsgd plan measures workers of one process; leave out cluster.ranks_per_worker.")
+        raise ConfigError("ngsgd plan measures workers of one process; remove "
+                          "cluster.ranks_per_worker.")
     check_output_dir(config)
     spec = spec_of(config, report)
     report(f"measuring for about {seconds:g} s")
-    # the run's own disk
+    # on the disk of the run
     with tempfile.TemporaryDirectory(dir=config.output_dir, prefix=".plan-") as scratch:
         machine, workload = probe.measure(spec, config, num_cores=os.cpu_count() or 1, seconds=seconds, scratch=Path(scratch))
     keep(config, machine, workload)
@@ -168,7 +195,7 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
 
 
 def spec_of(config: RunConfig, report: Callable[[str], None]) -> TaskSpec:
-    """What is trained; the data of a speech recipe are prepared."""
+    """Return the task of a configuration; the data of a speech recipe are prepared."""
     if config.task._target_:
         from ngsgd.pipeline.task_run import task_spec, with_module
 
@@ -182,5 +209,6 @@ def spec_of(config: RunConfig, report: Callable[[str], None]) -> TaskSpec:
 def _saved(config: RunConfig) -> tuple[Machine, Workload]:
     found = saved(config)
     if found is None:
-        raise ConfigError(f"{kept_in(config)} has no measurement of these settings; leave out --saved to measure.")
+        raise ConfigError(f"{kept_in(config)} has no measurement of these settings; run without "
+                          "--saved to measure.")
     return found

@@ -1,6 +1,6 @@
-"""`ngsgd simulate`: a run on N logical workers of this one machine, with a virtual clock, stragglers and failures.
+"""`ngsgd simulate`: a run on N simulated workers, with a virtual clock, stragglers and failures.
 
-The training is real and so is the coordinator; seconds, deaths and hangs are not.
+Training and coordinator are real; times, worker deaths and hangs are simulated.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from typing import TYPE_CHECKING
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import write_text
-from ngsgd.launcher.console import Parser
+from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.reports.progress import ProgressTracker, duration, iteration_line
 from ngsgd.pipeline.performance_model.formulas import Link, Spread
 from ngsgd.pipeline.performance_model.simulated_cluster import TOPOLOGIES, Expected, SimulatedCluster, expected
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, SubsetScore
 
-# these bring torch, and --help shall answer at once
+# these import torch, which would slow down --help
 if TYPE_CHECKING:
     from ngsgd.data.reader import EgsReader
     from ngsgd.pipeline.performance_model.simulator import SimulatedPool
     from ngsgd.pipeline.runs.run_folder import RunFolder
     from ngsgd.pipeline.services import PoolRequest
 
-# bytes of parameters added into a mean per second: a typical memory
+# bytes per second of adding parameters to a mean, limited by the memory
 _ADD_SPEED = 8e9
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Simulates, prints, and keeps the event log and the summary in a run folder."""
-    options = argument_parser().parse_intermixed_args(list(arguments))
+    """Simulate, print the summary, and keep it with the event log in a run folder."""
+    options = argument_parser().parse_with_settings(arguments)
     _check(options)
     from ngsgd.launcher.config import compose
 
@@ -57,58 +57,76 @@ def command(arguments: Sequence[str]) -> int:
 
 def argument_parser() -> Parser:
     parser = Parser("simulate", epilog=(
-        "Settings (KEY=VALUE) are those of ngsgd train; schedule.num_jobs_final is the number of workers. The same settings and "
-        "the same seed give the same events. docs/simulate.md explains what is real and what is not."))
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run, as for ngsgd train")
-    parser.add_argument("--rate", type=float, default=20000.0, help="frames per second of a worker (default: %(default)s)")
-    parser.add_argument("--sigma", type=float, default=0.05,
-                        help="spread of a job's time from one job to the next, log-normal (default: %(default)s)")
-    parser.add_argument("--host-sigma", type=float, default=0.0,
-                        help="spread between machines: a slow one stays slow (default: %(default)s)")
-    parser.add_argument("--overhead-s", type=float, default=0.0, help="of a job before its first minibatch (default: %(default)s)")
-    parser.add_argument("--failures-per-worker-hour", type=float, default=0.0, help="default: %(default)s; spot machines: 0.05")
-    parser.add_argument("--hang-share", type=float, default=0.0,
-                        help="of the failures: the worker hangs, where others die (default: %(default)s)")
-    parser.add_argument("--replace-s", type=float, default=20.0, help="to replace a lost worker (default: %(default)s)")
-    parser.add_argument("--bandwidth", type=float, default=1.25e8, help="of a link, bytes/s (default: 1.25e8, 1 Gb/s)")
-    parser.add_argument("--latency", type=float, default=2e-4, help="of a link, in seconds (default: %(default)s)")
-    parser.add_argument("--topology", choices=TOPOLOGIES, default="central", help="of averaging (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON; the lines before it go to stderr")
-    parser.add_argument("--quiet", "-q", action="store_true", help="only incidents and the summary")
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder of your own YAML files")
+        "schedule.num_jobs_final is the number of workers. Equal settings and seeds give equal "
+        "events. docs/simulate.md lists "
+        "the real and the simulated parts."))
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of ngsgd train")
+    parser.add_argument("--json", action="store_true", help=f"{JSON}; progress goes to stderr")
+    parser.add_argument("--quiet", "-q", action="store_true",
+                        help="print incidents and the summary only")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="folder of custom YAML files")
+    group = parser.add_argument_group("simulated cluster")
+    group.add_argument("--frames-per-s", type=float, default=20000.0, metavar="X",
+                       help="frames per second of a worker (default: %(default)s)")
+    parser.renamed("--rate", "--frames-per-s", type=float)
+    group.add_argument("--sigma", type=float, default=0.05, metavar="X",
+                       help="relative spread of the times of a worker's jobs, log-normal "
+                            "(default: %(default)s)")
+    group.add_argument("--host-sigma", type=float, default=0.0, metavar="X",
+                       help="relative spread of the speeds of the machines (default: %(default)s)")
+    group.add_argument("--overhead-s", type=float, default=0.0, metavar="S",
+                       help="time of a job before its first minibatch, in seconds (default: "
+                            "%(default)s)")
+    group.add_argument("--failures-per-worker-hour", type=float, default=0.0, metavar="X",
+                       help="failures of a worker per hour; spot machines: 0.05 (default: "
+                            "%(default)s)")
+    group.add_argument("--hang-fraction", type=float, default=0.0, metavar="X",
+                       help="fraction of failures that hang instead of crash, 0 to 1 (default: "
+                            "%(default)s)")
+    parser.renamed("--hang-share", "--hang-fraction", type=float)
+    group.add_argument("--replace-s", type=float, default=20.0, metavar="S",
+                       help="time to replace a lost worker, in seconds (default: %(default)s)")
+    group.add_argument("--bandwidth", type=float, default=1.25e8, metavar="B/S",
+                       help="bandwidth of a link in bytes/s (default: 1.25e8, 1 Gb/s)")
+    group.add_argument("--latency", type=float, default=2e-4, metavar="S",
+                       help="latency of a link in seconds (default: %(default)s)")
+    group.add_argument("--topology", choices=TOPOLOGIES, default="central",
+                       help="topology of averaging (default: %(default)s)")
     return parser
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises one ConfigError that lists everything wrong."""
+    """Raise one ConfigError with all mistakes."""
     problems = []
-    for name in ("rate", "bandwidth"):
+    for name in ("frames_per_s", "bandwidth"):
         value = getattr(options, name)
         if not (math.isfinite(value) and value > 0.0):
-            problems.append(f"--{name} is {value}; it must be greater than 0.")
-    for name in ("sigma", "host_sigma", "overhead_s", "failures_per_worker_hour", "hang_share", "replace_s", "latency"):
+            problems.append(f"--{name.replace('_', '-')} is {value}; it must be greater than 0.")
+    for name in ("sigma", "host_sigma", "overhead_s", "failures_per_worker_hour", "hang_fraction", "replace_s", "latency"):
         value = getattr(options, name)
         if not (math.isfinite(value) and value >= 0.0):
             problems.append(f"--{name.replace('_', '-')} is {value}; it must be at least 0.")
-    if options.hang_share > 1.0:
-        problems.append(f"--hang-share is {options.hang_share}; it must be at most 1.")
+    if options.hang_fraction > 1.0:
+        problems.append(f"--hang-fraction is {options.hang_fraction}; it must be at most 1.")
     if problems:
         raise ConfigError(problems)
 
 
 def cluster_of(options: argparse.Namespace, *, num_minibatches: float, seed: int) -> SimulatedCluster:
-    """The cluster asked for; `num_minibatches` are those of a job."""
-    # --sigma is that of a whole job: shorter ones spread more, longer ones less
+    """Return the simulated cluster for jobs of so many minibatches."""
+    # --sigma is that of a complete job; the spread of a minibatch is larger
     spread = Spread(options.host_sigma, options.sigma * math.sqrt(num_minibatches))
-    return SimulatedCluster(options.rate, spread, options.overhead_s, options.failures_per_worker_hour, options.hang_share,
-                            options.replace_s, Link(options.bandwidth, options.latency, _ADD_SPEED), options.topology, seed)
+    link = Link(options.bandwidth, options.latency, _ADD_SPEED)
+    return SimulatedCluster(options.frames_per_s, spread, options.overhead_s,
+                            options.failures_per_worker_hour, options.hang_fraction,
+                            options.replace_s, link, options.topology, seed)
 
 
 # The simulation -----------------------------------------------------------------------------------
 
 
 class VirtualProgress(ProgressTracker):
-    """The usual lines, ending with the virtual time; how long is left of that is nobody's waiting time."""
+    """The usual lines, with the virtual time instead of the remaining time."""
 
     def iteration_line(self, record: OuterIterationRecord) -> str:
         return iteration_line(record, width=self._screen.width, ending=f"at {duration(record.elapsed_s)}")
@@ -116,7 +134,7 @@ class VirtualProgress(ProgressTracker):
 
 @dataclass
 class Scores:
-    """A tracker that keeps what the summary needs."""
+    """A tracker that keeps the records for the summary."""
 
     records: list[OuterIterationRecord] = field(default_factory=list)
 
@@ -135,7 +153,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a simulation came to.  Seconds are virtual but for `real_s`; shares are of the workers' time, 0 to 1."""
+    """Result of a simulation: virtual times except `real_s`, fractions of the workers' time."""
 
     num_workers: int
     num_outer_iters: int
@@ -143,7 +161,7 @@ class Summary:
     # by the planner's formulas
     predicted_s: float
     predicted_efficiency: float
-    # efficiency, and what was lost to failures, stragglers, averaging and overhead
+    # efficiency, and the losses to failures, stragglers, averaging and overhead
     shares: dict[str, float]
     num_deaths: int
     num_hangs: int
@@ -155,7 +173,7 @@ class Summary:
 
 
 class _VirtualCluster:
-    """Makes the simulated pool of a run, and reads its clock."""
+    """The simulated pool of a run, and its clock."""
 
     def __init__(self, options: argparse.Namespace, config: RunConfig) -> None:
         self._options, self._config = options, config
@@ -167,9 +185,10 @@ class _VirtualCluster:
         from ngsgd.tasks.speech import SpeechTaskSpec
 
         if not isinstance(request.spec, SpeechTaskSpec):
-            raise ConfigError("ngsgd simulate needs a speech recipe; it cannot simulate a task of your own.")
+            raise ConfigError("ngsgd simulate supports speech recipes only; remove task.")
         if self._config.cluster.ranks_per_worker > 1:
-            raise ConfigError("ngsgd simulate has workers of one process; leave out cluster.ranks_per_worker.")
+            raise ConfigError("ngsgd simulate has workers of one process; remove "
+                              "cluster.ranks_per_worker.")
         reader = request.spec.frames()
         self.cluster = cluster_of(self._options, num_minibatches=mean_frames(reader) / self._config.schedule.minibatch_size,
                                   seed=self._config.seed)
@@ -211,7 +230,7 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
 
 
 def mean_frames(reader: EgsReader) -> float:
-    """Of a job: the mean over all shards."""
+    """Return the frames of a job, the mean over all shards."""
     from ngsgd.schedules import Shard
 
     shards = itertools.product(range(reader.info.num_archives), range(reader.info.frames_per_eg))
@@ -233,17 +252,20 @@ def _summary(pool: SimulatedPool, records: Sequence[OuterIterationRecord], times
 
 
 def text(summary: Summary) -> list[str]:
-    """What a person reads."""
+    """Return the summary as lines of text."""
     shares = summary.shares
     lost = ", ".join(f"{name} {_percent(share)}" for name, share in shares.items() if name != "efficiency")
     off = summary.virtual_s / summary.predicted_s - 1.0
-    ends = f"{summary.num_deaths} ends of workers, {summary.num_hangs} of them hung"
+    ends = f"{summary.num_deaths} lost workers, {summary.num_hangs} of them hung"
     return [
         f"simulated  {summary.num_outer_iters} outer iterations on {summary.num_workers} workers: "
         f"{_seconds(summary.virtual_s)} ({_seconds(summary.real_s)} on this machine); {ends}",
-        f"predicted  {_seconds(summary.predicted_s)} by the planner's formulas (simulated: {100 * off:+.1f}%)",
-        f"efficiency {_percent(shares['efficiency'])} (predicted {_percent(summary.predicted_efficiency)}); lost to {lost}",
-        f"objf       {summary.train.objf:.3f} valid {summary.valid.objf:.3f} acc {100 * summary.valid.accuracy:.1f}% "
+        f"predicted  {_seconds(summary.predicted_s)} by the planner's formulas (simulated: "
+        f"{100 * off:+.1f}%)",
+        f"efficiency {_percent(shares['efficiency'])} (predicted "
+        f"{_percent(summary.predicted_efficiency)}); lost to {lost}",
+        f"objf       {summary.train.objf:.3f} valid {summary.valid.objf:.3f} acc "
+        f"{100 * summary.valid.accuracy:.1f}% "
         f"after {summary.frames_processed:,} frames",
         f"run folder {summary.folder}"]
 

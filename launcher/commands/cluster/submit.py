@@ -1,4 +1,4 @@
-"""`ngsgd submit`: hands a run to a cluster, and shows the command or the file that does the same without us."""
+"""`ngsgd submit`: submit a run to a Ray, Slurm or Kubernetes cluster."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ngsgd.errors import EXIT_OK, ClusterError, ConfigError
-from ngsgd.launcher.console import TRUST, Parser
+from ngsgd.launcher.arguments import JSON, TRUST, Parser
 from ngsgd.launcher.ray import jobs
 from ngsgd.launcher.ray.jobs import told
 from ngsgd.launcher.schedulers import kubernetes, slurm
 
-# Ray's own 3 s are too few for an outer iteration to end in; it is ended after this long
+# time to finish an outer iteration after a stop; Ray's default of 3 s is too short
 _STOP_WAIT_S = 60
 _PLACES = ("ray", "slurm", "kubernetes")
 _EXCLUDES = [".git", ".venv", "runs", "mlartifacts", "mlflow.db", "__pycache__", ".mypy_cache", ".pytest_cache"]
@@ -26,7 +26,7 @@ _EXCLUDES = [".git", ".venv", "runs", "mlartifacts", "mlflow.db", "__pycache__",
 
 def command(arguments: Sequence[str]) -> int:
     """`ngsgd submit`."""
-    options = _parser().parse_intermixed_args(list(arguments))
+    options = _parser().parse_with_settings(arguments)
     words, to = train_words(options)
     if to == "slurm":
         return _to_slurm(options, words)
@@ -36,31 +36,45 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("submit", epilog="Settings (KEY=VALUE) are those of ngsgd train. docs/cluster.md has examples.")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run, as for ngsgd train")
+    parser = Parser("submit", epilog="docs/cluster.md has examples.")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of ngsgd train")
     parser.add_argument("--to", choices=_PLACES,
-                        help="a running Ray cluster; sbatch; a RayJob for KubeRay (default: what cluster= says, else ray)")
-    parser.add_argument("--resume", metavar="RUN", help="go on with this run folder, as the cluster sees it; takes no settings")
-    parser.add_argument("--workers", type=int, metavar="N", help="with --resume: as many as there are now")
-    parser.add_argument("--trust", action="store_true", help=f"passed on: {TRUST}")
-    parser.add_argument("--name", help="of the job (default: ngsgd- and the time)")
-    parser.add_argument("--dry-run", action="store_true", help="print the command or the file, and submit nothing")
-    parser.add_argument("--follow", "-f", action="store_true", help="ray: print the job's log until it ends")
-    parser.add_argument("--json", action="store_true", help="print JSON: the job's id and the equivalent command")
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder of your own YAML files, as the cluster sees it")
+                        help="type of cluster (default: that of cluster=, else ray)")
+    parser.add_argument("--resume", metavar="RUN",
+                        help="run folder to continue, as a path on the cluster; excludes settings")
+    parser.add_argument("--workers", type=int, metavar="N",
+                        help="with --resume: number of workers (default: that of the run)")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
+    parser.add_argument("--job-name", metavar="NAME",
+                        help="name of the job (default: ngsgd- and the time)")
+    parser.renamed("--name", "--job-name")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="print the command or the file without submitting it")
+    parser.add_argument("--json", action="store_true", help=JSON)
+    parser.add_argument("--config-dir", "-cd", metavar="DIR",
+                        help="folder of custom YAML files, as a path on the cluster")
+    parser.add_argument("--program", default="ngsgd",
+                        help="command on the cluster's machines (default: %(default)s)")
+    ray = parser.add_argument_group("Ray")
+    ray.add_argument("--follow", "-f", action="store_true",
+                     help="print the log of the job until it ends")
+    ray.add_argument("--working-dir", metavar="DIR", help="folder to upload, with a custom module")
     jobs.add_arguments(parser)
-    parser.add_argument("--working-dir", metavar="DIR", help="ray: upload this folder, for a module of your own")
-    parser.add_argument("--program", default="ngsgd", help="the command on the cluster's machines (default: %(default)s)")
     slurm.add_arguments(parser)
     kubernetes.add_arguments(parser)
     return parser
 
 
 def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
-    """The command that the cluster runs, but for the cluster's own address, and where; raises all mistakes at once."""
+    """Return the command for the cluster, without the cluster's address, and the type of cluster.
+
+    Raises:
+        ConfigError: all mistakes.
+    """
     if options.resume:
         if options.overrides:
-            raise ConfigError(f"--resume takes no settings, since a run keeps its own; leave out {' '.join(options.overrides)}.")
+            raise ConfigError("--resume keeps the settings of the run; remove "
+                              f"{' '.join(options.overrides)}.")
         more = [*(["--workers", str(options.workers)] if options.workers else []), *(["--trust"] if options.trust else [])]
         return ["resume", os.path.abspath(options.resume), *more], options.to or "ray"
     from ngsgd.launcher.config import compose
@@ -68,20 +82,21 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
     config = compose.compose(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
     kind = config.cluster.kind
     if config.cluster.address or kind not in _PLACES:
-        raise ConfigError("a run is submitted to cluster=ray, slurm or kubernetes, and --address tells where Ray is; "
-                          f"leave out cluster.address and cluster={kind}.")
+        raise ConfigError("ngsgd submit supports cluster=ray, slurm and kubernetes, and "
+                          "--dashboard-url is the Ray cluster; "
+                          f"remove cluster.address and cluster={kind}.")
     if options.to and kind not in ("ray", options.to):
         raise ConfigError(f"--to is {options.to}, but cluster is {kind}; give one of them.")
     extra = ["--config-dir", os.path.abspath(options.config_dir)] if options.config_dir else []
     extra += ["--trust"] if options.trust else []
-    # in the job it is a Ray cluster in any case
+    # within the job, the cluster is always Ray
     given = [word for word in options.overrides if not word.startswith(("output_dir=", "cluster=", "cluster.kind="))]
-    # the job starts in another folder, and often on another machine
+    # the job starts in another folder
     return ["train", *extra, f"output_dir={os.path.abspath(config.output_dir)}", *given], options.to or kind
 
 
 def _name(options: argparse.Namespace) -> str:
-    return options.name or f"ngsgd-{time.strftime('%Y%m%d-%H%M%S')}"
+    return options.job_name or f"ngsgd-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 # Ray ----------------------------------------------------------------------------------------------
@@ -90,7 +105,7 @@ def _name(options: argparse.Namespace) -> str:
 def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
     name, server = _name(options), jobs.job_server_of(options)
     joined = words if options.resume else [*words, "cluster.address=auto"]
-    # a resumed run has the address of its first cluster in its own settings: auto, unless it was
+    # the settings of a resumed run hold the address of its first cluster: auto, unless it was
     # started by hand
     entrypoint = shlex.join([options.program, *joined])
     environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_WAIT_S)}}
@@ -106,10 +121,11 @@ def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
     if options.json:
         print(json.dumps({"job": job, "address": server.address, "command": same}, indent=1))
     else:
-        print(f"the same as: {same}\njob {job}\nfollow it with: ngsgd logs --follow --address {server.address} {job}")
+        print(f"equivalent: {same}\njob {job}\nfollow it with: ngsgd logs --follow "
+              f"--dashboard-url {server.address} {job}")
     if not options.follow:
         return EXIT_OK
-    from ngsgd.launcher.commands.jobs import exit_code
+    from ngsgd.launcher.commands.cluster.jobs import exit_code
 
     with told(server, job):
         return exit_code(jobs.follow(client, job))
@@ -123,10 +139,12 @@ def _to_slurm(options: argparse.Namespace, words: list[str]) -> int:
     if options.dry_run:
         print(text, end="")
         return EXIT_OK
-    said = _run(["sbatch", "--parsable"], text, "sbatch is not there; submit on a login node of the Slurm cluster, or write the "
-                                                "script with --dry-run.")
-    job = said.strip().partition(";")[0]
-    print(json.dumps({"job": job}) if options.json else f"Slurm job {job}\nfollow it with: tail -F ngsgd-{job}.log")
+    output = _run(["sbatch", "--parsable"], text, "sbatch is not installed; submit on a login "
+                                                  "node of the Slurm cluster, or write "
+                                                "the script with --dry-run.")
+    job = output.strip().partition(";")[0]
+    print(json.dumps({"job": job}) if options.json else f"Slurm job {job}\nfollow it with: tail "
+                                                        f"-F ngsgd-{job}.log")
     return EXIT_OK
 
 
@@ -135,8 +153,9 @@ def _to_kubernetes(options: argparse.Namespace, words: list[str]) -> int:
     if options.dry_run:
         print(text, end="")
         return EXIT_OK
-    said = _run(["kubectl", "apply", "-f", "-"], text, "kubectl is not there; write the manifest with --dry-run.")
-    print(said, end="")
+    output = _run(["kubectl", "apply", "-f", "-"], text, "kubectl is not installed; write the "
+                                                         "manifest with --dry-run.")
+    print(json.dumps({"job": _name(options), "output": output.strip()}) if options.json else output.rstrip())
     return EXIT_OK
 
 
@@ -146,6 +165,6 @@ def _run(words: list[str], text: str, missing: str) -> str:
     except FileNotFoundError:
         raise ConfigError(missing) from None
     if done.returncode:
-        raise ClusterError(f"{words[0]} refused: {(done.stderr or done.stdout).strip()}")
+        raise ClusterError(f"{words[0]} failed: {(done.stderr or done.stdout).strip()}")
     sys.stderr.write(done.stderr)
     return done.stdout

@@ -1,6 +1,4 @@
-"""`ngsgd status`, `logs` and `stop`: of runs on this machine by their folder, of Ray jobs by their
-id.
-"""
+"""`ngsgd status`, `logs` and `stop`, for runs on this machine and for Ray jobs."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from typing import Any
 from ngsgd import process_identity
 from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ClusterError, ConfigError
 from ngsgd.files import parse_json_lines, read_log
+from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.commands.info import describe_run, is_elsewhere, may_be_alive, progress_line, state_of
-from ngsgd.launcher.console import Parser
 from ngsgd.launcher.ray import jobs
 from ngsgd.launcher.ray.jobs import ENDED, JobServer, told
 from ngsgd.launcher.reports.progress import ProgressTracker, final_lines, iteration_line
@@ -26,17 +24,17 @@ from ngsgd.training.storage.event_log import valid_events
 from ngsgd.training.storage.lock import holder_of
 
 _POLL_S = 0.3
-_WHAT = "a run folder, its name under runs/, or the id of a Ray job"
+_WHAT = "run folder, its name under runs/, or id of a Ray job"
 
 
 def status(arguments: Sequence[str]) -> int:
     """`ngsgd status`."""
     parser = Parser("status")
     parser.add_argument("what", nargs="?", metavar="RUN|JOB",
-                        help=f"{_WHAT}, or a folder of runs; nothing: all of them")
-    parser.add_argument("--output-dir", default="runs",
-                        help="whose runs to list (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+                        help=f"{_WHAT}; or a folder of runs (default: all runs)")
+    parser.add_argument("--output-dir", default="runs", metavar="DIR",
+                        help="folder of the runs to list (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help=JSON)
     jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
     run = known_run(options.what) if options.what else None
@@ -45,7 +43,7 @@ def status(arguments: Sequence[str]) -> int:
     if run:
         found: Any = state_of(run)
         lines = describe_run(found)
-    elif (options.what and not is_folder) or options.address:
+    elif (options.what and not is_folder) or options.dashboard_url:
         found = _jobs(jobs.job_server_of(options), options.what)
         lines = [f"{job['job']:40} {job['state']:10} {job['entrypoint']}"
                  for job in found] or ["the cluster has no jobs"]
@@ -64,7 +62,8 @@ def logs(arguments: Sequence[str]) -> int:
     parser = Parser("logs")
     parser.add_argument("what", metavar="RUN|JOB", help=_WHAT)
     parser.add_argument("--follow", "-f", action="store_true",
-                        help="go on until it ends; the exit code is then its own: 0 or 1")
+                        help="print new lines until the run or job ends; its exit code becomes "
+                             "that of logs")
     jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
     run = known_run(options.what)
@@ -84,8 +83,9 @@ def stop(arguments: Sequence[str]) -> int:
     parser = Parser("stop")
     parser.add_argument("what", metavar="RUN|JOB", help=_WHAT)
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS",
-                        help="to wait for its end (default: %(default)s); failure.grace_period_s "
-                             "limits what it still finishes")
+                        help="maximum time to wait for the end, in seconds (default: "
+                             "%(default)s); the run "
+                             "finishes its outer iteration within failure.grace_period_s")
     jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
     run = known_run(options.what)
@@ -105,7 +105,7 @@ def stop(arguments: Sequence[str]) -> int:
 
 
 def exit_code(state: str) -> int:
-    """Of a command that waited for a job's end."""
+    """Return the exit code of a command that waited for the end of a job."""
     return EXIT_OK if state == "SUCCEEDED" else EXIT_RUN_FAILED
 
 
@@ -126,16 +126,16 @@ def _run_line(state: dict[str, Any]) -> str:
 
 
 def _run_logs(folder: RunFolder, *, follow: bool) -> int:
-    """The lines that a terminal would have had, from the event log."""
+    """Print the progress lines of a run from its event log."""
     progress, read = ProgressTracker(), 0
     is_speech = bool(state_of(folder.path)["is_speech"])
     while True:
-        # before reading: what comes later is read next time
+        # before reading, so that no event between reading and this check is lost
         is_over = state_of(folder.path)["state"] in (*ENDED, "LOST")
         text = read_log(folder.events)[read:] if folder.events.is_file() else ""
-        whole = text[:text.rfind("\n") + 1]
-        read += len(whole)
-        for event in valid_events(parse_json_lines(whole)):
+        complete = text[:text.rfind("\n") + 1]
+        read += len(complete)
+        for event in valid_events(parse_json_lines(complete)):
             for line in _lines_of(event, is_speech=is_speech):
                 progress.report(line)
         if is_over or not follow:
@@ -158,7 +158,7 @@ def _lines_of(event: dict[str, Any], *, is_speech: bool) -> list[str]:
 
 
 def _stop_run(run: Path, timeout_s: float) -> int:
-    """Asks the coordinator as Ctrl-C does: it finishes its outer iteration and saves."""
+    """Send SIGTERM to the coordinator, which finishes its outer iteration and saves."""
     state = state_of(run)
     process = state["process"]
     if not process_identity.is_alive(process):
@@ -174,17 +174,18 @@ def _stop_run(run: Path, timeout_s: float) -> int:
                            f"{timeout_s:g} s; wait longer with --timeout.")
     ended = state_of(run)["state"]
     print(f"{run} {ended}" if ended == "SUCCEEDED"
-          else f"{run} {ended}; go on with: ngsgd resume {run}")
+          else f"{run} {ended}; continue with: ngsgd resume {run}")
     return EXIT_OK
 
 
 def _ask_to_end(run: Path, process: dict[str, Any]) -> None:
     lock = RunFolder(run).lock
     held = holder_of(lock)
-    # runs begun by an earlier version have no lock
+    # runs of an earlier version have no lock
     if lock.exists() and (held is None or held.get("holder") != process):
         raise ConfigError(f"process {process['process_id']}, which process.json of {run} names, "
-                          "does not hold the run's lock; nothing was signalled. If nothing trains "
+                          "does not hold the lock of the run, and got no signal. If no process "
+                          "trains "
                           "the run, remove process.json.")
     try:
         process_identity.send_signal(process, signal.SIGTERM)
@@ -194,15 +195,17 @@ def _ask_to_end(run: Path, process: dict[str, Any]) -> None:
 
 
 def _refuse_unproved(run: Path, state: dict[str, Any]) -> None:
-    """Raises ConfigError where the run may be trained by a process that this one must not signal."""
+    """Raise ConfigError if a process that must not get a signal may train the run."""
     process = state["process"]
     if state["state"] in ENDED:
         return
     if is_elsewhere(process):
         where = "in another container" if process["host"] == socket.gethostname() else f"on {process['host']}"
-        raise ConfigError(f"{run} is trained {where}; stop it there, or stop its Ray job by its id.")
+        raise ConfigError(f"{run} is trained {where}; stop it there, or stop its Ray job by its "
+                          "id.")
     if may_be_alive(process):
         raise ConfigError(f"{run / 'process.json'} names process {process['process_id']} without "
-                          "its start time, which does not prove that it trains this run; nothing "
-                          f"was signalled. Look at it with `ps -fp {process['process_id']}`, and "
-                          f"if it is the run: kill -TERM {process['process_id']}")
+                          "its start time. It may be another program, and got no signal. "
+                          f"Inspect it with `ps -fp {process['process_id']}`; if it trains the "
+                          "run: "
+                          f"kill -TERM {process['process_id']}")

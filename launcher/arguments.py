@@ -1,0 +1,91 @@
+"""The argument parser of all commands: settings among flags, renamed flags, typed errors."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ngsgd.config.other_names import instead_of
+from ngsgd.errors import ConfigError
+
+JSON = "print JSON, and nothing else, on stdout"
+TRUST = "import the custom module that the run names (model._target_), even if another user or machine made the run"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors."""
+
+    def __init__(self, command: str, **options: Any) -> None:
+        from ngsgd.launcher import help as texts
+
+        super().__init__(prog=f"ngsgd {command}", description=texts.ABOUT[command], allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []
+        near = [flag for word in unknown for flag in self._near(word)]
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{message}; see {self.prog} --help.{hint}")
+
+    def parse_with_settings(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse flags and KEY=VALUE settings, in any order.
+
+        A flag of another trainer, such as --lr 0.1, becomes the setting "--lr=0.1". Composing
+        rejects it together with all other wrong settings.
+
+        Raises:
+            ConfigError: all wrong flags and all wrong settings.
+        """
+        own, foreign = self._split(list(arguments))
+        try:
+            options = self.parse_intermixed_args(own)
+        except ConfigError as error:
+            from ngsgd.launcher.config.compose import wrong_settings
+
+            settings = [word for word in own if "=" in word and not word.startswith("-")]
+            raise ConfigError([*error.problems, *wrong_settings([*settings, *foreign])]) from None
+        options.overrides += foreign
+        return options
+
+    def renamed(self, old: str, new: str, **options: Any) -> None:
+        """Accept an old flag, with a line of warning."""
+        self.add_argument(old, action=_Renamed, new=new, dest=new.lstrip("-").replace("-", "_"),
+                          default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options)
+
+    def _split(self, words: list[str]) -> tuple[list[str], list[str]]:
+        """Own words, and flags of other trainers with their values as one word each."""
+        own: list[str] = []
+        foreign: list[str] = []
+        while words:
+            word = words.pop(0)
+            name = word.partition("=")[0]
+            if word == "--":
+                return [*own, word, *words], foreign
+            if not re.match(r"--\w", word) or name in self._option_string_actions or self._near(name):
+                own.append(word)
+            elif "=" in word or not words or words[0].startswith("-") or "=" in words[0]:
+                foreign.append(word)
+            else:
+                foreign.append(f"{word}={words.pop(0)}")
+        return own, foreign
+
+    def _near(self, flag: str) -> list[str]:
+        """The own flag that an unknown one resembles; none for a name of another trainer."""
+        known = [] if instead_of(flag) else list(self._option_string_actions)
+        return difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
+
+
+class _Renamed(argparse.Action):
+    """The old name of a flag."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, new: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, **options)
+        self._new = new
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        print(f"ngsgd: {option_string} is now {self._new}; the old name will be removed.", file=sys.stderr)
+        setattr(namespace, self.dest, True if self.nargs == 0 else values)

@@ -1,0 +1,1 @@
+"""Commands of clusters: submit, status, logs, stop, doctor, plan and simulate."""

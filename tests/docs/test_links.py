@@ -1,0 +1,35 @@
+"""Links lead to files and headings that exist, and every page can be reached."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, anchors, clicks, links, name
+
+MAX_CLICKS = 3
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    broken = [f"{name(target) if target.is_relative_to(ROOT) else target}#{anchor}" for target, anchor in links(page)
+              if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target))]
+    assert broken == []
+
+
+def test_every_page_is_within_three_clicks_of_readme() -> None:
+    found = clicks()
+    far = {name(page): found.get(page, "no link") for page in PAGES if found.get(page, MAX_CLICKS + 1) > MAX_CLICKS}
+    assert far == {}
+
+
+def test_the_navigation_lists_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    listed = set(re.findall(r": (\S+\.md)$", nav, re.MULTILINE))
+    assert listed == {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
+
+
+def test_readme_has_at_most_150_lines() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

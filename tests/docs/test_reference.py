@@ -1,0 +1,69 @@
+"""The reference is what the code says, and covers every exported name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+
+import pytest
+
+from ngsgd import errors
+from ngsgd.config.build import paths
+from ngsgd.launcher import reference
+from ngsgd.launcher.config import describe
+from tests.docs.pages import ROOT
+
+REFERENCE = ROOT / "docs" / "reference"
+PACKAGES = ["ngsgd", "ngsgd.asr", "ngsgd.asr.corpora.corpus", "ngsgd.config", "ngsgd.curvature", "ngsgd.data.archives",
+            "ngsgd.hypergrad", "ngsgd.models", "ngsgd.optim", "ngsgd.optim.layers", "ngsgd.optim.outer", "ngsgd.pipeline",
+            "ngsgd.pipeline.combination", "ngsgd.preconditioners", "ngsgd.tasks"]
+
+
+def _entries() -> list[str]:
+    text = "".join(page.read_text(encoding="utf-8") for page in REFERENCE.rglob("python*.md"))
+    text += "".join(page.read_text(encoding="utf-8") for page in (REFERENCE / "python").glob("*.md"))
+    return re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_exported_name_has_an_entry(package: str) -> None:
+    module = importlib.import_module(package)
+    overview = (REFERENCE / "python.md").read_text(encoding="utf-8")
+    entries = set(_entries())
+    missing = [name for name in module.__all__ if f"{package}.{name}" not in entries
+               and not (inspect.ismodule(getattr(module, name)) and f"`{package}.{name}`" in overview)]
+    assert missing == []
+
+
+def test_every_error_has_an_entry() -> None:
+    entries = set(_entries())
+    assert [name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, errors.NgsgdError)
+            and f"ngsgd.errors.{name}" not in entries] == []
+
+
+def test_every_entry_exists() -> None:
+    """The site fails for a name that does not exist; this fails earlier, and without MkDocs."""
+    unknown = []
+    for entry in _entries():
+        package, _, name = entry.rpartition(".")
+        try:
+            importlib.import_module(entry)
+        except ModuleNotFoundError:
+            if not hasattr(importlib.import_module(package), name):
+                unknown.append(entry)
+    assert unknown == []
+
+
+def test_generated_pages_are_what_the_code_says() -> None:
+    """The list of options is frozen by this page: `make reference` writes it again, and the difference is reviewed."""
+    for name, text in reference.pages().items():
+        kept = (REFERENCE / name).read_text(encoding="utf-8")
+        assert kept == text, f"docs/reference/{name}: run make reference"
+
+
+def test_every_option_is_in_the_reference_with_a_help_text() -> None:
+    page = (REFERENCE / "settings.md").read_text(encoding="utf-8")
+    assert [path for path in paths() if f"| `{path}` |" not in page] == []
+    assert [one.path for one in describe.options()] == paths()
+    assert [one.path for one in describe.options() if len(one.help) < 10] == []
