@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def train(arguments: list[str], *, debug: bool) -> int:
     """Check all settings, then run Hydra; return the worst exit code of all runs."""
     options = _parser().parse_with_settings(arguments)
-    if not (options.quiet or options.cfg or options.info or options.multirun or options.hydra_help):
-        # imports take seconds
+    if SCREEN.is_terminal and not (options.quiet or options.cfg or options.info or options.multirun or options.hydra_help):
+        # imports take seconds; a log needs no line for them
         SCREEN.phase("loading ngsgd")
     options.overrides = compose.with_current_names(expanded(options.overrides))
     if not (options.hydra_help or options.info):
@@ -83,8 +83,7 @@ def resume(arguments: Sequence[str]) -> int:
     run = find_run(options.run)
     if options.workers is not None and options.workers < 1:
         raise ConfigError(f"--workers is {options.workers}; it must be at least 1.")
-    if not options.quiet:
-        # imports take seconds
+    if SCREEN.is_terminal and not options.quiet:
         SCREEN.phase("loading ngsgd")
     from ngsgd.launcher.commands import train as service
 

@@ -10,8 +10,7 @@ from ngsgd.errors import EXIT_OK, ConfigError, NgsgdError
 from ngsgd.files import read_json, write_text
 from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.console import version
-from ngsgd.launcher.reports.progress import duration
-from ngsgd.launcher.text import masked
+from ngsgd.launcher.text import duration, masked
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.pipeline.runs.saved_config import read_config
