@@ -78,7 +78,7 @@ def open_client(uri: str) -> Any:
     from mlflow import MlflowClient
 
     if "MLFLOW_LOGGING_LEVEL" not in os.environ:
-        # it tells how it makes its tables otherwise
+        # otherwise it logs the creation of its tables
         logging.getLogger("mlflow").setLevel(logging.WARNING)
     if is_server(uri):
         _bound_answers()
@@ -221,7 +221,7 @@ def _save(final: Path, folder: Path, *, model_id: str) -> None:
     # what the package brings is named, since MLflow would import everything to find out
     requirements = [f"{package}=={version(package)}" for package in _PACKAGES]
     with warnings.catch_warnings():
-        # it recommends an example of the input beside the signature
+        # it recommends an input example in addition to the signature
         warnings.simplefilter("ignore", UserWarning)
         mlflow.pyfunc.save_model(str(folder), python_model=str(Path(__file__).with_name("model.py")),
                                  artifacts={"final": str(final)}, signature=signature, pip_requirements=requirements)

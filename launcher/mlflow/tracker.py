@@ -63,8 +63,8 @@ Say = Callable[[str], None]
 class MlflowTracker:
     """Sends a run's records to MLflow; a run folder that already has a tracking.json continues the run named there.
 
-    What cannot be sent waits and is tried again, with growing pauses, until the run ends; what is left then is sent when the run
-    is resumed, since the run folder has it all.
+    Failed requests are queued and retried, with growing pauses, until the run ends. The remaining ones are sent when the run is
+    resumed, from the event log in the run folder.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, warn: Say, report: Say = lambda _line: None, *,
@@ -124,7 +124,7 @@ class MlflowTracker:
             self._send(action)
 
     def _send(self, action: Callable[[], None]) -> None:
-        """Does it, again and again while the store is down."""
+        """Send a request; retry it while the store is down."""
         for pause_s in _pauses():
             try:
                 self._run.open()
@@ -132,10 +132,10 @@ class MlflowTracker:
             except Exception as error:
                 # whatever it is, training must go on
                 if not self._is_down:
-                    self._warn(f"MLflow cannot be written ({_first_line(error)}); training goes on, what it misses is sent later, "
+                    self._warn(f"MLflow cannot be written ({_first_line(error)}); training continues, updates are sent later, "
                                f"and events.jsonl in {self._run.run_dir} has everything.")
                 self._is_down = True
-                # the store is there, and will never take this one
+                # the store rejects this request, now and later
                 if _is_refusal(error):
                     self._num_refused += 1
                     return
@@ -147,7 +147,7 @@ class MlflowTracker:
                 return
 
     def _rest(self, pause_s: float) -> bool:
-        """Sleeps before the next try; false if there is no time for one before the run's end."""
+        """Sleep before the next retry; False if the run ends before it."""
         ends = time.monotonic() + pause_s
         while time.monotonic() < ends:
             if self._deadline < math.inf and ends > self._deadline:
@@ -157,7 +157,7 @@ class MlflowTracker:
 
 
 class _MlflowRun:
-    """The conversation with MLflow; lives in the background thread."""
+    """All requests of a run to MLflow; used in the background thread only."""
 
     def __init__(self, config: RunConfig, run_dir: Path, make_client: Callable[[str], Any], warn: Say) -> None:
         self.run_dir = run_dir
@@ -188,7 +188,7 @@ class _MlflowRun:
         self._past = _records(run_dir)
 
     def open(self) -> None:
-        """Finds or makes the run; does nothing when that is done."""
+        """Find or create the run, once."""
         if self.run_id:
             return
         self._client = self._client or self._make_client(self._uri)
@@ -367,7 +367,7 @@ class _MlflowRun:
         return str(found.experiment_id)
 
     def _worker_run(self, run_id: str, worker: int) -> str:
-        """The child run of a worker slot; a replaced worker process goes on in the same one."""
+        """The nested run of a worker slot; it stays the same when the worker process is replaced."""
         if worker not in self._worker_runs:
             tags = {"mlflow.parentRunId": run_id, **origin(worker)}
             run = self._client.create_run(self.experiment_id, tags=tags, run_name=f"worker {worker}")
@@ -376,14 +376,14 @@ class _MlflowRun:
         return self._worker_runs[worker]
 
     def _remember(self, run_id: str) -> None:
-        """Whole or not at all: a resumed run reads it."""
+        """Write tracking.json, which a resumed run reads, in one step."""
         stored = {"tracking_uri": masked(self._uri, known=False), "experiment_id": self.experiment_id, "run_id": run_id,
                   "worker_runs": self._worker_runs, "sent": self._sent, "model_id": self._model_id}
         write_text(self.run_dir / "tracking.json", json.dumps(stored, indent=1))
 
 
 def _records(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:
-    """The outer iterations in a run's event log, each once, with the time that stands for when it was told."""
+    """The outer iterations in a run's event log, each once, with the time stamp for its metrics."""
     log = run_dir / "events.jsonl"
     if not log.is_file():
         return []
@@ -404,7 +404,7 @@ def _pauses() -> Iterator[float]:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether the store took the message and said no, so that it would say no again."""
+    """Whether the store rejected the request, so that a retry is useless."""
     return getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "PERMISSION_DENIED", "INVALID_STATE")
 
 

@@ -72,7 +72,7 @@ class ProgressTracker:
         return iteration_line(record, width=self._screen.width, is_speech=self._is_speech)
 
     def incident(self, incident: Incident) -> None:
-        """Show what was not planned."""
+        """Show an incident, such as the death of a worker."""
         self.warn(f"iter {incident.outer_iter + 1}: {incident.message}")
 
     def finished(self, report: FinalReport) -> None:
