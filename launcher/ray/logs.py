@@ -37,6 +37,9 @@ class RayLog(logging.Handler):
 
     def write_to(self, path: Path) -> None:
         """Write all records to a file from now on; it is made with the first one."""
+        if self._file is not None:
+            # of a run before this one in the same process
+            self._file.close()
         self._file = logging.FileHandler(path, encoding="utf-8", delay=True)
         self._file.setFormatter(self.formatter)
         while self._kept:
@@ -58,7 +61,7 @@ def divert() -> None:
         logger.removeHandler(handler)
     logger.addHandler(RAY_LOG)
     logger.propagate = False
-    # private, and there is no setting: where a version has it not, its messages are printed
+    # private, and there is no setting: a version without this name prints its messages
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = _log_printed
 
