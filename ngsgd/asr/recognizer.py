@@ -369,7 +369,7 @@ class _Draft:
             bundle.search,
             left_context=bundle.window.left_context,
             right_context=bundle.window.right_context,
-            beside=self._ivectors,
+            side=self._ivectors,
         )
 
     def words(self, samples_N: Samples) -> tuple[str, ...]:
