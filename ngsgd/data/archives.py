@@ -225,10 +225,12 @@ def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_c
 
 
 def archive_name(index: int) -> str:
+    """File name of archive `index`, from 0."""
     return f"egs.{index:04d}.safetensors"
 
 
 def diagnostic_name(subset: str) -> str:
+    """File name of the diagnostic subset "train" or "valid"."""
     return f"{subset}_diagnostic.safetensors"
 
 

@@ -70,7 +70,7 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
     if config.data.graph:
         raise ConfigError(f"data.graph is {config.data.graph}, which defines the numbers of its "
                           "HMM states, but a flat start uses the numbers of the phones of the "
-                          "lexicon; set data.alignment=FILE with the numbers of the graph, such as "
+                          "lexicon. Set data.alignment=FILE with the numbers of the graph, such as "
                           "ali.*.gz of Kaldi with its tid2pdf, or leave data.graph empty.")
     speech = corpus.prepare_unaligned(config.data, config.features, cache_root, report)
     settings = _settings(config)

@@ -136,7 +136,7 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
     sets, language = _MAKERS[data.corpus](data, feature_config, changes, cache_root, report)
     if feature_config.cmvn == "online":
         all_speech = cmvn.statistics(sets["train"].frames.features_TD)
-        sets = {name: speech_set.normalised_online(speech, all_speech) for name, speech in sets.items()}
+        sets = {name: speech_set.normalized_online(speech, all_speech) for name, speech in sets.items()}
     for name, speech in sets.items():
         report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {len(speech.texts)} "
                f"utterances, {speech.num_words} words, {len(np.unique(speech.speakers))} voices")
@@ -247,7 +247,7 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
         if name == "train" and data.synthetic_minutes:
             made = utterances.utterances(name, data, minutes=data.synthetic_minutes, num_at_once=os.cpu_count() or 1,
                                          is_clean=_is_clean(name, changes))
-            said = itertools.chain(said, synthetic.relabelled(made, topology))
+            said = itertools.chain(said, synthetic.relabeled(made, topology))
         said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF])
         sets[name] = speech_set.build(said, feature_config)
     return sets, Language(topology, is_one_word=data.style == "isolated")

@@ -80,9 +80,9 @@ def tune_and_decode(
     report(Phase(f"scale selection: decoding valid with {num_settings} settings"))
     tried = sweep(graph, config, valid.texts, valid.frames.utt_ids, valid_logliks, language.num_pdfs)
     setting, valid_errors = min(tried, key=lambda one: one[1].num_errors)
-    penalised = graphs.with_word_penalty(graph, setting.word_penalty)
+    penalized = graphs.with_word_penalty(graph, setting.word_penalty)
     report(Phase("decoding the test set"))
-    hypotheses = decode_set(penalised, config, setting.acoustic_scale, test_logliks, language.num_pdfs)
+    hypotheses = decode_set(penalized, config, setting.acoustic_scale, test_logliks, language.num_pdfs)
     total, rows = scoring.score(test.texts, hypotheses, test.frames.utt_ids)
     on_test = (sweep(graph, config, test.texts, test.frames.utt_ids, test_logliks, language.num_pdfs)
                if config.oracle else ())
@@ -91,8 +91,8 @@ def tune_and_decode(
     return DecodingResult(
         setting=setting, valid=valid_errors, sweep=tried, test=total,
         test_interval=scoring.confidence_interval(test.texts, hypotheses), hypotheses=hypotheses, per_utterance=tuple(rows),
-        graph=penalised, oracle=oracle,
-        calibration=_calibration(penalised, config, setting, valid, valid_logliks),
+        graph=penalized, oracle=oracle,
+        calibration=_calibration(penalized, config, setting, valid, valid_logliks),
     )
 
 
@@ -140,11 +140,11 @@ def decode_set(
 def sweep(graph: Graph, config: DecodeConfig, texts: Sequence[Sequence[str]], utt_ids: Sequence[str],
           logliks: LogLikelihoods, num_pdfs: int) -> Sweep:
     """Return the errors at every acoustic scale and word penalty."""
-    penalised = {penalty: graphs.with_word_penalty(graph, penalty) for penalty in config.word_penalties}
+    penalized = {penalty: graphs.with_word_penalty(graph, penalty) for penalty in config.word_penalties}
     tried = []
     for scale in config.acoustic_scales:
         for penalty in config.word_penalties:
-            hypotheses = decode_set(penalised[penalty], config, scale, logliks, num_pdfs)
+            hypotheses = decode_set(penalized[penalty], config, scale, logliks, num_pdfs)
             errors = scoring.score(texts, hypotheses, utt_ids)[0]
             tried.append((DecodingWeights(acoustic_scale=scale, word_penalty=penalty), errors))
     return tuple(tried)
