@@ -16,8 +16,7 @@ from ngsgd.errors import EXIT_OK
 from ngsgd.files import read_json, read_regular_text, unsealed
 from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.console import version
-from ngsgd.launcher.reports.progress import duration
-from ngsgd.launcher.text import masked, printable
+from ngsgd.launcher.text import duration, masked, printable
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.training.storage.event_log import read_events
 from ngsgd.training.storage.lock import holder_of
@@ -35,8 +34,7 @@ def command(arguments: Sequence[str]) -> int:
     parser = Parser("info")
     parser.add_argument("run", nargs="?", metavar="RUN",
                         help="run folder, or its name under runs/; or a folder of examples, "
-                             "runs/data/egs-... "
-                             "(default: installed versions)")
+                             "runs/data/egs-... (default: installed versions)")
     parser.add_argument("--json", action="store_true", help=JSON)
     options = parser.parse_args(list(arguments))
     if options.run and (Path(options.run) / "info.json").is_file():
@@ -74,6 +72,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
         "wer": end.get("wer") or None,
         "wer_percent": end.get("wer_percent") if end.get("wer") else None,
         "fingerprint": _fingerprint(folder),
+        "error": folder.last_error() or None,
         "is_finished": bool(end), "examples": _examples_of(folder),
         "num_incidents": len(incidents), "incidents": incidents[-5:]}
 
@@ -81,6 +80,8 @@ def state_of(run_dir: Path) -> dict[str, Any]:
 def describe_run(state: Mapping[str, Any]) -> list[str]:
     """Return the state of a run as lines of text."""
     lines = [f"run        {state['run']}", f"state      {_state_line(state)}"]
+    if state["error"] and state["state"] in ("FAILED", "STOPPED"):
+        lines.append(f"error      exit code {state['error']['exit_code']}: {state['error']['message']}")
     if state["num_outer_iters"]:
         lines.append(f"progress   {progress_line(state)}")
     if state["is_finished"]:
@@ -141,8 +142,7 @@ def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:
 def _state_line(state: Mapping[str, Any]) -> str:
     if state["state"] == "LOST":
         return ("LOST: its process ended without a result, last event "
-                f"{duration(state['silent_s'])} ago; "
-                f"continue with: ngsgd resume {state['run']}")
+                f"{duration(state['silent_s'])} ago; continue with: ngsgd resume {state['run']}")
     if state["state"] == "UNKNOWN":
         return (f"UNKNOWN: process.json names process {state['process']['process_id']} without its "
                 "start time, so that it may be another program; last event "
@@ -232,8 +232,8 @@ def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:
     few, many = min(info.num_examples), max(info.num_examples)
     sizes = f"{few:,}" if few == many else f"{few:,} to {many:,}"
     lines = [f"examples   {directory}",
-             f"archives   {info.num_archives}, of {sizes} examples; {info.num_frames:,} frames "
-             f"of {info.feature_dim} "
+             f"archives   {info.num_archives}, of {sizes} examples; {info.num_frames:,} frames of "
+             f"{info.feature_dim} "
              f"features{f' and {info.side_dim} side values' if info.side_dim else ''}, "
              f"{info.num_classes} classes{', with weights' if info.has_weights else ''}",
              f"an example {info.frames_per_eg} frames, context -{info.left_context} "

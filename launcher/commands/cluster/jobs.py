@@ -83,9 +83,8 @@ def stop(arguments: Sequence[str]) -> int:
     parser = Parser("stop")
     parser.add_argument("what", metavar="RUN|JOB", help=_WHAT)
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS",
-                        help="maximum time to wait for the end, in seconds (default: "
-                             "%(default)s); the run "
-                             "finishes its outer iteration within failure.grace_period_s")
+                        help="maximum time to wait for the end, in seconds (default: %(default)s); "
+                             "the run finishes its outer iteration within failure.grace_period_s")
     jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
     run = known_run(options.what)
@@ -128,6 +127,7 @@ def _run_line(state: dict[str, Any]) -> str:
 def _run_logs(folder: RunFolder, *, follow: bool) -> int:
     """Print the progress lines of a run from its event log."""
     progress, read = ProgressTracker(), 0
+    is_speech = bool(state_of(folder.path)["is_speech"])
     while True:
         # before reading, so that no event between reading and this check is lost
         is_over = state_of(folder.path)["state"] in (*ENDED, "LOST")
@@ -135,7 +135,7 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
         complete = text[:text.rfind("\n") + 1]
         read += len(complete)
         for event in valid_events(parse_json_lines(complete)):
-            for line in _lines_of(event):
+            for line in _lines_of(event, is_speech=is_speech):
                 progress.report(line)
         if is_over or not follow:
             break
@@ -143,12 +143,12 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
     return exit_code(state_of(folder.path)["state"]) if follow else EXIT_OK
 
 
-def _lines_of(event: dict[str, Any]) -> list[str]:
+def _lines_of(event: dict[str, Any], *, is_speech: bool) -> list[str]:
     from ngsgd.training.records import FinalReport, OuterIterationRecord
 
     kind = event.get("event")
     if kind == "outer_iteration":
-        return [iteration_line(OuterIterationRecord.from_json(event))]
+        return [iteration_line(OuterIterationRecord.from_json(event), is_speech=is_speech)]
     if kind == "incident":
         return [f"! iter {event['outer_iter'] + 1}: {event['message']}"]
     if kind == "finished":
@@ -184,8 +184,7 @@ def _ask_to_end(run: Path, process: dict[str, Any]) -> None:
     if lock.exists() and (held is None or held.get("holder") != process):
         raise ConfigError(f"process {process['process_id']}, which process.json of {run} names, "
                           "does not hold the lock of the run, and got no signal. If no process "
-                          "trains "
-                          "the run, remove process.json.")
+                          "trains the run, remove process.json.")
     try:
         process_identity.send_signal(process, signal.SIGTERM)
     except PermissionError as error:
@@ -204,7 +203,6 @@ def _refuse_unproved(run: Path, state: dict[str, Any]) -> None:
                           "id.")
     if may_be_alive(process):
         raise ConfigError(f"{run / 'process.json'} names process {process['process_id']} without "
-                          "its start time. It may be another program, and got no signal. "
-                          f"Inspect it with `ps -fp {process['process_id']}`; if it trains the "
-                          "run: "
-                          f"kill -TERM {process['process_id']}")
+                          "its start time. It may be another program, and got no signal. Inspect "
+                          f"it with `ps -fp {process['process_id']}`; if it trains the run: kill "
+                          f"-TERM {process['process_id']}")

@@ -21,7 +21,8 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import write_text
 from ngsgd.launcher.arguments import JSON, Parser
-from ngsgd.launcher.reports.progress import ProgressTracker, duration, iteration_line
+from ngsgd.launcher.reports.progress import ProgressTracker, iteration_line
+from ngsgd.launcher.text import duration
 from ngsgd.pipeline.performance_model.formulas import Link, Spread
 from ngsgd.pipeline.performance_model.simulated_cluster import TOPOLOGIES, Expected, SimulatedCluster, expected
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, SubsetScore
@@ -58,8 +59,7 @@ def command(arguments: Sequence[str]) -> int:
 def argument_parser() -> Parser:
     parser = Parser("simulate", epilog=(
         "schedule.num_jobs_final is the number of workers. Equal settings and seeds give equal "
-        "events. docs/simulate.md lists "
-        "the real and the simulated parts."))
+        "events. docs/simulate.md lists the real and the simulated parts."))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of ngsgd train")
     parser.add_argument("--json", action="store_true", help=f"{JSON}; progress goes to stderr")
     parser.add_argument("--quiet", "-q", action="store_true",
@@ -129,7 +129,7 @@ class VirtualProgress(ProgressTracker):
     """The usual lines, with the virtual time instead of the remaining time."""
 
     def iteration_line(self, record: OuterIterationRecord) -> str:
-        return iteration_line(record, ending=f"at {duration(record.elapsed_s)}")
+        return iteration_line(record, width=self._screen.width, ending=f"at {duration(record.elapsed_s)}")
 
 
 @dataclass
@@ -265,8 +265,7 @@ def text(summary: Summary) -> list[str]:
         f"efficiency {_percent(shares['efficiency'])} (predicted "
         f"{_percent(summary.predicted_efficiency)}); lost to {lost}",
         f"objf       {summary.train.objf:.3f} valid {summary.valid.objf:.3f} acc "
-        f"{100 * summary.valid.accuracy:.1f}% "
-        f"after {summary.frames_processed:,} frames",
+        f"{100 * summary.valid.accuracy:.1f}% after {summary.frames_processed:,} frames",
         f"run folder {summary.folder}"]
 
 
