@@ -1,4 +1,4 @@
-"""How optimisers learn on models that are not speech: a character transformer, an MLP and a CNN, in an ordinary training loop.
+"""Learning of optimizers on models other than speech: a character transformer, an MLP and a CNN.
 
     python -m benchmarks.any_model run RESULTS.jsonl --task transformer --optimizer ngsgd --lr 0.016 --seed 0
     python -m benchmarks.any_model sweep RESULTS.jsonl --tasks mlp cnn --optimizers ngsgd adamw
@@ -6,12 +6,13 @@
     python -m benchmarks.any_model sweep RESULTS.jsonl --tasks speech --an4 AN4_FOLDER
     python -m benchmarks.any_model table RESULTS.jsonl
 
-`run` trains once and appends one line to RESULTS.jsonl.  `sweep` finds the rate of the lowest validation cross-entropy of
-seed 0, in factors of 2 until a rate on either side is worse, and runs the other seeds there; it leaves out what
-RESULTS.jsonl holds.  `table` prints Markdown.  `--length` multiplies the number of steps, to compare at equal CPU time.
+`run` trains once and appends one line to RESULTS.jsonl.  `sweep` searches the rate with the lowest
+validation cross-entropy of seed 0, in factors of 2 until a rate on either side is worse, and runs
+the other seeds at that rate.  It skips runs that are in RESULTS.jsonl.  `table` prints Markdown.
+`--length` multiplies the number of steps, to compare at equal CPU time.
 
-All optimisers share the network, its initial values, the minibatches, 5 % of warm-up and a cosine decay to 0, and a loss that
-is a mean over the minibatch.
+All optimizers share the network, its initial values, the minibatches, 5 % of warm-up, a cosine
+decay to 0, and a loss that is a mean over the minibatch.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from ngsgd.files import read_json_lines
 
 SEEDS = (0, 1, 2)
 CONTEXT, WIDTH = 64, 128
-WARM_UP = 0.05              # of the steps
-MUON_BIAS_LR = 0.002        # of AdamW, which moves what is not a hidden matrix
+WARM_UP = 0.05              # warm-up, as a fraction of the steps
+# momentum of the AdamW that trains all parameters except hidden matrices
+MUON_BIAS_LR = 0.002
 
 
 class Block(nn.Module):
@@ -58,7 +60,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Layers over characters."""
+    """A transformer over characters."""
 
     def __init__(self, width: int = WIDTH, num_blocks: int = 2) -> None:
         super().__init__()
@@ -133,7 +135,9 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def newton_schulz(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:
-    """That of torch.optim.Muon in float32: without bfloat16 instructions, as here, torch's takes 50 times as long."""
+    """torch.optim.Muon with its iteration in float32: bfloat16 is 50 times slower on this
+    processor.
+    """
     a, b, c = ns_coefficients
     x = grad.T if grad.size(0) > grad.size(1) else grad
     x = x / x.norm().clamp(min=eps)
@@ -145,7 +149,7 @@ def newton_schulz(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_
 
 def muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "tokens" not in name and "positions" not in name]
-    # the output layer is AdamW's, as its authors advise
+    # the authors of Muon recommend AdamW for the output layer
     hidden = hidden[:-1]
     matrices = {id(p) for p in hidden}
     rest = [p for p in model.parameters() if id(p) not in matrices]
@@ -153,7 +157,7 @@ def muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
             torch.optim.AdamW(rest, lr, weight_decay=0.01, fused=True)]
 
 
-# name -> (optimisers of a model, where the search of a rate starts)
+# name -> (optimizers of a model, first rate of the search)
 OPTIMIZERS: dict[str, tuple[Callable[[nn.Module, float], list[torch.optim.Optimizer]], float]] = {
     "adamw": (lambda model, lr: [torch.optim.AdamW(model.parameters(), lr, weight_decay=0.01, fused=True)], 0.002),
     "sgd": (lambda model, lr: [torch.optim.SGD(model.parameters(), lr, momentum=0.9, fused=True)], 0.1),
@@ -165,7 +169,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[nn.Module, float], list[torch.optim.Optimi
 
 
 class Setting(NamedTuple):
-    """What identifies a run."""
+    """The settings that identify a run."""
 
     task: str
     optimizer: str
@@ -207,7 +211,7 @@ def _rate(done: float) -> float:
 
 
 def _minibatch(num: int, size: int, step: int, seed: int) -> Tensor:
-    """Indices of one minibatch: the whole set in a new order in each epoch."""
+    """Indices of one minibatch: all samples in a new order in each epoch."""
     per_epoch = num // size
     epoch, index = divmod(step, per_epoch)
     order = torch.randperm(num, generator=torch.Generator().manual_seed(1000 * seed + epoch))
@@ -215,7 +219,7 @@ def _minibatch(num: int, size: int, step: int, seed: int) -> Tensor:
 
 
 class Results:
-    """The runs of a file, one JSON line each; a run that it lacks is made and added."""
+    """The runs of a file, one JSON line each; missing runs are executed and appended."""
 
     def __init__(self, path: Path, setting: type[Any], measure: Callable[[Any], dict[str, Any]], figure: str) -> None:
         self.path, self.measure, self.figure = path, measure, figure
@@ -236,7 +240,8 @@ class Results:
 
 
 def best_rate(results: Results, task: str, optimizer: str, length: float) -> float:
-    """The rate of the lowest loss of seed 0, in factors of 2, with a worse one on either side."""
+    """The rate with the lowest loss of seed 0, in factors of 2, with a worse rate on either side.
+    """
     lr = OPTIMIZERS[optimizer][1]
     for factor in (2.0, 0.5):
         while (results.loss(Setting(task, optimizer, lr * factor, 0, length))
@@ -254,7 +259,7 @@ def sweep(results: Results, tasks: Sequence[str], optimizers: Sequence[str], len
 
 
 def table(results: Results) -> str:
-    """For each task, optimiser and length the best rate, the loss of each seed, and times."""
+    """For each task, optimizer and length: the best rate, the loss of each seed, and times."""
     rows = ["| task | optimizer | length | rate | valid CE, seeds 0, 1, 2 | mean | CPU s | ms a step |",
             "|---|---|---|---|---|---|---|---|"]
     for task, optimizer, length in sorted({(key.task, key.optimizer, key.length) for key in results.of}):

@@ -1,21 +1,26 @@
-"""What averaging costs on one machine, beside gloo, torchft, torch and Ray's object store; and what overlap leaves of it.
+"""Cost of averaging on one machine, compared with gloo, torchft, PyTorch and Ray's object store,
+and the effect of overlap.
 
     python benchmarks/averaging.py planes [--millions 10 50] [--workers 2 4 8] [--rounds 15]
     python benchmarks/averaging.py local [--millions 10 50] [--ranks 2 4] [--rounds 15]
     python benchmarks/averaging.py overlap [--rounds 3] [--frames 30000]
 
-`planes`: a round goes from "every worker has its result in its model" to "every worker has the new model in its model".
-Ours: parameters into shared memory, checksum and a look for NaN in the worker, checksum again in the coordinator, weighted
-float64 mean, outer step, a look for NaN, publication, loading.  The object store is the way of a worker on another machine,
-with the same checks.  gloo: parameters into a buffer, all_reduce, loading.  torchft: `LocalSGD.sync`, which is a quorum, an
-all_reduce per parameter tensor, a vote, and loading.  gloo and torchft check nothing and take no outer step.  All planes run
-in the same Ray actors, one thread each, in turns; the coordinator averages with a thread per core.
+`planes`: a round starts when every worker has its result in its model and ends when every worker
+has the new model in its model. ngsgd: copy to shared memory, checksum and NaN check in the worker,
+checksum in the coordinator, weighted float64 mean, outer step, NaN check, publication, loading.
+The object store is the path to a worker on another machine, with the same checks.  gloo: copy to a
+buffer, all_reduce, loading.  torchft: `LocalSGD.sync`, which is a quorum, an all_reduce per
+parameter tensor, a vote, and loading.  gloo and torchft check nothing and take no outer step.  All
+methods run interleaved in the same Ray actors with one thread each; the coordinator averages with a
+thread per core.
 
-`local`: `ngsgd.LocalSGD` beside torchft's LocalSGD and DiLoCo and torch's PostLocalSGD in processes over gloo, one thread each, in
-turns; a round goes from one barrier to the next.  Rules of one kind share processes: averages, then DiLoCo.
+`local`: `ngsgd.LocalSGD`, torchft's LocalSGD and DiLoCo, and PyTorch's PostLocalSGD in processes
+over gloo, one thread each, interleaved.  A round goes from one barrier to the next.  Rules of one
+kind share processes: averages, then DiLoCo.
 
-`overlap`: two worker processes, a network of 10 M parameters; the share of the wall time between the end of the first outer
-iteration and the end of the last but one that a worker spends outside its minibatches, with `outer.overlap` and without.
+`overlap`: two worker processes, a network of 10 M parameters.  Measured is the fraction of wall
+time that a worker spends outside its minibatches, with and without `outer.overlap`, between the end
+of the first outer iteration and the end of the last but one.
 """
 
 from __future__ import annotations
@@ -66,7 +71,7 @@ from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.tracking import Trackers
 from ngsgd.training.validation.checksums import digest, is_finite, not_finite
 
-_WIDTH = 1000          # of the square layers that the model is made of
+_WIDTH = 1000          # side of the square layers of the model
 _HOST = "127.0.0.1"
 _MB = 1e6
 
@@ -76,7 +81,7 @@ def square_layers(millions: int) -> nn.Sequential:
 
 
 class PeakMemory(AbstractContextManager["PeakMemory"]):
-    """How far this process's private memory rises: sampled every millisecond."""
+    """Growth of the private memory of this process, sampled every millisecond."""
 
     def __enter__(self) -> PeakMemory:
         self.start = self.peak = self._now()
@@ -105,7 +110,7 @@ class PeakMemory(AbstractContextManager["PeakMemory"]):
 
 
 class Member:
-    """A worker: a model, and its part of a round on each plane."""
+    """A worker: a model, and the worker's part of a round of each method."""
 
     def __init__(self, rank: int, millions: int) -> None:
         torch.set_num_threads(1)
@@ -128,7 +133,7 @@ class Member:
         return (digest(sent), not_finite(sent, self.layout, self.pieces)), sent
 
     def kept(self, model: SharedRef, rank: int) -> JobResult:
-        """The result stays here; `answer` averages it with the others'."""
+        """Keep the result here; `answer` averages it with the others."""
         self.layout.load(self.model, model.read())
         sent = self.layout.flatten(self.model.state_dict())
         trouble = not_finite(sent, self.layout, self.pieces)
@@ -164,7 +169,8 @@ class Member:
         self.manager = Manager(ProcessGroupGloo(timeout=timedelta(seconds=60)), None, None, world_size, use_async_quorum=False,
                                rank=0, world_size=1, store_addr=_HOST, store_port=self.own_store.port,
                                lighthouse_addr=lighthouse, replica_id=f"worker{self.rank}", hostname=_HOST,
-                               init_sync=False)  # all start alike: nobody has to catch up
+                               # all start with the same model, so no rank has to catch up
+                               init_sync=False)
         self.local_sgd = LocalSGD(self.manager, self.model, torch.optim.SGD(self.model.parameters(), 0.1), 1)
 
     def torchft(self) -> None:
@@ -172,7 +178,7 @@ class Member:
             self.local_sgd.sync()
 
     def count(self, method: str, *arguments: Any) -> float:
-        """Megabytes of private memory that a round on a plane needs beside the model."""
+        """Megabytes of private memory that a round of a method needs in addition to the model."""
         with PeakMemory() as memory:
             getattr(self, method)(*arguments)
         return memory.rise_mb
@@ -185,7 +191,7 @@ _RemoteMember: Any = ray.remote(num_cpus=0)(Member)
 
 
 class Planes:
-    """The coordinator's part of each plane."""
+    """The coordinator's part of each method."""
 
     def __init__(self, num_workers: int, millions: int) -> None:
         self.members = [_RemoteMember.remote(rank, millions) for rank in range(num_workers)]
@@ -208,7 +214,7 @@ class Planes:
         def one_round() -> None:
             waiting = {member.shared.remote(self.model, place): place
                        for member, place in zip(self.members, self.places, strict=True)}
-            while waiting:  # as they arrive: the others are still at work
+            while waiting:  # in order of arrival, while the other workers still run
                 (done,), _ = ray.wait(list(waiting), num_returns=1)
                 self._check(ray.get(done), waiting.pop(done).read())
             self._step(optimizer, [place.read() for place in self.places], self.weights)
@@ -281,7 +287,8 @@ class Planes:
         optimizer.broadcast(self.model.read())
 
 
-# what passes through sockets per worker and round, in models; where workers are on other machines the store's pass twice
+# models through sockets per worker and round; twice for the object store if workers are on other
+# machines
 _THROUGH_SOCKETS: dict[str, Callable[[int], str]] = {
     "ours, average": lambda n: "0", "ours, BMUF": lambda n: "0", "object store": lambda n: "0 (2)",
     "collective": lambda n: f"{(n - 1) / n + 2 / n:.2f} (+1)",
@@ -290,7 +297,7 @@ _METHOD = {"collective": "collective", "ours, average": "shared", "ours, BMUF": 
 
 
 def measure(num_workers: int, millions: int, rounds: int) -> None:
-    """Prints a row per plane."""
+    """Print a row per method."""
     ray.init(address="local", include_dashboard=False, log_to_driver=False,
              object_store_memory=(num_workers + 4) * millions * 4_100_000 + 200_000_000)
     planes = Planes(num_workers, millions)
@@ -322,18 +329,19 @@ def measure_planes(options: argparse.Namespace) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RUST_LOG", "error")  # torchft writes eight long lines per round
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    print("| parameters | workers | plane | ms, median (least) | ours, average, to it | models through sockets per worker | "
+    print("| parameters | workers | method | ms, median (min) | ratio | models through sockets per worker | "
           "coordinator's memory, models | a worker's |\n" + "|---" * 8 + "|")
     for millions in options.millions:
         for num_workers in options.workers:
             measure(num_workers, millions, options.rounds)
 
 
-# In a loop of one's own ---------------------------------------------------------------------------------------------------
+# Custom loops
+# ---------------------------------------------------------------------------------------------
 
 
 class LocalRank:
-    """A process of `local`: a model, and a round by each method."""
+    """A process of `local`: a model, and a round of each method."""
 
     def __init__(self, rank: int, num_ranks: int, millions: int, port: int, lighthouse: str) -> None:
         torch.set_num_threads(1)
@@ -352,7 +360,7 @@ class LocalRank:
         return local.step
 
     def torch_average(self) -> None:
-        """What PostLocalSGDOptimizer does after the step of its optimizer."""
+        """The averaging of PostLocalSGDOptimizer after the step of its optimizer."""
         average_parameters(iter(list(self.model.parameters())), dist.distributed_c10d._get_default_group())
 
     def torchft(self, outer: str) -> Callable[[], object]:
@@ -370,14 +378,14 @@ class LocalRank:
             synced: Callable[[], object] = torch.no_grad()(local.sync)
             return synced
         theirs = torch.optim.SGD(self.model.parameters(), 0.7, momentum=0.9, nesterov=True)
-        # a step without gradients: the hook behind it averages
+        # a step without gradients: only the averaging hook has an effect
         TorchftDiLoCo(self.manager, [self.model], self.optimizer, theirs, sync_every=1).__enter__()
         return self.optimizer.step
 
 
 def local_rank(rank: int, num_ranks: int, millions: int, rounds: int, names: Sequence[str], port: int, lighthouse: str,
                answers: Any) -> None:
-    """Answers milliseconds of each round by method, and how far the memory rose over a model's, in models."""
+    """Return milliseconds of each round by method, and the growth of memory in models."""
     one = LocalRank(rank, num_ranks, millions, port, lighthouse)
     with PeakMemory() as memory:
         methods = {name: one.method(name) for name in names}
@@ -401,7 +409,7 @@ def local_rank(rank: int, num_ranks: int, millions: int, rounds: int, names: Seq
 
 
 def local_ranks(num_ranks: int, millions: int, rounds: int, names: Sequence[str]) -> tuple[dict[str, list[float]], float]:
-    """Processes that do nothing but these methods."""
+    """Processes that run only these methods."""
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(bind=f"{_HOST}:0", min_replicas=num_ranks, join_timeout_ms=60000)
@@ -424,7 +432,7 @@ def local_ranks(num_ranks: int, millions: int, rounds: int, names: Sequence[str]
 def measure_local(options: argparse.Namespace) -> None:
     os.environ.setdefault("RUST_LOG", "error")
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    print("| parameters | ranks | method | ms, median (least) | LocalSGD to it | memory, models |\n" + "|---" * 6 + "|")
+    print("| parameters | ranks | method | ms, median (min) | ratio | memory, models |\n" + "|---" * 6 + "|")
     groups = [["LocalSGD, average", "torchft, average", "torch PostLocalSGD"], ["LocalSGD, diloco", "torchft, diloco"]]
     for millions, num_ranks, names in itertools.product(options.millions, options.ranks, groups):
         milliseconds, _ = local_ranks(num_ranks, millions, options.rounds, names)
@@ -439,7 +447,7 @@ def measure_local(options: argparse.Namespace) -> None:
 
 
 class TimedPool(ProcessPool):
-    """Notes when each result arrived, and how long its minibatches took."""
+    """Records when each result arrived, and the time of its minibatches."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -452,7 +460,9 @@ class TimedPool(ProcessPool):
         return outcome
 
     def idle_share(self) -> float:
-        """Of the time from the end of each worker's first job to the end of its last but one, outside the minibatches."""
+        """Fraction of time outside the minibatches, from the end of each worker's first job to the
+        end of its last but one.
+        """
         window = sum(found[-2][0] - found[0][0] for found in self.arrived.values())
         computing = sum(seconds for found in self.arrived.values() for _, seconds in found[1:-1])
         return 1.0 - computing / window
@@ -462,7 +472,7 @@ class TimedPool(ProcessPool):
 
 
 def overlap_run(folder: Path, frames_per_job: int, outer: OuterConfig) -> TimedPool:
-    """Six outer iterations of two jobs on random frames, with everything that a run does between them."""
+    """Six outer iterations of two jobs on random frames, with all work of a run between them."""
     classes, dim = 2000, 40
     random = np.random.default_rng(0)
     num_frames = 2 * frames_per_job
@@ -519,7 +529,7 @@ def main() -> None:
     local.set_defaults(measure=measure_local)
     overlap = commands.add_parser("overlap")
     overlap.add_argument("--rounds", type=int, default=3)
-    overlap.add_argument("--frames", type=int, default=30000, help="per job; as many as take 20 s")
+    overlap.add_argument("--frames", type=int, default=30000, help="frames per job; the default takes 20 s")
     overlap.set_defaults(measure=measure_overlap)
     options = parser.parse_args()
     options.measure(options)

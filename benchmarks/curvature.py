@@ -1,16 +1,17 @@
-"""What curvature quantities cost beside the plain gradient, ours and BackPACK's in turns.
+"""Cost of curvature quantities relative to the plain gradient, of ngsgd and BackPACK, interleaved.
 
     python benchmarks/curvature.py time --out FIGURES.jsonl [--nets mlp tdnn] [--quantities variance kfac] [--rounds 5]
     python benchmarks/curvature.py memory --out FIGURES.jsonl
     python benchmarks/curvature.py warm-memory --out FIGURES.jsonl --quantities kfac
     python benchmarks/curvature.py table --out FIGURES.jsonl
 
-Each cell is a line of the file as soon as it is measured, and is not measured again; `table` prints them all.  Times are processor
-times of one thread; a ratio is the median of ratios of neighbouring runs (plain, ours, plain, BackPACK's), with its quartiles.
-Memory is what the first pass of a fresh process adds to its resident set at the peak, code that is loaded then included; freed
-memory is returned at once.  `warm-memory` is the same of the second pass, when code is loaded and kernels have their
-workspaces: tensors alone.  What BackPACK does not have is measured alone; BackPACK is taken if `backpack-for-pytorch` is
-installed.
+Each cell is written to the file as soon as it is measured and is not measured again; `table` prints
+all cells.  Times are processor times of one thread.  A ratio is the median of ratios of neighboring
+runs (plain, ngsgd, plain, BackPACK) with quartiles.  Memory is the peak increase of the resident
+set in the first pass of a new process, loaded code included; freed memory is returned immediately.
+`warm-memory` measures the second pass, when code is loaded and kernels have their workspaces:
+tensors alone.  Quantities that BackPACK does not have are measured alone.  BackPACK is used if
+`backpack-for-pytorch` is installed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from benchmarks.nets import NETS, Net
-else:   # a script finds the files beside it
+else:   # a script finds the files in its folder
     from nets import NETS, Net
 
 from ngsgd.curvature import collect
@@ -49,9 +50,9 @@ PEER = {"batch_grad": "BatchGrad", "batch_l2": "BatchL2Grad", "sum_grad_squared"
         "diag_ggn": "DiagGGNExact", "batch_diag_ggn": "BatchDiagGGNExact", "sqrt_ggn": "SqrtGGNExact", "kflr": "KFLR",
         "diag_h": "DiagHessian", "batch_diag_h": "BatchDiagHessian", "kfra": "KFRA", "hmp": "HMP", "ggnmp": "GGNMP",
         "pchmp": "PCHMP"}
-NO_PEER = {("tdnn", name) for name in PRODUCTS}   # Conv1d has none of them
+NO_PEER = {("tdnn", name) for name in PRODUCTS}   # BackPACK does not support Conv1d for these
 NO_PEER |= {("mlp", name) for name in PRODUCTS}   # a matrix of 2000 x 2000 numbers for each of 512 samples
-# as many vectors as there are classes, or gradients of every sample: what a minibatch of the usual size does not hold
+# one vector per class, or gradients of every sample: too large for the usual minibatch
 _BATCH = {("allcnnc", name): 2 for name in (*EXACT, "batch_diag_ggn_mc", "sqrt_ggn_mc")}
 _BATCH |= {("tdnn", name): 2 for name in EXACT}
 _TOO_LARGE = {("mlp", name) for name in ("batch_grad", "batch_diag_ggn_mc", "sqrt_ggn_mc", *EXACT) if name != "kfra"}
@@ -66,7 +67,8 @@ class Work:
         torch.manual_seed(0)
         self.model, self.loss_fn = net.build(), nn.CrossEntropyLoss()
         self.x, self.y = torch.randn(batch, *net.input_shape), torch.randint(net.num_classes, (batch,))
-        self.found: Any = None   # results stay until the next run, as BackPACK's stay on the parameters
+        # results are kept until the next run, as BackPACK keeps them on the parameters
+        self.found: Any = None
         self.vectors = {name: torch.randn(1, *p.shape) for name, p in self.model.named_parameters()}
 
     def clear(self) -> None:
@@ -89,7 +91,7 @@ class Work:
 
 
 class PeerWork(Work):
-    """The same, extended by BackPACK."""
+    """The network and minibatch, extended by BackPACK."""
 
     def __init__(self, net: Net, batch: int) -> None:
         super().__init__(net, batch)
@@ -115,7 +117,7 @@ def has_peer() -> bool:
 
 
 def sides(net: str, quantity: str) -> list[str]:
-    """Who has this cell."""
+    """The libraries that have this cell."""
     return ["ours", "theirs"] if quantity in PEER and (net, quantity) not in NO_PEER and has_peer() else ["ours"]
 
 
@@ -177,15 +179,18 @@ def measure_memory(figures: Figures, what: str, net: str, quantity: str) -> None
 
 def _peak_of(what: str, net: str, side: str, quantity: str) -> float:
     command = [sys.executable, __file__, what, "--nets", net, "--side", side, "--quantities", quantity]
-    # glibc would keep freed blocks for later, some of them from before the first measurement
+    # glibc would keep freed blocks, some of them from before the first measurement
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     return float(subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout)
 
 
 def peak(net: str, side: str, quantity: str, *, is_warm: bool) -> None:
-    """Prints the growth of the resident set in MiB, by the first pass of a process or by one whose code is loaded."""
+    """Print the growth of the resident set in MiB, in the first pass of a process or in a pass with
+    loaded code.
+    """
     torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")   # 36 MiB that every optimiser of torch brings, and some quantities without one
+    # 36 MiB that every optimizer of PyTorch loads, and some quantities without one
+    importlib.import_module("torch._dynamo")
     kind = PeerWork if side == "theirs" else Work
     if is_warm:
         warm = kind(NETS[net], batch_of(net, quantity))
@@ -194,7 +199,7 @@ def peak(net: str, side: str, quantity: str, *, is_warm: bool) -> None:
         del warm
         gc.collect()
     work = kind(NETS[net], batch_of(net, quantity))
-    Path("/proc/self/clear_refs").write_text("5")   # the highest mark so far is forgotten
+    Path("/proc/self/clear_refs").write_text("5")   # reset the peak
     before = _status_mib("VmRSS")
     _run(work, side, quantity)
     print(_status_mib("VmHWM") - before)
@@ -242,7 +247,7 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
     parser.add_argument("--quantities", nargs="+", default=list(QUANTITIES), choices=QUANTITIES)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after so many")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no cell after so many minutes")
     parser.add_argument("--side", default="ours", choices=("plain", "ours", "theirs"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore")

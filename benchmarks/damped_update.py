@@ -1,14 +1,16 @@
-"""BackPACK's optimisation experiment at small scale: the damped update with each curvature, beside SGD with momentum and Adam.
+"""BackPACK's optimization experiment at small scale: the damped update with each curvature, SGD
+with momentum, and Adam.
 
     python benchmarks/damped_update.py run RUNS.jsonl [--problems logreg 3c3d] [--methods sgd kfac] [--minutes 4]
     python benchmarks/damped_update.py table RUNS.jsonl
     python benchmarks/damped_update.py plot RUNS.jsonl docs/curvature-optimisers.png
 
-Data: the 1797 handwritten digits of 8 x 8 pixels that scikit-learn ships, the last 360 of them for testing.  For each method a
-small grid with seed 0; the setting with the lowest training loss after the last epoch runs with seeds 1 and 2 too.  A run that is
-in the file is not repeated.
+Data: the 1797 handwritten digits of 8 x 8 pixels of scikit-learn, the last 360 of them for testing.
+Each method has a small grid with seed 0.  The setting with the lowest training loss after the last
+epoch also runs with seeds 1 and 2.  Runs in the file are not repeated.
 
-theta <- theta - lr (G + (damping + l2) I)^-1 (gradient + l2 theta)                       (arXiv 1912.10985, section 4)
+theta <- theta - lr (G + (damping + l2) I)^-1 (gradient + l2 theta)                       (arXiv
+1912.10985, section 4)
 """
 
 from __future__ import annotations
@@ -41,29 +43,30 @@ Data = tuple[Tensor, Tensor, Tensor, Tensor]   # training images and digits, tes
 
 @dataclass(frozen=True)
 class Problem:
-    """A network and the weight of |theta|^2 / 2 in what it minimises."""
+    """A network and the weight of |theta|^2 / 2 in its loss."""
 
     build: Callable[[], nn.Module]
     l2: float
 
 
 def logistic_regression() -> nn.Module:
-    """Convex."""
+    """Logistic regression, which is convex."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
 def conv_net() -> nn.Module:
-    """Three convolutions and three affine layers, as 3C3D has them, for images of 8 x 8 pixels.
+    """Three convolutions and three affine layers, as in 3C3D, for images of 8 x 8 pixels.
 
-    Pooling is of means: through maxima KFRA's recursion takes a pass for every direction of its matrix, 0.7 s a step.  The start is
-    3C3D's in DeepOBS.
+    Pooling is average pooling: with max pooling KFRA's recursion needs a pass for every direction
+    of its matrix, 0.7 s a step.  The initial values are those of 3C3D in DeepOBS.
     """
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(16, 24, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2),
         nn.Conv2d(24, 32, 3, padding=1), nn.ReLU(), nn.Flatten(),
         nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     for module in model:
-        if isinstance(module, nn.Conv2d | nn.Linear):   # torch's own start is too small for six layers: no method leaves it
+        # PyTorch's initial values are too small for six layers: no method makes progress
+        if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.xavier_normal_(module.weight)
             assert module.bias is not None
             nn.init.zeros_(module.bias)
@@ -88,7 +91,8 @@ def settings_of(method: str) -> list[dict[str, float]]:
 
 
 def train(problem: Problem, method: str, setting: dict[str, float], seed: int, data: Data) -> dict[str, Any]:
-    """The curve of one run: after every epoch the loss on all training data and the share of test digits that are right."""
+    """The curve of one run: after every epoch the loss on all training data and the test accuracy.
+    """
     torch.manual_seed(seed)
     model, loss_fn = problem.build(), nn.CrossEntropyLoss()
     step = _stepper(model, method, setting, problem.l2)
@@ -160,7 +164,9 @@ class Runs:
         return [line for line in self.lines if (line["problem"], line["method"]) == (problem, method)]
 
     def best_setting(self, problem: str, method: str) -> dict[str, float] | None:
-        """The setting of the lowest final loss with seed 0; None where all diverged or the grid is not done."""
+        """The setting with the lowest final loss of seed 0; None if all diverged or the grid is
+        incomplete.
+        """
         done = [line for line in self.of(problem, method) if line["seed"] == 0]
         finished = [line for line in done if "diverged" not in line]
         if len(done) < len(settings_of(method)) or not finished:
@@ -199,9 +205,11 @@ def run(runs: Runs, problems: list[str], methods: list[str], minutes: float) -> 
 
 
 def table(runs: Runs) -> None:
-    """Markdown: the final figures of each method's best setting, mean over seeds (lowest to highest)."""
+    """Markdown: the final figures of each method's best setting, mean over seeds (lowest to
+    highest).
+    """
     for problem in PROBLEMS:
-        print(f"\n{problem}\n\n| method | lr | damping | training loss | test digits right, % | ms a step |\n{'|---' * 6}|")
+        print(f"\n{problem}\n\n| method | lr | damping | training loss | test accuracy, % | ms a step |\n{'|---' * 6}|")
         for method, title in METHODS.items():
             best = runs.best(problem, method)
             if best:
@@ -247,7 +255,7 @@ def main() -> None:
     parser.add_argument("picture", type=Path, nargs="?")
     parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so many")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no run after so many minutes")
     args = parser.parse_args()
     runs = Runs(args.runs)
     if args.what == "run":

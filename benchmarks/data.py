@@ -1,14 +1,16 @@
-"""Are examples read faster than they are trained on?  Writing, reading with 1 and 8 readers, training, and feature extraction.
+"""Speed of writing and reading examples, of training and of feature extraction.
 
     python benchmarks/data.py [--hours 5] [--folder FOLDER] [--seconds 5]
 
-makes `--hours` of synthetic frames (100 per second, 40 features) in FOLDER, writes their archives with one process and with one
-per core, reads them from 1 and from 8 processes at once, trains the default model on them with and without a thread that reads
-ahead, and extracts features beside lhotse's own if that is installed.  All rates are per second of wall-clock time.
+The program makes `--hours` of synthetic frames (100 per second, 40 features) in FOLDER.  It writes
+their archives with one process and with one per core, and reads them from 1 and from 8 concurrent
+processes.  It trains the default model on them with and without prefetching, and extracts features,
+also with lhotse if that is installed.  Rates are per second of wall-clock time.
 
-"From memory" means from the page cache, where an archive is after its first pass unless all of them together are larger than
-memory.  Memory of a reader is what is its own beyond Python and torch (Pss without what is mapped from files): pages of archives,
-which the system can drop at any time, do not count.
+"From memory" means from the page cache, where an archive is after its first pass unless all
+archives are larger than memory. Memory of a reader is private memory beyond Python and torch (Pss
+without mapped files).  Pages of archives do not count, because the system can drop them at any
+time.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ DIM, NUM_CLASSES, FRAMES_PER_HOUR, UTTERANCE = 40, 100, 360_000, 500
 MINIBATCH = 128
 RATE_HZ = 16_000
 PREFETCH = 4
-ROUNDS = 5  # of training with and without prefetching, in turns
+ROUNDS = 5  # runs with and without prefetching, interleaved
 
 
 def synthetic(num_frames: int, path: Path) -> FrameSet:
@@ -60,7 +62,7 @@ def synthetic(num_frames: int, path: Path) -> FrameSet:
 
 
 def writing(frames: FrameSet, config: EgsConfig, folder: Path) -> Path:
-    """Writes the archives with one process and with one per core; returns the latter's directory."""
+    """Write the archives with one process and with one per core; return the latter's directory."""
     directory = folder
     for num_writers in (1, 0):
         began = time.perf_counter()
@@ -77,7 +79,9 @@ def writing(frames: FrameSet, config: EgsConfig, folder: Path) -> Path:
 
 
 def read_for(directory: Path, index: int, num_readers: int, seconds: float, cold: bool) -> None:
-    """The body of a reader process: rows per second, and its own memory beyond that of Python and torch, as JSON."""
+    """The body of a reader process: rows per second, and private memory beyond that of Python and
+    torch, as JSON.
+    """
     torch.set_num_threads(1)
     before_mb = _own_mb()
     reader = EgsReader(directory)
@@ -106,14 +110,16 @@ def reading(directory: Path, seconds: float) -> dict[int, float]:
         rate = sum(answer["rows_per_s"] for answer in answers)
         own = [answer["own_mb"] for answer in answers]
         print(f"reading    {num_readers} at once, from {where:6} {rate:,.0f} examples/s together, "
-              f"{max(own):.1f} MB of its own each", flush=True)
+              f"{max(own):.1f} MB of private memory each", flush=True)
         if where == "memory":
             rates[num_readers] = rate
     return rates
 
 
 def training(directory: Path, config: EgsConfig) -> float:
-    """Frames per second of one worker with one thread and the default model; prefetching on and off in turns."""
+    """Frames per second of one worker with one thread and the default model, with and without
+    prefetching, interleaved.
+    """
     torch.set_num_threads(1)
     rates: dict[int, list[float]] = {0: [], PREFETCH: []}
     workers = {depth: Worker(SpeechTaskSpec(RunConfig(egs=replace(config, prefetch=depth), cluster=ClusterConfig(device="auto")),
@@ -123,7 +129,7 @@ def training(directory: Path, config: EgsConfig) -> float:
             start = worker.layout.flatten(worker.model.state_dict())
             piece = WorkItem(Shard(number % worker.task.shards().num_archives, 0), number, 0)
             result = worker.run(Job(number, 0, 1, (piece,), JobInit(LocalRef(start)), lr=0.005, lr_factor=1.0))
-            if number:  # the first one warms up
+            if number:  # the first run is a warm-up
                 rates[depth].append(result.num_frames / result.seconds)
     for depth, found in rates.items():
         print(f"training   prefetch={depth}     {statistics.median(found):,.0f} frames/s (median of {len(found)}; "
@@ -132,18 +138,20 @@ def training(directory: Path, config: EgsConfig) -> float:
 
 
 def extraction(seconds: float) -> None:
-    """Seconds of audio that become 80 filterbanks per second of work, on one thread; lhotse's own where it is installed."""
+    """Seconds of audio converted to 80 filterbanks per second on one thread; also lhotse's where it
+    is installed.
+    """
     random = np.random.default_rng(0)
     utterances = [(3000 * random.standard_normal(RATE_HZ * 10)).astype(np.int16) for _ in range(20)]
     ours = _ours()
     if ours:
         _extraction("ngsgd (kaldi-native-fbank)", ours, utterances, seconds)
     else:
-        print("extraction ngsgd: not measured, since pip install 'ngsgd[asr]' is missing")
+        print("extraction ngsgd: not measured: run pip install 'ngsgd[asr]'")
     try:
         from lhotse import Fbank, FbankConfig
     except ImportError as error:
-        print(f"extraction lhotse: not measured, since it is not installed ({error})")
+        print(f"extraction lhotse: not measured: not installed ({error})")
         return
     theirs = Fbank(FbankConfig(sampling_rate=RATE_HZ, num_mel_bins=80, dither=0.0))
     _extraction("lhotse Fbank", lambda samples: theirs.extract(samples.astype(np.float32) / 32768.0, RATE_HZ), utterances, seconds)
@@ -172,7 +180,7 @@ def _extraction(name: str, extract: Callable[[np.ndarray], object], utterances: 
 
 
 def _forget(path: Path) -> None:
-    """Makes the system drop what it has cached of a file."""
+    """Drop a file from the page cache."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -185,8 +193,8 @@ def _own_mb() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hours", type=float, default=5.0)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
-    parser.add_argument("--folder", type=Path, default=None, help="where there is room: 2.4 GB per 10 hours and as much again")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds per measurement")
+    parser.add_argument("--folder", type=Path, default=None, help="folder with 4.8 GB per 10 hours of free space")
     parser.add_argument("--read", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.read:
@@ -199,8 +207,8 @@ def main() -> None:
         directory = writing(frames, config, folder)
         rates = reading(directory, options.seconds)
         rate = training(directory, config)
-        print(f"           one reader gives {rates[1] / rate:.0f} times what one worker trains on; 8 workers on cores of their own "
-              f"would take {8 * rate / rates[8]:.2f} of what 8 readers give here")
+        print(f"           one reader supplies {rates[1] / rate:.0f} times the examples of one worker; 8 workers on separate cores "
+              f"would consume {8 * rate / rates[8]:.2f} of the output of 8 readers")
     extraction(options.seconds)
 
 

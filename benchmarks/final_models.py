@@ -1,11 +1,13 @@
-"""Train small runs of many kinds and print the SHA-256 of each final model: whether a change of the code changes numbers.
+"""Train small runs of many kinds and print the SHA-256 of each final model, to detect changes of
+numbers.
 
     python benchmarks/final_models.py --data data > before.json      # in the old tree
     python benchmarks/final_models.py --data data > after.json       # in the new tree, on the same machine
     diff before.json after.json
 
-The runs cover recipes, networks, optimizers, preconditioners, objectives and outer rules.  Data are synthetic digits, and Kaldi's
-yesno where `--yesno PATH` names it.  The digests hold for one machine and one torch version only, so none is stored.
+The runs cover recipes, networks, optimizers, preconditioners, objectives and outer rules.  Data are
+synthetic digits, and Kaldi's yesno with `--yesno PATH`.  The digests are valid for one machine and
+one torch version only, so none is stored.
 """
 
 from __future__ import annotations

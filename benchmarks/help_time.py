@@ -1,8 +1,9 @@
-"""How soon `ngsgd COMMAND --help` answers: wall seconds from the start of the process to its end.
+"""Time of `ngsgd COMMAND --help`: wall-clock seconds from the start of the process to its end.
 
     python benchmarks/help_time.py [REPEATS]
 
-On a machine where nothing else computes.  The first call of each command, which may read from the disk, is left out.
+Run it on an idle machine.  The first call of each command, which may read from the disk, is
+skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main(repeats: int) -> None:
     program = str(Path(sys.executable).parent / "ngsgd")
     for command in ("", *COMMANDS):
         found = seconds([program, *([command] if command else []), "--help"], repeats)
-        print(f"{command or '(none)':10} median {statistics.median(found):.3f} s, most {max(found):.3f} s", flush=True)
+        print(f"{command or '(none)':10} median {statistics.median(found):.3f} s, max {max(found):.3f} s", flush=True)
 
 
 if __name__ == "__main__":

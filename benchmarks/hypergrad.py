@@ -1,9 +1,10 @@
-"""Reversible training and hypergradients: exactness, storage, cost and memory; hypergrad_tuning.py has what tuning is worth.
+"""Reversible training and hypergradients: exactness, storage, cost and memory.  hypergrad_tuning.py
+compares tuning methods.
 
-    python benchmarks/hypergrad.py numbers             1 M parameters, 10,000 steps on drawn gradients, there and back
-    python benchmarks/hypergrad.py network             the same for a network with dropout (half an hour)
-    python benchmarks/hypergrad.py cost                a step beside forward and backward, a hypergradient beside a plain run
-    python benchmarks/hypergrad.py memory              resident memory at 100 and 1000 steps, beside TorchOpt's
+    python benchmarks/hypergrad.py numbers     1 M parameters, 10,000 steps on random gradients, forward and reversed
+    python benchmarks/hypergrad.py network     the same for a network with dropout (half an hour)
+    python benchmarks/hypergrad.py cost        a step relative to forward and backward, a hypergradient relative to a run
+    python benchmarks/hypergrad.py memory      resident memory at 100 and 1000 steps, and TorchOpt's
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def tell(**figures: Any) -> None:
 
 
 def numbers(num_steps: int) -> None:
-    """Three layers, rates that fall and swing, momenta from 0.5 to 0.99; the digest of every step, and the start at the end."""
+    """Three layers, rates that decay and oscillate, momenta from 0.5 to 0.99; the digest of every
+    step, and the start after reversal.
+    """
     sizes = (300_000, 400_001, 299_999)
     first, groups = 0, []
     for size in sizes:
@@ -72,7 +75,9 @@ def numbers(num_steps: int) -> None:
 
 
 def network(num_steps: int) -> None:
-    """440-512x3-576 with dropout 0.1, batch 64, on drawn data: the digest and the loss of every step."""
+    """440-512x3-576 with dropout 0.1, batch 64, on random data: the digest and the loss of every
+    step.
+    """
     torch.manual_seed(0)
     layers = [part for _ in range(2) for part in (nn.Linear(512, 512), nn.ReLU(), nn.Dropout(0.1))]
     module = nn.Sequential(nn.Linear(440, 512), nn.ReLU(), nn.Dropout(0.1), *layers, nn.Linear(512, 576))
@@ -116,7 +121,7 @@ def network(num_steps: int) -> None:
 
 
 def drawn_task(sizes: list[int], batch: int) -> ModuleTask:
-    """A ReLU network on drawn data."""
+    """A ReLU network on random data."""
     torch.manual_seed(0)
     layers = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())][:-1]
     random = torch.Generator().manual_seed(1)
@@ -132,7 +137,7 @@ def drawn_task(sizes: list[int], batch: int) -> ModuleTask:
 
 
 def plain_run(task: ModuleTask, num_steps: int) -> None:
-    """The same training with torch's own SGD."""
+    """The same training with PyTorch's SGD."""
     model = copy.deepcopy(task.module)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     for step in range(num_steps):
@@ -143,7 +148,7 @@ def plain_run(task: ModuleTask, num_steps: int) -> None:
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """Of this process on its core: others on the machine do not count."""
+    """CPU seconds of this process, independent of other processes."""
     began = time.process_time()
     action()
     return time.process_time() - began
@@ -181,7 +186,9 @@ def spread(values: list[float]) -> list[float]:
 
 
 def memory() -> None:
-    """Peak resident memory above that of torch and one run of plain training of 2 steps, of a process each; 0.15 M parameters."""
+    """Peak resident memory above that of torch and one baseline run of 2 steps, in separate
+    processes; 0.15 M parameters.
+    """
     for method, num_steps in (("reversible", 100), ("reversible", 1000), ("torchopt", 100), ("torchopt", 300)):
         done = subprocess.run([sys.executable, __file__, "memory-of", "--method", method, "--steps", str(num_steps)], check=False,
                               capture_output=True, text=True)

@@ -1,10 +1,10 @@
-"""What tuning by hypergradients is worth, beside Optuna's TPE, random search and a grid of long runs.
+"""Tuning with hypergradients compared with Optuna's TPE, random search and a grid of long runs.
 
-    python benchmarks/hypergrad_tuning.py digits       2, 8 and 20 numbers on scikit-learn's digits with wrong labels
-    python benchmarks/hypergrad_tuning.py transfer     schedules learned on 100 steps, used for 1600, beside a grid at 1600
-    python benchmarks/hypergrad_tuning.py table        means of what has been measured
+    python benchmarks/hypergrad_tuning.py digits       2, 8 and 20 hyperparameters on scikit-learn's digits with wrong labels
+    python benchmarks/hypergrad_tuning.py transfer     schedules learned on 100 steps, used for 1600, and a grid at 1600
+    python benchmarks/hypergrad_tuning.py table        means of all measurements
 
-Every search is written to --results as soon as it is done, and not repeated when the command is given again.
+Every search is written to --results as soon as it is done, and is not repeated by a second call.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ SPACES: dict[str, dict[str, Any]] = {
     "S8": {"parts": ("schedule", "layer_lr", "l2"), "knots": 2},
     "S20": {"parts": ("schedule", "layer_lr", "l2", "momentum", "init_scale"), "knots": 10},
 }
-BOXES = {"narrow": (10.0, 4.0), "tool": (30.0, 10.0)}  # how far rates and the rest may move; the latter are ngsgd tune's own
+# search range as a factor of rates and of the others; the second is that of ngsgd tune
+BOXES = {"narrow": (10.0, 4.0), "tool": (30.0, 10.0)}
 BUDGETS = (10, 20, 40, 80, 120)
 METHODS = ("random", "tpe", "hypergradient", "hybrid")
 LAYERS = ("0", "2", "4")
@@ -82,7 +83,9 @@ def _cross_entropy(output: Tensor, rows: tuple[Tensor, ...], _: Tensor | None) -
 
 
 def digits_data(seed: int) -> Data:
-    """Handwritten digits of scikit-learn: 500 to train on, a fifth of their labels drawn anew, 500 to tune on, 797 to test on."""
+    """Handwritten digits of scikit-learn: 500 to train on with a fifth of the labels replaced at
+    random, 500 to tune on, 797 to test on.
+    """
     from sklearn.datasets import load_digits
 
     data, random = load_digits(), np.random.default_rng(seed)
@@ -104,7 +107,9 @@ def digits_data(seed: int) -> Data:
 
 
 def mixture_data(seed: int) -> Data:
-    """Ten classes of four Gaussians each in 32 dimensions whose scales differ by up to 30; no row is seen twice."""
+    """Ten classes of four Gaussians each in 32 dimensions whose scales differ by up to 30; each row
+    is used once.
+    """
     random = np.random.default_rng([seed, 40])
     means_MD, scales_D = random.standard_normal((40, 32)), 30.0 ** random.uniform(-1.0, 0.0, 32)
 
@@ -118,7 +123,7 @@ def mixture_data(seed: int) -> Data:
 
 def search(task: ModuleTask, space: HyperSpace, method: str, budget: float,
            seed: int) -> SearchResult:
-    """One of METHODS; what searches without gradients has the same box and begins at its middle too."""
+    """One of METHODS; methods without gradients have the same box and start at its center."""
     from ngsgd.pipeline.tuning.coarse_search import tpe
 
     if method in ("hypergradient", "hybrid"):
@@ -144,7 +149,8 @@ def value_of(task: ModuleTask, plan: HyperparameterPlan) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-# What is measured -------------------------------------------------------------------------------------------------------
+# Measurements
+# ----------------------------------------------------------------------------------------------
 
 Key = dict[str, Any]
 Record = dict[str, Any]
@@ -156,7 +162,7 @@ def _searches(what: str, options: argparse.Namespace, seed: int) -> Iterator[Key
 
 
 def digits(options: argparse.Namespace) -> Iterator[tuple[Key, Callable[[], Record]]]:
-    """Each space and method at several budgets, in plain runs, and the test loss at the end."""
+    """Each space and method at several budgets, in baseline runs, and the final test loss."""
     for seed in options.seeds:
         for key in _searches("digits", options, seed):
             yield key, functools.partial(_digits, key)
@@ -172,7 +178,9 @@ def _digits(key: Key) -> Record:
 
 
 def transfer(options: argparse.Namespace) -> Iterator[tuple[Key, Callable[[], Record]]]:
-    """Schedules learned in so many runs of 100 steps, and multiples of them at 1600; a grid of exponential ones at 1600."""
+    """Schedules learned in so many runs of 100 steps, and multiples of them at 1600; a grid of
+    exponential ones at 1600.
+    """
     for seed in options.seeds:
         grid = {"what": "grid", "seed": seed}
         yield grid, functools.partial(_grid, grid)
@@ -213,7 +221,7 @@ def _plan_of(space: HyperSpace, found: SearchResult) -> HyperparameterPlan:
 
 
 def measure(wanted: Iterator[tuple[Key, Callable[[], Record]]], path: Path) -> None:
-    """Whatever is not in the file yet."""
+    """Run everything that is not in the file yet."""
     done = [{name: value for name, value in record.items() if name != "found"} for record in read(path)]
     path.parent.mkdir(parents=True, exist_ok=True)
     for key, action in wanted:

@@ -1,17 +1,21 @@
-"""How optimisers learn on the frames of AN4: natural-gradient SGD, its plain form, and torch's own optimisers.
+"""Learning of optimizers on the frames of AN4: NG-SGD, plain SGD with clipping, and PyTorch's
+optimizers.
 
     python benchmarks/learning.py run AN4_FOLDER RESULTS.jsonl --net relu --minibatch 128 --optimizer ngsgd --lr 0.002
     python benchmarks/learning.py sweep AN4_FOLDER RESULTS.jsonl --optimizers adam muon
     python benchmarks/learning.py table RESULTS.jsonl
 
-`run` trains once and appends one line to RESULTS.jsonl.  `sweep` finds, for each net, minibatch size and optimiser, the
-rate of the lowest training cross-entropy on seed 0, in factors of 2 until a rate on either side is worse, and runs the
-other seeds there; it leaves out what RESULTS.jsonl holds.  `table` prints Markdown.
+`run` trains once and appends one line to RESULTS.jsonl.  `sweep` searches, for each network,
+minibatch size and optimizer, the rate with the lowest training cross-entropy on seed 0, in factors
+of 2 until a rate on either side is worse.  It runs the other seeds at that rate and skips runs that
+are in RESULTS.jsonl.  `table` prints Markdown.
 
-All optimisers share the network, its initial values, the order of the frames and the decay of the rate.  Rates of ngsgd
-and sgd are per frame, on the loss summed over the minibatch; those of the others are on its mean.
+All optimizers share the network, its initial values, the order of the frames and the decay of the
+rate.  Rates of ngsgd and sgd are per frame, on the loss summed over the minibatch; those of the
+others are on its mean.
 
-Letters: T frames of one set, P padded frames, D features of a frame, W = 15 D inputs of the network.
+Letters: T frames of one set, P padded frames, D features of a frame, W = 15 D inputs of the
+network.
 """
 
 from __future__ import annotations
@@ -44,21 +48,22 @@ MODELS = {"relu": ModelConfig(kind="relu", num_layers=4, hidden_dim=256),
           "pnorm": ModelConfig(kind="pnorm", num_layers=4, hidden_dim=500, pnorm_group=5)}
 MINIBATCHES = (128, 512)        # frames
 OPTIMIZERS = ("ngsgd", "ngsgd_low_alpha", "sgd", "momentum", "adam", "muon")
-SUMMED_LOSS = ("ngsgd", "ngsgd_low_alpha", "sgd")  # the others take the mean over the minibatch
+SUMMED_LOSS = ("ngsgd", "ngsgd_low_alpha", "sgd")  # the others use the mean over the minibatch
 LOW_ALPHA = 0.25                # less smoothing of the Fisher estimates than Kaldi's 4
-# where the search of a rate starts
+# first rate of the search
 CENTRES = {"ngsgd": 0.002, "ngsgd_low_alpha": 0.004, "sgd": 0.004, "momentum": 0.05, "adam": 1e-3, "muon": 0.01}
 PNORM_CENTRES = {"ngsgd": 0.004}
-MUON_BIAS_LR = 1e-3             # of AdamW, which moves what is not a matrix
+MUON_BIAS_LR = 1e-3             # AdamW, which trains all parameters except matrices
 FINAL_LR_SHARE = 0.1            # of the first rate, at the end of the run
 DIVERGED_LOSS = 10.0            # nats per frame; chance is log 102 = 4.6
-CHECK_PERIOD = 100              # minibatches between looks at the loss
-MAX_DOUBLINGS = 10              # of the rate, either way from the centre: a search that needs more is lost
+CHECK_PERIOD = 100              # minibatches between two checks of the loss
+# of the rate, either way from the center: a search that needs more fails
+MAX_DOUBLINGS = 10
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What identifies a run."""
+    """The settings that identify a run."""
 
     net: str
     minibatch: int
@@ -70,18 +75,19 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave; None where it diverged before, or where the optimiser has no limits."""
+    """The result of a run; None where it diverged before, or where the optimizer has no clipping.
+    """
 
     diverged: bool
     frames: int                         # seen in training
     cpu_s: float                        # process CPU time of training alone
     wall_s: float
-    train_ce: float | None = None       # nats per frame, final model, whole set
+    train_ce: float | None = None       # nats per frame, final model, complete set
     train_accuracy: float | None = None
     test_ce: float | None = None
     test_accuracy: float | None = None
-    limited_layers: float | None = None  # share of layer updates that max_change shortened
-    limited_model: float | None = None   # share of minibatches that max_param_change shortened
+    limited_layers: float | None = None  # fraction of layer updates shortened by max_change
+    limited_model: float | None = None   # fraction of minibatches shortened by max_param_change
 
 
 Results = dict[Setting, Result]
@@ -91,8 +97,8 @@ Results = dict[Setting, Result]
 class Frames:
     """One set in memory, unspliced."""
 
-    windows_PW: Tensor    # a view: the windows of neighbouring frames share memory
-    first_rows_T: Tensor  # row of windows_PW that is centred on each frame
+    windows_PW: Tensor    # a view: the windows of neighboring frames share memory
+    first_rows_T: Tensor  # row of windows_PW that is centered on each frame
     pdfs_T: Tensor        # int64
     num_pdfs: int
 
@@ -135,7 +141,9 @@ def _normalise(x_TD: npt.NDArray[np.float32], speakers_T: npt.NDArray[np.str_]) 
 
 
 def build_optimizers(name: str, model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """The optimisers that together move every parameter once; fused where torch has it, so that times compare fairly."""
+    """The optimizers that together update every parameter once; fused where torch supports it, for
+    a fair comparison of times.
+    """
     parameters = list(model.parameters())
     if name in ("ngsgd", "ngsgd_low_alpha"):
         return [NGSGD(model, lr, max_change=0.75, max_param_change=2.0, rank_in=20, rank_out=80, update_period=4,
@@ -158,7 +166,9 @@ def minibatches(train: Frames, setting: Setting) -> Iterator[tuple[Tensor, Tenso
 
 
 def fit(model: nn.Module, optimizers: list[torch.optim.Optimizer], train: Frames, setting: Setting) -> tuple[int, bool]:
-    """Trains `model`; returns the number of frames seen and whether the loss diverged, which ends the run."""
+    """Train `model`; return the number of frames used and whether the loss diverged, which ends the
+    run.
+    """
     reduction = "sum" if setting.optimizer in SUMMED_LOSS else "mean"
     first_rates = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     num_steps = setting.epochs * math.ceil(len(train) / setting.minibatch)
@@ -184,7 +194,7 @@ def fit(model: nn.Module, optimizers: list[torch.optim.Optimizer], train: Frames
 
 @torch.no_grad()
 def evaluate(model: nn.Module, frames: Frames) -> tuple[float, float]:
-    """Cross-entropy in nats per frame, and frame accuracy, over the whole set."""
+    """Cross-entropy in nats per frame, and frame accuracy, over the complete set."""
     loss, hits = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64)
     for indices_N in torch.arange(len(frames)).split(2048):
         x_NW, pdfs_N = frames.minibatch(indices_N)
@@ -195,7 +205,7 @@ def evaluate(model: nn.Module, frames: Frames) -> tuple[float, float]:
 
 
 def measure(setting: Setting, train: Frames, test: Frames) -> Result:
-    """One run from initial values to figures."""
+    """One run from initial values to results."""
     model = build_model(MODELS[setting.net], train.windows_PW.shape[1], train.num_pdfs, setting.seed)
     optimizers = build_optimizers(setting.optimizer, model, setting.lr)
     cpu_start, wall_start = time.process_time(), time.perf_counter()
@@ -212,7 +222,7 @@ def measure(setting: Setting, train: Frames, test: Frames) -> Result:
 
 
 def limited_shares(optimizer: torch.optim.Optimizer) -> tuple[float | None, float | None]:
-    """Shares of layer updates and of minibatches that a limit shortened."""
+    """Fractions of layer updates and of minibatches that were clipped."""
     if not isinstance(optimizer, SGD):
         return None, None
     activity = optimizer.activity()
@@ -220,7 +230,7 @@ def limited_shares(optimizer: torch.optim.Optimizer) -> tuple[float | None, floa
 
 
 class Bench:
-    """The data and the file of results: runs what the file does not hold."""
+    """The data and the file of results; runs that are not in the file are executed."""
 
     def __init__(self, folder: Path, path: Path) -> None:
         self.train, self.test = read_frames(folder, "train"), read_frames(folder, "test")
@@ -228,7 +238,7 @@ class Bench:
         self.results = read_results(path)
 
     def result(self, setting: Setting) -> Result:
-        """From the file, or measured now and appended to it."""
+        """The result from the file, or of a new run that is appended to it."""
         if setting not in self.results:
             result = measure(setting, self.train, self.test)
             line = json.dumps(asdict(setting) | asdict(result))
@@ -239,7 +249,7 @@ class Bench:
         return self.results[setting]
 
     def train_ce(self, setting: Setting) -> float:
-        """Infinite where the run diverged."""
+        """The training cross-entropy, infinite if the run diverged."""
         return loss_or_infinity(self.result(setting))
 
 
@@ -257,7 +267,7 @@ def read_results(path: Path) -> Results:
 def best_rate(bench: Bench, net: str, minibatch: int, optimizer: str, seed: int, epochs: int) -> float:
     """The rate of the lowest training cross-entropy, with a worse rate on either side."""
     centre = (CENTRES | PNORM_CENTRES if net == "pnorm" else CENTRES)[optimizer]
-    low, high = -1, 1  # doublings of the centre
+    low, high = -1, 1  # doublings of the center
     while True:
         losses = {k: bench.train_ce(Setting(net, minibatch, optimizer, centre * 2.0**k, seed, epochs))
                   for k in range(low, high + 1)}
@@ -304,7 +314,7 @@ def table(arguments: argparse.Namespace) -> None:
 
 
 def row(optimizer: str, results: Results) -> tuple[str, ...]:
-    """The figures of all seeds at the rate that was best on the seed of the search, the first in the file."""
+    """The results of all seeds at the rate that was best on the first seed in the file."""
     search_seed = next(iter(results)).seed
     lr = min((s for s in results if s.seed == search_seed), key=lambda s: loss_or_infinity(results[s])).lr
     seeds = [r for s, r in results.items() if s.lr == lr]
@@ -332,13 +342,13 @@ def parse_arguments() -> argparse.Namespace:
         sub = commands.add_parser(command.__name__)
         sub.set_defaults(command=command)
         if command is not table:
-            sub.add_argument("folder", type=Path, help="of AN4: feats_*.ark, ali_*.npz, utt2spk_*")
+            sub.add_argument("folder", type=Path, help="folder of AN4: feats_*.ark, ali_*.npz, utt2spk_*")
             sub.add_argument("--epochs", type=int, default=4)
             sub.add_argument("--threads", type=int, default=1)
         sub.add_argument("results", type=Path, help="a file of JSON lines")
         if command is run:
             sub.add_argument("--net", choices=MODELS, required=True)
-            sub.add_argument("--minibatch", type=int, required=True, help="frames")
+            sub.add_argument("--minibatch", type=int, required=True, help="frames per minibatch")
             sub.add_argument("--optimizer", choices=OPTIMIZERS, required=True)
             sub.add_argument("--lr", type=float, required=True, help="the first rate; per frame for ngsgd and sgd")
             sub.add_argument("--seed", type=int, default=0)
@@ -346,7 +356,7 @@ def parse_arguments() -> argparse.Namespace:
             sub.add_argument("--nets", nargs="+", choices=MODELS, default=list(MODELS))
             sub.add_argument("--minibatches", nargs="+", type=int, default=MINIBATCHES)
             sub.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS)
-            sub.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2), help="the first one searches the rate")
+            sub.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2), help="seeds; the first one searches the rate")
     return parser.parse_args()
 
 

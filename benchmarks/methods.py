@@ -1,16 +1,19 @@
-"""How every preconditioner learns, on the same frames and the same images: best of a small grid, three seeds.
+"""Learning of every preconditioner on the same frames and the same images: best of a small grid,
+three seeds.
 
     python benchmarks/methods.py sweep RESULTS.jsonl --task digits
-    python benchmarks/methods.py sweep RESULTS.jsonl --task fsdd --egs FOLDER    # data/egs-.. that `ngsgd train recipe=fsdd` made
+    python benchmarks/methods.py sweep RESULTS.jsonl --task fsdd --egs FOLDER    # data/egs-.. of `ngsgd train recipe=fsdd`
     python benchmarks/methods.py table RESULTS.jsonl
 
-`sweep` runs what RESULTS.jsonl does not hold yet: on seed 0 the grid of learning rates (and of dampings, on digits), one rate
-further wherever the best lies at an end, then the other seeds at the best of it.  A method is set as
-`ngsgd train optimizer=NAME` has it, but for the damping's factor.
+`sweep` runs everything that is not in RESULTS.jsonl: on seed 0 the grid of learning rates (and of
+dampings, on digits), one more rate if the best is at an end, then the other seeds at the best
+setting.  A method has the settings of `ngsgd train optimizer=NAME`, except for the factor of the
+damping.
 
-digits: the 1797 images of 8 x 8 that scikit-learn has packed, 1437 of them to train on; two convolutions and an affine layer.
-fsdd: the first frame of every example of the recipe, one twentieth of what the recipe trains on; its network, four layers of 256.
-Minibatches of 64 images and 128 frames, mean loss, momentum 0.9, the rate falls along a straight line to nothing.
+digits: the 1797 images of 8 x 8 of scikit-learn, 1437 of them for training; two convolutions and an
+affine layer. fsdd: the first frame of every example of the recipe, one twentieth of its training
+data; the network of the recipe, four layers of 256.  Minibatches of 64 images and 128 frames, mean
+loss, momentum 0.9, linear decay of the rate to 0.
 """
 
 from __future__ import annotations
@@ -40,24 +43,27 @@ from ngsgd.preconditioners.build import make_preconditioner
 from ngsgd.schedules import Shard
 
 SEEDS = (0, 1, 2)
-LADDER = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)   # of rates
-# four each, where the best is looked for first
-LEARNING_RATES = (0.01, 0.03, 0.1, 0.3)   # of directions with the gradient's norm
-SGD_RATES = (0.03, 0.1, 0.3, 1.0)         # and of NG-SGD
+LADDER = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)   # numbers of rates
+# four each, the grid of the first search
+LEARNING_RATES = (0.01, 0.03, 0.1, 0.3)   # for directions with the gradient's norm
+SGD_RATES = (0.03, 0.1, 0.3, 1.0)         # and for NG-SGD
 ADAM_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 MUON_RATES = (0.003, 0.01, 0.03, 0.1)
-DAMPING_FACTORS = {"digits": (0.1, 1.0, 10.0), "fsdd": (1.0,)}   # of the damping in the method's file
-OPTIMIZERS = ("sgd", "ngsgd", "adam", "adamw", "muon")   # as they are, without their norm being set to the gradient's
-# online is ngsgd by another door
+# factors of the damping in the method's settings
+DAMPING_FACTORS = {"digits": (0.1, 1.0, 10.0), "fsdd": (1.0,)}
+# without scaling to the norm of the gradient
+OPTIMIZERS = ("sgd", "ngsgd", "adam", "adamw", "muon")
+# online is ngsgd through the preconditioner interface
 PRECONDITIONERS = tuple(name for name in METHODS if name not in (*OPTIMIZERS, "online"))
 MOMENTUM = 0.9
 NUM_EPOCHS = 10                         # digits
-UNIT_LIMIT = 50e6                       # floats of a method's statistics; beyond, a run would take hours
+# floats of a method's statistics; with more, a run would take hours
+UNIT_LIMIT = 50e6
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What identifies a run."""
+    """The settings that identify a run."""
 
     task: str
     method: str
@@ -68,7 +74,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave; `failure` in place of figures where the method cannot run or left the finite numbers."""
+    """The result of a run; `failure` instead of figures if the method cannot run or diverged."""
 
     cpu_s: float = 0.0             # of training
     valid_ce: float | None = None  # nats per row
@@ -78,7 +84,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Task:
-    """Minibatches in the order of a seed, rows that are not trained on, and a network."""
+    """Minibatches in the order of a seed, held-out rows, and a network."""
 
     build: Callable[[], nn.Module]
     minibatches: Callable[[int], Iterator[tuple[Tensor, Tensor]]]
@@ -130,13 +136,13 @@ def fsdd(egs: Path) -> Task:
 
 
 def config_of(method: str, damping_factor: float) -> OptimizerConfig:
-    """The method's file over the defaults."""
+    """The method's settings over the defaults."""
     settings = OptimizerConfig(method)  # type: ignore[arg-type]
     return replace(settings, damping=settings.damping * damping_factor)
 
 
 def optimizers_of(method: str, model: nn.Module, lr: float, minibatch: int) -> list[torch.optim.Optimizer]:
-    """What takes the steps."""
+    """The optimizer."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
     if method == "ngsgd":   # its rates are per row, on the sum over the minibatch
@@ -199,7 +205,7 @@ def too_large(method: str, model: nn.Module) -> str:
 
 
 def sweep(path: Path, name: str, task: Task, methods: Sequence[str], limit_s: float) -> None:
-    """Runs what is missing; ends after the run in which the time is over."""
+    """Run everything that is missing; stop after the run in which the time is over."""
     began = time.monotonic()
     known = read(path)
 
@@ -227,7 +233,8 @@ def sweep(path: Path, name: str, task: Task, methods: Sequence[str], limit_s: fl
 
 
 def wider(rates: tuple[float, ...], best: float) -> tuple[float, ...]:
-    """One more rate beyond the end that the best lies at; none where it lies inside, or the ladder ends."""
+    """One more rate beyond the end if the best is there; none if it is inside, or the range ends.
+    """
     first, last = LADDER.index(rates[0]), LADDER.index(rates[-1])
     if best == rates[0] and first > 0:
         return LADDER[first - 1:last + 1]
@@ -246,13 +253,13 @@ def rates_of(method: str) -> tuple[float, ...]:
 
 
 def best_of(results: Mapping[Setting, Result | None]) -> Setting | None:
-    """The setting of the lowest cross-entropy on what is not trained on."""
+    """The setting with the lowest cross-entropy on held-out rows."""
     finite = {setting: result.valid_ce for setting, result in results.items() if result and result.valid_ce is not None}
     return min(finite, key=lambda setting: finite[setting]) if finite else None
 
 
 def read(path: Path) -> dict[Setting, Result]:
-    """What has been run; of a setting that stands twice the last."""
+    """Finished runs; the last one of a repeated setting."""
     keys = Setting.__dataclass_fields__
     return {Setting(**{key: line[key] for key in keys}): Result(**{key: value for key, value in line.items() if key not in keys})
             for line in (read_json_lines(path) if path.exists() else [])}
@@ -283,7 +290,7 @@ def table(path: Path) -> None:
 
 
 def spread(values: Iterable[float | None], digits: int) -> str:
-    """Mean and range; a seed that diverged is told."""
+    """Mean and range, and the number of seeds if one diverged."""
     values = list(values)
     finite = [value for value in values if value is not None]
     told = f"{statistics.fmean(finite):.{digits}f} ({min(finite):.{digits}f} to {max(finite):.{digits}f})"

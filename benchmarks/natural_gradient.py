@@ -1,4 +1,5 @@
-"""What the natural gradient costs: whole training steps and the preconditioner alone, paired with plain SGD.
+"""Cost of natural gradient: complete training steps and the preconditioner alone, paired with plain
+SGD.
 
     python benchmarks/natural_gradient.py steps [--threads 1] [--rounds 15] [--mkl] [--optimizers "SGD (limits on)" NG-SGD ..]
     python benchmarks/natural_gradient.py narrow [--rounds 15] [--net GPT]
@@ -6,9 +7,9 @@
     python benchmarks/natural_gradient.py inspection
     python benchmarks/natural_gradient.py memory
 
-Every ratio comes from runs in turns (A B A B ..) of one process, and is the median of the ratios of neighbouring runs.
-The process keeps the memory that it frees, as a worker does.
-Kaldi's own figures were taken where one core's sgemm does 108 GFLOP/s; they are scaled by an sgemm of the same round.
+Every ratio comes from interleaved runs (A B A B ..) of one process, and is the median of the ratios
+of neighboring runs. The process keeps freed memory, as a worker does. Kaldi's figures were measured
+where one core's sgemm does 108 GFLOP/s; they are scaled by an sgemm of the same round.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from benchmarks.nets import NARROW_NETS, NarrowNet
-else:   # a script finds the files beside it
+else:   # a script finds the files in its folder
     from nets import NARROW_NETS, NarrowNet
 
 from ngsgd import NGSGD, OnlineNaturalGradient
@@ -39,11 +40,13 @@ from ngsgd.ops.kernels import native
 from ngsgd.optim import SGD
 from ngsgd.optim.inspection import figures
 
-KALDI_SGEMM = 108e9           # FLOP/s of the core on which Kaldi's figures were taken
-KALDI_PRODUCT_S = 8.2e-3      # seconds of the 512 x 3000 x 301 product beside the figures for the preconditioner alone
+KALDI_SGEMM = 108e9           # FLOP/s of the core on which Kaldi's figures were measured
+# seconds of the 512 x 3000 x 301 GEMM with the figures for the preconditioner alone
+KALDI_PRODUCT_S = 8.2e-3
 PERIOD, RANK_IN, RANK_OUT = 4, 20, 80
-APART = ", apart"             # of an optimiser's name: all in torch operations, as without a C++ compiler
-WARM_UP = 13                  # steps: past the first updates, which come at every call
+# suffix of an optimizer name: all in torch operations, as without a C++ compiler
+APART = ", apart"
+WARM_UP = 13                  # steps past the first updates, which come at every call
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Net:
     name: str
     num_inputs: int
     hidden: int
-    group: int                # of the p-norm; 1: ReLU
+    group: int                # group size of the p-norm; 1: ReLU
     num_outputs: int
     kaldi_ng: float
     kaldi_sgd: float
@@ -78,10 +81,13 @@ NETS = (Net("ReLU 360-1024x4-2000", 360, 1024, 1, 2000, 2815.0, 3074.0),
 
 
 def flop_floor(net: Net, num_rows: int) -> float:
-    """Multiplications of an NG step over those of a plain one: rows projected there and back on both sides, and updates."""
+    """Multiplications of an NG-SGD step relative to a plain one: rows projected and back on both
+    sides, and updates.
+    """
     plain = ng = 0.0
     for index, (num_in, num_out) in enumerate(net.shapes()):
-        plain += num_rows * num_in * num_out * (2 if index == 0 else 3)  # the first layer needs no input derivative
+        # the first layer needs no input gradient
+        plain += num_rows * num_in * num_out * (2 if index == 0 else 3)
         for dim, rank in ((num_in + 1, min(RANK_IN, (num_in + 1) // 2)), (num_out, min(RANK_OUT, (num_out + 1) // 2))):
             update = num_rows * dim * rank + 2 * rank * rank * dim + num_rows * rank * rank
             ng += 2 * num_rows * dim * rank + update / PERIOD
@@ -89,7 +95,7 @@ def flop_floor(net: Net, num_rows: int) -> float:
 
 
 class Training:
-    """One network, its optimiser and one minibatch: `step` is a whole training step."""
+    """One network, its optimizer and one minibatch: `step` is a complete training step."""
 
     def __init__(self, net: Net, num_rows: int, name: str) -> None:
         self.model = net.build()
@@ -147,19 +153,19 @@ def seconds(run: Callable[[], object], repeat: int = 1) -> float:
 
 
 class Sgemm:
-    """A 1024 x 1024 x 1024 product."""
+    """A 1024 x 1024 x 1024 GEMM."""
 
     def __init__(self) -> None:
         self.a, self.b, self.out = torch.randn(1024, 1024), torch.randn(1024, 1024), torch.empty(1024, 1024)
 
     def speed(self) -> float:
-        """FLOP/s now."""
+        """The current FLOP/s."""
         return 2 * 1024**3 / seconds(lambda: torch.mm(self.a, self.b, out=self.out), 3)
 
 
 def steps(threads: int, rounds: int, names: list[str], nets: tuple[Net, ...], minibatches: tuple[int, ...]) -> None:
     torch.set_num_threads(threads)
-    print(f"{threads} thread(s), torch {torch.__version__}, {rounds} rounds of {PERIOD} steps each in turns")
+    print(f"{threads} thread(s), torch {torch.__version__}, {rounds} interleaved rounds of {PERIOD} steps")
     sgemm = Sgemm()
     sgemm.speed()
     for net in nets:
@@ -193,7 +199,7 @@ def _report(net: Net, num_rows: int, times: dict[str, list[float]], core_speeds:
 
 
 class NarrowTraining:
-    """A narrow network under NGSGD or under torch's SGD with momentum."""
+    """A narrow network under NGSGD or PyTorch's SGD with momentum."""
 
     def __init__(self, net: NarrowNet, name: str) -> None:
         torch.manual_seed(0)
@@ -244,12 +250,14 @@ def preconditioner(rounds: int) -> None:
         pairs = [(seconds(lambda: ng.precondition(X_ND), 10 * PERIOD), seconds(lambda: torch.mm(a, b, out=out), 3))  # noqa: B023
                  for _ in range(rounds)]
         time_s, product_s = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"512 x {dim}, rank {rank}, period {PERIOD}: {1e3 * time_s:.3f} ms a call; product {1e3 * product_s:.2f} ms; "
+        print(f"512 x {dim}, rank {rank}, period {PERIOD}: {1e3 * time_s:.3f} ms a call; GEMM {1e3 * product_s:.2f} ms; "
               f"scaled {1e3 * time_s * KALDI_PRODUCT_S / product_s:.3f} ms (Kaldi's bound {1e3 * target:.2f})", flush=True)
 
 
 def inspection(rounds: int) -> None:
-    """What looking at the estimates costs, as a share of a step: the figures once a job, the cosine once in a while."""
+    """Cost of inspecting the estimates, as a fraction of a step: the figures once a job, the cosine
+    at times.
+    """
     torch.set_num_threads(1)
     for net in NETS:
         training = Training(net, 512, "NG-SGD")
@@ -266,7 +274,9 @@ def inspection(rounds: int) -> None:
 
 
 def memory() -> None:
-    """Persistent floats beside plain SGD's, and the largest resident size of a process that trains."""
+    """Persistent floats in addition to plain SGD's, and the peak resident size of a training
+    process.
+    """
     for net in NETS:
         training = Training(net, 512, "NG-SGD")
         training.step()
@@ -297,10 +307,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--optimizers", nargs="+", default=list(MAKERS), choices=list(MAKERS))
-    parser.add_argument("--optimizer", default="NG-SGD", help="peak: which one")
-    parser.add_argument("--net", default="", help="only nets whose name begins so")
+    parser.add_argument("--optimizer", default="NG-SGD", help="optimizer of peak")
+    parser.add_argument("--net", default="", help="only networks whose name starts with this")
     parser.add_argument("--minibatches", nargs="+", type=int, default=[512, 128])
-    parser.add_argument("--mkl", action="store_true", help="no product by oneDNN, on processors where we take it")
+    parser.add_argument("--mkl", action="store_true", help="no oneDNN GEMMs, on processors where ngsgd uses them")
     args = parser.parse_args()
     keep_freed_memory()
     torch.backends.mkldnn.enabled = not args.mkl  # type: ignore[assignment]

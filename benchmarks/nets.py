@@ -42,7 +42,9 @@ def mlp() -> nn.Sequential:
 
 
 def small_mlp() -> nn.Sequential:
-    """Two hidden layers of 512 and 100 classes, small enough for what sends a vector for each class."""
+    """Two hidden layers of 512 and 100 classes, small enough for quantities with a vector for each
+    class.
+    """
     return nn.Sequential(nn.Linear(360, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 100))
 
 
@@ -59,7 +61,7 @@ def tdnn() -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Net:
-    """A network and the minibatch that it is measured on."""
+    """A network and its minibatch."""
 
     build: Callable[[], nn.Sequential]
     input_shape: tuple[int, ...]
@@ -95,7 +97,7 @@ class SelfAttention(nn.Module):
 
 
 class TorchAttention(nn.Module):
-    """The same by nn.MultiheadAttention."""
+    """The same with nn.MultiheadAttention."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -108,7 +110,7 @@ class TorchAttention(nn.Module):
 
 
 class Residual(nn.Sequential):
-    """x plus what the layers make of it."""
+    """The input plus the output of the layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)  # type: ignore[no-any-return,no-untyped-call]
@@ -215,7 +217,7 @@ def conformer(dim: int = 24) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class NarrowNet:
-    """A network whose layers are too small for products to take the time, and a minibatch."""
+    """A network whose layers are too small for GEMMs to dominate, and a minibatch."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], Tensor]

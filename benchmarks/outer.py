@@ -1,11 +1,12 @@
-"""Outer optimisers against the number of jobs: objf and word error rate at equal frames.
+"""Outer optimizers by number of jobs: objf and WER at equal frames.
 
     python benchmarks/outer.py sweep RESULTS.jsonl [--epochs 1] [--seeds 0 1 2] [SETTING ...]
     python benchmarks/outer.py table RESULTS.jsonl
 
-`sweep` runs `ngsgd train` on recipe=digits once per cell, logical jobs in one process, and adds a line to RESULTS.jsonl for
-each; cells that are there already are skipped.  `table` prints mean (lowest to highest) over the seeds, and the share of layer
-updates that max-change shortened, averaged over the run.
+`sweep` runs `ngsgd train` on recipe=digits once per cell, with simulated jobs in one process, and
+appends a line to RESULTS.jsonl for each; finished cells are skipped.  `table` prints mean (lowest
+to highest) over the seeds, and the fraction of layer updates that update-norm clipping shortened,
+averaged over the run.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ OPTIMIZERS = ("sgd", "ngsgd")
 
 
 def cells(seeds: list[int]) -> list[dict[str, Any]]:
-    """With one job every gain is 1, so that row has one cell for them."""
+    """With one job every gain is 1, so this row has one cell."""
     return [{"seed": seed, "num_jobs": num_jobs, "optimizer": optimizer, "rule": rule}
             for seed, num_jobs, optimizer, rule in itertools.product(seeds, JOBS, OPTIMIZERS, RULES)
             if num_jobs > 1 or rule in ("gain 1", "DiLoCo")]
 
 
 def run(cell: dict[str, Any], cache: Path, settings: list[str]) -> dict[str, Any]:
-    """One training run; its last line of events, and what the limits did on the way."""
+    """One training run; its last line of events, and the clipping statistics."""
     rule = RULES[cell["rule"]] + ([f"outer.gain={cell['num_jobs']}"] if cell["rule"] == "gain N" else [])
     jobs = [f"schedule.num_jobs_{end}={cell['num_jobs']}" for end in ("initial", "final")]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,10 @@
-"""What `ngsgd plan` predicts beside what `ngsgd train` takes, on this machine, in turns.
+"""Predictions of `ngsgd plan` compared with runs of `ngsgd train` on this machine, interleaved.
 
     python benchmarks/plan.py [--rounds 3] [--workers 1 2 4] [--clusters local ray] [SETTING ...]
 
-Each round measures with `ngsgd plan` for half a minute before every run.  A row is a run: seconds of an outer iteration
-(jobs, average, checkpoint, diagnostics; the first one is left out, since workers warm up in it) as predicted and as they were on
-average, and the ratio; then the medians.
+Each round measures with `ngsgd plan` for half a minute before every run.  A row is a run: predicted
+and measured mean seconds of an outer iteration (jobs, averaging, checkpoint, diagnostics), and the
+ratio; then the medians.  The first outer iteration is skipped, because workers warm up in it.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ def main() -> None:
         for _ in range(options.rounds):
             for kind in options.clusters:
                 for count in options.workers:
-                    # 80 minutes are some 30 jobs of 16000 frames: as many passes as OUTER_ITERS need
+                    # 80 minutes are about 30 jobs of 16000 frames: as many passes as OUTER_ITERS
+                    # need
                     settings = [*common, f"schedule.num_epochs={OUTER_ITERS * count / 30:.3f}"]
                     told = predicted_s(count, settings)
                     took = taken_s(count, kind, Path(folder), settings)
                     pairs[kind, count].append((told, took))
-                    print(f"{kind} {count} workers: predicted {told:.3f} s, took {took:.3f} s ({took / told - 1:+.1%})", flush=True)
+                    print(f"{kind} {count} workers: predicted {told:.3f} s, measured {took:.3f} s "
+                          f"({took / told - 1:+.1%})", flush=True)
     for (kind, count), found in pairs.items():
         told, took = (statistics.median(values) for values in zip(*found, strict=True))
         off = [took / told - 1 for told, took in found]

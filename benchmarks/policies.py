@@ -1,11 +1,12 @@
-"""What becomes of the curvature where parameters are averaged: every method and policy on recipe=digits with 4 jobs.
+"""Curvature state under parameter averaging: every method and policy on recipe=digits with 4 jobs.
 
     ngsgd train recipe=digits data.train_minutes=10 data.valid_minutes=2 cluster=in_process data.cache_dir=FOLDER
     python benchmarks/policies.py sweep RESULTS.jsonl --egs FOLDER/egs-.. [--seeds 0 1] [--methods METHOD ..]
     python benchmarks/policies.py table RESULTS.jsonl
 
-`sweep` trains what RESULTS.jsonl does not hold yet: a network of two layers of 64, 3 epochs, plain averaging, each method as
-`optimizer=NAME` sets it but for what `CHANGES` says.  Figures are of the validation frames after the last outer iteration.
+`sweep` trains everything that is not in RESULTS.jsonl: a network of two layers of 64, 3 epochs,
+plain averaging, each method with the settings of `optimizer=NAME` and `CHANGES`.  Figures are of
+the validation frames after the last outer iteration.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ POLICIES = ("reset", "keep", "average")
 NUM_JOBS = 4
 SETTINGS = ["recipe=digits", "model.hidden_dim=64", "model.num_layers=2", "cluster=in_process", f"cluster.num_workers={NUM_JOBS}",
             "schedule.num_epochs=3", "outer=average", "tracking.kind=none"]
-# matrices of a whole layer or model are possible for the second layer alone, once in a job
+# matrices of a complete layer or model fit for the second layer alone, once in a job
 CHANGES = {name: ["optimizer.skip='affine1,output'", "optimizer.curvature_interval=100",
                   "optimizer.inverse_interval=100"] for name in ("full", "layer")}
 
 
 class Listener:
-    """Keeps what a run tells."""
+    """Collects the events of a run."""
 
     def __init__(self) -> None:
         self.records: list[OuterIterationRecord] = []
@@ -87,7 +88,9 @@ def train(config: RunConfig, egs: Path, folder: Path) -> list[OuterIterationReco
 
 
 def run(cell: dict[str, Any], egs: Path) -> dict[str, Any]:
-    """One cell with its figures; `failure` in their place where a method refuses or every job diverged."""
+    """One cell with its figures, or with `failure` if a method raises an error or every job
+    diverged.
+    """
     own = ["optimizer=sgd"] if cell["method"] == "sgd" else [f"optimizer={cell['method']}",
                                                              f"optimizer.curvature_state={cell['policy']}"]
     config = compose([*SETTINGS, *own, *CHANGES.get(cell["method"], []), f"seed={cell['seed']}"])
@@ -103,7 +106,7 @@ def run(cell: dict[str, Any], egs: Path) -> dict[str, Any]:
 
 
 def cells(methods: list[str], seeds: list[int]) -> list[dict[str, Any]]:
-    """Seed by seed, so that an interrupted sweep has something of every method."""
+    """Seed by seed, so that an interrupted sweep has results of every method."""
     found: list[dict[str, Any]] = []
     for seed in seeds:
         found.append({"method": "sgd", "policy": "-", "seed": seed})
@@ -113,7 +116,7 @@ def cells(methods: list[str], seeds: list[int]) -> list[dict[str, Any]]:
 
 
 def sweep(results: Path, egs: Path, methods: list[str], seeds: list[int], limit_s: float) -> None:
-    """Ends after the run in which the time is over; several may share a file."""
+    """Stop after the run in which the time is over; several sweeps may share a file."""
     began = time.monotonic()
     for cell in cells(methods, seeds):
         done = {_key(line) for line in read_json_lines(results)} if results.exists() else set()
@@ -129,7 +132,7 @@ def _key(line: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def table(results: Path) -> None:
-    """Objf of every method under each policy, mean over seeds with the range; jobs that were rejected."""
+    """Objf of every method under each policy, mean over seeds with the range; rejected jobs."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for line in read_json_lines(results):
         found[line["method"], line["policy"]].append(line)

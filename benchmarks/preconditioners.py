@@ -1,15 +1,17 @@
-"""What preconditioners cost beside plain SGD, ours and those of `asdfghjkl` (ASDL), which is taken if it is installed.
+"""Cost of preconditioners relative to plain SGD, for ngsgd and `asdfghjkl` (ASDL), which is used if
+it is installed.
 
     python benchmarks/preconditioners.py time [--nets mlp] [--batches 128 512] [--methods kfac shampoo]
     python benchmarks/preconditioners.py memory [--nets mlp]
 
-A whole step (forward, backward, preconditioner, SGD) in processor time of one thread, over an SGD step that is timed right before
-it.  Steps are of two kinds: those that look at the curvature and renew what is applied, one in T, and those that use it.  Both are
-timed; figures for T are (look + (T - 1) use) / T of their medians.  Memory is what a process grows by over three steps, the first
-two of which look at the curvature (all three of methods that do nothing else in ASDL), beyond what it held before the first.
+A complete step (forward, backward, preconditioner, SGD) in processor time of one thread, relative
+to an SGD step timed right before it.  There are steps with a curvature update, one in T, and steps
+without.  Both are timed; figures for T are (update + (T - 1) plain) / T of their medians.  Memory
+is the growth of a process over three steps, the first two of which are curvature updates (all three
+of methods that do nothing else in ASDL).
 
-Marked *: ASDL's code does not compute what its paper says (a plain gradient, a Q that does not fit, products of sums), so its time
-is that of other arithmetic.
+Marked *: ASDL's code does not compute what its paper describes (a plain gradient, a Q that does not
+fit, products of sums), so its time is that of other arithmetic.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from benchmarks.nets import NETS, Net
-else:   # a script finds the files beside it
+else:   # a script finds the files in its folder
     from nets import NETS, Net
 
 from ngsgd import NGSGD
@@ -42,12 +44,14 @@ from ngsgd.preconditioners import METHODS
 
 INTERVALS = (1, 10, 100)
 DAMPING = 1e-3
-# ours -> (options, ASDL's class, its options, whether it computes what it says)
+# name in ngsgd -> (options, ASDL's class, its options, whether it computes what its paper
+# describes)
 OPTIONS: dict[str, dict[str, Any]] = {
     "kfac-mc": {"fisher": "mc"}, "seng-256": {"sketch": 256}, "shampoo": {"damping": 1e-6}, "soap": {"damping": 1e-8},
 }
-_FIRST_UPDATES = 12   # steps of NG-SGD, past the updates that come at every one
-LAST_ONLY = ("kfac", "diagonal", "shampoo", "ekfac", "unit")   # ema_decay 0: ASDL's averages raise on CPUs
+_FIRST_UPDATES = 12   # steps of NG-SGD, past the updates that come at every step
+# ema_decay 0: ASDL's averages raise an error on CPUs
+LAST_ONLY = ("kfac", "diagonal", "shampoo", "ekfac", "unit")
 
 PEERS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "kfac": ("KfacGradientMaker", {"fisher_type": "fisher_emp"}, True),
@@ -62,15 +66,17 @@ PEERS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "seng-256": ("SengGradientMaker", {"sketching_size": 256}, False),
     "smw": ("SmwEmpNaturalGradientMaker", {}, True),
 }
-PEER_ALWAYS_LOOKS = ("smw",)   # ASDL's has no steps between looks
+PEER_ALWAYS_LOOKS = ("smw",)   # ASDL's has no steps between updates
 METHODS_TIMED = ("ngsgd", "kfac", "kfac-mc", "skfac", "ekfac", "diagonal", "seng", "seng-256", "smw", "kbfgs", "psgd", "shampoo",
                  "soap")
 
 
 class Work:
-    """A network with its minibatch; `step` is a whole training step, `look` says whether at the curvature, too."""
+    """A network with its minibatch; `step` is a complete training step, and `look` requests a
+    curvature update.
+    """
 
-    num_steps = 1   # that are timed as one
+    num_steps = 1   # steps that are timed as one
 
     def __init__(self, net: Net, batch: int) -> None:
         torch.manual_seed(0)
@@ -89,7 +95,7 @@ class Work:
 
 
 class Online(Work):
-    """NGSGD, whose estimates move at every fourth step, but for the first eleven."""
+    """NGSGD, whose estimates update at every fourth step after the first eleven."""
 
     num_steps = 4
 
@@ -101,7 +107,7 @@ class Online(Work):
 
 
 class Ours(Work):
-    """A preconditioner by its name here."""
+    """A preconditioner by its name in ngsgd."""
 
     def __init__(self, net: Net, batch: int, name: str) -> None:
         super().__init__(net, batch)
@@ -139,7 +145,8 @@ class Theirs(Work):
     def step(self, look: bool) -> None:
         self.optimizer.zero_grad()
         if look and self.name != "smw":
-            self.maker.state["step"] = 0   # a multiple of the interval; some count from 0 anew
+            # a multiple of the interval; some methods count from 0 again
+            self.maker.state["step"] = 0
         output = self.maker.setup_model_call(self.model, self.x)
         self.maker.setup_loss_call(self.loss_fn, output, self.y)
         self.maker.forward_and_backward()
@@ -166,7 +173,7 @@ def steps_of(work: Work, look: bool, num_steps: int) -> None:
 
 
 def ratios(work: Work, plain: Work, rounds: int, budget_s: float) -> tuple[float, float]:
-    """(step with a look, step without) over SGD's, medians of so many."""
+    """(step with a curvature update, step without) relative to SGD, medians of so many."""
     began = time.process_time()
     work.step(True)
     work.step(False)
@@ -178,7 +185,7 @@ def ratios(work: Work, plain: Work, rounds: int, budget_s: float) -> tuple[float
         if time.process_time() - began > budget_s:
             break
     look_, after, use = map(statistics.median, kinds)
-    # some methods look a second time at the beginning of the next step
+    # some methods run a second pass at the beginning of the next step
     return look_ + max(0.0, after - use) * (after > 1.1 * use), use
 
 
@@ -208,7 +215,7 @@ def times(nets: list[str], batches: list[int], methods: list[str], rounds: int, 
 
 
 def memory(nets: list[str], batches: list[int], methods: list[str], *, peer: bool) -> None:
-    """Each in a process of its own."""
+    """Measure each method in a separate process."""
     for net in nets:
         for batch in batches:
             base = _peak_of(net, batch, "plain", "sgd")
@@ -233,7 +240,7 @@ def peak(net: Net, batch: int, side: str, name: str) -> None:
     for look in (True, False):
         small.step(look)
     del small
-    x = torch.randn(300, 300)   # what is multiplied by oneDNN is larger than there
+    x = torch.randn(300, 300)   # larger matrices use oneDNN there
     for product in (gemm.mm(x, x), gemm.mm(x.T, x), gemm.sub_matmul(x, x, x),
                     gemm.linear(x, x, None)):
         del product
@@ -253,8 +260,8 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[128, 512])
     parser.add_argument("--methods", nargs="+", default=list(METHODS_TIMED))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget-s", type=float, default=30.0, help="of one method: no further round after so many seconds")
-    parser.add_argument("--no-peer", action="store_true", help="ours alone")
+    parser.add_argument("--budget-s", type=float, default=30.0, help="time limit per method, in seconds")
+    parser.add_argument("--no-peer", action="store_true", help="measure ngsgd alone")
     parser.add_argument("--side", default="ours", choices=("plain", "ours", "theirs"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore")

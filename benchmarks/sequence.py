@@ -1,10 +1,11 @@
-"""What a step of sequence training costs beside one of cross-entropy, on the same frames and network.
+"""Cost of a step of sequence training relative to cross-entropy, on the same frames and network.
 
     python benchmarks/sequence.py [--states 60 300 2000] [--rounds 5]
 
-A step is forward, loss and backward through 4 x 256 ReLU on 2000 frames in 8 sequences, without the optimiser; path sums alone are
-timed too.  Medians of rounds in which all take turns.  torch's CTC on the same frames is the nearest peer that installs: k2 has no
-wheel for this Python.  CTC sums over one transcript's graph, so it is a lower bound for a denominator, not its equal.
+A step is forward, loss and backward through 4 x 256 ReLU on 2000 frames in 8 sequences, without the
+optimizer; path sums alone are timed too.  Medians of interleaved rounds.  PyTorch's CTC on the same
+frames is the reference, because k2 has no wheel for this Python.  CTC sums over the graph of one
+transcript, so it is a lower bound for a denominator.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def criterion(kind: Any, num_states: int, pdf_N: Tensor) -> Callable[[Tensor], Tensor]:
-    """A loss against a graph with a loop and three ways out of every state."""
+    """A loss with a graph that has a loop and three arcs out of every state."""
     random = np.random.default_rng(0)
     source = np.repeat(np.arange(num_states), 4)
     target = np.concatenate([[state, *random.integers(num_states, size=3)] for state in range(num_states)])

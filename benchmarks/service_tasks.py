@@ -1,18 +1,18 @@
-"""Optimizers and averaging rules of `ngsgd.train` against the number of jobs.
+"""Optimizers and averaging rules of `ngsgd.train` by number of jobs.
 
     python -m benchmarks.service_tasks sweep RESULTS.jsonl [--tasks images] [--num-jobs 1 4]
     python -m benchmarks.service_tasks run RESULTS.jsonl --tasks images --optimizers ngsgd \
         --rules bmuf --num-jobs 4 --lr 0.016
     python -m benchmarks.service_tasks table RESULTS.jsonl
 
-The tasks are a character language model and images of digits. `sweep` finds for each cell (task,
-optimizer, rule, number of jobs) the effective learning rate of the lowest test cross-entropy of
-seed 0, in factors of 2 until a rate on either side is worse, and runs the other seeds there; it
-leaves out what RESULTS.jsonl holds. `table` prints Markdown.
+The tasks are a character language model and images of digits.  `sweep` searches for each cell
+(task, optimizer, rule, number of jobs) the effective learning rate with the lowest test
+cross-entropy of seed 0, in factors of 2 until a rate on either side is worse.  It runs the other
+seeds at that rate and skips runs that are in RESULTS.jsonl.  `table` prints Markdown.
 
-All cells of a task see the same number of examples, and average after the same number of
-minibatches of a job. Jobs are logical: one process runs them one after another. The rate falls to
-a tenth.
+All cells of a task process the same number of examples, and average after the same number of
+minibatches of a job.  Jobs are simulated: one process runs them one after another.  The rate decays
+to a tenth.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ MINIBATCHES_OF_A_JOB = 3
 RULES = ("average", "bmuf", "diloco")
 NUM_JOBS = (1, 4, 16)
 FINAL_LR_SHARE = 0.1
-# of training examples, for the choice of the last models
+# training examples that choose the last models
 NUM_VALID = 48
-# torch's own steps, without the norm of the gradient
+# PyTorch's steps, without scaling to the norm of the gradient
 ADAMW = {"kind": "adamw", "graft": "none"}
 
-# name -> (settings of optimizer=, where the search of a rate starts, by task)
+# name -> (settings of optimizer=, first rate of the search by task)
 OPTIMIZERS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "ngsgd": ({"kind": "ngsgd"}, {"characters": 0.032, "images": 0.032}),
     "sgd": ({"kind": "sgd"}, {"characters": 0.032, "images": 0.032}),
@@ -84,7 +84,7 @@ def num_targets(batch: Any) -> int:
 
 
 class Setting(NamedTuple):
-    """What identifies a run."""
+    """The settings that identify a run."""
 
     task: str
     optimizer: str
@@ -149,9 +149,9 @@ def best_rate(results: Results, cell: Cell) -> float | None:
 
 
 def search(results: Results, cell: Cell) -> float:
-    """The rate of the lowest loss of seed 0, in factors of 2, with a worse one on either side.
+    """The rate with the lowest loss of seed 0, in factors of 2, with a worse one on either side.
 
-    It starts where fewer jobs, or averaging, were best.
+    The search starts where fewer jobs, or averaging, were best.
     """
     near = [cell, cell._replace(num_jobs=cell.num_jobs // 4), cell._replace(rule="average"),
             cell._replace(rule="average", num_jobs=1)]
@@ -172,7 +172,7 @@ def sweep(results: Results, wanted: Iterable[Cell]) -> None:
 
 
 def table(results: Results) -> str:
-    """For each task the figures of optimizers and rules by number of jobs."""
+    """For each task: the figures of optimizers and rules by number of jobs."""
     rows = []
     for task in DATA:
         rows += ["", task, "", "| optimizer | outer | 1 job | 4 jobs | 16 jobs |",
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # torch's is in bfloat16, which processors without such instructions emulate
+    # PyTorch's Muon is in bfloat16, which processors without such instructions emulate
     torch.optim._muon._zeropower_via_newtonschulz = newton_schulz
     results = Results(options.results, Setting, measure, "test_ce")
     wanted = cells(options.tasks, options.optimizers, options.rules, options.num_jobs)

@@ -1,9 +1,10 @@
-"""Time per frame with more workers than cores: `ngsgd train` with 2 and with 4 workers, in turns.
+"""Time per frame with more workers than cores: `ngsgd train` with 2 and with 4 workers,
+interleaved.
 
     python benchmarks/workers.py [ROUNDS] [SETTING ...]
 
-prints, per number of workers, seconds of computing per million frames (outer iterations only: no start-up, no decoding), and
-the ratio of the medians.
+The program prints, per number of workers, the seconds of computing per million frames (outer
+iterations only, without start-up and decoding), and the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WORKERS = (2, 4)
 
 
 def seconds_per_million_frames(num_workers: int, output_dir: Path, settings: list[str]) -> float:
-    """One run; the first outer iteration is left out, since workers warm up in it."""
+    """One run; the first outer iteration is skipped, because workers warm up in it."""
     before = set(output_dir.glob("*/events.jsonl"))
     subprocess.run([Path(sys.executable).with_name("ngsgd"), "train", "--quiet", f"cluster.num_workers={num_workers}",
                     f"output_dir={output_dir}", "tracking.kind=none", *settings], check=True, stdout=subprocess.DEVNULL)

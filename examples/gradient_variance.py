@@ -1,4 +1,5 @@
-"""The variance of the gradient over the samples of a minibatch, computed in the backward pass, and by torch.func beside it.
+"""The variance of the gradient over the samples of a minibatch, from the backward pass and from
+torch.func.
 
     python examples/gradient_variance.py
 """

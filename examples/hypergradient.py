@@ -1,4 +1,5 @@
-"""The derivative of the validation loss by the learning rate of every step, and a finite difference of plain torch runs beside it.
+"""The gradient of the validation loss w.r.t. the learning rate of every step, compared with a
+finite difference.
 
     python examples/hypergradient.py
 """
@@ -25,7 +26,7 @@ def loss_of(output, batch, data_weights):
     return cross_entropy(output, batch[1])
 
 def validation_loss_of_torch(lr):
-    """torch.optim.SGD; its learning rate is multiplied by 1 - momentum in ours."""
+    """torch.optim.SGD; the learning rate of ngsgd is multiplied by 1 - momentum."""
     trained = copy.deepcopy(model)
     optimizer = torch.optim.SGD(trained.parameters(), lr * (1 - MOMENTUM), MOMENTUM)
     for step in range(NUM_STEPS):

@@ -1,4 +1,5 @@
-"""A convolutional network with BatchNorm on 8 x 8 images of digits, on 2 workers, and the same with torch's AdamW in one process.
+"""A convolutional network with BatchNorm on 8 x 8 images of digits, with 2 workers, and with
+PyTorch's AdamW in one process.
 
     python examples/image_classification.py [WORKERS EPOCHS]      (needs scikit-learn, for the images)
 """

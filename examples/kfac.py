@@ -1,4 +1,5 @@
-"""K-FAC and other preconditioners by one word of `ngsgd.train`, and torch's AdamW in one process beside them.
+"""K-FAC and other preconditioners selected by name in `ngsgd.train`, and PyTorch's AdamW in one
+process.
 
     python examples/kfac.py [EPOCHS OPTIMIZER...]      (needs scikit-learn, for the images)
 """

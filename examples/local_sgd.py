@@ -1,4 +1,5 @@
-"""Local SGD in a loop of one's own, started by torchrun, and DistributedDataParallel, which sums gradients in each step.
+"""Local SGD in a custom loop, started by torchrun, and DistributedDataParallel, which sums
+gradients in each step.
 
     torchrun --nproc-per-node 2 examples/local_sgd.py [EPOCHS]      (needs scikit-learn, for the images)
 """

@@ -1,6 +1,8 @@
-"""An LSTM that tags each character of Python source with its token type, trained by NGSGD and by torch's AdamW in the same loop.
+"""An LSTM that tags each character of Python source with its token type, trained by NGSGD and by
+PyTorch's AdamW in the same loop.
 
-NGSGD gives the linear layer a natural gradient; AdamW, inside of NGSGD, trains the embedding and the LSTM.
+NGSGD trains the linear layer with natural gradient; AdamW, inside NGSGD, trains the embedding and
+the LSTM.
 
     python examples/lstm_tagger.py [STEPS]
 """

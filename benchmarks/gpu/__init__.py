@@ -1,1 +1,2 @@
-"""One command for the first machine with a GPU: correctness, speed and memory in a few minutes."""
+"""Checks and measurements for machines with a GPU: correctness, speed and memory in a few minutes.
+"""

@@ -40,7 +40,7 @@ def main() -> None:
         seconds=60.0 * options.minutes,
         again=bool(options.only),
     )
-    # the page of the docs for results that are kept, else one beside the results
+    # the page of the docs for results that are kept, otherwise one next to the results
     if folder.is_dir():
         where = page.PAGE if folder == RESULTS else folder / page.PAGE.name
         page.write(folder, where)

@@ -1,4 +1,4 @@
-"""The device, the versions and the code of a run, as they are recorded in its JSON file."""
+"""The device, the versions and the code of a run, as recorded in its JSON file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-# that parts use beyond torch and numpy
+# packages that parts use beyond torch and numpy
 _PACKAGES = ("numpy", "ray", "hydra-core", "safetensors", "psutil", "kaldi-decoder", "triton")
 
 

@@ -1,5 +1,6 @@
-"""What a part is given: the device, clocks, and a file that takes each figure as soon as it is
-known."""
+"""The interface of a part: the device, clocks, and a file that receives each figure as soon as it
+is measured.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-# of the last frame of a failure that is kept
+# last lines of a failure that are kept
 _MAX_MESSAGE = 600
 
 
@@ -23,7 +24,7 @@ class Skipped(Exception):
 
 
 class Failed(Exception):
-    """A case ran and its result is wrong; the message says what differs."""
+    """A case ran and its result is wrong; the message states the difference."""
 
 
 class Measurement:
@@ -51,8 +52,9 @@ class Measurement:
 
     @contextlib.contextmanager
     def case(self, name: str) -> Iterator[dict[str, Any]]:
-        """Record one case; the block fills the figures.  Exceptions become its status and do not
-        leave the block."""
+        """Record one case; the block fills in the figures.  Exceptions become its status and are
+        not raised.
+        """
         figures: dict[str, Any] = {}
         status, message = "passed", ""
         start = time.perf_counter()

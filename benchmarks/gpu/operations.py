@@ -17,7 +17,7 @@ from ngsgd.ops import averaging, fisher_projection, gemm, linalg, max_change, no
 
 
 class Draw:
-    """Random tensors whose numbers do not depend on device and precision.
+    """Random tensors whose values do not depend on device and precision.
 
     >>> import torch
     >>> a, b = (Draw(torch.device("cpu"), dtype)(2, 3) for dtype in (torch.float32, torch.float64))
@@ -33,7 +33,7 @@ class Draw:
         return self._numbers(*shape).to(self.device, self.dtype)
 
     def _numbers(self, *shape: int) -> Tensor:
-        # float32, which both precisions hold
+        # float32 values, which both precisions represent exactly
         return torch.randn(*shape, generator=self._generator)
 
     def definite(self, dim: int) -> Tensor:
@@ -44,8 +44,8 @@ class Draw:
         )
 
     def orthonormal_rows(self, num_rows: int, dim: int) -> Tensor:
-        """Rows of norm 0.9, as W of an estimate has them."""
-        # on the CPU: other libraries choose other signs
+        """Rows of norm 0.9, like W of an estimate."""
+        # on the CPU, because other libraries choose other signs
         q: Tensor = torch.linalg.qr(self._numbers(dim, num_rows).double())[0].T
         return (0.9 * q).to(self.device, self.dtype).contiguous()
 

@@ -23,7 +23,7 @@ This page is written by `python -m benchmarks.gpu --page` from the files in
     make gpu ARGS=--dry-run     # the same program on the CPU, with small sizes; CI runs it
     python -m benchmarks.gpu    # without make and .venv: torch with CUDA and numpy are enough
 
-Each part runs in a process of its own with a time limit. A part whose packages are missing is
+Each part runs in a separate process with a time limit. A part whose packages are missing is
 skipped with its reason. Results are written after each part, and a second call skips the parts that
 passed with the same code, device and torch.
 """
@@ -116,7 +116,7 @@ def _because(found: dict[str, Any]) -> str:
 
 
 def _cases(rows: Sequence[Run]) -> Iterator[str]:
-    """A line per case; cases that passed and have no figures are counted only."""
+    """A line per case; cases that passed without figures are only counted."""
     plain = [row for row in rows if row["status"] == "passed" and not _figures(row)]
     if plain:
         yield f"{len(plain)} cases passed."
@@ -131,7 +131,7 @@ def _cases(rows: Sequence[Run]) -> Iterator[str]:
 
 
 def _steps(rows: Sequence[Run]) -> Iterator[str]:
-    """Milliseconds of SGD, and the others relative to it."""
+    """Milliseconds of SGD, and the other optimizers relative to it."""
     timed = [row for row in rows if "step_ms" in row]
     names = list(dict.fromkeys(row["optimizer"] for row in timed))
     yield (

@@ -1,4 +1,4 @@
-"""Peaks of the device, measured, and the time that the operations of a step would take at these
+"""Measured peaks of the device, and the time that the operations of a step would take at these
 peaks.
 
 An operation takes at least max(FLOPs / peak FLOP/s, bytes / peak bytes/s); the roofline time of a
@@ -35,7 +35,7 @@ class Peaks:
 
 
 def measure_peaks(measurement: Measurement) -> Peaks:
-    """Peaks of large matrix products and of a copy: medians of rounds after a warm-up."""
+    """Peaks of large GEMMs and of a copy: medians of rounds after a warm-up."""
     size, copied, repeat = (256, 2**20, 1) if measurement.dry_run else (8192, 2**28, 5)
     speeds = {}
     for name, dtype, precision in (
@@ -62,7 +62,7 @@ def _least_s(measurement: Measurement, run: Any, repeat: int) -> float:
 
 @dataclass
 class Counts:
-    """Of the operations of a step."""
+    """Totals over the operations of a step."""
 
     num_operations: int = 0
     flops: float = 0.0
@@ -113,7 +113,7 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
     try:
         return float(of_flops(*args, **kwargs, out_val=out))
     except (TypeError, ValueError, IndexError):
-        # a formula of another version of the operation; its bytes count
+        # the formula expects another version of the operation; only its bytes count
         return 0.0
 
 
@@ -122,5 +122,5 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _unique_bytes(tensors: Iterable[Tensor]) -> int:
-    # a product of a tensor with itself reads it once
+    # a GEMM of a tensor with itself reads it once
     return sum({id(x): x.numel() * x.element_size() for x in tensors}.values())

@@ -1,5 +1,4 @@
-"""Runs parts in processes of their own, one after another, and keeps their results in one JSON
-file."""
+"""Run parts in separate processes, one after another, and keep their results in one JSON file."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ from benchmarks.gpu.parts import PARTS
 
 RESULTS = Path(__file__).parent / "results"
 _FORMAT = 1
-# below, no part is begun
+# with less time left, no part is started
 _LEAST_S = 5.0
-# for a process to end by itself once it is told to
+# for a process to exit after SIGTERM
 _GRACE_S = 8.0
-# of the output of a process that crashed
+# output of a crashed process that is kept
 _TAIL = 2000
-# parts at the same time: on a CPU their timings have no meaning
+# concurrent parts: on a CPU their timings have no meaning
 _DRY_PROCESSES = 2
 
 
@@ -44,7 +43,7 @@ class _Run:
     dry_run: bool
     deadline: float
     kept: dict[str, Any]
-    # process groups that are to be ended at Ctrl-C
+    # process groups to end at Ctrl-C
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
     is_stopped: bool = False
     # of `kept` and its file
@@ -77,13 +76,13 @@ def run(
     for name in names:
         if name not in wanted:
             print(f"{name:12} finished before, skipped; --only {name} runs it again", flush=True)
-    # the longest ones first, where two run at a time
+    # the longest ones first if two run at a time
     order = reversed(wanted) if dry_run else wanted
     with ThreadPoolExecutor(_DRY_PROCESSES if dry_run else 1) as pool:
         try:
             list(pool.map(lambda name: _run_part(this, name), order))
         except KeyboardInterrupt:
-            # a second one would leave processes behind
+            # a second Ctrl-C would leave processes behind
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             this.is_stopped = True
             pool.shutdown(wait=False, cancel_futures=True)
@@ -107,8 +106,9 @@ def run(
 
 
 def part_key(name: str) -> str:
-    """Digest of the code of a part and of the library: results of the same key need not be measured
-    again."""
+    """Digest of the code of a part and of the library: results with the same key need not be
+    measured again.
+    """
     own = Path(__file__).parent
     files = [*sorted(own.glob("*.py")), own / "parts" / f"{name}.py"]
     shared = [path for path in files if path.name not in ("page.py", "runner.py", "__main__.py")]
@@ -116,7 +116,7 @@ def part_key(name: str) -> str:
 
 
 def is_finished(kept: dict[str, Any], name: str) -> bool:
-    """Whether the file has a result of this part that passed, by the same code."""
+    """Whether the file has a passed result of this part with the same code."""
     found = kept["parts"].get(name, {})
     return bool(found.get("status") == "passed" and found.get("key") == part_key(name))
 
@@ -141,7 +141,7 @@ def _run_part(this: _Run, name: str) -> None:
     left_s = this.deadline - time.monotonic()
     if left_s < _LEAST_S:
         found: dict[str, Any] = {"status": "not run", "message": "no time was left (--minutes)"}
-        # an earlier result says more
+        # an earlier result has more information
         if name in this.kept["parts"]:
             return
     else:
@@ -172,7 +172,7 @@ def _run_part(this: _Run, name: str) -> None:
 
 
 def _in_process(this: _Run, name: str, limit_s: float) -> dict[str, Any]:
-    """Run the part in a process; what it recorded is kept, however it ends."""
+    """Run the part in a process and keep its recorded results, however it ends."""
     with tempfile.TemporaryDirectory(prefix="ngsgd-gpu-") as scratch:
         rows, log = Path(scratch) / "rows.jsonl", Path(scratch) / "log.txt"
         words = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--output", str(rows)]
@@ -230,7 +230,7 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it left in its group."""
+    """End the process and all remaining processes of its group."""
     with contextlib.suppress(ProcessLookupError):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)

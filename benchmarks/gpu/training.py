@@ -15,7 +15,7 @@ from benchmarks.gpu.measurement import Skipped
 from ngsgd import NGSGD
 from ngsgd.preconditioners import KFAC
 
-# past the updates of the Fisher estimates that come at every step
+# past the first updates of the Fisher estimates, which come at every step
 WARM_UP = 13
 # between two updates of the Fisher estimates, and of K-FAC's factors
 PERIOD = 4

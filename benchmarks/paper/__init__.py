@@ -1,1 +1,3 @@
-"""The paper's Figure 1 and Table 2 on open speech: objf and word errors by number of jobs, with and without natural gradient."""
+"""The paper's Figure 1 and Table 2 on open speech: objf and WER by number of jobs, with and without
+natural gradient.
+"""

@@ -1,4 +1,4 @@
-"""The paper's Figure 1 and Table 2, and what goes past them.
+"""The paper's Figure 1 and Table 2, and extensions.
 
     python -m benchmarks.paper run an4-relu --source AN4 [--jobs 1 4 16] [--methods sgd online-ng] [--outers average sqrt-gain]
     python -m benchmarks.paper remedies an4-relu --source AN4 --jobs 16
@@ -7,12 +7,14 @@
     python -m benchmarks.paper clock an4-relu --source AN4
     python -m benchmarks.paper report [--page docs/results.md]
 
-`run` first finds each method's learning rate, then runs every cell that benchmarks/paper/results does not have: it may be stopped
-and started again.  Jobs are logical: one process runs them one after another, and the numbers are those of as many machines.
-`remedies` tries what may mend the loss of averaging over many jobs, `periods` other numbers of frames between two averagings,
-`controls` what others would run on as many machines: gradients added up at every step, and one of the jobs without the others.
-`clock` measures, on an otherwise idle machine, what one job of an outer iteration takes on a core of its own; `report` draws
-the figures with that clock, as the paper did with its own, and writes the tables into the page.
+`run` first searches each method's learning rate, then runs every cell that benchmarks/paper/results
+does not have; it may be interrupted and repeated.  Jobs are simulated: one process runs them one
+after another, bitwise identical to as many machines. `remedies` tries settings that may reduce the
+loss of averaging over many jobs, `periods` other numbers of frames between two averagings,
+`controls` synchronous baselines on as many machines: gradients summed at every step, and one of the
+jobs alone. `clock` measures, on an idle machine, the time of one job of an outer iteration on a
+dedicated core.  `report` draws the figures with that clock, as the paper did, and writes the tables
+into the page.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def main() -> None:
 
 
 def _wanted(options: argparse.Namespace, methods: tuple[str, ...]) -> Iterator[Iterable[Cell]]:
-    """In stages: the rates that one finds are the next one's."""
+    """Run in stages: a stage uses the rates of the one before it."""
     task, jobs = options.task, tuple(options.jobs)
     yield grid(task, methods)
     rates = best_rates(task, methods)

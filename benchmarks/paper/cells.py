@@ -1,7 +1,9 @@
-"""What is run: tasks, methods, outer optimisers, numbers of jobs, seeds; every cell is one `ngsgd train`.
+"""The experiments: tasks, methods, outer optimizers, numbers of jobs, seeds; every cell is one
+`ngsgd train`.
 
-A method's learning rate is the best of RATES by valid objf on seed 0 with one job: the same grid, hence the same budget of
-tuning, for all.  With more jobs the effective rate stays: a job's own rate is N / gain times as high, which the service sees to.
+A method's learning rate is the best of RATES by validation objf on seed 0 with one job: the same
+grid, and so the same tuning budget, for all.  With more jobs the effective rate is the same; the
+service sets the rate of a job to N / gain times as much.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from dataclasses import dataclass
 
 JOBS = (1, 2, 4, 8, 16, 32)
 SEEDS = (0, 1, 2)
-RATES = (0.0005, 0.001, 0.002, 0.004, 0.008)   # effective, per frame, at the start; a tenth of it at the end
+# effective, per frame, at the start; a tenth of it at the end
+RATES = (0.0005, 0.001, 0.002, 0.004, 0.008)
 _FINAL = 0.1
 
 METHODS = {
     "sgd": ["optimizer=sgd"],
-    "online-ng": ["optimizer=ngsgd", "optimizer.curvature_state=keep"],   # a job here is too short to estimate a Fisher matrix anew
+    # a job here is too short for new Fisher estimates
+    "online-ng": ["optimizer=ngsgd", "optimizer.curvature_state=keep"],
     "simple-ng": ["optimizer=simple"],
     "adam": ["optimizer=adam"],
     "adamw": ["optimizer=adamw"],
@@ -27,7 +31,8 @@ METHODS = {
     "shampoo": ["optimizer=shampoo"],
 }
 MATRIX_METHODS = ("sgd", "online-ng", "simple-ng")
-# what others would run on as many machines, with synchronous gradients; Shampoo's moves have the gradient's norm, hence its rates
+# synchronous baselines on as many machines; Shampoo's directions have the gradient's norm, so its
+# rates are these
 SYNCHRONOUS_RATES = {"adam": (0.0003, 0.001, 0.003, 0.01), "adamw": (0.0003, 0.001, 0.003, 0.01),
                      "muon": (0.003, 0.01, 0.03, 0.1), "shampoo": (0.0005, 0.001, 0.002, 0.004)}
 OUTERS = {
@@ -43,7 +48,7 @@ Variant = Callable[[str, int], Words]   # of a task and a number of jobs
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned, with which network, for how long."""
+    """The data, network and length of training."""
 
     net: Words
     epochs: int
@@ -58,14 +63,15 @@ class Task:
 
 _AN4 = ["decode.oracle=false", "decode.acoustic_scales=[0.0833,0.1,0.125,0.1667]", "decode.word_penalties=[0.0,0.5]"]
 TASKS = {
-    # one splice of +-7 cepstra, 102 states; 2048 frames a job, so that 16 jobs still average some 28 times
+    # one splice of +-7 cepstra, 102 states; 2048 frames a job, so that 16 jobs still average about
+    # 28 times
     "an4-relu": Task(["recipe=an4", "model=relu", "model.hidden_dim=256", "model.dropout_schedule=''"], 4, 128, _AN4, True),
     "an4-pnorm": Task(["recipe=an4", "model=pnorm", "model.hidden_dim=500", "model.dropout_schedule=''"], 4, 128, _AN4, True),
     "digits": Task(["recipe=digits", "model=relu", "data.train_minutes=40"], 2, 256,
                    ["decode.acoustic_scales=[0.1,0.15,0.2]", "decode.word_penalties=[0.0,4.0]"]),
 }
 
-# remedies for what averaging over many jobs costs (tried with online-ng)
+# remedies for the loss of averaging over many jobs (tried with online-ng)
 REMEDIES: dict[str, Variant] = {
     "gain 1.5 sqrt(N)": lambda task, num_jobs: ["outer=bmuf", f"outer.gain={1.5 * num_jobs ** 0.5:.3f}"],
     "half the frames per iteration": lambda task, num_jobs: [*OUTERS["sqrt-gain"], "egs.samples_per_iter=1024"],
@@ -83,7 +89,9 @@ PERIODS: dict[str, Variant] = {f"{frames} frames a job": _period(frames) for fra
 
 
 def _synchronous(task: str, num_jobs: int, frames: int) -> Words:
-    """Machines that add up their gradients after `frames` frames each: one job with a minibatch as large as all of theirs."""
+    """Machines that sum their gradients after `frames` frames each: one job with a minibatch as
+    large as all of theirs.
+    """
     return ["outer=average", "cluster.num_workers=1", f"schedule.minibatch_size={frames * num_jobs}",
             f"egs.samples_per_iter={FRAMES_PER_JOB * num_jobs}"]
 
@@ -112,14 +120,14 @@ class Cell:
     rate: float
 
     def settings(self) -> list[str]:
-        """Words for `ngsgd train`, without folders."""
+        """Arguments of `ngsgd train`, without folders."""
         outer = VARIANTS[self.outer](self.task, self.num_jobs) if self.outer in VARIANTS else OUTERS[self.outer]
         return [*TASKS[self.task].settings(), *METHODS[self.method], "cluster=in_process",
                 f"cluster.num_workers={self.num_jobs}", *outer, f"seed={self.seed}",
                 f"schedule.lr_initial={self.rate:g}", f"schedule.lr_final={self.rate * _FINAL:g}"]
 
     def key(self) -> str:
-        """Changes with any setting."""
+        """The cell with any setting changed."""
         return hashlib.sha256(json.dumps(self.settings()).encode()).hexdigest()[:16]
 
 
@@ -130,14 +138,16 @@ def grid(task: str, methods: tuple[str, ...]) -> Iterator[Cell]:
 
 
 def synchronous_grid(task: str, outer: str, num_jobs: int, method: str) -> Iterator[Cell]:
-    """The search for the learning rate of what others would run."""
+    """The search for the learning rate of the synchronous baselines."""
     for rate in SYNCHRONOUS_RATES[method]:
         yield Cell(task, method, outer, num_jobs, 0, rate)
 
 
 def matrix(task: str, rates: dict[str, float], outers: tuple[str, ...], jobs: tuple[int, ...],
            seeds: tuple[int, ...]) -> Iterator[Cell]:
-    """The figure and the table; one job is the same under every outer optimiser of gain one, so it is run once."""
+    """The figure and the table; one job is the same under every outer optimizer of gain one, so it
+    runs once.
+    """
     for seed, num_jobs, (method, rate) in itertools.product(seeds, jobs, rates.items()):
         for outer in outers if num_jobs > 1 else ("average",):
             yield Cell(task, method, outer, num_jobs, seed, rate)

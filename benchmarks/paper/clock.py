@@ -1,4 +1,6 @@
-"""The paper's clock: what one job takes with a core of its own, times the number of outer iterations, plus the averaging."""
+"""The simulated clock of the paper: the time of a job on a dedicated core, times the number of
+outer iterations, plus averaging.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from ngsgd.errors import DivergenceError
 from ngsgd.files import read_json_lines
 
 PATH = RESULTS / "clock.json"
-_WARM_UP = 5   # outer iterations that are not counted
+_WARM_UP = 5   # outer iterations that are skipped
 
 
 def seconds_per_job(task: str, method: str) -> float | None:
@@ -24,7 +26,7 @@ def seconds_per_job(task: str, method: str) -> float | None:
 
 
 def measure(task: str, methods: tuple[str, ...], rates: dict[str, float], work: Path, source: str) -> None:
-    """A short run of one job at a time and method, with nothing else to be done by the machine."""
+    """A short run of one job at a time for a method, on an idle machine."""
     times = json.loads(PATH.read_text(encoding="utf-8")) if PATH.exists() else {}
     for method in methods:
         cell = Cell(task, method, "average", 1, 0, rates[method])

@@ -1,4 +1,4 @@
-"""Figures and tables out of what benchmarks/paper/results holds."""
+"""Figures and tables from benchmarks/paper/results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.paper.cells import CONTROLS, JOBS, MATRIX_METHODS, METHODS, OUTE
 from benchmarks.paper.runs import Line, best_rates, best_synchronous_rate, known
 from ngsgd.launcher.reports import plots
 
-Group = dict[tuple[str, str, int], list[Line]]   # by method, outer optimiser, number of jobs
+Group = dict[tuple[str, str, int], list[Line]]   # by method, outer optimizer, number of jobs
 _RAMP = "ramp from a quarter"
 _STYLES = {"online-ng": "-", "sgd": "--", "simple-ng": ":"}
 
 
 def write(page: Path) -> None:
-    """The tables between their markers in the page, and the figures beside it."""
+    """Write the tables between their markers in the page, and the figures next to it."""
     text = page.read_text(encoding="utf-8")
     for task in TASKS:
         group = _by_setting(task)
@@ -59,7 +59,7 @@ def _between(text: str, name: str, table: str) -> str:
 
 
 def _matrix(group: Group, key: str, digits: int) -> str:
-    """Rows by method and outer optimiser, columns by number of jobs: mean (lowest to highest)."""
+    """Rows by method and outer optimizer, columns by number of jobs: mean (lowest to highest)."""
     jobs = [num_jobs for num_jobs in JOBS if any(setting[2] == num_jobs for setting in group)]
     rows = [f"| method | outer | {' | '.join(map(str, jobs))} |", "|---" * (2 + len(jobs)) + "|"]
     for method, outer in itertools.product(MATRIX_METHODS, OUTERS):
@@ -70,7 +70,7 @@ def _matrix(group: Group, key: str, digits: int) -> str:
 
 
 def _variants(group: Group, outers: tuple[str, ...]) -> str:
-    """One line each, of the numbers of jobs that any of them but the first was run with."""
+    """One line each, for the numbers of jobs with a run of any setting but the first."""
     jobs = {setting[2] for setting in group if setting[1] in outers[1:]}
     if not jobs:
         return "Not run yet."
@@ -95,7 +95,7 @@ def _spread(lines: list[Line], key: str, digits: int) -> str:
 
 
 def _rates(task: str) -> str:
-    """The search for the learning rates: valid objf of seed 0 with one job."""
+    """The search for the learning rates: validation objf of seed 0 with one job."""
     found = {(line["method"], line["rate"]): line for line in known(task).values()
              if line["num_jobs"] == 1 and line["seed"] == 0 and line["outer"] == "average"}
     rates = sorted({rate for _, rate in found})
@@ -109,7 +109,7 @@ def _rates(task: str) -> str:
 
 
 def _draw(task: str, group: Group, path: Path) -> None:
-    """Figure 1: valid objf against frames, and against the time on as many cores as there are jobs."""
+    """Figure 1: validation objf by frames, and by time with as many cores as jobs."""
     figure = plots.new_figure(11.0, 4.8)
     left, right = figure.subplots(1, 2, sharey=True)
     colours = dict(zip(JOBS, plots.RUN_COLOURS, strict=True))

@@ -1,4 +1,4 @@
-"""Runs cells that have not been run, and keeps what they gave in one line of JSON each."""
+"""Run cells without a result, and store each result as one line of JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ngsgd.errors import DivergenceError
 from ngsgd.files import read_json_lines
 
 RESULTS = Path(__file__).parent / "results"
-_POINTS = 60   # of a learning curve that are kept
+_POINTS = 60   # points of a learning curve that are kept
 
 Line = dict[str, Any]
 
@@ -30,13 +30,13 @@ def known(task: str) -> dict[str, Line]:
 
 
 def best_rates(task: str, methods: tuple[str, ...]) -> dict[str, float]:
-    """By valid objf, of the methods that have been searched."""
+    """The best rates by validation objf, of the methods that have been searched."""
     found = {method: _best(task, grid(task, (method,))) for method in methods}
     return {method: rate for method, rate in found.items() if rate is not None}
 
 
 def best_synchronous_rate(task: str, outer: str, num_jobs: int, method: str) -> float | None:
-    """The same of what others would run."""
+    """The same for the synchronous baselines."""
     return _best(task, synchronous_grid(task, outer, num_jobs, method))
 
 
@@ -47,7 +47,7 @@ def _best(task: str, cells: Iterable[Cell]) -> float | None:
 
 
 def run_all(cells: Iterable[Cell], work: Path, source: str) -> None:
-    """Runs what is missing, one after another; Ctrl-C loses the run that is under way and nothing else."""
+    """Run missing cells one after another; Ctrl-C loses only the current run."""
     for cell in cells:
         if cell.key() in known(cell.task):
             continue
@@ -59,7 +59,7 @@ def run_all(cells: Iterable[Cell], work: Path, source: str) -> None:
 
 
 def run(cell: Cell, work: Path, source: str, also: tuple[str, ...] = ()) -> Line:
-    """Trains and decodes; `also` are settings that win over the cell's own."""
+    """Train and decode; `also` contains settings that override the cell's."""
     with trained(cell, work, source, f"tracking.uri=sqlite:///{work / 'mlflow.db'}", *also) as events:
         if events is None:
             return {"diverged": True}
@@ -68,7 +68,7 @@ def run(cell: Cell, work: Path, source: str, also: tuple[str, ...] = ()) -> Line
 
 @contextmanager
 def trained(cell: Cell, work: Path, source: str, *also: str) -> Iterator[Path | None]:
-    """The events of a run, None if it diverged; its folder goes in the end."""
+    """The events of a run, None if it diverged; its folder is deleted in the end."""
     folder = work / cell.key()
     shutil.rmtree(folder, ignore_errors=True)
     words = [f"data.source={source}"] if TASKS[cell.task].needs_source else []

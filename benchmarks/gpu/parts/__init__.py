@@ -15,7 +15,7 @@ class Part:
 
     module: str
     title: str
-    # seconds after which its process is ended, on a GPU and on a CPU that may be busy
+    # time limit in seconds, on a GPU and on a CPU that may be busy
     limit_s: float
     dry_limit_s: float = 240.0
 
@@ -23,7 +23,7 @@ class Part:
         importlib.import_module(f"benchmarks.gpu.parts.{self.module}").run(measurement)
 
 
-# in the order in which their results are wanted, should time run out
+# in order of importance, in case time runs out
 PARTS = {
     part.module: part
     for part in (
@@ -34,7 +34,7 @@ PARTS = {
         ),
         Part("steps", "Time of a training step, and its share of the roofline", 150.0),
         Part("graphs", "CUDA graphs of forward, backward and step", 60.0),
-        Part("memory", "Memory beside the planner's prediction", 60.0),
+        Part("memory", "Memory and the planner's prediction", 60.0),
         Part("exchange", "NCCL and gloo with tensors of the device", 60.0),
         Part("workers", "Workers of one device, and kill -9 of a worker", 90.0),
         Part("decoding", "Throughput of the acoustic model and of decoding", 45.0),

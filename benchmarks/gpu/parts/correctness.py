@@ -3,7 +3,7 @@ in float64.
 
 Operations and training steps run twice from the same numbers.  The online estimate, the simple
 natural gradient and the orthonormality constraint are compared with tests/reference, and the
-estimate and whole steps with vectors from Kaldi.
+estimate and complete steps with vectors from Kaldi.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ngsgd.optim import SGD
 from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.options import FisherOptions
 
-# relative to the norm of the reference.  Operations: products of 300 terms, and solves of condition
-# 1e3
+# tolerances relative to the norm of the reference. Operations: GEMMs of 300 terms, and solves of
+# condition 1e3
 _OPERATION = 1e-4
-# of the change of the parameters over a few steps, in which ReLU inputs near 0 may have other signs
+# for parameter changes over a few steps, where ReLU inputs near 0 may have other signs
 _STEPS = 2e-2
-# of sums over minibatches, some of them differences
+# for sums over minibatches, some of them differences
 _CURVATURE = 1e-3
-# preconditioned gradients after solves with damping 0.1
+# for preconditioned gradients after solves with damping 0.1
 _DIRECTION = 5e-3
 # bfloat16 has 8 bits, and Muon's polynomial takes five steps in it
 _BFLOAT16 = 0.2
@@ -80,8 +80,9 @@ def run(measurement: Measurement) -> None:
 
 
 def _require_close(found: Any, wanted: Any, tolerance: float) -> float:
-    """The largest relative difference of tensors in the same order; Failed where one is above the
-    tolerance."""
+    """The largest relative difference of tensors in the same order; raises Failed above the
+    tolerance.
+    """
     pairs = list(zip(_flat(found), _flat(wanted), strict=True))
     largest = 0.0
     for index, (one, other) in enumerate(pairs):
@@ -137,7 +138,7 @@ def _against_reference(measurement: Measurement) -> None:
         wanted_Xhat, wanted_scale = dense.precondition(_double(X))
         _require_close((Xhat, gamma), (torch.from_numpy(wanted_Xhat), wanted_scale), _OPERATION)
         dense.update(_double(X), 1.0 - np.exp(-40 / 2000.0))
-        # rows of W have no sign
+        # the sign of a row of W is arbitrary
         W = ng.state_dict()["W"]
         _require_close(W.T @ W, torch.from_numpy(dense.W.T @ dense.W), _DIRECTION)
 
@@ -160,14 +161,14 @@ def _against_kaldi(measurement: Measurement) -> None:
     with np.load(_GOLDEN / "train.npz") as vectors:
         for name in case_names(vectors):
             config = json.loads(str(vectors[f"{name}__config"]))
-            # of backstitch Kaldi counts calls otherwise
+            # with backstitch Kaldi counts calls differently
             if not config.get("bs", 0.0):
                 with measurement.case(f"Kaldi training {name}") as figures:
                     figures["difference"] = _kaldi_training(measurement, vectors, name, config)
 
 
 def _kaldi_estimate(measurement: Measurement, vectors: Any, name: str) -> None:
-    """Each call from Kaldi's own state before it."""
+    """Each call, starting from Kaldi's state before it."""
     from tests.golden.inputs import case_inputs
 
     config, inputs = case_inputs(vectors, name)
@@ -214,7 +215,7 @@ def _kaldi_estimate(measurement: Measurement, vectors: Any, name: str) -> None:
 def _kaldi_training(
     measurement: Measurement, vectors: Any, name: str, config: dict[str, Any]
 ) -> float:
-    """Whole training steps of nnet3-train."""
+    """Complete training steps of nnet3-train."""
     model, affines = _kaldi_network(vectors, name, config)
     model.to(measurement.device)
     optimizer = _kaldi_optimizer(config, model)

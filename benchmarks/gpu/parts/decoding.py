@@ -28,7 +28,7 @@ def run(measurement: Measurement) -> None:
 
 
 def _model(measurement: Measurement, model: nn.Module, num_frames: int) -> dict[str, float]:
-    """Forward passes with the copies from and to the host."""
+    """Forward passes, including the copies from and to the host."""
     x = torch.randn(1, 40, num_frames)
     x = x.pin_memory() if measurement.on_gpu else x
 
@@ -47,7 +47,7 @@ def _model(measurement: Measurement, model: nn.Module, num_frames: int) -> dict[
 
 
 def _search(measurement: Measurement) -> dict[str, float]:
-    """Digits that are spelled out clearly, with noise on the log-likelihoods."""
+    """Clearly spoken digits, with noise on the log-likelihoods."""
     from ngsgd.asr.corpora.digits.labels import TOPOLOGY
     from ngsgd.asr.decode import decoding
     from ngsgd.asr.lang import graphs

@@ -1,5 +1,6 @@
 """The recipe digits as a user runs it: `ngsgd train` over Ray, with 1, 2 and 4 workers that share
-one GPU, and a killed worker."""
+one GPU, and with a killed worker.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +36,10 @@ _SMALL = (
     "schedule.num_epochs=1",
     "egs.samples_per_iter=512",
 )
-# of a run on a GPU; a part has less than all of them together
+# time limit of one run on a GPU; the limit of the part is less than all runs together
 _LIMIT_S = 150.0
 _POLL_S = 0.2
-# lines of the output of a run that failed
+# output lines of a failed run that are kept
 _LAST = 8
 
 
@@ -56,8 +57,9 @@ def run(measurement: Measurement) -> None:
 def _train(
     measurement: Measurement, folder: Path, num_workers: int, *, kill: bool
 ) -> dict[str, Any]:
-    """Word error rate and seconds of a run; with `kill` a Ray worker is killed while the second
-    outer iteration trains."""
+    """WER and seconds of a run; with `kill` a Ray worker is killed during the second outer
+    iteration.
+    """
     name = f"digits-{num_workers}{'-killed' * kill}"
     words = [
         sys.executable,
@@ -108,12 +110,12 @@ def _num_outer_iterations(folder: Path, name: str) -> int:
 
 
 def _kill_worker(pid: int) -> int:
-    """Kill a worker of the run; returns its process id, 0 where there is none yet."""
+    """Kill a worker of the run; return its process id, or 0 if there is none yet."""
     import psutil
 
     with contextlib.suppress(psutil.Error):
         for one in psutil.Process(pid).children(recursive=True):
-            # as Ray names the processes of an actor class
+            # Ray's name for the processes of an actor class
             if " ".join(one.cmdline()).startswith("ray::RayWorker"):
                 os.kill(one.pid, signal.SIGKILL)
                 return int(one.pid)

@@ -1,7 +1,7 @@
-"""Collectives with tensors of the device: this project's groups and torch.distributed, NCCL with
-one rank and gloo with two.
+"""Collectives with tensors of the device: groups of ngsgd and torch.distributed, NCCL with one rank
+and gloo with two.
 
-One GPU holds one rank of NCCL, so a world of one is all that NCCL can show on one GPU.
+NCCL allows one rank per GPU, so on one GPU it runs with a world size of one.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def run(measurement: Measurement) -> None:
 
 
 def _nccl_group(measurement: Measurement, size: int) -> dict[str, float]:
-    """All-reduce on the device, and all-to-all from and to host memory, as the exchange of
-    parameters does it."""
+    """All-reduce on the device, and all-to-all from and to host memory, as in parameter averaging.
+    """
     with _group_of_one("nccl", torch.device("cuda", 0)) as group:
         tensor = torch.arange(size, dtype=torch.float32, device=measurement.device)
         reduced = tensor.clone()
@@ -97,7 +97,7 @@ def _all_to_all(group: Any, size: int) -> dict[str, float]:
 
 
 def _two_processes(dry_run: bool, size: int) -> dict[str, float]:
-    """Two ranks that share the device; CUDA needs processes that are spawned."""
+    """Two ranks that share the device; CUDA requires spawned processes."""
     context = multiprocessing.get_context("spawn")
     with TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(2)]
@@ -164,8 +164,9 @@ def _init(backend: str, folder: str, rank: int, world_size: int) -> None:
 
 
 def _local_sgd(device: torch.device) -> float:
-    """The sum of the parameters after four steps with two averagings; each rank has minibatches of
-    its own."""
+    """The sum of the parameters after four steps with two averagings; each rank has different
+    minibatches.
+    """
     torch.manual_seed(0)
     model = nn.Linear(16, 4).to(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -1,9 +1,9 @@
 """A training step as one CUDA graph: forward, backward and optimizer step, captured once and
 replayed.
 
-NG-SGD is captured outside of Fisher updates (frozen estimates), and as a period of four steps with
-one update.  The parameters after replays are compared with those after eager steps of a copy.  On a
-CPU eager steps stand in for the graph, so that all but the capture runs.
+NG-SGD is captured between Fisher updates (frozen estimates), and as a period of four steps with one
+update.  The parameters after replays are compared with those after eager steps of a copy.  On a CPU
+eager steps replace the graph, so that everything except the capture runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ngsgd import NGSGD
 _ROUNDS, _REPLAYS = 5, 8
 # steps on a side stream before the capture
 _SIDE_STEPS = 3
-# of the change of the parameters: a graph may choose other algorithms of cuBLAS and cuDNN, in
+# for the change of the parameters: a graph may choose other algorithms of cuBLAS and cuDNN, in
 # float32
 _TOLERANCE = 1e-2
 
@@ -34,11 +34,11 @@ class _Case:
     # NG-SGD without updates of the Fisher estimates
     frozen: bool = False
     steps_per_graph: int = 1
-    # other cases may not be captured, which is no failure
+    # other cases may not support capture, which is not a failure
     must_work: bool = False
 
 
-# those that may leave a broken capture behind come last
+# cases that may leave a broken capture come last
 _CASES = (
     _Case("SGD", "SGD", must_work=True),
     _Case("AdamW", "AdamW", must_work=True),
@@ -55,7 +55,7 @@ class _Graph(Protocol):
 
 def run(measurement: Measurement) -> None:
     for case in _CASES:
-        # in the second the device is the limit, in the first the host
+        # the second is limited by the device, the first by the host
         for net in ("mlp",) if measurement.dry_run else ("resnet14", "mlp"):
             with measurement.case(f"{net} {case.title}") as figures:
                 figures.update(_measure(measurement, net, case))
@@ -109,8 +109,9 @@ def _measure(measurement: Measurement, net: str, case: _Case) -> dict[str, float
 
 
 def _prepared(measurement: Measurement, step: TrainingStep, case: _Case) -> _Graph:
-    """A graph, after steps on a side stream as torch.cuda.graphs asks for; Skipped where it cannot
-    be captured and need not."""
+    """A graph, after warm-up steps on a side stream, as torch.cuda.graphs requires; raises Skipped
+    if an optional capture fails.
+    """
     if not measurement.on_gpu:
         step.repeat(_SIDE_STEPS * case.steps_per_graph)
         return _EagerGraph(step, case.steps_per_graph)
@@ -119,7 +120,7 @@ def _prepared(measurement: Measurement, step: TrainingStep, case: _Case) -> _Gra
     with torch.cuda.stream(side):
         step.repeat(_SIDE_STEPS * case.steps_per_graph)
     torch.cuda.current_stream().wait_stream(side)
-    # gradients are then allocated in the memory of the graph
+    # gradients are then allocated in the memory pool of the graph
     for optimizer in step.optimizers:
         optimizer.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()

@@ -1,5 +1,4 @@
-"""Peak memory of a training step (torch.cuda.max_memory_allocated) beside the planner's
-prediction."""
+"""Peak memory of a training step (torch.cuda.max_memory_allocated) and the planner's prediction."""
 
 from __future__ import annotations
 
@@ -45,12 +44,12 @@ def _predicted(measurement: Measurement, workload: Workload, size: int, name: st
 
 
 def _measured(measurement: Measurement, workload: Workload, size: int, name: str) -> int:
-    """Bytes that steps had allocated at most, beyond those before the model was made."""
+    """Peak bytes allocated by steps, above those before the model was made."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     step = TrainingStep(workload, size, name, measurement.device)
-    # workspaces of cuBLAS and cuDNN come with the first steps, and stay
+    # workspaces of cuBLAS and cuDNN are allocated in the first steps and kept
     step.repeat(2)
     measurement.synchronize()
     torch.cuda.reset_peak_memory_stats()

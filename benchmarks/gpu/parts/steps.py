@@ -1,9 +1,9 @@
-"""Step times of five optimizers on five networks and three batch sizes, in turns within one
+"""Step times of five optimizers on five networks and three batch sizes, interleaved within one
 process.
 
-A round takes a step of each optimizer in a period of four steps, so that NG-SGD's and K-FAC's share
-of curvature updates is that of a run.  `ratio` is the median over rounds of the time over that of
-SGD in the same round.
+A round takes a period of four steps of each optimizer, so that the fraction of curvature updates of
+NG-SGD and K-FAC is that of a run.  `ratio` is the median over rounds of the time relative to SGD in
+the same round.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _compare(
     steps: dict[str, TrainingStep] = {}
     counts: dict[str, OperationCounter] = {}
     for name in OPTIMIZERS:
-        # a failure here is recorded, and the others are timed without it
+        # a failure here is recorded, and the other optimizers are timed without this one
         with measurement.case(f"{net} {size} {name} warm-up"):
             step = TrainingStep(workload, size, name, measurement.device)
             step.repeat(warm_up)
@@ -82,8 +82,9 @@ def _compare(
 
 
 def _count(step: TrainingStep, peaks: Peaks, period: int) -> OperationCounter:
-    """The operations of a period of steps; on a CPU without compiled kernels and oneDNN, which
-    cannot be counted."""
+    """The operations of a period of steps, on a CPU without compiled kernels and oneDNN, which
+    cannot be counted.
+    """
     counter = OperationCounter(peaks)
     on_cpu = step.x.device.type == "cpu"
     without_onednn = torch.backends.mkldnn.flags(enabled=False) if on_cpu else nullcontext()
@@ -93,8 +94,9 @@ def _count(step: TrainingStep, peaks: Peaks, period: int) -> OperationCounter:
 
 
 def _host_s(measurement: Measurement, step: TrainingStep, period: int) -> float:
-    """Seconds until a step is submitted: close to the step's time, the host is the limit and a CUDA
-    graph helps."""
+    """Seconds until a step is submitted: if close to the step time, the host is the limit and a
+    CUDA graph helps.
+    """
     measurement.synchronize()
     start = time.perf_counter()
     step.repeat(period)

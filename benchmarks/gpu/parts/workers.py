@@ -23,12 +23,12 @@ from benchmarks.gpu.measurement import Failed, Measurement
 from ngsgd.files import read_json_lines
 from ngsgd.tasks import DatasetTask
 
-# of a run's environment: a file; the worker that removes it kills itself
+# environment variable with the path of a file; the worker that removes the file kills itself
 _ARMED = "NGSGD_GPU_KILL_FILE"
-# the process that must not
+# the process that must not be killed
 _COORDINATOR = "NGSGD_GPU_COORDINATOR"
 _DIM, _NUM_CLASSES = 64, 10
-# of the parameters' norm; cuBLAS may sum in another order on another stream
+# relative to the norm of the parameters; cuBLAS may sum in another order on another stream
 _TOLERANCE = 1e-3
 
 

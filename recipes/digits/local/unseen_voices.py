@@ -2,11 +2,12 @@
 
     python recipes/digits/local/unseen_voices.py OUT
 
-Four women (slt of Flite, slt of Festival's HTS, the two voices of SVOX Pico) and four men (kal16, awb and rms of Flite,
-ked of Festival) each say strings of three to seven digits, 20 a voice. OUT/clean, OUT/30dB, OUT/10dB and OUT/5dB hold the
-same speech at 8 kHz: without noise, where pauses are digital silence, and with white or pink noise. The plan is seeded.
-Needs the Debian packages flite, festival, festvox-kdlpc16k and festvox-us-slt-hts, and ttspico from PyPI in this
-environment.
+Four women and four men each say strings of three to seven digits, 20 per voice.  The women are slt
+of Flite, slt of Festival's HTS and the two voices of SVOX Pico; the men are kal16, awb and rms of
+Flite and ked of Festival.  OUT/clean, OUT/30dB, OUT/10dB and OUT/5dB have the same speech at 8 kHz:
+without noise, where pauses are digital silence, and with white or pink noise.  The plan is seeded.
+Needs the Debian packages flite, festival, festvox-kdlpc16k and festvox-us-slt-hts, and ttspico from
+PyPI.
 """
 
 from __future__ import annotations

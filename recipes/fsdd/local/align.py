@@ -1,15 +1,17 @@
-"""Makes the HMM-state alignment of FSDD again: a monophone GMM by Kaldi's EM, then forced alignment of every recording.
+"""Make the HMM-state alignment of FSDD: a monophone GMM by Kaldi's EM, then forced alignment of
+every recording.
 
     python3.11 -m venv /tmp/align && /tmp/align/bin/pip install -r recipes/fsdd/local/requirements-align.txt
     /tmp/align/bin/python recipes/fsdd/local/align.py WAV_FOLDER OUTPUT_FOLDER
 
-writes ali.npz (pdf: the state of each 10 ms frame, all recordings end to end; offsets; utt_ids) and ali.json (phones, lexicon,
-settings) in about 30 s.  Nothing of ngsgd is imported, and nothing imports this.
+writes ali.npz (pdf: the state of each 10 ms frame, all recordings end to end; offsets; utt_ids) and
+ali.json (phones, lexicon, settings) in about 30 s.  The script is independent of ngsgd.
 
-Splitting Gaussians draws unseeded random numbers inside the tool, and flat starts end in different places: two runs agreed on
-80 % of the states and 93 % of the phones, a run and the alignment that ships in ngsgd/asr/corpora/fsdd on 46 % and 73 % (state
-boundaries within vowels and fricatives move most).  The shipped alignment is therefore the reference, and results made with
-another one are not comparable frame by frame.
+The tool splits Gaussians with unseeded random numbers, and flat starts end in different places.
+Two runs agreed on 80 % of the states and 93 % of the phones.  A run and the alignment in
+ngsgd/asr/corpora/fsdd agreed on 46 % and 73 %; state boundaries within vowels and fricatives differ
+most.  The shipped alignment is therefore the reference.  Results with another one are not
+comparable frame by frame.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ SAMPLE_RATE_HZ = 8000
 NUM_ITERATIONS = 20
 NUM_GAUSSIANS = 463       # in the end, over all states
 SPLIT_POWER, SPLIT_MIN_COUNT = 0.25, 20.0
-FIRST_TEST_INDEX, NUM_TEST_INDICES = 0, 5  # the official test recordings are aligned, never trained on
+# the official test recordings are aligned but not used for training
+FIRST_TEST_INDEX, NUM_TEST_INDICES = 0, 5
 ALIGN_BEAM, RETRY_BEAM = 20.0, 80.0
 VARIANCE_FLAGS = khg.str_to_gmm_flags("mvw")
 
@@ -76,7 +79,7 @@ def mfcc(path: Path) -> Features:
 
 
 def normalise_and_add_deltas(recordings: list[Recording]) -> None:
-    """Per-speaker mean normalisation, then first and second differences over +-2 frames: T x 39."""
+    """Per-speaker mean normalization, then first and second differences over +-2 frames: T x 39."""
     for speaker in {recording.speaker for recording in recordings}:
         own = [recording for recording in recordings if recording.speaker == speaker]
         mean = np.concatenate([recording.features for recording in own]).mean(axis=0)
@@ -132,7 +135,8 @@ class Trainer:
         topo = topology()
         tree = khg.monophone_context_dependency(list(range(1, 1 + len(PHONES))), topo.get_phone_to_num_pdf_classes())
         self.transitions = khg.TransitionModel(tree, topo)
-        # graphs without transition probabilities: those change with training and are added before each alignment
+        # graphs without transition probabilities: those change with training and are added before
+        # each alignment
         options = khg.TrainingGraphCompilerOptions(transition_scale=0.0, self_loop_scale=0.0)
         compiler = khg.TrainingGraphCompiler(self.transitions, tree, lexicon_fst(), [], options)
         self.graphs = {r.utt_id: compiler.compile_graph_from_text([1 + DIGITS.index(r.word)]) for r in recordings}
@@ -179,8 +183,10 @@ class Trainer:
         return model
 
     def _equally_spaced(self, recording: Recording) -> list[int]:
-        """A flat start: the frames are dealt out evenly along a path of the graph (fixed seed)."""
-        for seed in range(100):  # some random paths hold more states than a short recording has frames
+        """A flat start: the frames are distributed evenly along a path of the graph (fixed seed).
+        """
+        # some random paths have more states than a short recording has frames
+        for seed in range(100):
             found, path = kaldifst.equal_align(self.graphs[recording.utt_id], len(recording.features), seed)
             if found:
                 _, labels, _, _ = kaldifst.get_linear_symbol_sequence(path)

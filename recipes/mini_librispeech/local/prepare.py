@@ -1,10 +1,12 @@
-"""Makes data directories of mini_librispeech (openslr.org/31) for `ngsgd train recipe=mini_librispeech`.
+"""Make data directories of mini_librispeech (openslr.org/31) for
+`ngsgd train recipe=mini_librispeech`.
 
     python recipes/mini_librispeech/local/prepare.py DOWNLOADED OUTPUT
 
-DOWNLOADED holds LibriSpeech/train-clean-5 and LibriSpeech/dev-clean-2, unpacked, and from openslr.org/11
-librispeech-lexicon.txt and 3-gram.pruned.3e-7.arpa.gz.  OUTPUT gets train/ and test/ (wav.scp, text, utt2spk), lexicon.txt and
-lm.arpa.  Each part is a stage: what is there already is left alone.
+DOWNLOADED contains LibriSpeech/train-clean-5 and LibriSpeech/dev-clean-2, unpacked, and from
+openslr.org/11 librispeech-lexicon.txt and 3-gram.pruned.3e-7.arpa.gz.  OUTPUT gets train/ and test/
+(wav.scp, text, utt2spk), lexicon.txt and lm.arpa.  Each part is a stage; finished stages are
+skipped.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from pathlib import Path
 
 SETS = {"train": "train-clean-5", "test": "dev-clean-2"}
 LEXICON, MODEL = "librispeech-lexicon.txt", "3-gram.pruned.3e-7.arpa.gz"
-UNKNOWN = "<UNK> SPN\n"  # noise: a phone of its own
+UNKNOWN = "<UNK> SPN\n"  # noise: a separate phone
 
 
 def stage(final: Path, make: Callable[[Path], None]) -> None:
-    """Makes `final` under another name and renames it, unless it is there."""
+    """Make `final` under another name and rename it, unless it exists."""
     if final.exists():
         print(f"{final} is there already")
         return
@@ -56,7 +58,7 @@ def write_set(downloaded: Path, folder: Path) -> None:
 
 
 def write_lexicon(source: Path, path: Path) -> None:
-    """Stress marks are taken off the vowels: 39 phones, as there is little speech."""
+    """Remove stress marks from vowels: 39 phones, because there is little speech."""
     lines = dict.fromkeys(_without_stress(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip())
     path.write_text("\n".join(lines) + "\n" + UNKNOWN, encoding="utf-8")
 

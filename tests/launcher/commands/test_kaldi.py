@@ -200,8 +200,8 @@ def test_scripts_are_found_from_another_folder(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.entry("K11", "you take an exported alignment into a run whose lexicon numbers the states in another order", "works",
-                   "`export --include-data` writes `lexicon.txt` and the table `pdfs.txt`; the states are renumbered by name, which "
-                   "is reported, and an alignment with other states is a `DataError`.")
+                   "`export --include-data` writes `lexicon.txt` and the table `pdfs.txt`; the states are renumbered by name, "
+                   "which is reported, and an alignment with other states is a `DataError`.")
 def test_an_exported_alignment_keeps_its_states_in_another_numbering(tmp_path: Path) -> None:
     sets = export_all(tmp_path / "out", Language(TOPOLOGY))
     assert (tmp_path / "out/pdfs.txt").read_text().splitlines()[:4] == ["0 SIL 0", "1 SIL 1", "2 b 0", "3 b 1"]
