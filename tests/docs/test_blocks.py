@@ -118,7 +118,7 @@ def test_python_with_a_trained_model_runs(tutorial: Path, monkeypatch: pytest.Mo
     _run("docs/transcribe.md", {"samples": samples, "chunks": samples.split(4000)})
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_python_with_an_exported_model_runs(tutorial: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("onnx", "onnxscript", "onnxruntime", "sherpa_onnx"):
         pytest.importorskip(module)
