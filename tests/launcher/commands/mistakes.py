@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.entries import ROOT
 
-PAGE = ROOT / "docs" / "reference" / "mistakes.md"
+PAGE: Path = ROOT / "docs" / "reference" / "mistakes.md"
 
 
 @dataclass(frozen=True)
