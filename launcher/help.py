@@ -109,8 +109,7 @@ _TRAIN_FLAGS = {
                   "jobs",
     "--trust": "import the custom module that init_model= or the resumed run names",
     "--allow-other-bits": "accept workers, or a resumed run, on other processors, versions or "
-                          "kernels; "
-                          "results then agree up to rounding",
+                          "kernels; results then agree up to rounding",
     "--quiet, -q": "print incidents and the result only",
     "--debug": "print the traceback of an error",
     "--info, --package, --hydra-help": "flags of Hydra",
@@ -153,9 +152,8 @@ def _of_group(name: str) -> str:
     sections = {one.section for one in describe.options() if one.section}
     if name not in choices and name not in sections:
         known = sorted({*choices, *sections})
-        raise ConfigError(f"{name!r} is not a group of settings; choose one of "
-                          f"{', '.join(known)}, or search with: "
-                          f"ngsgd settings {name}")
+        raise ConfigError(f"{name!r} is not a group of settings; choose one of {', '.join(known)}, "
+                          f"or search with: ngsgd settings {name}")
     parts = []
     if name in choices:
         about = {f"{name}={choice}": compose.about_choice(name, choice) for choice in choices[name]}

@@ -12,6 +12,7 @@ import io
 import itertools
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,14 +31,15 @@ def pages() -> dict[str, str]:
 def settings() -> Iterator[str]:
     """All settings with default, values, condition and help text."""
     yield "# Settings\n"
-    yield ("Every setting of `ngsgd train`, written as `ngsgd train KEY=VALUE`. `ngsgd settings "
-           "PATTERN` searches this list, and "
-           "`ngsgd train --help GROUP` prints one section. Learning rates are per frame, on the "
-           "objective summed over the "
-           "minibatch. Sections and equations in parentheses are those of arXiv 1410.7455. A "
-           "setting that is given without "
-           "effect, by the column *used with*, is an error. The page is written by `make "
-           "reference` from `ngsgd/config`.\n")
+    yield _wrapped(
+        "Every setting of `ngsgd train`, written as `ngsgd train KEY=VALUE`. `ngsgd settings "
+        "PATTERN` searches this list, and "
+        "`ngsgd train --help GROUP` prints one section. Learning rates are per frame, on the "
+        "objective summed over the "
+        "minibatch. Sections and equations in parentheses are those of arXiv 1410.7455. A "
+        "setting that is given without "
+        "effect, by the column *used with*, is an error. The page is written by `make "
+        "reference` from `ngsgd/config`.\n")
     about = {one.path: one for one in describe.options()}
     yield "## Most used\n"
     yield "| setting | default | description |\n|---|---|---|"
@@ -49,8 +51,9 @@ def settings() -> Iterator[str]:
     for group, choices in compose.groups().items():
         yield f"| `{group}` | {', '.join(f'`{choice}`' for choice in choices)} |"
     for section, found in itertools.groupby(about.values(), key=lambda one: one.section):
-        title = f"{section}\n\n{_cell(describe.section_help(section))}" if section else "Run"
-        yield f"\n## {title}\n"
+        yield f"\n## {section or 'Run'}\n"
+        if section:
+            yield _wrapped(_cell(describe.section_help(section)))
         yield "| setting | default | values | used with | description |\n|---|---|---|---|---|"
         for one in found:
             yield (f"| `{one.path}` | `{one.default}` | {_cell(one.values)} | {_cell(one.used)} | "
@@ -73,6 +76,10 @@ def _old_names() -> Iterator[str]:
     yield ""
 
 
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
 def _cell(text: str) -> str:
     # a bar would end the cell, and <...> is a tag to a browser
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
@@ -81,10 +88,11 @@ def _cell(text: str) -> str:
 def commands() -> Iterator[str]:
     """The help of every command, by group."""
     yield "# Commands\n"
-    yield ("The output of `--help` of every command, written by `make reference`. Exit codes are "
-           "those of [errors.md](errors.md). "
-           "Every command that prints a table also prints JSON with `--json`, and then nothing "
-           "else on stdout.\n")
+    yield _wrapped(
+        "The output of `--help` of every command, written by `make reference`. Exit codes are "
+        "those of [errors.md](errors.md). "
+        "Every command that prints a table also prints JSON with `--json`, and then nothing "
+        "else on stdout.\n")
     yield "```text\n" + help_of().rstrip() + "\n```"
     for group, found in texts.GROUPS.items():
         yield f"\n## {group}"
@@ -112,11 +120,12 @@ def help_of(*command: str) -> str:
 def error_codes() -> Iterator[str]:
     """The error classes with their exit codes."""
     yield "# Errors and exit codes\n"
-    yield ("Every error is a message on stderr that begins with `ngsgd:` and ends with the next "
-           "step. Several errors have a line "
-           "each. `--debug` adds the traceback. Scripts can rely on the exit codes. [Wrong "
-           "command lines](mistakes.md) lists "
-           "common mistakes. The table is written by `make reference` from `ngsgd/errors.py`.\n")
+    yield _wrapped(
+        "Every error is a message on stderr that begins with `ngsgd:` and ends with the next "
+        "step. Several errors have a line "
+        "each. `--debug` adds the traceback. Scripts can rely on the exit codes. [Wrong "
+        "command lines](mistakes.md) lists "
+        "common mistakes. The table is written by `make reference` from `ngsgd/errors.py`.\n")
     yield "| exit code | error | meaning |\n|---|---|---|"
     yield "| 0 | | success; for `ngsgd doctor`: no check failed |"
     tree = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.NgsgdError)]

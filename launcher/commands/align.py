@@ -71,6 +71,6 @@ def _written(output: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(f"the alignment could not be written to {error.filename or output} "
-                        f"({error.strerror or error}); "
-                        "make room, or choose another place.") from error
+                        f"({error.strerror or error}); make room, or choose another "
+                        "place.") from error
     print(f"alignment {output}; use it with data.alignment={output}")

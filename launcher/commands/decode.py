@@ -85,9 +85,8 @@ def _add_common(parser: Parser) -> None:
 
 def _add_other_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--data", metavar="DIR", type=Path,
-                       help="Kaldi data directory, or folder with lhotse's recordings.jsonl.gz "
-                            "and supervisions.jsonl.gz "
-                            "(default: test set of the run)")
+                       help="Kaldi data directory, or folder with lhotse's recordings.jsonl.gz and "
+                            "supervisions.jsonl.gz (default: test set of the run)")
     for flag, metavar, about in (
             ("--lm", "ARPA", "n-gram language model"),
             ("--lexicon", "FILE", "pronunciations in the phones of the model"),

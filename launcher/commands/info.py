@@ -35,8 +35,7 @@ def command(arguments: Sequence[str]) -> int:
     parser = Parser("info")
     parser.add_argument("run", nargs="?", metavar="RUN",
                         help="run folder, or its name under runs/; or a folder of examples, "
-                             "runs/data/egs-... "
-                             "(default: installed versions)")
+                             "runs/data/egs-... (default: installed versions)")
     parser.add_argument("--json", action="store_true", help=JSON)
     options = parser.parse_args(list(arguments))
     if options.run and (Path(options.run) / "info.json").is_file():
@@ -141,8 +140,7 @@ def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:
 def _state_line(state: Mapping[str, Any]) -> str:
     if state["state"] == "LOST":
         return ("LOST: its process ended without a result, last event "
-                f"{duration(state['silent_s'])} ago; "
-                f"continue with: ngsgd resume {state['run']}")
+                f"{duration(state['silent_s'])} ago; continue with: ngsgd resume {state['run']}")
     if state["state"] == "UNKNOWN":
         return (f"UNKNOWN: process.json names process {state['process']['process_id']} without its "
                 "start time, so that it may be another program; last event "
@@ -232,8 +230,8 @@ def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:
     few, many = min(info.num_examples), max(info.num_examples)
     sizes = f"{few:,}" if few == many else f"{few:,} to {many:,}"
     lines = [f"examples   {directory}",
-             f"archives   {info.num_archives}, of {sizes} examples; {info.num_frames:,} frames "
-             f"of {info.feature_dim} "
+             f"archives   {info.num_archives}, of {sizes} examples; {info.num_frames:,} frames of "
+             f"{info.feature_dim} "
              f"features{f' and {info.side_dim} side values' if info.side_dim else ''}, "
              f"{info.num_classes} classes{', with weights' if info.has_weights else ''}",
              f"an example {info.frames_per_eg} frames, context -{info.left_context} "

@@ -32,6 +32,20 @@ def export(arguments: Sequence[str]) -> int:
 
 
 def _export_options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _export_parser()
+    options = parser.parse_args(list(arguments))
+    if (options.output is None) == (options.named_output is None):
+        parser.error("give OUTPUT once, after RUN or with --output")
+    options.output = options.output or options.named_output
+    if options.format != "nnet3" and (options.include_data or options.egs):
+        parser.error("--include-data and --egs need --format nnet3, and --format is "
+                     f"{options.format}; remove them, or export twice")
+    if options.format != "huggingface" and options.license:
+        parser.error("--license needs --format huggingface")
+    return options
+
+
+def _export_parser() -> Parser:
     parser = Parser("export")
     parser.add_argument("run", metavar="RUN",
                         help="run folder, or its name under runs/; or a bundle, except for "
@@ -41,11 +55,10 @@ def _export_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output", "-o", dest="named_output", metavar="OUTPUT",
                         help="OUTPUT as an option")
     parser.add_argument("--format", choices=FORMATS, default="nnet3",
-                        help="nnet3 (default): Kaldi raw model and priors; bundle: one "
-                             "file for ngsgd transcribe; onnx, "
-                             "torch (torch.export): network and decoding graph; sherpa-onnx: "
-                             "model and graph for that engine; "
-                             "huggingface: folder with a model card")
+                        help="nnet3 (default): Kaldi raw model and priors; bundle: one file for "
+                             "ngsgd transcribe; onnx, torch (torch.export): network and decoding "
+                             "graph; sherpa-onnx: model and graph for that engine; huggingface: "
+                             "folder with a model card")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     nnet3 = parser.add_argument_group("--format nnet3")
     nnet3.add_argument("--include-data", action="store_true",
@@ -57,16 +70,7 @@ def _export_options(arguments: Sequence[str]) -> argparse.Namespace:
     card = parser.add_argument_group("--format huggingface")
     card.add_argument("--license", metavar="ID",
                       help="license in the model card (default: unknown)")
-    options = parser.parse_args(list(arguments))
-    if (options.output is None) == (options.named_output is None):
-        parser.error("give OUTPUT once, after RUN or with --output")
-    options.output = options.output or options.named_output
-    if options.format != "nnet3" and (options.include_data or options.egs):
-        parser.error("--include-data and --egs need --format nnet3, and --format is "
-                     f"{options.format}; remove them, or export twice")
-    if options.format != "huggingface" and options.license:
-        parser.error("--license needs --format huggingface")
-    return options
+    return parser
 
 
 def _export_nnet3(options: argparse.Namespace, output: Path) -> list[Path]:

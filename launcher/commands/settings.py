@@ -16,9 +16,8 @@ def command(arguments: Sequence[str]) -> int:
     parser = Parser("settings")
     parser.add_argument("pattern", metavar="PATTERN", nargs="?", default="",
                         help="section (optimizer); part of a name (lr); name in another trainer "
-                             "(batch_size); word of a "
-                             "help text, default or value (bmuf); shell pattern (schedule.lr*) "
-                             "(default: all settings)")
+                             "(batch_size); word of a help text, default or value (bmuf); shell "
+                             "pattern (schedule.lr*) (default: all settings)")
     parser.add_argument("--json", action="store_true", help=JSON)
     chosen = parser.parse_args(list(arguments))
     found = describe.matching(chosen.pattern)

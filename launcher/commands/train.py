@@ -116,8 +116,8 @@ def open_run(run_dir: Path, quiet: bool, *, is_unchanged: bool = True) -> Run:
     progress = _progress(config, quiet)
     if config.task._target_:
         raise ConfigError(f"{run_dir} trains {config.task._target_}, and this command is for "
-                          "speech; read the scores in "
-                          f"{folder.metrics}, or use ngsgd.load({str(run_dir)!r}, task) in Python.")
+                          f"speech; read the scores in {folder.metrics}, or use "
+                          f"ngsgd.load({str(run_dir)!r}, task) in Python.")
     return Run(config, folder, Services(progress.report, progress.warn))
 
 

@@ -77,9 +77,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _parser() -> Parser:
     parser = Parser("transcribe", epilog="exit codes: 0: all recordings were recognized; 3: some "
-                                         "could not be read; 2 and 6: none "
-                                         "was recognized, because of a wrong argument or an "
-                                         "unusable model")
+                                         "could not be read; 2 and 6: none was recognized, because "
+                                         "of a wrong argument or an unusable model")
     parser.add_argument("model", metavar="MODEL",
                         help="run folder, its name under runs/, or a file of ngsgd export "
                              "--format bundle")
@@ -108,8 +107,7 @@ def _require_different_names(audio: Sequence[Path]) -> None:
             both = [str(path) for path in audio if path.stem == stem][:2]
             raise ConfigError(
                 f"{both[0]} and {both[1]} would be written to one file of --output; transcribe "
-                f"them one after the "
-                "other into different folders."
+                "them one after the other into different folders."
             )
 
 

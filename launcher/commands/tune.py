@@ -43,16 +43,14 @@ def command(arguments: Sequence[str]) -> int:
     options = _parser().parse_with_settings(arguments)
     if options.what not in COMMANDS:
         raise ConfigError(f"tune {options.what or 'needs a step'}: choose one of "
-                          f"{', '.join(COMMANDS)}, such as: ngsgd tune "
-                          "probe recipe=digits")
+                          f"{', '.join(COMMANDS)}, such as: ngsgd tune probe recipe=digits")
     from ngsgd.launcher.config import compose, tuned_file
 
     config = compose.compose(tuned_file.expanded(options.overrides),
                              config_dir=Path(options.config_dir) if options.config_dir else None)
     if config.objective.kind != "ce":
-        raise ConfigError(f"objective.kind is {config.objective.kind}, and ngsgd tune supports "
-                          "the loss of single frames only; "
-                          "tune with objective=ce.")
+        raise ConfigError(f"objective.kind is {config.objective.kind}, and ngsgd tune supports the "
+                          "loss of single frames only; tune with objective=ce.")
     stream = sys.stderr if options.json else sys.stdout
     report: Report = (lambda line: None) if options.quiet else (lambda line: print(line, flush=True, file=stream))
     found, lines = {"probe": _probe, "check": _check, "run": _tune, "transfer": _transfer}[options.what](config, options, report)
@@ -65,8 +63,8 @@ def _parser() -> Parser:
     # optional for argparse, whose message about a missing one also names KEY=VALUE
     parser.add_argument("what", metavar="|".join(COMMANDS), nargs="?", default="",
                         help="measure the cost of a hypergradient; compare it with finite "
-                             "differences; search and write "
-                             "tuned.yaml; try multiples of the learned rates on a longer proxy run")
+                             "differences; search and write tuned.yaml; try multiples of the "
+                             "learned rates on a longer proxy run")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of ngsgd train")
     parser.add_argument("--from", dest="source", metavar="FOLDER",
                         help="transfer: folder written by ngsgd tune run")
@@ -87,8 +85,7 @@ def _proxy(config: RunConfig, report: Report, *, steps: int = 0) -> Iterator[Pro
     check_output_dir(config)
     proxy = Proxy.of(config, prepare.prepare(config, report).egs_directory, steps=steps)
     report(f"proxy      {proxy.space.num_jobs} jobs x {proxy.space.num_steps} minibatches, "
-           f"averaged {proxy.space.num_outer_iters} "
-           f"times: {proxy.task.num_frames:,} frames")
+           f"averaged {proxy.space.num_outer_iters} times: {proxy.task.num_frames:,} frames")
     if config.cluster.kind != "ray":
         yield proxy
         return
@@ -119,8 +116,7 @@ def _probe(config: RunConfig, options: argparse.Namespace, report: Report) -> Re
     minutes = config.tune.budget * cost.run_s / 60
     if cost.is_reversed:
         reversal = (f"{_PROBE_STEPS} steps forward and back: all digests equal; "
-                    f"{cost.reversal_bits:.3f} bits per parameter "
-                    "and step were stored")
+                    f"{cost.reversal_bits:.3f} bits per parameter and step were stored")
     else:
         reversal = f"not possible with {'momentum 0' if config.optimizer.kind == 'sgd' else 'the online natural gradient'}"
     lines = [
@@ -129,8 +125,7 @@ def _probe(config: RunConfig, options: argparse.Namespace, report: Report) -> Re
         f"cost       a hypergradient takes {cost.ratio:.1f} proxy runs ({cost.run_s:.0f} s each); "
         f"tune.budget={config.tune.budget:g}: {minutes:.1f} minutes",
         f"memory     {cost.num_parameters:,} parameters; store {cost.store_bytes / 1e9:.2f} GB, "
-        "reversible "
-        f"{cost.reversible_bytes / 1e9:.2f} GB",
+        f"reversible {cost.reversible_bytes / 1e9:.2f} GB",
         f"engine     {cost.engine}: {cost.reason}", f"threads    {cost.num_threads}"]
     # the report holds arrays
     found = {name: value for name, value in vars(cost).items() if name != "report"}

@@ -39,9 +39,8 @@ def require_writable(name: str, folder: Path) -> None:
         with tempfile.TemporaryDirectory(dir=existing, prefix=".ngsgd-"):
             pass
     except OSError as error:
-        raise ConfigError(f"{name} is {folder}, which cannot be written ({error.strerror}); "
-                          "choose another "
-                          "folder, or fix its permissions.") from error
+        raise ConfigError(f"{name} is {folder}, which cannot be written ({error.strerror}); choose "
+                          "another folder, or fix its permissions.") from error
 
 
 def _inputs(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -54,7 +54,6 @@ def _summary(found: FittingBatch, device: torch.device) -> str:
         how += f", and a step of {found.size} was run"
     return (
         f"up to {found.size} examples in {found.free_bytes / 2**30:.1f} GiB free of {where}; a "
-        "step takes "
-        f"{found.fixed_bytes / 2**20:.1f} MiB and {found.bytes_per_example / 2**10:.1f} KiB per "
-        f"example ({how})"
+        f"step takes {found.fixed_bytes / 2**20:.1f} MiB and {found.bytes_per_example / 2**10:.1f} "
+        f"KiB per example ({how})"
     )

@@ -134,8 +134,7 @@ def gpus() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         has_driver = shutil.which("nvidia-smi") is not None
         yield (Finding("warn", "GPU", f"nvidia-smi is installed, but torch {torch.__version__} "
-                                      "finds no "
-                                      "GPU",
+                                      "finds no GPU",
                        "install a torch built for your driver: https://pytorch.org/get-started")
                if has_driver else Finding("ok", "GPU", "none: training runs on the CPU"))
         return

@@ -50,8 +50,7 @@ class KubernetesJob:
                     for what, low in least.items() if getattr(options, what) < low]
         if not _NAME.fullmatch(name):
             problems.append(f"--job-name is {name!r}; Kubernetes accepts up to 47 lower-case "
-                            "letters, digits "
-                            "and '-'.")
+                            "letters, digits and '-'.")
         if not options.claim:
             problems.append("--claim is missing; name a PersistentVolumeClaim that all pods can "
                             "write (ReadWriteMany).")

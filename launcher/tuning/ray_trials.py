@@ -130,5 +130,5 @@ def _got(refs: Sequence[Any]) -> Any:
         raise
     except RayActorError as error:
         raise ClusterError(f"a worker of ngsgd tune was lost ({str(error).splitlines()[0]}); run "
-                           "it again, with fewer workers if "
-                           f"memory was short on its {os.cpu_count()} cores.") from None
+                           "it again, with fewer workers if memory was short on its "
+                           f"{os.cpu_count()} cores.") from None

@@ -47,8 +47,7 @@ class TuneTracker:
         mark = "*" if trial.value < self._best else " "
         self._best = min(self._best, trial.value)
         self._report(f"{trial.kind:10} {self._num_trials:4} {trial.cost:7.1f} runs  valid "
-                     f"{trial.value:.4f}{mark}  "
-                     f"best {self._best:.4f}")
+                     f"{trial.value:.4f}{mark}  best {self._best:.4f}")
         if trial.value < float("inf"):
             self._log({"tune/val": trial.value, "tune/best": self._best}, trial.cost)
 

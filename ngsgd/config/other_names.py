@@ -97,6 +97,10 @@ _RELATED = {
 # name -> settings with a similar meaning; {} is the value
 SETTINGS_INSTEAD = {name: text for text, names in _RELATED.items() for name in names}
 
+# values of device and precision
+_VALUES = {"gpu": "cuda", "32": "float32", "fp32": "float32",
+           **dict.fromkeys(("16", "fp16", "16-mixed", "bf16-mixed", "bfloat16"), "bf16")}
+
 
 def instead_of(word: str, value: str = "") -> str:
     """Return the settings that another trainer's name stands for; empty where the name is unknown.
@@ -108,6 +112,8 @@ def instead_of(word: str, value: str = "") -> str:
     if text := SETTINGS_INSTEAD.get(name):
         return text.format(value or "VALUE")
     path = OTHER_NAMES.get(name, "")
+    if path in ("cluster.device", "cluster.precision"):
+        value = _VALUES.get(value.lower(), value)
     return f"{path}={value}" if path and value else path
 
 

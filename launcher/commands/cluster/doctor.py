@@ -18,26 +18,7 @@ from ngsgd.launcher.doctor.machine import Finding
 
 def command(arguments: Sequence[str]) -> int:
     """Print a line per check; return exit code 1 if a check fails."""
-    parser = Parser("doctor")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
-                        help="with --device: settings of ngsgd train")
-    parser.add_argument("--device", action="store_true",
-                        help="find the largest minibatch that fits on the GPU, or in memory, with "
-                             "the "
-                             "settings of a run; prepares its data")
-    parser.add_argument("--output-dir", default="runs", metavar="DIR",
-                        help="folder of the planned runs (default: %(default)s)")
-    parser.add_argument("--address", default="", metavar="HOST:PORT",
-                        help="Ray cluster to check (default: none)")
-    parser.add_argument("--tracking-uri", default="", metavar="URI",
-                        help="MLflow server to check (default: the database in the folder of the "
-                             "runs)")
-    parser.add_argument("--workers", type=int, default=2, metavar="N",
-                        help="planned number of workers on this machine (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help=JSON)
-    parser.add_argument("--quiet", "-q", action="store_true",
-                        help="print warnings and failures only")
-    options = parser.parse_intermixed_args(list(arguments))
+    options = _parser().parse_intermixed_args(list(arguments))
     if options.workers < 1:
         raise ConfigError(f"--workers is {options.workers}; it must be at least 1.")
     if options.overrides and not options.device:
@@ -57,6 +38,28 @@ def command(arguments: Sequence[str]) -> int:
         counts = Counter(finding.verdict for finding in findings)
         print(", ".join(f"{counts[verdict]} {verdict}" for verdict in ("ok", "warn", "fail")))
     return EXIT_RUN_FAILED if any(finding.verdict == "fail" for finding in findings) else EXIT_OK
+
+
+def _parser() -> Parser:
+    parser = Parser("doctor")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
+                        help="with --device: settings of ngsgd train")
+    parser.add_argument("--device", action="store_true",
+                        help="find the largest minibatch that fits on the GPU, or in memory, with "
+                             "the settings of a run; prepares its data")
+    parser.add_argument("--output-dir", default="runs", metavar="DIR",
+                        help="folder of the planned runs (default: %(default)s)")
+    parser.add_argument("--address", default="", metavar="HOST:PORT",
+                        help="Ray cluster to check (default: none)")
+    parser.add_argument("--tracking-uri", default="", metavar="URI",
+                        help="MLflow server to check (default: the database in the folder of the "
+                             "runs)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N",
+                        help="planned number of workers on this machine (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help=JSON)
+    parser.add_argument("--quiet", "-q", action="store_true",
+                        help="print warnings and failures only")
+    return parser
 
 
 def examine(output_dir: Path, num_workers: int, address: str = "",

@@ -83,9 +83,8 @@ def stop(arguments: Sequence[str]) -> int:
     parser = Parser("stop")
     parser.add_argument("what", metavar="RUN|JOB", help=_WHAT)
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS",
-                        help="maximum time to wait for the end, in seconds (default: "
-                             "%(default)s); the run "
-                             "finishes its outer iteration within failure.grace_period_s")
+                        help="maximum time to wait for the end, in seconds (default: %(default)s); "
+                             "the run finishes its outer iteration within failure.grace_period_s")
     jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
     run = known_run(options.what)
@@ -184,8 +183,7 @@ def _ask_to_end(run: Path, process: dict[str, Any]) -> None:
     if lock.exists() and (held is None or held.get("holder") != process):
         raise ConfigError(f"process {process['process_id']}, which process.json of {run} names, "
                           "does not hold the lock of the run, and got no signal. If no process "
-                          "trains "
-                          "the run, remove process.json.")
+                          "trains the run, remove process.json.")
     try:
         process_identity.send_signal(process, signal.SIGTERM)
     except PermissionError as error:
@@ -204,7 +202,6 @@ def _refuse_unproved(run: Path, state: dict[str, Any]) -> None:
                           "id.")
     if may_be_alive(process):
         raise ConfigError(f"{run / 'process.json'} names process {process['process_id']} without "
-                          "its start time. It may be another program, and got no signal. "
-                          f"Inspect it with `ps -fp {process['process_id']}`; if it trains the "
-                          "run: "
-                          f"kill -TERM {process['process_id']}")
+                          "its start time. It may be another program, and got no signal. Inspect "
+                          f"it with `ps -fp {process['process_id']}`; if it trains the run: kill "
+                          f"-TERM {process['process_id']}")

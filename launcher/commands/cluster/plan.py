@@ -56,8 +56,7 @@ def command(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser("plan", epilog=(
         "The column 'here' has all workers on this machine. The other columns give each worker a "
-        "core, or a GPU, on machines "
-        "like this one. docs/planner.md explains every column."))
+        "core, or a GPU, on machines like this one. docs/planner.md explains every column."))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of ngsgd train")
     parser.add_argument("--workers", default=_WORKERS, metavar="N,N,...",
                         help="numbers of workers (default: %(default)s)")
@@ -92,9 +91,8 @@ def _add_assumptions(parser: Parser) -> None:
     group.add_argument("--latency", type=float, default=2e-4, metavar="S",
                        help="latency of a link in seconds (default: %(default)s)")
     group.add_argument("--failures-per-worker-hour", type=float, default=1.2e-4, metavar="X",
-                       help="failures of a worker per hour; spot machines: 0.05 and more "
-                            "(default: %(default)s, one in 8 hours "
-                            "on 1000 GPUs)")
+                       help="failures of a worker per hour; spot machines: 0.05 and more (default: "
+                            "%(default)s, one in 8 hours on 1000 GPUs)")
     group.add_argument("--replace-s", type=float, default=20.0, metavar="S",
                        help="time to replace a lost worker in seconds (default: %(default)s)")
     group.add_argument("--sigma", type=float, metavar="X",
@@ -136,8 +134,7 @@ def _counts(name: str, given: str, problems: list[str]) -> list[int]:
     counts = [int(word) for word in words if word.strip().isdecimal() and 1 <= int(word) <= _MAX_WORKERS]
     if len(counts) != len(words):
         problems.append(f"--{name} is {given!r}; give integers from 1 to {_MAX_WORKERS} with "
-                        "commas between them, such as "
-                        "1,2,8.")
+                        "commas between them, such as 1,2,8.")
     return sorted(set(counts))
 
 

@@ -58,8 +58,7 @@ def command(arguments: Sequence[str]) -> int:
 def argument_parser() -> Parser:
     parser = Parser("simulate", epilog=(
         "schedule.num_jobs_final is the number of workers. Equal settings and seeds give equal "
-        "events. docs/simulate.md lists "
-        "the real and the simulated parts."))
+        "events. docs/simulate.md lists the real and the simulated parts."))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of ngsgd train")
     parser.add_argument("--json", action="store_true", help=f"{JSON}; progress goes to stderr")
     parser.add_argument("--quiet", "-q", action="store_true",
@@ -265,8 +264,7 @@ def text(summary: Summary) -> list[str]:
         f"efficiency {_percent(shares['efficiency'])} (predicted "
         f"{_percent(summary.predicted_efficiency)}); lost to {lost}",
         f"objf       {summary.train.objf:.3f} valid {summary.valid.objf:.3f} acc "
-        f"{100 * summary.valid.accuracy:.1f}% "
-        f"after {summary.frames_processed:,} frames",
+        f"{100 * summary.valid.accuracy:.1f}% after {summary.frames_processed:,} frames",
         f"run folder {summary.folder}"]
 
 

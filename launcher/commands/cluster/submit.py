@@ -83,8 +83,8 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
     kind = config.cluster.kind
     if config.cluster.address or kind not in _PLACES:
         raise ConfigError("ngsgd submit supports cluster=ray, slurm and kubernetes, and "
-                          "--dashboard-url is the Ray cluster; "
-                          f"remove cluster.address and cluster={kind}.")
+                          "--dashboard-url is the Ray cluster; remove cluster.address and "
+                          f"cluster={kind}.")
     if options.to and kind not in ("ray", options.to):
         raise ConfigError(f"--to is {options.to}, but cluster is {kind}; give one of them.")
     extra = ["--config-dir", os.path.abspath(options.config_dir)] if options.config_dir else []

@@ -13,7 +13,7 @@ class ScheduleConfig:
     """Duration, learning rate and number of jobs; the formulas are Kaldi's (`ngsgd.schedules`)."""
 
     num_epochs: float = option(
-        2.5, "training duration in passes over the data",
+        2.5, "duration of training; an epoch is a pass over the training data",
         unit="epochs", above=0.0, high=1000.0)
     minibatch_size: int = option(
         128, "minibatch size (C.1: 128 for CPU threads, 512 for GPUs)",

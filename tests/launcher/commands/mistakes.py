@@ -1,4 +1,4 @@
-"""Wrong command lines with exit code and next step: rows of docs/reference/mistakes.md and cases of test_mistakes.py."""
+"""Wrong command lines with exit code and next step, for docs/reference/mistakes.md and its test."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ MISTAKES = (
     Mistake("flag of another trainer", "ngsgd train --epochs 5", 2, ("schedule.num_epochs=5",)),
     Mistake("flag of Kaldi", "ngsgd train --trainer.optimization.minibatch-size=512", 2, ("schedule.minibatch_size=512",)),
     Mistake("name of Lightning", "ngsgd train gradient_clip_val=1", 2, ("optimizer.max_param_change",)),
+    Mistake("value of Lightning", "ngsgd train precision=16-mixed", 2, ("cluster.precision=bf16",)),
     Mistake("number of GPUs", "ngsgd train gpus=2", 2, ("cluster.device=cuda", "cluster.num_workers=2")),
     Mistake("other name of a group", "ngsgd train optim=adamw", 2, ("optimizer=adamw",)),
     Mistake("other spelling of a choice", "ngsgd train optimizer=AdamW", 2, ("optimizer=adamw",)),
