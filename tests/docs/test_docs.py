@@ -23,7 +23,7 @@ PAGES = [page for page in ALL_PAGES if page.name not in ("RESULTS.md", "CHANGELO
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_in_the_pages_can_be_given(page: Path) -> None:
-    """Commands and flags exist, settings compose; whether the run folders exist is not looked at."""
+    """Commands and flags exist, and settings compose; run folders need not exist."""
     problems = []
     for line in _command_lines(page):
         words = shlex.split(line, comments=True)

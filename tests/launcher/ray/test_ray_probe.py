@@ -156,7 +156,7 @@ def test_a_ray_with_the_open_delete_is_refused(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_oldest_ray_is_the_one_that_the_package_asks_for() -> None:
-    from tests.docs.test_docs import ROOT
+    from tests.docs.pages import ROOT
 
     oldest = ".".join(map(str, probe.OLDEST_RAY))
     assert f"ray[default]>={oldest}," in (ROOT / "pyproject.toml").read_text()
