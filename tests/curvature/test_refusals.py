@@ -156,7 +156,7 @@ def test_what_was_not_asked_for_or_not_reached_is_told() -> None:
     model, x, y = _net()
     with collect(model, "variance", loss_fn=CE) as q:
         CE(model(x), y).backward()
-    with pytest.raises(AttributeError, match="asked"):
+    with pytest.raises(AttributeError, match="requested"):
         q["0.weight"].diag_ggn  # noqa: B018
     with pytest.raises(KeyError, match="trainable"):
         q["weight"]

@@ -125,7 +125,7 @@ def test_statistics_of_kaldi_and_other_settings_are_passed_over() -> None:
 
 @pytest.mark.parametrize(("settings", "reason"), [
     ({"num_subclasses": 30}, "sums sub-classes"), ({"kind": "tdnnf"}, "bypass"), ({"prior_scale_power": -0.25}, "scales"),
-    ({"_target_": "my:Net"}, "your own")])
+    ({"_target_": "my:Net"}, "custom module")])
 def test_what_nnet3_has_no_component_for_is_refused_with_the_reason(settings: dict[str, Any], reason: str) -> None:
     model, config = trained("relu")
     with pytest.raises(ConfigError, match=reason):

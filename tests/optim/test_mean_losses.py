@@ -155,6 +155,6 @@ def test_a_mean_without_loss_reduction_is_warned_of(reduction: str, num: int) ->
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y, reduction=reduction).backward()
             optimizer.step()
-    found = [str(one.message) for one in caught if "looks like a mean" in str(one.message)]
+    found = [str(one.message) for one in caught if "seems to be a mean" in str(one.message)]
     assert len(found) == (reduction == "mean")
     assert all(f"over {num} samples" in one and "loss_reduction" in one for one in found)

@@ -150,7 +150,7 @@ def test_nothing_moves_where_a_gradient_is_not_finite() -> None:
 
 def test_what_it_does_not_have_is_refused() -> None:
     model = network()
-    with pytest.raises(ConfigError, match="set lr_factor"):
+    with pytest.raises(ConfigError, match="lr_factor"):
         NaturalMuon(model, layer_options={"0": {"max_change": 1.0}})
     with pytest.raises(ValueError, match="natural or"):
         NaturalMuon(model, layer_options={"0": {"rule": "sgd"}})

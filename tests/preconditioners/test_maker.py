@@ -140,7 +140,7 @@ def test_mistakes_are_told() -> None:
     with pytest.raises(ConfigError, match="setup_loss_call or setup_loss_repr"):
         maker.forward_and_backward()
     maker.setup_loss_repr(y)
-    with pytest.raises(ConfigError, match="single"):
+    with pytest.raises(ConfigError, match="scalar"):
         maker.forward_and_backward()
     with pytest.raises(TypeError, match="yet"):
         list(y)

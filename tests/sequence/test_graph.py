@@ -37,7 +37,7 @@ def test_a_transducer_with_empty_arcs_has_the_same_sum_over_paths() -> None:
 
 
 def test_a_circle_of_empty_arcs_is_refused() -> None:
-    with pytest.raises(DataError, match="circle"):
+    with pytest.raises(DataError, match="cycle"):
         from_arcs([StateArc(0, 1, NOTHING, 0.0), StateArc(1, 0, NOTHING, 0.0)], start=0,
                   log_final={1: 0.0})
 
