@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.console import run_guarded, version
+from ngsgd.launcher.screen import SCREEN
 
 # 128 + SIGPIPE, the shell's own convention
 _EXIT_BROKEN_PIPE = 141
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rest = [word for word in own if word != "--debug"] + arguments[len(own):]
         code = run_guarded(lambda: _dispatch(rest, debug), debug=debug)
+        SCREEN.close()
         sys.stdout.flush()
     except BrokenPipeError:
         # the reader of a pipe ended (`| head`); flushing at exit must not raise again

@@ -1,6 +1,6 @@
-"""What every command shares: arguments that fail in a sentence, errors that become sentences and exit codes.
+"""Shared parts of the commands: argument parsing, error messages and exit codes.
 
-Nothing heavy is imported at the top, so that `ngsgd --help` answers at once.
+Nothing heavy is imported at the top, so that `ngsgd --help` starts fast.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from ngsgd.errors import (
     MissingExtraError,
     NgsgdError,
 )
+from ngsgd.launcher.screen import SCREEN
 from ngsgd.launcher.text import masked, printable
 
-# import name -> (package, extra); only what an optional extra brings
+# import name -> (package, extra), of optional packages
 _EXTRAS = {
     "hydra": ("hydra-core", "service"), "omegaconf": ("omegaconf", "service"), "yaml": ("pyyaml", "service"),
     "ray": ("ray", "service"), "mlflow": ("mlflow", "service"), "rich": ("rich", "service"),
@@ -39,7 +40,7 @@ _EXTRAS = {
 
 
 def run_guarded(action: Callable[[], int], *, debug: bool = False) -> int:
-    """The action's exit code; every error becomes sentences on stderr and the exit code of its kind."""
+    """Run an action and return its exit code; errors become messages on stderr."""
     try:
         return action()
     except SystemExit as end:
@@ -63,7 +64,7 @@ def run_guarded(action: Callable[[], int], *, debug: bool = False) -> int:
 
 
 def _as_ngsgd_error(error: Exception) -> NgsgdError | None:
-    """The typed error that stands for it; None for what only a bug of ours can raise."""
+    """Convert an exception into a typed error; None for a bug."""
     if isinstance(error, NgsgdError):
         return error
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
@@ -85,7 +86,7 @@ class OutOfMemory(NgsgdError):
 
 
 def _of_disk(error: OSError) -> NgsgdError | None:
-    """What a full, read-only or failing disk means to the user; None for network errors and the like."""
+    """Explain an error of the disk; None for network errors and others."""
     said = _DISK.get(error.errno or 0)
     if said is None:
         return None
@@ -107,6 +108,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _say(problems: Sequence[str]) -> None:
+    SCREEN.close()
     for problem in problems:
         print(f"ngsgd: {printable(masked(problem))}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the run to finish its outer iteration, the second, or time, ends it at once."""
+"""Ctrl-C and SIGTERM: the first one requests a stop after the outer iteration, the second one or a timeout stops at once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import FrameType
 
 
 class SignalStop:
-    """Set by a signal; `grace_s` later it expires.
+    """A stop request, set by a signal; it expires `grace_s` seconds later.
 
-    The grace counts time during which this process was stopped: whoever wants the machine back does not wait for longer, and
-    an outer iteration that is given up runs again when the run is resumed.
+    The time counts while this process is stopped as well. An outer iteration that is given up runs again when the run is
+    resumed.
     """
 
     def __init__(self, grace_s: float, on_request: Callable[[str], None]) -> None:
@@ -33,12 +33,12 @@ class SignalStop:
         if self._count == 1:
             self._deadline = time.monotonic() + self.grace_s
             self._on_request(f"{signal.Signals(signum).name}: finishing this outer iteration for up to "
-                             f"{self.grace_s:g} s; once more stops at once.")
+                             f"{self.grace_s:g} s; a second signal stops at once.")
 
 
 @contextmanager
 def signals_to(stop: SignalStop) -> Iterator[None]:
-    """Sends SIGINT and SIGTERM to `stop` while the block runs."""
+    """Route SIGINT and SIGTERM to `stop` while the block runs."""
     old = {number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -18,8 +18,7 @@ from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.console import version
 from ngsgd.launcher.reports import comparison
 from ngsgd.launcher.reports.comparison import ComparedRun, Group
-from ngsgd.launcher.reports.progress import duration
-from ngsgd.launcher.text import masked, printable
+from ngsgd.launcher.text import duration, masked, printable
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 
 # rows of the table on the terminal; the page has all

@@ -19,6 +19,7 @@ from ngsgd.launcher.config.paths import require_paths
 from ngsgd.launcher.config.tuned_file import expanded
 from ngsgd.launcher.console import run_guarded
 from ngsgd.launcher.ray.probe import require_cluster
+from ngsgd.launcher.screen import SCREEN
 from ngsgd.launcher.text import masked
 from ngsgd.pipeline.runs.run_folder import find_run, run_to_continue
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 def train(arguments: list[str], *, debug: bool) -> int:
     """Check all settings, then run Hydra; return the worst exit code of all runs."""
     options = _parser().parse_with_settings(arguments)
+    if SCREEN.is_terminal and not (options.quiet or options.cfg or options.info or options.multirun or options.hydra_help):
+        # imports take seconds; a log needs no line for them
+        SCREEN.phase("loading ngsgd")
     options.overrides = compose.with_current_names(expanded(options.overrides))
     if not (options.hydra_help or options.info):
         sweep = options.multirun or any(text.upper() == "HYDRA.MODE=MULTIRUN"
@@ -45,7 +49,7 @@ def train(arguments: list[str], *, debug: bool) -> int:
         codes.touch()
 
         def task(composed: Any) -> float | None:
-            return _train_one(composed, codes, quiet=options.quiet, debug=debug,
+            return _train_one(composed, codes, quiet=options.quiet, verbose=options.verbose, debug=debug,
                               continues=options.continues, trust=options.trust,
                               allow_other_bits=options.allow_other_bits)
 
@@ -72,14 +76,18 @@ def resume(arguments: Sequence[str]) -> int:
                              "to rounding")
     parser.add_argument("--quiet", "-q", action="store_true",
                         help="print incidents and the result only")
+    parser.add_argument("--verbose", "-v", action="store_true",
+                        help="compare predicted with measured times at the end")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     options = parser.parse_args(list(arguments))
     run = find_run(options.run)
     if options.workers is not None and options.workers < 1:
         raise ConfigError(f"--workers is {options.workers}; it must be at least 1.")
+    if SCREEN.is_terminal and not options.quiet:
+        SCREEN.phase("loading ngsgd")
     from ngsgd.launcher.commands import train as service
 
-    return service.resume(run, quiet=options.quiet, address=options.address, num_workers=options.workers,
+    return service.resume(run, quiet=options.quiet, verbose=options.verbose, address=options.address, num_workers=options.workers,
                           accept_changed_config=options.accept_changed_config, trust=options.trust,
                           allow_other_bits=options.allow_other_bits)
 
@@ -89,6 +97,7 @@ def _parser() -> Parser:
     parser = Parser("train", add_help=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--quiet", "-q", action="store_true")
+    parser.add_argument("--verbose", "-v", action="store_true")
     parser.add_argument("--continue", dest="continues", action="store_true")
     parser.add_argument("--trust", action="store_true")
     parser.add_argument("--allow-other-bits", action="store_true")
@@ -116,7 +125,7 @@ def _hydra_arguments(options: argparse.Namespace) -> list[str]:
     return [*valued, *plain, *options.overrides]
 
 
-def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, continues: bool,
+def _train_one(composed: Any, codes: Path, *, quiet: bool, verbose: bool, debug: bool, continues: bool,
                trust: bool = False, allow_other_bits: bool = False) -> float | None:
     """Train a run, or with `continues` resume one; return the value that a sweeper minimizes."""
     from hydra.core.hydra_config import HydraConfig
@@ -137,10 +146,10 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, continue
 
         begun = run_to_continue(config) if continues else None
         if begun:
-            return service.resume(begun, quiet=quiet, address=config.cluster.address,
+            return service.resume(begun, quiet=quiet, verbose=verbose, address=config.cluster.address,
                                   num_workers=config.cluster.num_workers,
                                   trust=trust, given=config, allow_other_bits=allow_other_bits)
-        reports.append(service.train(config, quiet=quiet, trust=trust,
+        reports.append(service.train(config, quiet=quiet, verbose=verbose, trust=trust,
                                      allow_other_bits=allow_other_bits))
         return EXIT_OK
 

@@ -16,8 +16,7 @@ from ngsgd.errors import EXIT_OK
 from ngsgd.files import read_json, read_regular_text, unsealed
 from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.console import version
-from ngsgd.launcher.reports.progress import duration
-from ngsgd.launcher.text import masked, printable
+from ngsgd.launcher.text import duration, masked, printable
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.training.storage.event_log import read_events
 from ngsgd.training.storage.lock import holder_of
@@ -73,6 +72,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
         "wer": end.get("wer") or None,
         "wer_percent": end.get("wer_percent") if end.get("wer") else None,
         "fingerprint": _fingerprint(folder),
+        "error": folder.last_error() or None,
         "is_finished": bool(end), "examples": _examples_of(folder),
         "num_incidents": len(incidents), "incidents": incidents[-5:]}
 
@@ -80,6 +80,8 @@ def state_of(run_dir: Path) -> dict[str, Any]:
 def describe_run(state: Mapping[str, Any]) -> list[str]:
     """Return the state of a run as lines of text."""
     lines = [f"run        {state['run']}", f"state      {_state_line(state)}"]
+    if state["error"] and state["state"] in ("FAILED", "STOPPED"):
+        lines.append(f"error      exit code {state['error']['exit_code']}: {state['error']['message']}")
     if state["num_outer_iters"]:
         lines.append(f"progress   {progress_line(state)}")
     if state["is_finished"]:

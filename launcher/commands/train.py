@@ -22,7 +22,7 @@ from ngsgd.launcher.signals import SignalStop, signals_to
 from ngsgd.launcher.text import masked
 from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged, run_name
+from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged
 from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.services import PoolRequest, Services, local_pool
 from ngsgd.training.records import FinalReport
@@ -34,10 +34,16 @@ if TYPE_CHECKING:
     from ngsgd.pipeline.run import Run
 
 
-def train(config: RunConfig, quiet: bool, trust: bool = False, *, allow_other_bits: bool = False) -> FinalReport:
+def train(config: RunConfig, quiet: bool, trust: bool = False, *, verbose: bool = False,
+          allow_other_bits: bool = False) -> FinalReport:
     """Train a new run, from data to WER.
 
-    `trust` allows the import of a module that only the model to start from names.
+    Args:
+        config: complete configuration of the run.
+        quiet: print incidents and the result only.
+        trust: import a module that only the model to start from names.
+        verbose: compare predicted with measured times at the end.
+        allow_other_bits: accept workers whose results agree to rounding only.
     """
     if config.cluster.kind in ("slurm", "kubernetes"):
         raise ConfigError(f"cluster={config.cluster.kind} trains by submission only: ngsgd submit "
@@ -46,12 +52,12 @@ def train(config: RunConfig, quiet: bool, trust: bool = False, *, allow_other_bi
     # imports speech recognition, which a custom task does not need
     from ngsgd.pipeline.run import build_run
 
-    with _services_with_ray(config, quiet) as services:
+    with _services_with_ray(config, quiet, verbose=verbose) as services:
         return build_run(config, services, trust=trust, allow_other_bits=allow_other_bits).train()
 
 
 def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None, *,
-           accept_changed_config: bool = False, trust: bool = False, given: RunConfig | None = None,
+           verbose: bool = False, accept_changed_config: bool = False, trust: bool = False, given: RunConfig | None = None,
            allow_other_bits: bool = False) -> int:
     """Continue a run after its last outer iteration, with its own configuration.
 
@@ -63,6 +69,7 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
         quiet: print incidents and the result only.
         address: Ray cluster; None: that of the run.
         num_workers: number of workers; None: that of the run.
+        verbose: compare predicted with measured times at the end.
         accept_changed_config: accept a config.yaml that was edited.
         trust: import the module that the run names.
         given: settings of the command line of --continue; a module named there needs no `trust`.
@@ -85,7 +92,7 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     require_cluster(config.cluster)
     from ngsgd.pipeline.run import build_run
 
-    with _services_with_ray(config, quiet) as services:
+    with _services_with_ray(config, quiet, verbose=verbose) as services:
         build_run(config, services, folder=folder, fingerprint=fingerprint, trust=trust).train()
     return EXIT_OK
 
@@ -121,14 +128,16 @@ def open_run(run_dir: Path, quiet: bool, *, is_unchanged: bool = True) -> Run:
     return Run(config, folder, Services(progress.report, progress.warn))
 
 
-def services_of(config: RunConfig, quiet: bool) -> Services:
+def services_of(config: RunConfig, quiet: bool, *, verbose: bool = False) -> Services:
     """Progress lines on the terminal, MLflow, Ray, stop signals and plots."""
     progress = _progress(config, quiet)
     stop = SignalStop(config.failure.grace_period_s, progress.report)
 
     def trackers(config: RunConfig, folder: RunFolder, job_counts: Sequence[int]) -> list[Tracker]:
-        mlflow = [] if config.tracking.kind == "none" else [MlflowTracker(config, folder.path, run_name(config), progress.warn)]
-        return [progress, Forecast(config, job_counts, progress.report), *mlflow]
+        mlflow = [] if config.tracking.kind == "none" else [MlflowTracker(config, folder.path, progress.warn, progress.report)]
+        forecast = [Forecast(config, job_counts, progress.report)] if verbose else []
+        # the progress last, so that the wait for MLflow is shown
+        return [*mlflow, *forecast, progress]
 
     return Services(progress.report, progress.warn, make_pool=_pool, make_trackers=trackers, stop=stop,
                     catch_signals=partial(signals_to, stop),
@@ -142,7 +151,7 @@ def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:
 
 
 @contextlib.contextmanager
-def _services_with_ray(config: RunConfig, quiet: bool) -> Iterator[Services]:
+def _services_with_ray(config: RunConfig, quiet: bool, *, verbose: bool) -> Iterator[Services]:
     """Services whose Ray instance starts during data preparation, and ends if that fails."""
     begun = False
 
@@ -155,7 +164,7 @@ def _services_with_ray(config: RunConfig, quiet: bool) -> Iterator[Services]:
             cluster.begin(config.cluster)
 
     try:
-        yield replace(services_of(config, quiet), begin=begin)
+        yield replace(services_of(config, quiet, verbose=verbose), begin=begin)
     finally:
         if begun:
             from ngsgd.launcher.ray import cluster
@@ -166,8 +175,10 @@ def _services_with_ray(config: RunConfig, quiet: bool) -> Iterator[Services]:
 def _pool(request: PoolRequest) -> WorkerPool:
     if request.spec.settings.cluster.kind != "ray":
         return local_pool(request)
+    from ngsgd.launcher.ray.logs import RAY_LOG
     from ngsgd.launcher.ray.pool import RayPool
 
+    RAY_LOG.write_to(request.log_directory.parent / "ray.log")
     return RayPool(request.spec, request.num_threads, request.num_parameters, request.agreement, request.report)
 
 

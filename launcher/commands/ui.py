@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from typing import IO, Any
 
 from ngsgd.errors import EXIT_OK, ConfigError, MissingExtraError, NgsgdError
 from ngsgd.launcher.arguments import Parser
+from ngsgd.launcher.mlflow.metrics import COLUMNS
 from ngsgd.launcher.mlflow.store import read_tracking, sqlite_uri
 
 # MLflow with our check of origins around it
@@ -25,6 +27,8 @@ _APP = "ngsgd-ui"
 # it takes 20 s on two busy cores, and longer with a cold disk
 _START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 5.0
+# our columns of the table of runs
+_VIEW = "ngsgd"
 # the default is MLflow's page for language models
 _PAGES = "?workflowType=machine_learning"
 
@@ -56,7 +60,9 @@ def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: C
         server = _start(server_command(output_dir, host, port), log, plugin)
         try:
             _wait_until_healthy(server, f"http://{_reachable(host)}:{port}", log)
-            for line in page_links(output_dir, f"http://{_reachable(host)}:{port}"):
+            address = f"http://{_reachable(host)}:{port}"
+            experiment = newest_run(output_dir).get("experiment_id", "")
+            for line in page_links(output_dir, address, has_view=bool(experiment) and _add_view(address, str(experiment))):
                 say(line)
             say("Stop it with Ctrl-C.")
             server.wait()
@@ -68,15 +74,40 @@ def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: C
             _end(server)
 
 
-def page_links(output_dir: Path, address: str) -> list[str]:
-    """Return links to the newest experiment and to the curves of its newest run."""
+def newest_run(output_dir: Path) -> dict[str, Any]:
+    """Return where the run that was written last is in MLflow; empty if there is none."""
     written = sorted(output_dir.glob("*/tracking.json"), key=lambda file: file.stat().st_mtime)
-    stored = read_tracking(written[-1].parent) if written else {}
+    return read_tracking(written[-1].parent) if written else {}
+
+
+def page_links(output_dir: Path, address: str, *, has_view: bool = False) -> list[str]:
+    """Return links to the table and the charts of the newest experiment, and to its newest run.
+
+    `has_view`: the experiment has our columns of the table.
+    """
+    stored = newest_run(output_dir)
     if not stored:
         return [f"runs        {address}/#/experiments{_PAGES}"]
     experiment = f"{address}/#/experiments/{stored['experiment_id']}"
-    return [f"runs        {experiment}/runs{_PAGES}&compareRunsMode=CHART",
+    return [f"runs        {experiment}/runs{_PAGES}{f'&viewStateShareKey={_VIEW}' if has_view else ''}",
+            f"charts      {experiment}/runs{_PAGES}&compareRunsMode=CHART",
             f"newest run  {experiment}/runs/{stored['run_id']}/model-metrics{_PAGES}"]
+
+
+def _add_view(address: str, experiment_id: str) -> bool:
+    """Store the columns of the table as a shared view of the experiment, as MLflow's button Share does."""
+    view = {"searchFilter": "", "orderByKey": "attributes.start_time", "orderByAsc": False, "startTime": "ALL",
+            "lifecycleFilter": "Active", "datasetsFilter": [], "modelVersionFilter": "All Runs",
+            "selectedColumns": [f"metrics.`{name}`" for name in COLUMNS]}
+    tag = {"experiment_id": experiment_id, "key": f"mlflow.sharedViewState.{_VIEW}", "value": json.dumps(view)}
+    request = urllib.request.Request(f"{address}/api/2.0/mlflow/experiments/set-experiment-tag", json.dumps(tag).encode(),
+                                     {"Content-Type": "application/json"})
+    try:
+        urllib.request.urlopen(request, timeout=30).close()
+    except OSError:
+        # without it, the pages have MLflow's own columns
+        return False
+    return True
 
 
 def _check(output_dir: Path, host: str, port: int) -> None:

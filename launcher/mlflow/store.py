@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import tempfile
@@ -12,7 +13,7 @@ from urllib.parse import quote, urlsplit
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
-from ngsgd.files import read_json
+from ngsgd.files import read_json, write_text
 from ngsgd.launcher.text import MASK, conceal, is_masked, masked
 
 # bytes; what a run asks for is far smaller
@@ -20,6 +21,8 @@ _MAX_ANSWER = 64 * 2**20
 # where a server may have artifacts put; all else would be a place on this machine, or leads to one
 _REMOTE_SCHEMES = ("mlflow-artifacts", "http", "https", "s3", "gs", "wasb", "wasbs", "abfs", "abfss", "r2", "b2", "hdfs", "viewfs",
                    "ftp", "sftp", "oss", "cos", "swift", "dbfs")
+# characters, MLflow's limit
+_LONGEST_DIGEST = 36
 _PACKAGES = ("ngsgd", "torch", "numpy", "safetensors")
 
 
@@ -75,7 +78,7 @@ def open_client(uri: str) -> Any:
     from mlflow import MlflowClient
 
     if "MLFLOW_LOGGING_LEVEL" not in os.environ:
-        # it tells how it makes its tables otherwise
+        # otherwise it logs the creation of its tables
         logging.getLogger("mlflow").setLevel(logging.WARNING)
     if is_server(uri):
         _bound_answers()
@@ -85,6 +88,11 @@ def open_client(uri: str) -> Any:
 def is_server(uri: str) -> bool:
     """Whether the store is somebody else's program, which answers what it likes."""
     return uri.lower().startswith(("http://", "https://"))
+
+
+def _is_remote(place: str) -> bool:
+    """Whether files that go there leave this machine."""
+    return urlsplit(place).scheme.lower() in _REMOTE_SCHEMES
 
 
 class Artifacts:
@@ -97,7 +105,7 @@ class Artifacts:
         self.refused: str | None = None
         if is_server(uri):
             place = str(client.get_run(run_id).info.artifact_uri)
-            if urlsplit(place).scheme.lower() not in _REMOTE_SCHEMES:
+            if not _is_remote(place):
                 self.refused = place
                 return
             from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
@@ -110,6 +118,12 @@ class Artifacts:
             self._repository.log_artifact(str(path))
         elif self.refused is None:
             self._client.log_artifact(self.run_id, str(path))
+
+    def log_text(self, text: str, name: str) -> None:
+        """Store a text as a file of that name."""
+        with tempfile.TemporaryDirectory(prefix="ngsgd-mlflow-") as scratch:
+            write_text(Path(scratch) / name, text)
+            self.log_file(Path(scratch) / name)
 
     def log_folder(self, path: Path, name: str) -> None:
         if self._repository is not None:
@@ -153,25 +167,50 @@ def read_tracking(run_dir: Path) -> dict[str, Any]:
     return stored if isinstance(stored, dict) and stored.keys() >= {"experiment_id", "run_id", "worker_runs"} else {}
 
 
-def log_model(client: Any, run_id: str, final: Path, register_as: str, artifacts: Artifacts) -> str:
-    """Stores the final model under "model" of the run; returns the version registered, or nothing."""
+def log_model(client: Any, run_id: str, experiment_id: str, final: Path, artifacts: Artifacts, *, uri: str, step: int) -> str:
+    """Store the final model as a logged model named "model", an output of the run; returns its id.
+
+    Empty where a server names a place on this machine for the files.
+    """
+    from mlflow.entities import LoggedModelOutput
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    model = client.create_logged_model(experiment_id, name="model", source_run_id=run_id)
+    if is_server(uri) and not _is_remote(model.artifact_location):
+        artifacts.refused = model.artifact_location
+        client.delete_logged_model(model.model_id)
+        return ""
     with tempfile.TemporaryDirectory(prefix="ngsgd-mlflow-") as scratch:
         folder = Path(scratch) / "model"
-        _save(final, folder)
-        artifacts.log_folder(folder, "model")
-    if not register_as:
-        return ""
-    source = f"{client.get_run(run_id).info.artifact_uri.rstrip('/')}/model"
-    if not any(found.name == register_as for found in client.search_registered_models(f"name = '{register_as}'")):
-        client.create_registered_model(register_as)
-    return str(client.create_model_version(register_as, source=source, run_id=run_id).version)
+        _save(final, folder, model_id=model.model_id)
+        get_artifact_repository(model.artifact_location, tracking_uri=uri).log_artifacts(str(folder))
+    client.finalize_logged_model(model.model_id, "READY")
+    client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
+    return str(model.model_id)
 
 
-def _save(final: Path, folder: Path) -> None:
+def register_model(client: Any, run_id: str, model_id: str, name: str) -> str:
+    """Make a logged model a new version of a registered model; returns the version."""
+    if not any(found.name == name for found in client.search_registered_models(f"name = '{name}'")):
+        client.create_registered_model(name)
+    # not models:/ID, which the client looks up in the store of MLFLOW_TRACKING_URI
+    source = client.get_logged_model(model_id).artifact_location
+    return str(client.create_model_version(name, source=source, run_id=run_id, model_id=model_id).version)
+
+
+def log_dataset(client: Any, run_id: str, name: str, digest: str, source: str) -> None:
+    """Record which data a run was trained on."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    dataset = Dataset(name, digest[:_LONGEST_DIGEST], "local", json.dumps({"uri": source}))
+    client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+
+
+def _save(final: Path, folder: Path, *, model_id: str) -> None:
     """An MLflow model folder around the files of final/."""
     import mlflow.pyfunc
     import numpy as np
-    from mlflow.models import ModelSignature
+    from mlflow.models import Model, ModelSignature
     from mlflow.types import Schema, TensorSpec
 
     from ngsgd.launcher.console import version
@@ -182,7 +221,11 @@ def _save(final: Path, folder: Path) -> None:
     # what the package brings is named, since MLflow would import everything to find out
     requirements = [f"{package}=={version(package)}" for package in _PACKAGES]
     with warnings.catch_warnings():
-        # it recommends an example of the input beside the signature
+        # it recommends an input example in addition to the signature
         warnings.simplefilter("ignore", UserWarning)
         mlflow.pyfunc.save_model(str(folder), python_model=str(Path(__file__).with_name("model.py")),
                                  artifacts={"final": str(final)}, signature=signature, pip_requirements=requirements)
+    # links the files to the logged model, as mlflow.pyfunc.log_model does
+    stored = Model.load(str(folder))
+    stored.model_id = model_id
+    stored.save(str(folder / "MLmodel"))

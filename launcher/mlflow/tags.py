@@ -1,4 +1,4 @@
-"""Tags of a run in MLflow: who made it, of which code, and its colour."""
+"""Tags of a run in MLflow: user, version of the code, and color."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from ngsgd.launcher.console import version
 
-# MLflow draws runs in colours of its own that may be two shades of one; ours are told apart
-_COLOURS = ("#1f6fb4", "#e07b1a", "#2f8f4e", "#c0392b", "#7d4fb0", "#8c6d31", "#17a2b8", "#d6499e")
+# MLflow's default colors of two runs may be two shades of one color
+_COLORS = ("#1f6fb4", "#e07b1a", "#2f8f4e", "#c0392b", "#7d4fb0", "#8c6d31", "#17a2b8", "#d6499e")
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes, and the commit of our code where it is a checkout."""
+    """Versions of the packages that compute, and the commit of ngsgd in a checkout."""
     tags = {f"version.{package}": version(package) for package in ("ngsgd", "torch", "ray")}
     source = Path(__file__).parent
     commit = _git(source, "rev-parse", "HEAD")
@@ -21,7 +21,7 @@ def versions() -> dict[str, str]:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """What git says, or nothing when this is no checkout or git is missing."""
+    """The output of a git command; empty outside a checkout or without git."""
     try:
         command = ["git", "-C", str(folder), *arguments]
         said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -31,7 +31,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def origin(index: int) -> dict[str, str]:
-    """The tags that MLflow itself would set; `index` tells the colours of runs apart."""
+    """The tags that MLflow itself would set; `index` chooses the color."""
     import getpass
 
     try:
@@ -40,4 +40,4 @@ def origin(index: int) -> dict[str, str]:
         # a container without a name for its user
         user = "unknown"
     return {"mlflow.source.name": "ngsgd train", "mlflow.source.type": "LOCAL", "mlflow.user": user,
-            "mlflow.runColor": _COLOURS[index % len(_COLOURS)]}
+            "mlflow.runColor": _COLORS[index % len(_COLORS)]}

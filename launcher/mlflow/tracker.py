@@ -1,7 +1,7 @@
-"""A run in MLflow: settings, curves over frames processed, a child run per worker if asked for, pictures and the final model.
+"""A run in MLflow: settings, curves over frames processed, nested runs of workers if asked for, files and the final model.
 
-MLflow may be slow (a fresh SQLite schema takes 8 s) or down.  Everything here happens in one background thread, and no
-error of it reaches training: what fails is tried again, and the event log in the run folder has it all.
+MLflow may be slow (a fresh SQLite schema takes 8 s) or down. All requests come from one background thread, and no error
+of them reaches training: failed requests are retried, and the event log in the run folder is complete.
 """
 
 from __future__ import annotations
@@ -19,13 +19,24 @@ from typing import Any
 from ngsgd.config import RunConfig
 from ngsgd.config.build import flatten
 from ngsgd.config.unused import of_speech
-from ngsgd.files import write_text
+from ngsgd.files import read_json, unsealed, write_text
 from ngsgd.launcher.machine_load import load_of_machine
-from ngsgd.launcher.mlflow.metrics import run_metrics, storable, system_metrics, worker_metrics
-from ngsgd.launcher.mlflow.store import Artifacts, log_model, open_client, read_tracking, tracking_uri, without_login
+from ngsgd.launcher.mlflow.metrics import SystemMetrics, run_metrics, storable, worker_metrics
+from ngsgd.launcher.mlflow.store import (
+    Artifacts,
+    log_dataset,
+    log_model,
+    open_client,
+    read_tracking,
+    register_model,
+    tracking_uri,
+    without_login,
+)
+from ngsgd.launcher.mlflow.tables import WorkerTable, layer_csv
 from ngsgd.launcher.mlflow.tags import origin, versions
 from ngsgd.launcher.text import masked
-from ngsgd.pipeline.runs.run_folder import what_is_trained
+from ngsgd.phase import Phase
+from ngsgd.pipeline.runs.run_folder import RunFolder, what_is_trained
 from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
 from ngsgd.training.storage.event_log import read_events
 
@@ -39,25 +50,27 @@ _LOOK_S = 0.1
 _MAX_WORKER_RUNS = 32
 # characters of what MLflow says is wrong
 _LONGEST_REASON = 160
+# characters of a tag, MLflow's limit
+_LONGEST_TAG = 8000
 _PARAMS_PER_BATCH = 100          # MLflow's limits
 _METRICS_PER_BATCH = 1000
 # colons are allowed too, but not in file names
 _BAD_IN_NAMES = re.compile(r"[^A-Za-z0-9_\-. /]")
 
-Warn = Callable[[str], None]
+Say = Callable[[str], None]
 
 
 class MlflowTracker:
     """Sends a run's records to MLflow; a run folder that already has a tracking.json continues the run named there.
 
-    What cannot be sent waits and is tried again, with growing pauses, until the run ends; what is left then is sent when the run
-    is resumed, since the run folder has it all.
+    Failed requests are queued and retried, with growing pauses, until the run ends. The remaining ones are sent when the run is
+    resumed, from the event log in the run folder.
     """
 
-    def __init__(self, config: RunConfig, run_dir: Path, run_name: str, warn: Warn, *,
+    def __init__(self, config: RunConfig, run_dir: Path, warn: Say, report: Say = lambda _line: None, *,
                  make_client: Callable[[str], Any] | None = None) -> None:
-        self._run = _MlflowRun(config, run_dir.absolute(), run_name, make_client or open_client, warn)
-        self._warn = warn
+        self._run = _MlflowRun(config, run_dir.absolute(), make_client or open_client, warn)
+        self._warn, self._report = warn, report
         self._num_refused = 0
         self._num_unsent = 0
         self._is_down = False
@@ -92,7 +105,8 @@ class MlflowTracker:
         self._work.put(lambda: self._run.log_result(report, at_ms))
 
     def close(self, status: str) -> None:
-        """Waits for what is still to be sent, but not for ever."""
+        """Wait until everything is sent, for at most CLOSE_TIMEOUT_S."""
+        self._report(Phase("sending the last updates and the model to MLflow"))
         self._deadline = time.monotonic() + CLOSE_TIMEOUT_S
         self._work.put(lambda: self._run.end(status))
         self._work.put(None)
@@ -110,7 +124,7 @@ class MlflowTracker:
             self._send(action)
 
     def _send(self, action: Callable[[], None]) -> None:
-        """Does it, again and again while the store is down."""
+        """Send a request; retry it while the store is down."""
         for pause_s in _pauses():
             try:
                 self._run.open()
@@ -118,10 +132,10 @@ class MlflowTracker:
             except Exception as error:
                 # whatever it is, training must go on
                 if not self._is_down:
-                    self._warn(f"MLflow cannot be written ({_first_line(error)}); training goes on, what it misses is sent later, "
+                    self._warn(f"MLflow cannot be written ({_first_line(error)}); training continues, updates are sent later, "
                                f"and events.jsonl in {self._run.run_dir} has everything.")
                 self._is_down = True
-                # the store is there, and will never take this one
+                # the store rejects this request, now and later
                 if _is_refusal(error):
                     self._num_refused += 1
                     return
@@ -133,7 +147,7 @@ class MlflowTracker:
                 return
 
     def _rest(self, pause_s: float) -> bool:
-        """Sleeps before the next try; false if there is no time for one before the run's end."""
+        """Sleep before the next retry; False if the run ends before it."""
         ends = time.monotonic() + pause_s
         while time.monotonic() < ends:
             if self._deadline < math.inf and ends > self._deadline:
@@ -143,17 +157,15 @@ class MlflowTracker:
 
 
 class _MlflowRun:
-    """The conversation with MLflow; lives in the background thread."""
+    """All requests of a run to MLflow; used in the background thread only."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, run_name: str, make_client: Callable[[str], Any], warn: Warn
-                 ) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, make_client: Callable[[str], Any], warn: Say) -> None:
         self.run_dir = run_dir
         self.run_id = ""
         self.experiment_id = ""
         self.has_system = config.tracking.log_system_metrics
         self._config = config
         self._is_speech = not self._config.task._target_
-        self._run_name = run_name
         self._make_client = make_client
         self._warn = warn
         self._artifacts: Artifacts | None = None
@@ -161,6 +173,14 @@ class _MlflowRun:
         self._uri = tracking_uri(config)
         self._worker_runs: dict[int, str] = {}
         self._num_incidents = 0
+        self._elapsed_s = 0.0
+        self._model_id, self._is_registered = "", True
+        # metrics that have not been zero all the time
+        self._shown: set[str] = set()
+        # the scores of the final model, and when they were measured
+        self._result: tuple[Mapping[str, float], int] = {}, 0
+        self._workers, self._system = WorkerTable(), SystemMetrics()
+        self._latest: OuterIterationRecord | None = None
         self._frames_processed = 0
         # the newest outer iteration that the store has
         self._sent = -1
@@ -168,7 +188,7 @@ class _MlflowRun:
         self._past = _records(run_dir)
 
     def open(self) -> None:
-        """Finds or makes the run; does nothing when that is done."""
+        """Find or create the run, once."""
         if self.run_id:
             return
         self._client = self._client or self._make_client(self._uri)
@@ -179,6 +199,8 @@ class _MlflowRun:
         for at_ms, record in self._past:
             if record.outer_iter > self._sent:
                 self._log_outer_iteration(run_id, record, at_ms, {})
+            else:
+                self._count(record)
         # last: had anything above failed, the next try does it again
         self.run_id = run_id
 
@@ -197,40 +219,58 @@ class _MlflowRun:
 
     def _log_outer_iteration(self, run_id: str, record: OuterIterationRecord, at_ms: int, load: Mapping[str, float]) -> None:
         self._frames_processed = record.frames_processed
-        # the workers' charts show the mean over the jobs until the workers are unfolded; they would
-        # be empty otherwise
-        jobs = [job for job in record.jobs if job.accepted]
-        figures = run_metrics(record, is_speech=self._is_speech) | worker_metrics(jobs, is_speech=self._is_speech)
-        figures["cluster/incidents"] = self._num_incidents
+        figures = run_metrics(record, is_speech=self._is_speech, before_s=self._elapsed_s)
+        figures["workers/incidents"] = self._num_incidents
+        if self._config.tracking.nested_runs:
+            # the mean over the workers, whose own charts have the same names
+            figures |= worker_metrics([job for job in record.jobs if job.accepted], is_speech=self._is_speech)
         if self.has_system:
-            figures |= system_metrics(load, record.jobs)
-        self._log(run_id, figures, at_ms)
+            figures |= self._system.of(load, record.jobs, at_ms / 1000)
+        # a chart that is always zero says nothing
+        self._shown |= {name for name, value in figures.items() if value}
+        self._log(run_id, {name: value for name, value in figures.items() if name in self._shown}, at_ms)
         by_worker: dict[int, list[JobRecord]] = {}
         for job in record.jobs:
             if self._config.tracking.nested_runs and job.accepted and 0 <= job.worker < _MAX_WORKER_RUNS:
                 by_worker.setdefault(job.worker, []).append(job)
         for worker, jobs in sorted(by_worker.items()):
             self._log(self._worker_run(run_id, worker), worker_metrics(jobs, is_speech=self._is_speech), at_ms)
+        # last: had a request failed, all of this is done again
+        self._count(record)
         self._sent = record.outer_iter
         self._remember(run_id)
 
+    def _count(self, record: OuterIterationRecord) -> None:
+        self._workers.add(record)
+        self._latest, self._elapsed_s, self._frames_processed = record, record.elapsed_s, record.frames_processed
+
     def count_incident(self) -> None:
-        """Charted with the next outer iteration; the sentences are in events.jsonl."""
+        """Chart it with the next outer iteration; the messages are in events.jsonl."""
         self._num_incidents += 1
 
     def log_result(self, report: FinalReport, at_ms: int) -> None:
         self._frames_processed = report.frames_processed
-        # the scores on fixed frames came with the last outer iteration
         result = {"time/total_s": report.seconds}
         if report.wer:
-            result |= {"test/wer": report.wer_percent, "valid/wer": _percent(report.valid_wer)}
+            result |= {"2_wer/test": report.wer_percent, "2_wer/valid": _percent(report.valid_wer),
+                       "result/objf_valid": report.valid.objf, "result/accuracy_valid": report.valid.accuracy}
             self._client.set_tag(self.run_id, "mlflow.note.content", f"test: {report.wer}\n\nvalid: {report.valid_wer}")
-        result |= {f"final/{name.replace('/', '_')}": value for name, value in report.metrics.items()}
+        result |= {f"result/{name.replace('/', '_')}": value for name, value in report.metrics.items()}
         self._log(self.run_id, result, at_ms)
+        self._result = result, at_ms
 
     def end(self, status: str) -> None:
-        """Files last, because only now are they whole."""
+        """Send the files, which are complete now, and the model; set how the run ended."""
         assert self._artifacts
+        error = RunFolder(self.run_dir).last_error()
+        if error:
+            self._client.set_tag(self.run_id, "exit_code", str(error["exit_code"]))
+            self._client.set_tag(self.run_id, "error", error["message"][:_LONGEST_TAG])
+        unit = "frames" if self._is_speech else "examples"
+        tables = {"workers.csv": self._workers.csv(unit), "layers.csv": layer_csv(self._latest) if self._latest else ""}
+        for name, text in tables.items():
+            if text:
+                self._artifacts.log_text(text, name)
         for name in ("events.jsonl", "learning_curve.png", "ledger.jsonl"):
             if (self.run_dir / name).is_file():
                 self._artifacts.log_file(self.run_dir / name)
@@ -240,19 +280,39 @@ class _MlflowRun:
         # a registered model would name a place where no model is
         has_model = self._is_speech and self._artifacts.refused is None and (self.run_dir / "final" / "model.json").is_file()
         if status == "FINISHED" and self._config.tracking.log_model and has_model:
-            registered = log_model(self._client, self.run_id, self.run_dir / "final", self._config.tracking.registered_model_name,
-                                   self._artifacts)
-            if registered:
-                version = f"{self._config.tracking.registered_model_name} version {registered}"
-                self._client.set_tag(self.run_id, "registered_as", version)
+            self._log_model(self._artifacts)
         for run_id in (*self._worker_runs.values(), self.run_id):
             self._client.set_terminated(run_id, status)
 
-    def _log(self, run_id: str, figures: Mapping[str, float], at_ms: int) -> None:
+    def _log_model(self, artifacts: Artifacts) -> None:
+        """Once for each run, even if it is resumed after its end."""
+        if not self._model_id:
+            self._model_id = log_model(self._client, self.run_id, self.experiment_id, self.run_dir / "final", artifacts,
+                                       uri=self._uri, step=self._frames_processed)
+            self._is_registered = False
+            self._remember(self.run_id)
+            scores = {name: value for name, value in self._result[0].items() if not name.startswith("time/")}
+            self._log(self.run_id, scores, self._result[1], model_id=self._model_id)
+        name = self._config.tracking.registered_model_name
+        if name and self._model_id and not self._is_registered:
+            version = register_model(self._client, self.run_id, self._model_id, name)
+            self._client.set_tag(self.run_id, "registered_as", f"{name} version {version}")
+        self._is_registered = True
+
+    def _log_dataset(self, run_id: str) -> None:
+        """The prepared data of a speech recipe; a custom task has none that could be named."""
+        try:
+            about, _ = unsealed(read_json(RunFolder(self.run_dir).data))
+            digest, source = str(about["digest"]), str(about["egs"])
+        except (OSError, ValueError, KeyError):
+            return
+        log_dataset(self._client, run_id, self._config.data.corpus, digest, source)
+
+    def _log(self, run_id: str, figures: Mapping[str, float], at_ms: int, *, model_id: str = "") -> None:
         """One request for all figures (a thousand at most), at the current number of frames."""
         from mlflow.entities import Metric
 
-        metrics = [Metric(_BAD_IN_NAMES.sub("_", name), storable(value), at_ms, self._frames_processed)
+        metrics = [Metric(_BAD_IN_NAMES.sub("_", name), storable(value), at_ms, self._frames_processed, model_id or None)
                    for name, value in figures.items()]
         for first in range(0, len(metrics), _METRICS_PER_BATCH):
             self._client.log_batch(run_id, metrics=metrics[first:first + _METRICS_PER_BATCH])
@@ -272,7 +332,7 @@ class _MlflowRun:
             # the store was emptied meanwhile: the rest of the run goes to a new one
             return ""
         self.experiment_id, self._worker_runs = str(stored["experiment_id"]), worker_runs
-        self._sent = int(stored.get("sent", -1))
+        self._sent, self._model_id = int(stored.get("sent", -1)), str(stored.get("model_id", ""))
         return str(stored["run_id"])
 
     def _created(self) -> str:
@@ -283,7 +343,7 @@ class _MlflowRun:
         # in another store, or in one that was emptied
         before = read_tracking(self.run_dir)
         tags = {**origin(num_runs), **versions(), **({"resumed_from": str(before["run_id"])} if before else {})}
-        run_id = str(self._client.create_run(self.experiment_id, tags=tags, run_name=self._run_name).info.run_id)
+        run_id = str(self._client.create_run(self.experiment_id, tags=tags, run_name=self.run_dir.name).info.run_id)
         # only here: MLflow refuses to change a parameter, and a resumed run has the same ones
         # anyway
         params = [Param(name, masked(str(value)) or "''") for name, value in flatten(self._config).items()
@@ -291,6 +351,7 @@ class _MlflowRun:
         for first in range(0, len(params), _PARAMS_PER_BATCH):
             self._client.log_batch(run_id, params=params[first:first + _PARAMS_PER_BATCH])
         self._remember(run_id)
+        self._log_dataset(run_id)
         return run_id
 
     def _experiment(self) -> str:
@@ -306,7 +367,7 @@ class _MlflowRun:
         return str(found.experiment_id)
 
     def _worker_run(self, run_id: str, worker: int) -> str:
-        """The child run of a worker slot; a replaced worker process goes on in the same one."""
+        """The nested run of a worker slot; it stays the same when the worker process is replaced."""
         if worker not in self._worker_runs:
             tags = {"mlflow.parentRunId": run_id, **origin(worker)}
             run = self._client.create_run(self.experiment_id, tags=tags, run_name=f"worker {worker}")
@@ -315,14 +376,14 @@ class _MlflowRun:
         return self._worker_runs[worker]
 
     def _remember(self, run_id: str) -> None:
-        """Whole or not at all: a resumed run reads it."""
+        """Write tracking.json, which a resumed run reads, in one step."""
         stored = {"tracking_uri": masked(self._uri, known=False), "experiment_id": self.experiment_id, "run_id": run_id,
-                  "worker_runs": self._worker_runs, "sent": self._sent}
+                  "worker_runs": self._worker_runs, "sent": self._sent, "model_id": self._model_id}
         write_text(self.run_dir / "tracking.json", json.dumps(stored, indent=1))
 
 
 def _records(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:
-    """The outer iterations in a run's event log, each once, with the time that stands for when it was told."""
+    """The outer iterations in a run's event log, each once, with the time stamp for its metrics."""
     log = run_dir / "events.jsonl"
     if not log.is_file():
         return []
@@ -343,7 +404,7 @@ def _pauses() -> Iterator[float]:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether the store took the message and said no, so that it would say no again."""
+    """Whether the store rejected the request, so that a retry is useless."""
     return getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "PERMISSION_DENIED", "INVALID_STATE")
 
 

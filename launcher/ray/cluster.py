@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, NgsgdError
+from ngsgd.launcher.ray.logs import divert
 from ngsgd.launcher.ray.probe import require_head, require_version
 from ngsgd.launcher.ray.session import PrivateFolder
 
@@ -46,6 +47,7 @@ class _Start(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        divert()
         try:
             _start()
         except BaseException as error:
@@ -79,6 +81,7 @@ def connect(config: ClusterConfig) -> bool:
     require_version()
     if config.address:
         require_head(config.address)
+    divert()
     try:
         if _take_begun():
             return True
@@ -135,7 +138,7 @@ def _take_begun() -> bool:
 
 
 def _join(address: str) -> None:
-    """The head answers; what is left to go wrong is the token, for which Ray would try 20 times."""
+    """Connect to a head that answers; with a wrong token, Ray would retry 20 times."""
     from ray._private import ray_constants
 
     if hasattr(ray_constants, "NUM_REDIS_GET_RETRIES"):
@@ -147,7 +150,7 @@ def _join(address: str) -> None:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Drops what Ray's C++ part writes to the terminal while it connects; the exception that follows says the same."""
+    """Discard stderr of Ray's C++ code while it connects; the exception has the same content."""
     sys.stderr.flush()
     terminal = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -181,7 +184,7 @@ def _use_token() -> None:
     """A token of this run alone, in memory: whoever reaches a port of Ray without one can run code."""
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     if "RAY_AUTH_MODE" not in os.environ:
-        # the default of a cluster of one's own is a token in some versions, and nothing in others
+        # the default for a local cluster is a token in some versions, and none in others
         os.environ["RAY_AUTH_MODE"] = "token"
         # Ray has read its settings when it was imported; private, so it may not be there
         settings = getattr(ray._raylet, "Config", None)
@@ -215,7 +218,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def gpu_share(num_gpus: float, num_workers: int) -> float:
-    """GPUs of a worker: one of its own where there are enough, else the part with which all workers find room, evenly spread."""
+    """GPUs of a worker: one if there are enough, else the largest equal share for all workers."""
     workers_per_gpu = math.ceil(num_workers / num_gpus) if num_gpus else 0
     # Ray counts in ten-thousandths: six workers of 0.1667 would not fit
     return math.floor(1e4 / workers_per_gpu) / 1e4 if workers_per_gpu else 0.0

@@ -1,8 +1,7 @@
-"""Notices that the head of a Ray cluster is gone.
+"""Detects that the head of a Ray cluster is lost.
 
-Ray ends a driver whose head does not come back: the process is over, with no exception that could become a sentence.  So we
-look ourselves, and give up in half the time that Ray allows.  The pool checks before it waits, and after a loss asks the head
-for nothing any more.
+Ray ends the process of a driver whose head does not come back, without an exception. So the pool checks the head before it
+waits, gives up after half the time that Ray allows, and sends the head no further request.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def job_server_of(options: Any) -> JobServer:
 
 
 def connect(server: JobServer) -> Any:
-    """A JobSubmissionClient; ClusterError in a sentence if the server is not there or refuses."""
+    """A JobSubmissionClient; raises ClusterError if the server is missing or rejects the token."""
     require_version()
     require_dashboard(server.address)
     use_token(server)
@@ -63,7 +63,7 @@ def connect(server: JobServer) -> Any:
 
 @contextmanager
 def told(server: JobServer, job: str = "") -> Iterator[None]:
-    """Turns what Ray raises into one sentence."""
+    """Convert Ray's exceptions to one ClusterError."""
     try:
         yield
     except ModuleNotFoundError:

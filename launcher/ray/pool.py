@@ -259,7 +259,7 @@ class RayPool:
         """The way of results to the average; "shared_memory" for those workers that can, the object store for the others.
 
         It stays when a worker's replacement comes up on another machine or GPU. Workers that NCCL cannot connect any more make the
-        coordinator average, with the same bits.
+        coordinator average, with bitwise identical results.
         """
         devices = [slot.process.device for slot in self._slots if slot.process]
         way, reason = choose_way(self.config.exchange, devices, jobs_keep_state=self.spec.settings.outer.jobs_keep_state)
@@ -305,7 +305,7 @@ class RayPool:
         return answers
 
     def _fetch(self, kept: RemoteResultRef) -> Vector:
-        """The whole of a result that lies in its worker."""
+        """Fetch a complete result from its worker."""
         reason = self._why_lost(kept)
         request = {kept.worker: FetchRequest(kept.identity)}
         answers = {} if reason else self._ask(request, self.config.exchange_timeout_s, lambda: None)
@@ -323,7 +323,7 @@ class RayPool:
     def _asked(self, slot: WorkerSlot) -> int:
         """The minibatches that a worker on another machine last said it has done; a worker that hangs says nothing new."""
         if slot.asked is not None and ray.wait([slot.asked], timeout=0.0)[0]:
-            # its death is told by the job
+            # its death is reported by the job
             with contextlib.suppress(RayError):
                 slot.answered = ray.get(slot.asked, timeout=_PING_S)
             slot.asked = None

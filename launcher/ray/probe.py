@@ -108,7 +108,7 @@ def _resolved(address: str) -> str | None:
 def ask_server(host: str, port: int, *, is_client_server: bool) -> None:
     """Raises OSError unless a GCS is there and serves, or the server for Ray clients.
 
-    A GCS tells its health by the standard gRPC service, to everybody.  The request is written by
+    A GCS reports its health by the standard gRPC service, without a token.  The request is written by
     hand:
     a gRPC library in this process would not get on with Ray's own, nor with processes that it
     forks.
@@ -147,7 +147,7 @@ def _get(url: str) -> None:
     try:
         urllib.request.urlopen(url, timeout=CONNECT_TIMEOUT_S).close()
     except urllib.error.HTTPError as error:
-        # an answer all the same: what it refuses is told by the request itself
+        # a server answers; the later request reports why it is rejected
         error.close()
     except urllib.error.URLError as error:
         # who issues certificates here is for Ray's own client to know

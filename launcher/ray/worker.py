@@ -1,4 +1,4 @@
-"""The Ray actor behind a worker slot: a `Worker` in a process of its own."""
+"""The Ray actor of a worker slot: a `Worker` in a separate process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Address:
 
 
 class RayWorker:
-    """The actor: a `Worker` in a process of its own."""
+    """The actor: a `Worker` in a separate process."""
 
     def prepare(self, spec: TaskSpec, index: int, num_threads: int, heartbeats: SharedRef) -> Address:
         """Where the worker is, once it can take jobs.
@@ -103,7 +103,7 @@ class RayWorker:
         return self._minibatches
 
     def stop(self) -> None:
-        """Ends the job after the minibatch at hand."""
+        """End the job after the current minibatch."""
         self._should_stop = True
 
     def _heartbeat(self) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 
 from ngsgd.launcher.reports.history import FAULTS, Event, RunHistory, Stop, mean_health
 from ngsgd.launcher.reports.plots import Curve, Score, label, lines, new_figure
-from ngsgd.launcher.reports.progress import duration
 from ngsgd.launcher.reports.svg import (
     BLUE,
     CARD,
@@ -25,6 +24,7 @@ from ngsgd.launcher.reports.svg import (
     Spot,
     strips,
 )
+from ngsgd.launcher.text import duration
 
 # inches; 9 pt text is still 10 px high on a screen of 390 px
 NARROW = (4.4, 3.2)

@@ -1,175 +1,190 @@
-"""What a person sees while a run goes on: one line per outer iteration everywhere, and a bar below on a terminal."""
+"""Progress of a run for a person: phases, one line per evaluation, one status line, and the result."""
 
 from __future__ import annotations
 
+import os
 import shlex
-import sys
-import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from ngsgd.launcher.text import masked, printable
+from ngsgd.launcher.screen import SCREEN, Screen, Status
+from ngsgd.launcher.text import duration
+from ngsgd.phase import Phase
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
-_WIDTH = 120
-LEGEND = ("objf, valid: nats per frame on fixed training and held-out frames; acc: held-out; lr: effective;\n"
-          "skew: slowest job over the median; max-change: share of layer / whole-model steps that a limit shortened")
+# columns of a line of a log
+WIDTH = 100
+LEGEND = ("train, valid: objective in nats per frame, on fixed frames of the training and",
+          "validation sets; acc: frame accuracy on valid; lr: effective, per frame")
+TASK_LEGEND = ("train, valid: mean loss of fixed training and validation examples; lr: effective, per example",)
 
-TASK_LEGEND = ("loss, valid: mean loss of fixed training and validation examples; lr: effective;\n"
-               "skew: slowest job over the median; max-change: share of layer / whole-model steps that a limit shortened")
+# text, and how soon it is dropped where the line is too long; 0 stays
+Part = tuple[str, int]
 
 
 class ProgressTracker:
-    """Tells a run on a text stream; `quiet` leaves only incidents and the result."""
+    """Shows a run on a screen.
+
+    Args:
+        quiet: show incidents, warnings and the result only.
+        stream: where to write; None is the terminal of this process.
+        output_dir: holds the database of the dashboard; None where there is none.
+        is_speech: the run has objectives and frames; other tasks have losses and examples.
+    """
 
     def __init__(self, *, quiet: bool = False, stream: TextIO | None = None,
                  output_dir: Path | str | None = None, is_speech: bool = True) -> None:
         self._quiet = quiet
-        # a task of the user's own has losses and examples, not objf and frames
         self._is_speech = is_speech
-        self._stream = stream or sys.stdout
-        # where the dashboard's database is; None: there is none
+        self._screen = Screen(stream) if stream else SCREEN
         self._output_dir = output_dir
-        # rich.progress.Progress, on a terminal only
-        self._bar: Any = None
-        self._legend_told = False
-        # MLflow's thread reports its troubles here too
-        self._lock = threading.Lock()
+        self._last: OuterIterationRecord | None = None
 
     def report(self, message: str) -> None:
-        """A stage of the preparation, or anything else worth a line."""
-        if not self._quiet:
-            self._line(message)
-
-    def warn(self, message: str) -> None:
-        self._line(f"! {message}")
-
-    def outer_iteration(self, record: OuterIterationRecord) -> None:
+        """Show a phase, or a line."""
         if self._quiet:
             return
-        if not self._legend_told:
-            self._line(LEGEND if self._is_speech else TASK_LEGEND)
-            if record.patience_s:
-                self._line(f"a worker that makes no progress for {record.patience_s:.0f} s is replaced")
-            self._legend_told = True
-        self._line(self.iteration_line(record))
-        self._advance(record)
+        if isinstance(message, Phase):
+            self._screen.phase(message)
+        else:
+            self._screen.line(message)
+
+    def warn(self, message: str) -> None:
+        """Show a line even if quiet."""
+        self._screen.line(f"! {message}", "yellow")
+
+    def outer_iteration(self, record: OuterIterationRecord) -> None:
+        """Show the line of an evaluation, and the status until the next one."""
+        if self._quiet:
+            return
+        # the status takes the place of the phase that ends
+        self._screen.status(self._status(record))
+        if self._last is None:
+            for line in LEGEND if self._is_speech else TASK_LEGEND:
+                self._screen.line(line, "dim")
+        self._last = record
+        self._screen.line(self.iteration_line(record))
 
     def iteration_line(self, record: OuterIterationRecord) -> str:
-        """What is told of an outer iteration."""
-        return iteration_line(record, scores=scores_of(record) if self._is_speech else task_scores_of(record))
+        """The permanent line of an outer iteration."""
+        return iteration_line(record, width=self._screen.width, is_speech=self._is_speech)
 
     def incident(self, incident: Incident) -> None:
+        """Show an incident, such as the death of a worker."""
         self.warn(f"iter {incident.outer_iter + 1}: {incident.message}")
 
     def finished(self, report: FinalReport) -> None:
-        self._stop_bar()
-        for line in final_lines(report):
-            self._line(line)
-        if self._output_dir is not None:
-            self._line(f"see the curves with: {dashboard_command(self._output_dir)}")
+        """Show the result."""
+        self._screen.close()
+        self._screen.rule(Path(report.files.get("run folder", "")).name)
+        for line in final_lines(report, self._output_dir):
+            # as one line each, so that a command can be copied
+            self._screen.line(line, wraps=False)
+        self._screen.rule()
 
     def close(self, status: str) -> None:
-        self._stop_bar()
+        """Give the terminal back."""
+        self._screen.close()
 
-    def _line(self, text: str) -> None:
-        text = printable(masked(text))
-        with self._lock:
-            try:
-                if self._bar is not None:
-                    self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-                else:
-                    print(text, file=self._stream, flush=True)
-            except (OSError, ValueError):
-                # the reader has gone (`| head`); training goes on without being watched
-                self._quiet = True
-
-    def _advance(self, record: OuterIterationRecord) -> None:
-        """Moves the bar; made at the first outer iteration, because only then is the number of them known."""
-        if not self._stream.isatty():
-            return
-        with self._lock:
-            if self._bar is None:
-                self._bar = _new_bar(self._stream)
-                self._bar.add_task("training", total=record.num_outer_iters, left="")
-                self._bar.start()
-            task = self._bar.task_ids[0]
-            self._bar.update(task, completed=record.outer_iter + 1, left=f"{duration(record.left_s)} left")
-
-    def _stop_bar(self) -> None:
-        with self._lock:
-            if self._bar is not None:
-                self._bar.stop()
-                self._bar = None
+    def _status(self, record: OuterIterationRecord) -> Status:
+        per_s = frames_per_second(record, self._last)
+        began = time.monotonic()
+        return lambda width: status_line(record, per_s, width, waited_s=time.monotonic() - began, is_speech=self._is_speech)
 
 
-def scores_of(record: OuterIterationRecord) -> str:
-    """Objf and accuracy of a speech model."""
-    return f"objf {record.train.objf:.3f} valid {record.valid.objf:.3f} acc {100 * record.valid.accuracy:.1f}%"
+def frames_per_second(record: OuterIterationRecord, before: OuterIterationRecord | None) -> float:
+    """Frames or examples of the accepted jobs per second since the outer iteration before."""
+    num_frames = sum(job.num_frames for job in record.jobs if job.accepted)
+    since = before.elapsed_s if before and before.elapsed_s < record.elapsed_s else 0.0
+    return num_frames / max(record.elapsed_s - since, 1e-9)
 
 
-def task_scores_of(record: OuterIterationRecord) -> str:
-    """Losses of a task of the user's own, and its validation metrics by their names."""
-    metrics = [f" {name.removeprefix('valid/')} {value:.4g}" for name, value in record.diagnostics.items()
-               if name.startswith("valid/")]
-    return f"loss {-record.train.objf:.4g} valid {-record.valid.objf:.4g}{''.join(metrics)}"
+def iteration_line(record: OuterIterationRecord, *, width: int = WIDTH, ending: str = "", is_speech: bool = True) -> str:
+    """One evaluation in one line, which ends with the time left or with `ending`."""
+    number = f"{record.outer_iter + 1:{len(str(record.num_outer_iters))}}"
+    return fitted([(f"iter {number}/{record.num_outer_iters}", 0),
+                   (f"epoch {record.epoch:.2f}/{record.num_epochs:g}", 4),
+                   *_scores(record, is_speech=is_speech),
+                   (f"lr {record.effective_lr:#.2g}", 2), (f"jobs {record.num_accepted}/{record.num_jobs}", 1),
+                   (ending, 0) if ending else (f"left {duration(record.left_s)}", 5)], width)
 
 
-def iteration_line(record: OuterIterationRecord, *, ending: str = "", scores: str = "") -> str:
-    """One outer iteration in at most 120 columns; it ends with the time that is left, or with `ending` if that is given."""
-    jobs = f"{record.num_accepted}/{record.num_jobs}"
-    width = len(str(record.num_outer_iters))
-    line = "  ".join([
-        f"iter {record.outer_iter + 1:{width}}/{record.num_outer_iters} jobs {jobs}"
-        f" epoch {record.epoch:.2f}/{record.num_epochs:g}",
-        f"lr {record.effective_lr:#.2g}",
-        scores or scores_of(record),
-        f"skew {100 * record.skew:.0f}% max-change {100 * record.max_change_share:.0f}%"
-        f"/{100 * record.max_param_change_share:.0f}%",
-        ending or f"left {duration(record.left_s)}",
-    ])
-    return line if len(line) <= _WIDTH else line.replace("  ", " ")
+def status_line(record: OuterIterationRecord, per_s: float, width: int, *, waited_s: float = 0.0, is_speech: bool = True) -> str:
+    """The state of training after an outer iteration, `waited_s` seconds ago."""
+    number = min(record.outer_iter + 2, record.num_outer_iters)
+    left_s = max(record.left_s - waited_s, 0.0)
+    return fitted([(f"iter {number}/{record.num_outer_iters}", 0), *_scores(record, is_speech=is_speech),
+                   (f"lr {record.effective_lr:#.2g}", 4),
+                   (f"{compact(per_s)} {'frames' if is_speech else 'examples'}/s", 2),
+                   (f"jobs {record.num_accepted}/{record.num_jobs}", 3), (f"{duration(left_s)} left", 0)], width)
 
 
-def final_lines(report: FinalReport) -> list[str]:
+def _scores(record: OuterIterationRecord, *, is_speech: bool) -> list[Part]:
+    if is_speech:
+        return [(f"train {record.train.objf:.3f}", 0), (f"valid {record.valid.objf:.3f}", 0),
+                (f"acc {100 * record.valid.accuracy:.1f}%", 1)]
+    own = [(f"{name.removeprefix('valid/')} {value:.4g}", 1) for name, value in record.diagnostics.items()
+           if name.startswith("valid/")]
+    return [(f"train {-record.train.objf:.4g}", 0), (f"valid {-record.valid.objf:.4g}", 0), *own]
+
+
+def fitted(parts: Sequence[Part], width: int) -> str:
+    """Join the parts that fit into `width` columns; those with the highest numbers are dropped first."""
+    kept = list(parts)
+    while True:
+        line = "  ".join(text for text, _ in kept)
+        line = line if len(line) <= width else line.replace("  ", " ")
+        last = max((drop for _, drop in kept), default=0)
+        if len(line) <= width or not last:
+            return line
+        kept.remove([part for part in kept if part[1] == last][-1])
+
+
+def compact(value: float) -> str:
+    """A number in at most five characters, such as 940, 16.2k or 3.1M."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}" if value < 100 * size else f"{value / size:.0f}{unit}"
+    return f"{value:.0f}"
+
+
+def final_lines(report: FinalReport, output_dir: Path | str | None = None) -> list[str]:
+    """The result of a run, where its model is, and the next commands."""
+    trained = f"{report.frames_processed:,} {'examples' if report.metrics else 'frames'} in {duration(report.seconds)}"
     if report.metrics:
-        scores = ", ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
-        lines = [f"trained on {report.frames_processed:,} examples in {duration(report.seconds)}: {scores}"]
+        lines = [f"{name}  {value:.4g}" for name, value in report.metrics.items()]
     else:
-        lines = [f"trained on {report.frames_processed:,} frames in {duration(report.seconds)}: "
-                 f"objf {report.train.objf:.3f} valid {report.valid.objf:.3f} acc {100 * report.valid.accuracy:.1f}%"]
-    lines += [f"valid  {report.valid_wer}"] if report.valid_wer else []
-    lines += [f"test   {report.wer}"] if report.wer else []
-    width = max(map(len, report.files), default=0)
-    lines += [f"{label:{width}}  {path}" for label, path in report.files.items()]
-    if "recognizer" in report.files:
-        run = shlex.quote(report.files["run folder"])
-        lines.append(f"recognize recordings with: ngsgd transcribe {run} recording.wav")
-    return lines
+        interval = f"  95% CI {report.interval['low']:.2f} to {report.interval['high']:.2f}" if report.interval else ""
+        lines = [f"test   {report.wer}{interval}"] if report.wer else []
+        lines += [f"valid  {report.valid_wer}"] if report.valid_wer else []
+        lines += [f"objf   valid {report.valid.objf:.3f}, train {report.train.objf:.3f}; "
+                  f"frame accuracy {100 * report.valid.accuracy:.1f}%"]
+    lines.append(f"used   {trained}")
+    if "final model" in report.files:
+        lines.append(f"model  {short_path(report.files['final model'])}")
+    commands = enumerate(_next_commands(report, output_dir))
+    return [*lines, *(f"{'' if index else 'next':5}  {command}" for index, command in commands)]
 
 
-def duration(seconds: float) -> str:
-    """Seconds as 45s, 1m20s or 3h05m."""
-    if not 0 <= seconds < 1e9:
-        return "?"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+def _next_commands(report: FinalReport, output_dir: Path | str | None) -> list[str]:
+    if "run folder" not in report.files:
+        return []
+    path = short_path(report.files["run folder"])
+    # the commands find a run below runs/ by its name
+    run = shlex.quote(Path(path).name if Path(path).parent == Path("runs") else path)
+    transcribe = [f"ngsgd transcribe {run} recording.wav"] if "recognizer" in report.files else []
+    return [*transcribe, f"ngsgd report {run}", *([dashboard_command(output_dir)] if output_dir is not None else [])]
 
 
-def _new_bar(stream: TextIO) -> Any:
-    """rich obeys NO_COLOR and dumb terminals by itself."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("{task.fields[left]}"))
-    return Progress(*columns, console=Console(file=stream), transient=True)
+def short_path(path: str) -> str:
+    """The path from the current folder where that is below it, else the path itself."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
 
 
 def dashboard_command(output_dir: Path | str) -> str:
     """The command that opens the dashboard on this output folder."""
-    return "ngsgd ui" if str(output_dir) == "runs" else f"ngsgd ui {shlex.quote(str(output_dir))}"
+    folder = short_path(str(output_dir))
+    return "ngsgd ui" if folder == "runs" else f"ngsgd ui {shlex.quote(folder)}"

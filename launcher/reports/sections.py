@@ -13,8 +13,7 @@ from ngsgd.launcher.reports import page as html
 from ngsgd.launcher.reports.charts import Chart
 from ngsgd.launcher.reports.checks import Check, Verdict, user_settings
 from ngsgd.launcher.reports.history import LayerRow, RunHistory, errors_by_speaker
-from ngsgd.launcher.reports.progress import duration
-from ngsgd.launcher.text import masked
+from ngsgd.launcher.text import duration, masked
 
 _WORST = 10
 _WRONG = ("reference", "hypothesis", "count")

@@ -314,8 +314,8 @@ def _normalized(
         return normal_TD, replace(before, mean=mean.heard())
     if kind == "speaker":
         stats = cmvn.statistics(raw_TD) + (0.0 if before.stats is None else before.stats)
-        return cmvn.normalised(raw_TD, stats), replace(before, stats=stats)
-    [normal_TD] = filterbank.normalise([raw_TD], [""], bundle.features)
+        return cmvn.normalized(raw_TD, stats), replace(before, stats=stats)
+    [normal_TD] = filterbank.normalize([raw_TD], [""], bundle.features)
     return normal_TD, before
 
 
@@ -369,7 +369,7 @@ class _Draft:
             bundle.search,
             left_context=bundle.window.left_context,
             right_context=bundle.window.right_context,
-            beside=self._ivectors,
+            side=self._ivectors,
         )
 
     def words(self, samples_N: Samples) -> tuple[str, ...]:

@@ -97,15 +97,15 @@ def assemble(utterances: Sequence[FramedUtterance], config: FeatureConfig, given
     """Build a set, normalized over the unit given by `config` or by statistics of the data.
 
     With `features.cmvn=online` it is not normalized yet, since that needs statistics of the
-    training set (`normalised_online`).
+    training set (`normalized_online`).
     """
     raw, speakers = [one.features_TD for one in utterances], [one.speaker for one in utterances]
     utt_ids = tuple(one.utt_id for one in utterances)
     units = given or CmvnStats({}, ())
     if given is not None:
-        normal = [cmvn.normalised(*one) for one in zip(raw, (given.stats[unit] for unit in given.unit_of), strict=True)]
+        normal = [cmvn.normalized(*one) for one in zip(raw, (given.stats[unit] for unit in given.unit_of), strict=True)]
     else:
-        normal = filterbank.normalise(raw, speakers, config)
+        normal = filterbank.normalize(raw, speakers, config)
         if config.cmvn in ("utterance", "speaker"):
             units = cmvn.units(raw, utt_ids if config.cmvn == "utterance" else speakers)
     offsets = np.cumsum([0, *map(len, raw)], dtype=np.int64)
@@ -114,7 +114,7 @@ def assemble(utterances: Sequence[FramedUtterance], config: FeatureConfig, given
     return SpeechSet(frames, tuple(one.words for one in utterances), tuple(speakers), units)
 
 
-def normalised_online(speech: SpeechSet, all_speech: cmvn.Stats) -> SpeechSet:
+def normalized_online(speech: SpeechSet, all_speech: cmvn.Stats) -> SpeechSet:
     """Subtract the online mean of each speaker and divide by the global deviation.
 
     Utterances of a speaker are in the order of the set.

@@ -105,7 +105,7 @@ def _speech(bundle: Bundle, listed: Sequence[UtteranceEntry], folder: Path) -> S
             f"{bundle.path} has no statistics of its training speech, which features.cmvn=online "
             "needs; export it again."
         )
-    return speech_set.normalised_online(speech, bundle.all_speech)
+    return speech_set.normalized_online(speech, bundle.all_speech)
 
 
 def _sides(bundle: Bundle, speech: SpeechSet) -> list[Side | None]:

@@ -52,7 +52,7 @@ def unaligned(num_frames: int) -> PdfIds:
     return np.full(num_frames, UNALIGNED, dtype=np.int32)
 
 
-def frame_centres(num_samples: int) -> npt.NDArray[np.int64]:
+def frame_centers(num_samples: int) -> npt.NDArray[np.int64]:
     """The sample in the middle of the window of each frame."""
     return np.arange(num_frames(num_samples)) * FRAME_SHIFT + FRAME_SHIFT // 2
 

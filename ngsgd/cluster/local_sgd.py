@@ -68,16 +68,23 @@ class LocalSGD:
         ConfigError: torch.distributed is not initialized, or an argument is wrong.
 
     Example:
-        In every process of `torchrun`, after `torch.distributed.init_process_group`:
+        One process; with `torchrun`, `dist.init_process_group()` connects several.
 
-            optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-            local = ngsgd.LocalSGD(model, optimizer, sync_every=100, outer="diloco")
-            for x, y in loader:
-                optimizer.zero_grad()
-                loss_fn(model(x), y).backward()
-                optimizer.step()
-                local.step(num_samples=len(x))
-            local.finish()
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        >>> local = LocalSGD(model, optimizer, sync_every=2, outer="diloco")
+        >>> for x in torch.ones(4, 8, 3):
+        ...     optimizer.zero_grad()
+        ...     model(x).square().mean().backward()
+        ...     optimizer.step()
+        ...     is_averaged = local.step(num_samples=len(x))
+        >>> is_averaged, local.num_rounds
+        (True, 2)
+        >>> local.finish()
+        >>> dist.destroy_process_group()
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, sync_every: int, outer: str | OuterRule = "bmuf",

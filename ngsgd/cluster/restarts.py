@@ -33,8 +33,8 @@ class Restarts:
         if 0 <= self.per_hour <= len(times):
             self._retired.append(Retired(worker, (
                 f"worker {worker} died ({reason}) and is not replaced, since it was replaced "
-                f"{len(times)} times within an hour, the limit of failure.max_restarts_per_hour; "
-                "the run continues with the other workers: check its machine, then stop and resume "
+                f"{len(times)} times within an hour, the limit of failure.max_restarts_per_hour. "
+                "The run continues with the other workers: check its machine, then stop and resume "
                 "the run to start it again.")))
             return False
         times.append(now)

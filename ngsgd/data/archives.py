@@ -28,6 +28,7 @@ from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.data.write_process import Target, write_in_processes
 from ngsgd.errors import DataError
 from ngsgd.files import read_json, sealed, sha256, shared_directory, unsealed, write_text
+from ngsgd.phase import Phase
 
 __all__ = ["NO_FRAME", "EgsInfo", "archive_name", "diagnostic_name", "prepare_archives",
            "read_index", "spliced_utterances", "write_archives"]
@@ -162,6 +163,7 @@ def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num
     directory = cache_root / f"egs-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]}"
     if not _is_there(directory, (config.left_context, config.right_context, config.frames_per_eg,
                                  num_classes, list(silence_classes)), report):
+        report(Phase("writing the archives of training examples"))
         try:
             # shared_directory keeps a directory that has an index
             (directory / "info.json").unlink(missing_ok=True)
@@ -223,10 +225,12 @@ def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_c
 
 
 def archive_name(index: int) -> str:
+    """File name of archive `index`, from 0."""
     return f"egs.{index:04d}.safetensors"
 
 
 def diagnostic_name(subset: str) -> str:
+    """File name of the diagnostic subset "train" or "valid"."""
     return f"{subset}_diagnostic.safetensors"
 
 

@@ -4,8 +4,7 @@ Memory: cutting takes 40 bytes per example in addition to the labels, of which 1
 may be memory-mapped. At most PIECE_BYTES of them are copied at once, for any length of the archive.
 
 Letters: E examples, F frames per example, W window of an example with its context, D feature
-dimension, T frames; R rows of S side values (inputs besides the features), K side rows of an
-archive.
+dimension, T frames. R side rows of S values (inputs besides the features), K those of an archive.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from ngsgd.data.archives import prepare_archives
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ConfigError
 from ngsgd.models import build_model
+from ngsgd.phase import Phase
 from ngsgd.pipeline.ivectors import with_ivectors
 from ngsgd.pipeline.runs.final_model import load_final
 from ngsgd.pipeline.runs.run_folder import RunFolder
@@ -69,7 +70,7 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
     if config.data.graph:
         raise ConfigError(f"data.graph is {config.data.graph}, which defines the numbers of its "
                           "HMM states, but a flat start uses the numbers of the phones of the "
-                          "lexicon; set data.alignment=FILE with the numbers of the graph, such as "
+                          "lexicon. Set data.alignment=FILE with the numbers of the graph, such as "
                           "ali.*.gz of Kaldi with its tid2pdf, or leave data.graph empty.")
     speech = corpus.prepare_unaligned(config.data, config.features, cache_root, report)
     settings = _settings(config)
@@ -90,6 +91,7 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report) ->
                "their words have states")
     lost: tuple[str, ...] = ()
     for number in range(1, a.num_passes + 1):
+        report(Phase(f"alignment: network {number} of {a.num_passes}"))
         (folder / str(number)).mkdir()
         done = forced_alignment.realign(speech, states, _learn(speech, states, settings, folder / str(number)), oov)
         report(f"align: network {number}/{a.num_passes}: "
@@ -103,6 +105,7 @@ def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> States:
     """Re-align two flat starts by Gaussians until they converge; return the more likely one."""
     found = []
     for name, start in (("equal parts", forced_alignment.flat_start), ("equal parts of speech", forced_alignment.silence_start)):
+        report(Phase(f"alignment: {name}, then Gaussians"))
         moved = _moved_by_gaussians(speech, start(speech, settings.data.oov_word), settings)
         report(f"align: {name}, then Gaussians: log-likelihood {-moved.cost_per_frame:.3f} per frame")
         found.append(moved)

@@ -14,6 +14,8 @@ from torch import nn
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, RunInterrupted
 from ngsgd.optim.outer import make_rule
+from ngsgd.phase import Phase
+from ngsgd.pipeline.model_summary import summary
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.services import PoolRequest, Services
@@ -103,37 +105,44 @@ class BaseRun(ABC):
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[Training]:
-        """Lock the folder, open checkpoints and trackers, and report the status at the end."""
-        with self.folder.locked(self._purpose, self.services.warn) as lock, self._disk_errors():
-            training = self._open(lock)
+        """Lock the folder, open checkpoints and trackers, and report how the run ended."""
+        with self.folder.locked(self._purpose, self.services.warn) as lock:
+            with self._errors():
+                training = self._open(lock)
             status = "FAILED"
             try:
-                with self.folder.marked_as_running():
+                # recorded before the trackers are closed, so that MLflow receives it as well
+                with self._errors(), self.folder.marked_as_running():
                     yield training
                 status = "FINISHED"
-            except (RunInterrupted, KeyboardInterrupt) as interrupt:
+            except RunInterrupted:
                 status = "KILLED"
-                raise RunInterrupted(f"{interrupt or 'interrupted'}; continue with: ngsgd resume "
-                                     f"{self.folder.path}") from interrupt
+                raise
             finally:
                 training.trackers.close(status)
 
     @contextlib.contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        """Convert errors of a full or failing disk to one message."""
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(f"{error.filename or self.folder.path} could not be written "
-                                  f"({error.strerror}); free disk space or fix the permissions, "
-                                  f"then continue with: ngsgd resume {self.folder.path}") from error
+    def _errors(self) -> Iterator[None]:
+        """Record an error in the run folder; interrupts and errors of the disk become one message."""
+        resume = f"ngsgd resume {self.folder.path}"
+        with self.folder.error_recorded():
+            try:
+                yield
+            except (RunInterrupted, KeyboardInterrupt) as interrupt:
+                raise RunInterrupted(f"{str(interrupt) or 'interrupted'}; continue with: {resume}") from interrupt
+            except OSError as error:
+                raise CheckpointError(f"{error.filename or self.folder.path} could not be written ({error.strerror}); free "
+                                      f"disk space or fix the permissions, then continue with: {resume}") from error
 
     def _open(self, lock: RunLock) -> Training:
         config, folder = self.config, self.folder
         spec = self._spec()
         task = spec.task(torch.device("cpu"))
         schedule = task.shards().schedule(config.schedule)
-        layout = FlatLayout.of(seeded_model(task, config.seed))
+        model = seeded_model(task, config.seed)
+        for line in summary(model):
+            self.services.report(line)
+        layout = FlatLayout.of(model)
         checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep,
                                       self._kept_models(task, schedule), lock)
         latest, problems = checkpoints.latest()
@@ -159,10 +168,12 @@ class BaseRun(ABC):
         start = self._start(training)
         pool = services.make_pool(PoolRequest(spec, fingerprint.num_threads, size, folder.workers,
                                               fingerprint.agreement, services.stop.expired, services.report))
-        services.report(f"starting {config.cluster.num_workers} workers ({config.cluster.kind}, "
-                        f"{fingerprint.num_threads} threads each)")
+        num_workers, num_threads = config.cluster.num_workers, fingerprint.num_threads
+        services.report(Phase(f"starting {num_workers} worker{'s' if num_workers > 1 else ''} ({config.cluster.kind}, "
+                              f"{num_threads} thread{'s' if num_threads > 1 else ''} each)"))
 
         def on_start() -> None:
+            services.report(Phase(f"training: outer iteration {start.progress.outer_iter + 2}"))
             fingerprint.keep(start.progress.outer_iter + 1)
             for line in fingerprint.differences:
                 training.trackers.incident(Incident("other_bits", "results are not bitwise "

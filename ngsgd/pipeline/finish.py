@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 
 from torch import nn
@@ -13,6 +14,7 @@ from ngsgd.data.reader import EgsReader
 from ngsgd.models.growing import set_stage
 from ngsgd.models.growth_stages import Stages
 from ngsgd.models.statistics import model_for
+from ngsgd.phase import Phase
 from ngsgd.pipeline.combination import Candidate, HeldOut, candidates, generalized, normalize_stddev, running_mean
 from ngsgd.pipeline.prepare import PreparedData
 from ngsgd.pipeline.runs.final_model import load_final, save_final
@@ -41,12 +43,15 @@ def finish(folder: RunFolder, data: PreparedData, spec: SpeechTaskSpec, checkpoi
         services.report("the models of outer iterations "
                         f"{', '.join(str(one + 1) for one in missing)} are missing in "
                         f"{checkpoints.models}; the final model is combined from the others")
+    services.report(Phase("combining the last models"))
     checkpoints.layout.load(model, final_parameters(config, end, checkpoints, scratch, reader, services.report))
+    services.report(Phase("writing final/"))
     save_final(folder, config, model, reader)
     # the model that users will load, read from disk
     model, prior_P = load_final(folder)
-    result = decode_and_score(folder, config, data.corpus, model, prior_P)
+    result = decode_and_score(folder, config, data.corpus, model, prior_P, services.report)
     keep_recognizer(folder, config, data.corpus, result)
+    services.report(Phase("drawing the learning curve"))
     services.plot(folder.events, folder.learning_curve)
     takes_audio = config.features.kind != "given"
     files = {"run folder": folder.path, "final model": folder.final,
@@ -55,7 +60,8 @@ def finish(folder: RunFolder, data: PreparedData, spec: SpeechTaskSpec, checkpoi
     return FinalReport(str(result.test), result.test.wer, str(result.valid),
                        score_subset(model, reader.diagnostic("train")), score_subset(model, reader.diagnostic("valid")),
                        end.progress.frames_processed, end.progress.elapsed_s,
-                       {label: str(path) for label, path in files.items() if path.exists()})
+                       {label: str(path) for label, path in files.items() if path.exists()},
+                       interval=asdict(result.test_interval))
 
 
 def wanted_for_combination(config: RunConfig, schedule: Schedule, stages: Stages) -> tuple[int, ...]:
@@ -75,6 +81,6 @@ def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore,
     held_out = HeldOut(scratch, reader.diagnostic("valid"))
     combine = running_mean if config.combination.kind == "mean" else generalized
     found = combine(models, held_out)
-    report(f"combined the newest {found.num_models} of {len(models)} models ({found.chosen}): valid objf {found.objf:.3f}, "
-           f"the newest alone {found.objf_newest:.3f}")
+    which = f"{found.chosen} of the newest {found.num_models}" if found.num_models > 1 else "newest"
+    report(f"final model: {which} of {len(models)}, valid objf {found.objf:.3f}; newest alone {found.objf_newest:.3f}")
     return normalize_stddev(found.parameters, scratch) if config.combination.kind == "generalized" else found.parameters

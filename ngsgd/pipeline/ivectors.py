@@ -24,6 +24,7 @@ from ngsgd.asr.ivectors.training import TRAIN_UTTERANCES, extract, train
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import RunConfig, with_removed
 from ngsgd.data.frames import Side
+from ngsgd.phase import Phase
 from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
 
 # increase it if the same settings would give other i-vectors
@@ -51,6 +52,7 @@ def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Re
         report(f"{path} is damaged; training it again.")
         path.unlink()
     if not path.exists():
+        report(Phase("training the i-vector extractor"))
         extractor_file.write(train(corpus.train, config.ivectors, report), path)
     return path
 
@@ -68,6 +70,7 @@ def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root
     if not _is_there(folder, corpus, config, report):
         # shared_directory keeps a directory that has an index
         (folder / _INDEX).unlink(missing_ok=True)
+        report(Phase("extracting i-vectors"))
         _store(folder, corpus, extractor_file.read(extractor, config.ivectors))
     sets: dict[str, Any] = {
         name: _with_rows(getattr(corpus, name), np.load(folder / f"{name}.npy", mmap_mode="r"), config.ivectors.period)

@@ -24,6 +24,7 @@ from ngsgd.files import read_json
 from ngsgd.models import custom
 from ngsgd.models.growing import set_stage
 from ngsgd.models.statistics import model_for, needs_statistics
+from ngsgd.phase import Phase
 from ngsgd.pipeline import sequences
 from ngsgd.pipeline.base_run import BaseRun, Training
 from ngsgd.pipeline.finish import finish, wanted_for_combination
@@ -121,7 +122,7 @@ class Run(BaseRun):
         """
         with self.folder.locked("decode", self.services.warn):
             model, prior_P = load_final(self.folder, trust=trust)
-            result = decode_and_score(self.folder, self.config, self.data.corpus, model, prior_P)
+            result = decode_and_score(self.folder, self.config, self.data.corpus, model, prior_P, self.services.report)
             keep_recognizer(self.folder, self.config, self.data.corpus, result)
             return result
 
@@ -214,6 +215,6 @@ def _with_search_path(config: RunConfig) -> RunConfig:
 def require_model(config: RunConfig, reader: EgsReader, report: Report) -> None:
     """Check the model for these data; its statistics are stored next to the archives."""
     if needs_statistics(config.model):
-        report("statistics of the training examples, for the model")
+        report(Phase("statistics of the training examples, for the model"))
     model_for(config, reader)
     stages_of(config, reader)

@@ -20,22 +20,26 @@ from ngsgd.config import EgsConfig, RunConfig
 from ngsgd.data.archives import spliced_utterances
 from ngsgd.files import new_directory, write_text
 from ngsgd.models.growing import utterance_logits
+from ngsgd.phase import Phase
 from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.services import Report
 from ngsgd.training.records import SubsetScore
 
 
 def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model: nn.Module,
-                     prior_P: npt.NDArray[np.float64]) -> DecodingResult:
+                     prior_P: npt.NDArray[np.float64], report: Report = lambda _line: None) -> DecodingResult:
     """Decode valid and test with scale and penalty tuned on valid; write decode/ in the folder."""
+    report(Phase("decoding: scores of valid and test"))
     logliks = {name: log_likelihoods(speech, config.egs, model, prior_P) for name, speech in _held_out(corpus).items()}
     result = tune_and_decode(corpus.language, config.decode, valid=corpus.valid, valid_logliks=logliks["valid"], test=corpus.test,
-                             test_logliks=logliks["test"])
+                             test_logliks=logliks["test"], report=report)
     frames = {name: score_frames(speech, logliks[name], prior_P) for name, speech in _held_out(corpus).items()}
     about = {**asdict(result.setting), "calibration": asdict(result.calibration),
              "valid": str(result.valid), "test": str(result.test),
              "test_interval_95": asdict(result.test_interval), **_oracle(result),
              "frames": {name: asdict(score) for name, score in frames.items() if score},
              "sweep_on_valid": [{**asdict(setting), "errors": str(errors)} for setting, errors in result.sweep]}
+    report(Phase("writing the results of decoding"))
     with new_directory(folder.decode) as temporary:
         write_per_utterance(temporary / "test.per_utt.txt", result.test, result.per_utterance)
         if corpus.test.is_aligned:

@@ -22,6 +22,7 @@ from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import keep_digest, matches_digest, new_directory, new_file
+from ngsgd.phase import Phase
 from ngsgd.pipeline.runs.final_model import open_final
 from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
 from ngsgd.sequence.archives import SequenceReader, prepare_sequences
@@ -82,6 +83,7 @@ def sequence_data(config: RunConfig, folder: RunFolder, corpus: Corpus, cache_ro
     if folder.denominator.exists():
         denominator = _kept_denominator(folder.denominator)
     else:
+        report(Phase("building the denominator graph"))
         if config.objective.kind == "lfmmi":
             prior_P = uniform_priors(corpus.num_pdfs)
         else:

@@ -84,7 +84,7 @@ def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
         decoder = StreamingDecoder(graph, _score(model, prior_P), search,
                                    left_context=config.egs.left_context,
                                    right_context=config.egs.right_context,
-                                   chunk_frames=chunk_frames, beside=front.ivectors)
+                                   chunk_frames=chunk_frames, side=front.ivectors)
         found, times = _streamed(decoder, front)
         words.append(found)
         seconds += times

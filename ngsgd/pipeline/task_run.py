@@ -17,6 +17,7 @@ from ngsgd import imports
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import read_json, write_text
+from ngsgd.phase import Phase
 from ngsgd.pipeline.base_run import BaseRun, Training
 from ngsgd.pipeline.combination import Candidate, candidates, running_mean
 from ngsgd.pipeline.runs import trust as permission
@@ -143,7 +144,9 @@ class TaskRun(BaseRun):
         task, folder = training.task, self.folder
         model = seeded_model(task, self.config.seed).eval()
         layout = training.checkpoints.layout
+        self.services.report(Phase("combining the last models"))
         layout.load(model, self._final_parameters(training, end, model, layout))
+        self.services.report(Phase("scoring the final model"))
         with torch.no_grad():
             scores = task.evaluate(model)
         metrics = metrics_of(scores)

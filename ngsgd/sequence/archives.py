@@ -32,6 +32,7 @@ from ngsgd.data.reader import EgsReader
 from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.errors import DamagedArchiveError, DataError
 from ngsgd.files import read_json, sealed, sha256, shared_directory, unsealed, write_text
+from ngsgd.phase import Phase
 from ngsgd.schedules import Shard
 from ngsgd.sequence.graph import StateGraph
 
@@ -89,6 +90,7 @@ def prepare_sequences(train: FrameSet, graph: StateGraph, *, samples_per_iter: i
     key = json.dumps([FORMAT_VERSION, digest, content, samples_per_iter, chunk_frames])
     directory = cache_root / f"sequences-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if not _is_there(directory, report):
+        report(Phase("writing the archives of training sequences"))
         try:
             # shared_directory keeps a directory that has an index.
             (directory / "sequences.json").unlink(missing_ok=True)

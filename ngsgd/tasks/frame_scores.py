@@ -43,7 +43,7 @@ def diagnose(model: nn.Module, train: Minibatch, valid: Minibatch, silence_class
     """Score both subsets and compute figures that reveal hidden failures.
 
     Figures are fractions, 0 to 1. dead_units/LAYER: units of a ReLU that are 0 on every frame of
-    the training subset. silence/recognised and silence/labelled: of the validation subset. With
+    the training subset. `silence/recognised` and `silence/labelled`: of the validation subset. With
     `num_curvature_frames` the figures of `gradient_figures` are included.
     """
     with _peaks(model) as peaks:

@@ -52,8 +52,8 @@ class GivenTask:
             pickle.dumps(self.given)
         except Exception as error:
             raise ConfigError(
-                f"the task cannot be sent to worker processes ({imports.first_line(error)}); "
-                "define its functions with def at the top of a module or script, or pass "
+                f"the task cannot be sent to worker processes ({imports.first_line(error)}). "
+                "Define its functions with def at the top of a module or script, or pass "
                 "ngsgd.train a function that returns the task, or train in this process with "
                 "cluster='in_process'.") from error
 

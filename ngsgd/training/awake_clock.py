@@ -16,7 +16,7 @@ class AwakeClock:
 
     SIGSTOP, a paused container or virtual machine, and a batch system that suspends a job stop the
     coordinator together with its workers. After the wake-up every deadline has passed although no
-    worker had time to meet it. A polling loop calls `tick` each time. The excess of a step over
+    worker had time to finish. A polling loop calls `tick` each time. The excess of a step over
     `longest_step_s` is treated as an absence of this process and is not counted. The rest is
     counted, so deadlines also pass if each step takes too long.
 

@@ -20,7 +20,7 @@ class Ranks:
         return read()
 
     def sum_gradients(self, model: nn.Module, num_examples: int) -> int:
-        """Replace every gradient by its sum over the ranks; return the sum of their examples."""
+        """Sum every gradient over the ranks in place; return the sum of their examples."""
         return num_examples
 
     def sum_(self, values: Sequence[Tensor]) -> None:

@@ -174,6 +174,8 @@ class FinalReport:
     files: dict[str, str] = field(default_factory=dict)
     # metrics of a custom task, by name, such as valid/loss
     metrics: dict[str, float] = field(default_factory=dict)
+    # 95 % confidence interval of the test WER in percent: low, high; empty where it is not known
+    interval: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> FinalReport:

@@ -9,7 +9,7 @@ from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
 
 class Tracker(Protocol):
-    """Receives records; must return quickly and must not raise."""
+    """Receives records; must return without delay and must not raise."""
 
     def outer_iteration(self, record: OuterIterationRecord) -> None: ...
 

@@ -117,7 +117,7 @@ def _normalized(
     raw_TD: npt.NDArray[np.float32], features: FeatureConfig, all_speech: cmvn.Stats
 ) -> npt.NDArray[np.float32]:
     if features.cmvn != "online":
-        return cmvn.normalised(raw_TD, cmvn.statistics(raw_TD))
+        return cmvn.normalized(raw_TD, cmvn.statistics(raw_TD))
     mean_TD = cmvn.OnlineMean(all_speech).accept(raw_TD)
     deviation_D = cmvn.mean_and_deviation(all_speech)[1]
     return np.asarray((raw_TD - mean_TD) / deviation_D, np.float32)

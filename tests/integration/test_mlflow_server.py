@@ -75,7 +75,7 @@ def test_nothing_is_lost_when_the_server_is_killed_and_started_again(tmp_path: P
     (run / "config.yaml").write_text(config_file.to_yaml(config))
     try:
         server.start()
-        log, tracker = EventLog(run / "events.jsonl"), MlflowTracker(config, run, "killed", said.append)
+        log, tracker = EventLog(run / "events.jsonl"), MlflowTracker(config, run, said.append)
         for number in range(12):
             record = outer_iteration(number, num_outer_iters=12, valid_objf=-2.0 + number / 40)
             log.outer_iteration(record)
@@ -96,7 +96,7 @@ def test_nothing_is_lost_when_the_server_is_killed_and_started_again(tmp_path: P
 
         client, run_id = MlflowClient(server.uri), read_tracking(run)["run_id"]
         told = [event for event in read_json_lines(run / "events.jsonl") if event["event"] == "outer_iteration"]
-        stored = client.get_metric_history(run_id, "valid/objf")
+        stored = client.get_metric_history(run_id, "1_objf/valid")
         assert [(point.step, point.value) for point in stored] == [(e["frames_processed"], e["valid"]["objf"]) for e in told]
         assert client.get_run(run_id).info.status == "FINISHED"
         assert client.get_run(run_id).data.tags["registered_as"] == "toy version 1"

@@ -112,6 +112,19 @@ def test_a_stopped_run_is_continued_with_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
+def test_an_interrupt_after_training_is_recorded_and_the_run_resumes(tmp_path: Path) -> None:
+    def interrupt(_events: Path, _picture: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(RunInterrupted, match="ngsgd resume") as caught:
+        ngsgd.train(blobs.make_task, output_dir=tmp_path, services=Services(plot=interrupt), **SETTINGS)
+    assert str(caught.value)[0].isalpha(), "there is a reason before the command"
+    folder = next(tmp_path.glob("*/config.yaml")).parent
+    assert RunFolder(folder).last_error()["exit_code"] == 130
+    run = ngsgd.train(blobs.make_task, resume=folder, services=Services())
+    assert run.metrics and not run.folder.last_error()
+
+
 def test_a_worker_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
     settings = {**SETTINGS, "cluster": "local", "num_epochs": 3}
     whole = ngsgd.train(blobs.make_slow_task, output_dir=tmp_path / "whole", services=Services(), **settings)

@@ -127,6 +127,7 @@ def _run_line(state: dict[str, Any]) -> str:
 def _run_logs(folder: RunFolder, *, follow: bool) -> int:
     """Print the progress lines of a run from its event log."""
     progress, read = ProgressTracker(), 0
+    is_speech = bool(state_of(folder.path)["is_speech"])
     while True:
         # before reading, so that no event between reading and this check is lost
         is_over = state_of(folder.path)["state"] in (*ENDED, "LOST")
@@ -134,7 +135,7 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
         complete = text[:text.rfind("\n") + 1]
         read += len(complete)
         for event in valid_events(parse_json_lines(complete)):
-            for line in _lines_of(event):
+            for line in _lines_of(event, is_speech=is_speech):
                 progress.report(line)
         if is_over or not follow:
             break
@@ -142,12 +143,12 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
     return exit_code(state_of(folder.path)["state"]) if follow else EXIT_OK
 
 
-def _lines_of(event: dict[str, Any]) -> list[str]:
+def _lines_of(event: dict[str, Any], *, is_speech: bool) -> list[str]:
     from ngsgd.training.records import FinalReport, OuterIterationRecord
 
     kind = event.get("event")
     if kind == "outer_iteration":
-        return [iteration_line(OuterIterationRecord.from_json(event))]
+        return [iteration_line(OuterIterationRecord.from_json(event), is_speech=is_speech)]
     if kind == "incident":
         return [f"! iter {event['outer_iter'] + 1}: {event['message']}"]
     if kind == "finished":

@@ -21,7 +21,8 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import write_text
 from ngsgd.launcher.arguments import JSON, Parser
-from ngsgd.launcher.reports.progress import ProgressTracker, duration, iteration_line
+from ngsgd.launcher.reports.progress import ProgressTracker, iteration_line
+from ngsgd.launcher.text import duration
 from ngsgd.pipeline.performance_model.formulas import Link, Spread
 from ngsgd.pipeline.performance_model.simulated_cluster import TOPOLOGIES, Expected, SimulatedCluster, expected
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, SubsetScore
@@ -128,7 +129,7 @@ class VirtualProgress(ProgressTracker):
     """The usual lines, with the virtual time instead of the remaining time."""
 
     def iteration_line(self, record: OuterIterationRecord) -> str:
-        return iteration_line(record, ending=f"at {duration(record.elapsed_s)}")
+        return iteration_line(record, width=self._screen.width, ending=f"at {duration(record.elapsed_s)}")
 
 
 @dataclass

@@ -39,8 +39,8 @@ class Axes:
     def of(cls, features_TD: npt.NDArray[np.float32]) -> Axes:
         """Compute at most `MOST_AXES` axes of largest variance of all frames."""
         mean_D = features_TD.mean(axis=0, dtype=np.float64)
-        centred_TD = features_TD - mean_D
-        variance_D, axes_DD = np.linalg.eigh(centred_TD.T @ centred_TD / len(features_TD))
+        centered_TD = features_TD - mean_D
+        variance_D, axes_DD = np.linalg.eigh(centered_TD.T @ centered_TD / len(features_TD))
         order = np.argsort(-variance_D)[:MOST_AXES]
         # a constant feature has no direction
         order = order[variance_D[order] > 1e-9 * variance_D.max()]

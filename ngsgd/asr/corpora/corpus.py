@@ -42,6 +42,7 @@ from ngsgd.asr.lang.topology import SILENCE_PDF
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig, with_removed
+from ngsgd.phase import Phase
 
 # increase it if the same settings would give other data, so that old caches are not reused
 RECIPE_VERSION = 3
@@ -126,17 +127,20 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
     key = {**_what_decides(data, feature_config), **augment.what_decides(changes)}
     folder = cache_root / f"{data.corpus}-{cache.short_hash(key)}"
     if folder.exists():
+        report(Phase(f"reading the prepared {data.corpus} corpus"))
         try:
             return _labelled(_load(data.corpus, folder), data, report)
         except cache.DamagedError as damage:
             report(f"{damage}; preparing it again.")
+    report(Phase(f"preparing the {data.corpus} corpus: audio, features, labels"))
     sets, language = _MAKERS[data.corpus](data, feature_config, changes, cache_root, report)
     if feature_config.cmvn == "online":
         all_speech = cmvn.statistics(sets["train"].frames.features_TD)
-        sets = {name: speech_set.normalised_online(speech, all_speech) for name, speech in sets.items()}
+        sets = {name: speech_set.normalized_online(speech, all_speech) for name, speech in sets.items()}
     for name, speech in sets.items():
         report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {len(speech.texts)} "
                f"utterances, {speech.num_words} words, {len(np.unique(speech.speakers))} voices")
+    report(Phase("storing the prepared corpus"))
     cache.store(folder, sets, language, made_from=key)
     return _labelled(_load(data.corpus, folder), data, report)
 
@@ -243,7 +247,7 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
         if name == "train" and data.synthetic_minutes:
             made = utterances.utterances(name, data, minutes=data.synthetic_minutes, num_at_once=os.cpu_count() or 1,
                                          is_clean=_is_clean(name, changes))
-            said = itertools.chain(said, synthetic.relabelled(made, topology))
+            said = itertools.chain(said, synthetic.relabeled(made, topology))
         said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF])
         sets[name] = speech_set.build(said, feature_config)
     return sets, Language(topology, is_one_word=data.style == "isolated")

@@ -5,7 +5,7 @@ This module is independent of the model. Letters: T frames, P pdfs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from ngsgd.asr.lang.language import Language
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import DecodeConfig
 from ngsgd.errors import DataError
+from ngsgd.phase import Phase
 
 # maximum utterances for the calibration, and the beam of their lattices: it has only two parameters
 _MAX_CALIBRATION = 300
@@ -67,26 +68,31 @@ class DecodingResult:
 
 def tune_and_decode(
     language: Language, config: DecodeConfig, *, valid: SpeechSet, valid_logliks: LogLikelihoods, test: SpeechSet,
-    test_logliks: LogLikelihoods,
+    test_logliks: LogLikelihoods, report: Callable[[str], None] = lambda _line: None,
 ) -> DecodingResult:
     """Try all acoustic scales and word penalties on `valid`, and decode `test` with the best.
 
-    Among equals the first one listed is chosen.
+    Among equals the first one listed is chosen. `report` receives the phases.
     """
+    report(Phase("building the decoding graph"))
     graph = build_graph(language, config)
+    num_settings = len(config.acoustic_scales) * len(config.word_penalties)
+    report(Phase(f"scale selection: decoding valid with {num_settings} settings"))
     tried = sweep(graph, config, valid.texts, valid.frames.utt_ids, valid_logliks, language.num_pdfs)
     setting, valid_errors = min(tried, key=lambda one: one[1].num_errors)
-    penalised = graphs.with_word_penalty(graph, setting.word_penalty)
-    hypotheses = decode_set(penalised, config, setting.acoustic_scale, test_logliks, language.num_pdfs)
+    penalized = graphs.with_word_penalty(graph, setting.word_penalty)
+    report(Phase("decoding the test set"))
+    hypotheses = decode_set(penalized, config, setting.acoustic_scale, test_logliks, language.num_pdfs)
     total, rows = scoring.score(test.texts, hypotheses, test.frames.utt_ids)
     on_test = (sweep(graph, config, test.texts, test.frames.utt_ids, test_logliks, language.num_pdfs)
                if config.oracle else ())
+    report(Phase("calibrating confidences"))
     oracle = min(on_test, key=lambda one: one[1].num_errors, default=None)
     return DecodingResult(
         setting=setting, valid=valid_errors, sweep=tried, test=total,
         test_interval=scoring.confidence_interval(test.texts, hypotheses), hypotheses=hypotheses, per_utterance=tuple(rows),
-        graph=penalised, oracle=oracle,
-        calibration=_calibration(penalised, config, setting, valid, valid_logliks),
+        graph=penalized, oracle=oracle,
+        calibration=_calibration(penalized, config, setting, valid, valid_logliks),
     )
 
 
@@ -134,11 +140,11 @@ def decode_set(
 def sweep(graph: Graph, config: DecodeConfig, texts: Sequence[Sequence[str]], utt_ids: Sequence[str],
           logliks: LogLikelihoods, num_pdfs: int) -> Sweep:
     """Return the errors at every acoustic scale and word penalty."""
-    penalised = {penalty: graphs.with_word_penalty(graph, penalty) for penalty in config.word_penalties}
+    penalized = {penalty: graphs.with_word_penalty(graph, penalty) for penalty in config.word_penalties}
     tried = []
     for scale in config.acoustic_scales:
         for penalty in config.word_penalties:
-            hypotheses = decode_set(penalised[penalty], config, scale, logliks, num_pdfs)
+            hypotheses = decode_set(penalized[penalty], config, scale, logliks, num_pdfs)
             errors = scoring.score(texts, hypotheses, utt_ids)[0]
             tried.append((DecodingWeights(acoustic_scale=scale, word_penalty=penalty), errors))
     return tuple(tried)

@@ -30,7 +30,7 @@ Features = npt.NDArray[np.float32]
 Score = Callable[[Features], Features]
 
 
-class Beside(Protocol):
+class SideInput(Protocol):
     """Side inputs of the frames, such as i-vectors, computed while frames arrive."""
 
     @property
@@ -54,7 +54,7 @@ class StreamingDecoder:
     """Decoder of one utterance: call `accept` for each chunk of frames, then `finish`."""
 
     def __init__(self, graph: Graph, score: Score, search: Search, *, left_context: int, right_context: int,
-                 chunk_frames: int = 10, beside: Beside | None = None) -> None:
+                 chunk_frames: int = 10, side: SideInput | None = None) -> None:
         """Create a decoder.
 
         Args:
@@ -64,7 +64,7 @@ class StreamingDecoder:
             left_context: frames before a frame in the input of the network.
             right_context: frames after a frame in the input of the network.
             chunk_frames: frames scored together; fewer shorten the delay and slow down the network.
-            beside: side inputs. It must receive the same frames before this decoder, and its end
+            side: side inputs. It must receive the same frames before this decoder, and its end
                 before `finish`.
         """
         # kaldifst first: kaldi_decoder uses its graphs
@@ -74,8 +74,8 @@ class StreamingDecoder:
         self._decoder: Any = self._kaldi_decoder.FasterDecoder(graph.fst, options)
         self._decoder.init_decoding()
         self._graph, self._score, self._search = graph, score, search
-        self._left, self._right, self._chunk, self._beside = left_context, right_context, chunk_frames, beside
-        self._ahead = max(right_context, beside.right_context if beside else 0)
+        self._left, self._right, self._chunk, self._side = left_context, right_context, chunk_frames, side
+        self._ahead = max(right_context, side.right_context if side else 0)
         # frames that are still needed, including context
         self._frames = np.zeros((0, 0), np.float32)
         # index in the utterance of the first of these frames
@@ -111,7 +111,7 @@ class StreamingDecoder:
         time_T = np.arange(self.num_decoded, self.num_decoded + num_frames)
         row_TW = np.clip(time_T[:, None] + np.arange(-self._left, self._right + 1), 0, last) - self._first
         x_TI = self._frames[row_TW].reshape(num_frames, -1)
-        loglik_TP = self._score(x_TI if self._beside is None else np.hstack([x_TI, self._beside.at(time_T)]))
+        loglik_TP = self._score(x_TI if self._side is None else np.hstack([x_TI, self._side.at(time_T)]))
         scaled_TP = np.ascontiguousarray(self._search.acoustic_scale * loglik_TP, dtype=np.float32)
         self._decoder.advance_decoding(self._kaldi_decoder.DecodableCtc(scaled_TP, self.num_decoded))
         self.num_decoded += num_frames

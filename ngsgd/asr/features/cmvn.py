@@ -64,14 +64,14 @@ def mean_and_deviation(stats: Stats) -> tuple[Vector, Vector]:
     return mean_D, np.maximum(np.sqrt(np.maximum(variance_D, 0.0)), SMALLEST_DEVIATION)
 
 
-def normalised(frames_TD: Features, stats: Stats) -> Features:
+def normalized(frames_TD: Features, stats: Stats) -> Features:
     """Normalize to zero mean and unit variance over the statistics (apply-cmvn --norm-vars)."""
     mean_D, deviation_D = mean_and_deviation(stats)
     return np.asarray((frames_TD - mean_D.astype(np.float32)) / deviation_D.astype(np.float32), dtype=np.float32)
 
 
 def restored(frames_TD: Features, stats: Stats) -> Features:
-    """Invert `normalised`, up to rounding of float32."""
+    """Invert `normalized`, up to rounding of float32."""
     mean_D, deviation_D = mean_and_deviation(stats)
     return (frames_TD * deviation_D + mean_D).astype(np.float32)
 

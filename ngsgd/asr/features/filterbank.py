@@ -49,7 +49,7 @@ def stream(config: FeatureConfig) -> Any:
     return knf.OnlineMfcc(options) if config.kind == "mfcc" else knf.OnlineFbank(options)
 
 
-def normalise(features: Sequence[Features], speakers: Sequence[str],
+def normalize(features: Sequence[Features], speakers: Sequence[str],
               config: FeatureConfig) -> list[Features]:
     """Normalize to zero mean and unit variance per utterance or per speaker.
 
@@ -61,12 +61,12 @@ def normalise(features: Sequence[Features], speakers: Sequence[str],
     members: dict[object, list[int]] = {}
     for index, unit in enumerate(units):
         members.setdefault(unit, []).append(index)
-    normalised = list(features)
+    normalized = list(features)
     for indices in members.values():
         frames_TD = np.concatenate([features[i] for i in indices])
         mean_D = frames_TD.mean(axis=0, dtype=np.float64).astype(np.float32)
         deviation_D = np.maximum(frames_TD.std(axis=0, dtype=np.float64), SMALLEST_DEVIATION)
         deviation_D = deviation_D.astype(np.float32)
         for i in indices:
-            normalised[i] = (features[i] - mean_D) / deviation_D
-    return normalised
+            normalized[i] = (features[i] - mean_D) / deviation_D
+    return normalized

@@ -146,12 +146,12 @@ def em_pass(extractor: Extractor, statistics: Statistics, *, variance_floor: flo
         square_SS += expected_USS.sum(dim=0)
         integrals.append(log_U)
     log_likelihood = extractor.log_likelihood(statistics, torch.cat(integrals)) / float(statistics.total_count.sum())
-    updated = _maximised(extractor, statistics, Y_IDS, R_ISS, variance_floor, fewest_frames)
+    updated = _maximized(extractor, statistics, Y_IDS, R_ISS, variance_floor, fewest_frames)
     mean_S = sum_S / num_utterances
     return with_standard_prior(updated, mean_S, square_SS / num_utterances - mean_S[:, None] * mean_S), log_likelihood
 
 
-def _maximised(extractor: Extractor, statistics: Statistics, Y_IDS: Tensor, R_ISS: Tensor, variance_floor: float,
+def _maximized(extractor: Extractor, statistics: Statistics, Y_IDS: Tensor, R_ISS: Tensor, variance_floor: float,
                fewest_frames: float) -> Extractor:
     """M and Sigma of the maximum, for Gaussians with enough frames."""
     count_I = statistics.total_count

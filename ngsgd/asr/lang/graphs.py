@@ -73,13 +73,13 @@ def build(language: Language, *, silence_prob: float, rules: Grammar | None = No
     kaldifst.arcsort(fst, "olabel")
     kaldifst.arcsort(grammar, "ilabel")
     fst = kaldifst.compose(fst, grammar)
-    _determinise(fst)
+    _determinize(fst)
     kaldifst.minimize_encoded(fst, delta=_PRECISION)
     kaldifst.arcsort(fst, "ilabel")
     states = lexicon.states()
     kaldifst.arcsort(states, "olabel")
     fst = kaldifst.compose(states, fst)
-    _determinise(fst)
+    _determinize(fst)
     fst = _rewritten(fst, lambda arc: arc if arc.input <= topology.num_pdfs
                      else arc._replace(input=EPSILON))
     kaldifst.minimize_encoded(fst, delta=_PRECISION)
@@ -380,7 +380,7 @@ def _after_optional_silence(fst: Any, source: int, topology: Topology) -> int:
     return after
 
 
-def _determinise(fst: Any) -> None:
+def _determinize(fst: Any) -> None:
     if _kaldifst().determinize_star(fst, delta=_PRECISION):
         raise DataError("The decoding graph cannot be determinized; check the lexicon for a word "
                         "with two equal pronunciations.")

@@ -228,7 +228,7 @@ def nccl_options(timeout_s: float) -> Iterator[Any]:
     options._timeout = timedelta(seconds=timeout_s)
     # a call that waits for a missing peer returns instead of blocking forever
     options.config.blocking = 0
-    # in whole seconds; torch reads it once per process
+    # an integer number of seconds; torch reads it once per process
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
     before = os.environ.get(_BLOCKING_WAIT)
     os.environ[_BLOCKING_WAIT] = "1"

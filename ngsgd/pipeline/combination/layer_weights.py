@@ -90,7 +90,7 @@ def _optimum(weighted: WeightedLayers, start_KL: Array, scatter_frames: int, max
         objf, gradient_KL = weighted.objf_and_gradient(weights(x_M))
         return objf, np.asarray(np.linalg.solve(C_MM, gradient_KL.reshape(-1)))  # C^-1 g
 
-    found = lbfgs.maximise(function, C_MM.T @ start_KL.reshape(-1), max_evaluations=max_evaluations, memory=memory,
+    found = lbfgs.maximize(function, C_MM.T @ start_KL.reshape(-1), max_evaluations=max_evaluations, memory=memory,
                            first_improvement=first_improvement)
     return weights(found.x_D)
 

@@ -36,7 +36,7 @@ class Point(NamedTuple):
     g_D: Array
 
 
-def maximise(function: Function, start_D: Array, *, max_evaluations: int = 40, memory: int = 10,
+def maximize(function: Function, start_D: Array, *, max_evaluations: int = 40, memory: int = 10,
              first_improvement: float = 0.01) -> Point:
     """Return the best point of at most `max_evaluations` evaluations, including the start.
 

@@ -38,10 +38,11 @@ def _metadata(source: Source) -> str:
 def _introduction(source: Source, num_parameters: int) -> str:
     return (f"A hybrid acoustic model ({_fact(source, 'model')}, {num_parameters:,} parameters, "
             f"{len(source.facts['pdfs'])} HMM states) and its decoding graph, trained with ngsgd "
-            f"{_fact(source, 'ngsgd')}. `model.safetensors` contains the parameters, `config.json` "
-            "the shapes, class priors, words and decoding setting, `preprocessor_config.json` the "
-            "features, and `graph.fst` the graph (input pdf + 1, output word + 1).\n\n    ngsgd "
-            "transcribe FOLDER recording.wav")
+            f"{_fact(source, 'ngsgd')}. The parameters are in `model.safetensors`. The file "
+            "`config.json` has the shapes, class priors, words and decoding setting. The features "
+            "are described in `preprocessor_config.json`. The graph is `graph.fst` (input pdf + 1, "
+            "output word + 1).\n\n"
+            "    ngsgd transcribe FOLDER recording.wav")
 
 
 def _data(source: Source) -> str:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from ngsgd import process_identity
 from ngsgd.config import RunConfig
-from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.errors import EXIT_RUN_FAILED, CheckpointError, ConfigError
 from ngsgd.files import (
     fsync,
     make_directories,
@@ -33,6 +33,7 @@ from ngsgd.files import (
     unsealed,
     write_text,
 )
+from ngsgd.masking import masked
 from ngsgd.training.storage.lock import RunLock
 
 # begins the last line of config.yaml
@@ -176,6 +177,34 @@ class RunFolder:
     def process(self) -> Path:
         """Identity of the training process, while there is one."""
         return self.path / "process.json"
+
+    @property
+    def error(self) -> Path:
+        """Exit code and message of the process that trained last, if it failed."""
+        return self.path / "error.json"
+
+    @contextlib.contextmanager
+    def error_recorded(self) -> Iterator[None]:
+        """Write error.json if the block raises, and remove that of an earlier process."""
+        self.error.unlink(missing_ok=True)
+        try:
+            yield
+        except BaseException as error:
+            about = {"exit_code": getattr(error, "exit_code", EXIT_RUN_FAILED),
+                     "message": masked(str(error) or type(error).__name__)}
+            # a full disk has been reported already
+            with contextlib.suppress(OSError):
+                write_text(self.error, json.dumps(about, indent=1))
+            raise
+
+    def last_error(self) -> dict[str, Any]:
+        """Content of error.json: exit_code and message; empty where there is none."""
+        try:
+            about = read_json(self.error)
+        except (OSError, ValueError):
+            return {}
+        is_valid = isinstance(about, dict) and type(about.get("exit_code")) is int and isinstance(about.get("message"), str)
+        return dict(about) if is_valid else {}
 
     @property
     def lock(self) -> Path:

@@ -2,9 +2,9 @@
 
 It uses only norms measured by the worker (`ngsgd.training.parameter_deltas`).
 
-There are two checks. `impossible` examines one job: the bounds of
-`ngsgd.training.parameter_deltas.change_limits`, and the component along the initial parameters,
-most of which a job keeps. `compare` finds jobs with a much larger delta than the other jobs of the
+There are two checks. `impossible` examines one job. It applies the bounds of
+`ngsgd.training.parameter_deltas.change_limits`, and checks that most of the initial parameters are
+kept. `compare` finds jobs with a much larger delta than the other jobs of the
 outer iteration.
 
 The factors are at least three times the largest ratio seen in healthy runs: NG-SGD and SGD, with
@@ -12,12 +12,12 @@ and without clipping, momentum, weight decay, 2 to 24 jobs, 1 to 117 minibatches
 all outer optimizers and both load balancing methods, on the toy task of the tests and on digits
 (ReLU, TDNN).
 
-| ratio, of a job to the majority of the others | largest in a healthy run | factor |
-|---|---|---|
-| norm of the delta, complete model | 1.8 | 6 |
-| norm of the delta, one layer | 3.5 | 12 |
-| difference of the deltas along the initial parameters over their norm, one layer | 0.8 | 2.5 |
-| fraction of the initial parameters kept, complete model (lowest) | 0.93 | 0.1 |
+Ratios of a job to the majority of the others, with the largest in a healthy run and the factor:
+
+- norm of the delta, complete model: 1.8, factor 6
+- norm of the delta, one layer: 3.5, factor 12
+- difference of the deltas along the initial parameters over their norm, one layer: 0.8, factor 2.5
+- fraction of the initial parameters kept, complete model: at least 0.93, factor 0.1
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def test_labels_fit_the_audio_best_where_they_are() -> None:
     data = DataConfig(snr_db_low=30.0, snr_db_high=30.0)
     config = FeatureConfig()
     made = list(utterances.utterances("train", data, minutes=3.0, num_at_once=1))
-    speech = [(filterbank.normalise([filterbank.extract(u.samples, config)], ["s"], config)[0], u.pdf_T) for u in made]
+    speech = [(filterbank.normalize([filterbank.extract(u.samples, config)], ["s"], config)[0], u.pdf_T) for u in made]
     cost = {shift: spread_within_states(speech, shift) for shift in (-2, -1, 0, 1, 2)}
     assert min(cost[-1], cost[1]) > cost[0] + 0.5
     assert min(cost[-2], cost[2]) > cost[0] + 2.0

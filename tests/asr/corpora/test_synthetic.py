@@ -10,7 +10,7 @@ import numpy as np
 
 from ngsgd.asr.corpora.digits import labels, utterances
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue
-from ngsgd.asr.corpora.fsdd.synthetic import PHONES, relabelled, with_pronunciations
+from ngsgd.asr.corpora.fsdd.synthetic import PHONES, relabeled, with_pronunciations
 from ngsgd.asr.features import augment
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.utterance import Utterance
@@ -60,7 +60,7 @@ def test_the_lexicon_gains_four_without_r_and_keeps_its_phones() -> None:
 def test_labels_are_those_of_the_mapped_phones() -> None:
     topology = with_pronunciations(load_catalogue().topology)
     made = spoken()
-    for before, after in zip(made, relabelled(made, topology), strict=True):
+    for before, after in zip(made, relabeled(made, topology), strict=True):
         for old, new in zip(before.pdf_T, after.pdf_T, strict=True):
             phone, state = phone_and_state(labels.TOPOLOGY, int(old))
             assert phone_and_state(topology, int(new)) == (PHONES.get(phone, "SIL"), state)

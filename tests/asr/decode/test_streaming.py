@@ -75,7 +75,7 @@ def test_what_goes_beside_frames_is_waited_for_and_scored_with_them(right: int) 
     [x_TI] = spliced_utterances(frames, LEFT, right)
     whole = decoding.best_path(GRAPH, scored(x_TI), acoustic_scale=0.5, beam=16.0, max_active=7000)
     beside = Rows(row_TS)
-    streaming = StreamingDecoder(GRAPH, scored, SEARCH, left_context=LEFT, right_context=right, chunk_frames=7, beside=beside)
+    streaming = StreamingDecoder(GRAPH, scored, SEARCH, left_context=LEFT, right_context=right, chunk_frames=7, side=beside)
     assert streaming.max_delay_frames == max(right, 3) + 6
     for t in range(60):
         beside.num_frames += 1

@@ -41,7 +41,7 @@ def test_statistics_are_sums_and_give_mean_and_deviation() -> None:
 def test_what_was_normalised_is_restored() -> None:
     units = cmvn.units(UTTERANCES, ["a", "b", "a"])
     np.testing.assert_allclose(units.stats["a"], cmvn.statistics(np.concatenate([UTTERANCES[0], UTTERANCES[2]])))
-    normal_TD = cmvn.normalised(UTTERANCES[0], units.stats["a"])
+    normal_TD = cmvn.normalized(UTTERANCES[0], units.stats["a"])
     np.testing.assert_allclose(cmvn.restored(normal_TD, units.stats["a"]), UTTERANCES[0], rtol=1e-6, atol=1e-6)  # float32
 
 
@@ -76,7 +76,7 @@ def test_a_set_normalised_online_hears_each_speaker_in_turn_and_keeps_its_raw_fe
             for number, (speaker, frames_TD) in enumerate(zip("aba", UTTERANCES, strict=True))]
     stats = cmvn.statistics(ALL)
     raw = speech_set.assemble(said, ONLINE)
-    online = speech_set.normalised_online(raw, stats)
+    online = speech_set.normalized_online(raw, stats)
     third = OnlineMean(stats, CmnState(UTTERANCES[0].sum(axis=0, dtype=np.float64), 40.0))
     expected = (UTTERANCES[2] - third.accept(UTTERANCES[2])) / ALL.std(axis=0, dtype=np.float64)
     np.testing.assert_allclose(online.split_features()[2], expected, rtol=1e-5, atol=1e-6)  # float32

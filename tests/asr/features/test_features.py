@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from ngsgd.asr.features import filterbank, noise
-from ngsgd.asr.utterance import frame_centres, num_frames, spread_to_samples
+from ngsgd.asr.utterance import frame_centers, num_frames, spread_to_samples
 from ngsgd.config import FeatureConfig
 
 pytest.importorskip("kaldi_native_fbank")
@@ -12,7 +12,7 @@ pytest.importorskip("kaldi_native_fbank")
 def test_one_row_per_frame_whatever_the_length(num_samples: int) -> None:
     samples = np.random.default_rng(0).integers(-1000, 1000, num_samples).astype(np.int16)
     for config in (FeatureConfig(), FeatureConfig(kind="mfcc")):
-        assert len(filterbank.extract(samples, config)) == num_frames(num_samples) == len(frame_centres(num_samples))
+        assert len(filterbank.extract(samples, config)) == num_frames(num_samples) == len(frame_centers(num_samples))
 
 
 def test_a_tone_lights_the_same_frames_and_bins_it_sounds_in() -> None:
@@ -36,21 +36,21 @@ def test_normalisation_is_over_the_unit_that_was_asked_for() -> None:
     rng = np.random.default_rng(0)
     raw = [rng.normal(loc, 2.0, size=(200, 3)).astype(np.float32) for loc in (0.0, 10.0, 20.0)]
     speakers = ["a", "a", "b"]
-    by_utterance = filterbank.normalise(raw, speakers, FeatureConfig(cmvn="utterance"))
+    by_utterance = filterbank.normalize(raw, speakers, FeatureConfig(cmvn="utterance"))
     for features_TD in by_utterance:
         np.testing.assert_allclose(features_TD.mean(0), 0, atol=1e-5)
         np.testing.assert_allclose(features_TD.std(0), 1, atol=1e-5)
-    by_speaker = filterbank.normalise(raw, speakers, FeatureConfig(cmvn="speaker"))
+    by_speaker = filterbank.normalize(raw, speakers, FeatureConfig(cmvn="speaker"))
     np.testing.assert_allclose(np.concatenate(by_speaker[:2]).mean(0), 0, atol=1e-5)
     assert abs(by_speaker[0].mean()) > 0.5  # the speaker's two utterances keep their distance
     np.testing.assert_allclose(by_speaker[2], by_utterance[2], atol=1e-6)
-    np.testing.assert_array_equal(filterbank.normalise(raw, speakers, FeatureConfig(cmvn="none"))[1], raw[1])
+    np.testing.assert_array_equal(filterbank.normalize(raw, speakers, FeatureConfig(cmvn="none"))[1], raw[1])
 
 
 def test_bins_without_an_fft_point_become_zero_not_nan() -> None:
     samples = np.random.default_rng(0).integers(-1000, 1000, 4000).astype(np.int16)
     config = FeatureConfig(num_mel_bins=256)  # at 8 kHz many of them are narrower than an FFT bin
-    (features_TD,) = filterbank.normalise([filterbank.extract(samples, config)], ["s"], config)
+    (features_TD,) = filterbank.normalize([filterbank.extract(samples, config)], ["s"], config)
     assert np.isfinite(features_TD).all()
 
 

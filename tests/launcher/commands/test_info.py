@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ngsgd import process_identity
+from ngsgd.errors import ClusterError
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands import info
 from ngsgd.pipeline.runs.run_folder import RunFolder
@@ -34,6 +35,25 @@ def test_a_run_that_ended(tmp_path: Path, status: str, state: str) -> None:
     assert {"12/40,", "1.20/4,", "384000", "-1.920,", "61.2%"} <= set(lines[2].split())
     assert lines[3] == "result     %WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]"
     assert lines[-1] == "  ! worker 1 died."
+
+
+def test_a_failed_run_shows_its_error_and_exit_code(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError), RunFolder(tmp_path).error_recorded():
+        raise ClusterError("no worker is left")
+    EventLog(tmp_path / "events.jsonl").close("FAILED")
+    state = info.state_of(tmp_path)
+    assert state["error"] == {"exit_code": 5, "message": "no worker is left"}
+    assert any(line.endswith("5: no worker is left") for line in info.describe_run(state))
+    with RunFolder(tmp_path).error_recorded():
+        # resumed, and it ends well
+        pass
+    assert info.state_of(tmp_path)["error"] is None
+
+
+def test_a_damaged_record_of_an_error_is_ignored(tmp_path: Path) -> None:
+    for content in ("", "[]", '{"exit_code": true, "message": "x"}', '{"exit_code": 5}'):
+        (tmp_path / "error.json").write_text(content)
+        assert RunFolder(tmp_path).last_error() == {}
 
 
 def test_a_run_that_goes_on_or_was_lost(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_online_means_and_the_scale_give_what_the_network_takes(tmp_path: Path, 
         monkeypatch.setattr(cmvn, name, value)
     raw = speech("train")
     all_speech = cmvn.statistics(raw.frames.features_TD)
-    one = speech_set.normalised_online(raw, all_speech)
+    one = speech_set.normalized_online(raw, all_speech)
     export_set(one, tmp_path / "train", ivector_period=10)
     scale_DD = kaldi_native_io.FloatMatrix.read(str(tmp_path / "train/scale.mat")).numpy().astype(np.float64)
     stats = kaldi_native_io.DoubleMatrix.read(str(tmp_path / "train/global_cmvn.stats")).numpy()

@@ -15,7 +15,7 @@ from ngsgd.files import read_json_lines
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands.cluster import simulate
 from ngsgd.launcher.commands.cluster.simulate import Summary, VirtualProgress
-from ngsgd.launcher.reports.progress import duration
+from ngsgd.launcher.text import duration
 from ngsgd.pipeline.performance_model.formulas import Spread
 from ngsgd.training.records import SubsetScore
 from tests.integration.service import TINY

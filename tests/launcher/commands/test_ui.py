@@ -61,8 +61,9 @@ def test_links_lead_to_the_newest_run(output_dir: Path) -> None:
     (output_dir / "a").mkdir()
     stored = {"experiment_id": "3", "run_id": "abc", "worker_runs": {}}
     (output_dir / "a" / "tracking.json").write_text(json.dumps(stored))
-    runs, newest = ui.page_links(output_dir, "http://127.0.0.1:5000")
+    runs, _charts, newest = ui.page_links(output_dir, "http://127.0.0.1:5000", has_view=True)
     assert "#/experiments/3/runs?workflowType=machine_learning" in runs
+    assert "viewStateShareKey=ngsgd" in runs
     assert "runs/abc/model-metrics?workflowType=machine_learning" in newest
 
 

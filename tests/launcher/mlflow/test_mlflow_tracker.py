@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import http.server
 import json
 import math
@@ -17,12 +18,16 @@ from typing import Any
 import pytest
 
 from ngsgd.config import RunConfig
+from ngsgd.errors import ClusterError
 from ngsgd.launcher.config import compose
+from ngsgd.launcher.mlflow import metrics
 from ngsgd.launcher.mlflow import store as mlflow_store
 from ngsgd.launcher.mlflow import tracker as mlflow_tracker
 from ngsgd.launcher.mlflow.store import read_tracking
+from ngsgd.launcher.mlflow.tables import WorkerTable
 from ngsgd.launcher.mlflow.tracker import MlflowTracker
 from ngsgd.pipeline.runs import config_file
+from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, job, outer_iteration
@@ -96,7 +101,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 def start(config: RunConfig, make_client: Callable[[str], Any]) -> tuple[MlflowTracker, list[str]]:
     said: list[str] = []
-    return MlflowTracker(config, Path(config.output_dir) / "run", "my run", said.append, make_client=make_client), said
+    return MlflowTracker(config, Path(config.output_dir) / "run", said.append, make_client=make_client), said
 
 
 def test_every_outer_iteration_is_one_batch_per_run_at_frames_processed(config: RunConfig) -> None:
@@ -108,13 +113,13 @@ def test_every_outer_iteration_is_one_batch_per_run_at_frames_processed(config: 
     tracker.close("FINISHED")
     assert said == []
     names = [name for name, _ in client.metrics]
-    assert names == ["my run", "worker 0", "worker 1"] * 2 + ["my run"]
+    assert names == ["run", "worker 0", "worker 1"] * 2 + ["run"]
     first = client.metrics[0][1]
-    assert first["train/objf"] == (-1.79, 32000) and first["valid/frame_accuracy"] == (0.612, 32000)
-    assert {"lr/effective", "lr/job", "max_change/layer_share", "time/compute_s", "time/checkpoint_s", "cluster/skew",
-            "cluster/jobs_accepted", "relative_change/layers.0.affine"} <= first.keys()
+    assert first["1_objf/train"] == (-1.79, 32000) and first["3_accuracy/valid"] == (0.612, 32000)
+    assert {"optimizer/lr", "optimizer/layer_updates_clipped", "time/compute_s", "time/checkpoint_s",
+            "workers/jobs_accepted", "optimizer/relative_change_max"} <= first.keys()
     assert client.metrics[1][1].keys() == client.metrics[2][1].keys()
-    assert client.metrics[-1][1]["test/wer"][0] == 3.1 and client.metrics[-1][1]["valid/wer"][0] == 2.8
+    assert client.metrics[-1][1]["2_wer/test"][0] == 3.1 and client.metrics[-1][1]["2_wer/valid"][0] == 2.8
     assert {run["status"] for run in client.runs.values()} == {"FINISHED"}
     assert client.runs["id1"]["tags"]["mlflow.parentRunId"] == tracker.run_id
     assert client.params["optimizer.max_change"] == str(config.optimizer.max_change)
@@ -137,12 +142,12 @@ def test_infinity_becomes_a_gap_and_bad_names_are_mended(config: RunConfig) -> N
     client = Client()
     tracker, said = start(config, lambda _: client)
     record = outer_iteration(valid_objf=-math.inf)
-    record.relative_change["block:0(x)"] = 0.5
+    record.diagnostics["block:0(x)"] = 0.5
     tracker.outer_iteration(record)
     tracker.close("FINISHED")
     assert said == []
-    assert math.isnan(client.metrics[0][1]["valid/objf"][0])
-    assert "relative_change/block_0_x_" in client.metrics[0][1]
+    assert math.isnan(client.metrics[0][1]["1_objf/valid"][0])
+    assert "task/block_0_x_" in client.metrics[0][1]
 
 
 def test_incidents_are_charted(config: RunConfig) -> None:
@@ -151,7 +156,7 @@ def test_incidents_are_charted(config: RunConfig) -> None:
     tracker.incident(Incident("worker_died", "x", 0))
     tracker.outer_iteration(outer_iteration())
     tracker.close("FAILED")
-    assert client.metrics[0][1]["cluster/incidents"][0] == 1
+    assert client.metrics[0][1]["workers/incidents"][0] == 1
     assert client.runs["id0"]["status"] == "FAILED"
 
 
@@ -171,7 +176,7 @@ def test_what_a_store_that_is_down_missed_is_sent_when_it_is_back(config: RunCon
     client.fails = False
     tracker.close("FINISHED")
     assert len(said) == 1 and said[0].startswith("MLflow cannot be written (disk full)")
-    steps = [figures["valid/objf"][1] for name, figures in client.metrics if name == "my run"]
+    steps = [figures["1_objf/valid"][1] for name, figures in client.metrics if name == "run"]
     assert steps == [32000, 64000, 96000]
 
 
@@ -194,7 +199,7 @@ def test_what_was_not_sent_is_counted_and_sent_by_the_resumed_run(config: RunCon
     again, said = start(config, lambda _: second)
     again.outer_iteration(outer_iteration(3))
     again.close("FINISHED")
-    steps = [figures["valid/objf"][1] for name, figures in client.metrics if name == "my run"]
+    steps = [figures["1_objf/valid"][1] for name, figures in client.metrics if name == "run"]
     assert steps == [32000, 64000, 96000, 128000] and said == []
 
 
@@ -212,7 +217,7 @@ def test_a_message_that_the_store_refuses_does_not_hold_up_the_others(config: Ru
     tracker.outer_iteration(outer_iteration(0))
     tracker.outer_iteration(outer_iteration(1))
     tracker.close("FINISHED")
-    assert [figures["valid/objf"][1] for name, figures in client.metrics if name == "my run"] == [64000]
+    assert [figures["1_objf/valid"][1] for name, figures in client.metrics if name == "run"] == [64000]
     assert said[-1].startswith("1 updates did not reach MLflow")
 
 
@@ -225,7 +230,7 @@ def test_a_store_that_was_emptied_gets_the_whole_run_again_tagged(config: RunCon
     tracker, _ = start(config, lambda _: client)
     tracker.close("FINISHED")
     assert client.runs["id0"]["tags"]["resumed_from"] == "old"
-    assert client.metrics[0][1]["valid/objf"] == (-1.92, 32000)
+    assert client.metrics[0][1]["1_objf/valid"] == (-1.92, 32000)
 
 
 def test_workers_have_runs_of_their_own_only_when_asked(config: RunConfig) -> None:
@@ -235,7 +240,7 @@ def test_workers_have_runs_of_their_own_only_when_asked(config: RunConfig) -> No
     tracker.outer_iteration(outer_iteration(0))
     tracker.close("FINISHED")
     [(name, figures)] = client.metrics
-    assert name == "my run" and figures["system/memory_used_gb"][0] > 0.0
+    assert name == "run" and figures["system/memory_used_gb"][0] > 0.0
 
 
 def test_every_machine_has_its_load_in_a_section_of_its_own_and_batches_stay_within_the_limit(config: RunConfig) -> None:
@@ -251,6 +256,51 @@ def test_every_machine_has_its_load_in_a_section_of_its_own_and_batches_stay_wit
     assert sent["system/cpu_percent"] >= 0.0, "the coordinator's own"
     assert sent["system/n01/figure3"] == 103.0 and sent["system/n00/figure0"] == 4000.0, "the last job of a machine tells"
     assert len({name.split("/")[1] for name in sent if name.startswith("system/n") and name.count("/") == 2}) == 32
+
+
+def test_the_scores_come_first_and_no_metric_is_always_zero(config: RunConfig) -> None:
+    client = Client()
+    plain = replace(config, tracking=replace(config.tracking, nested_runs=False, log_system_metrics=True))
+    tracker, _ = start(plain, lambda _: client)
+    layers = {f"affine{number}": 0.1 for number in range(20)}
+    health = {f"{layer}/{figure}": 0.5 for layer in layers
+              for figure in ("limited", "cosine", "input_last_e", "input_effective_rank", "output_last_e", "output_effective_rank")}
+    jobs = tuple(replace(job(number=number, worker=number), health=health) for number in range(4))
+    record = replace(outer_iteration(0, jobs=jobs), relative_change={**layers, "output.weight": 8e10})
+    tracker.outer_iteration(record)
+    tracker.close("FINISHED")
+    [(_, figures)] = client.metrics
+    assert sorted(figures)[:2] == ["1_objf/train", "1_objf/valid"] and len(figures) <= 40
+    assert figures["optimizer/relative_change_max"][0] == 0.1, "a parameter that was zero has no relative change"
+    assert not {"workers/deaths", "workers/jobs_deferred", "workers/results_discarded", "workers/incidents"} & figures.keys()
+
+
+def test_counters_of_the_network_become_rates(config: RunConfig) -> None:
+    system = metrics.SystemMetrics()
+    system.of({"network_sent_mb": 400.0, "cpu_percent": 5.0}, [], 10.0)
+    assert system.of({"network_sent_mb": 430.0, "cpu_percent": 7.0}, [], 20.0) == {
+        "system/network_sent_mb_per_s": 3.0, "system/cpu_percent": 7.0}
+
+
+def test_a_failed_run_has_its_error_and_exit_code_as_tags(config: RunConfig) -> None:
+    client = Client()
+    tracker, _ = start(config, lambda _: client)
+    folder = RunFolder(Path(config.output_dir) / "run")
+    with pytest.raises(ClusterError), folder.error_recorded():
+        raise ClusterError("no worker is left")
+    tracker.close("FAILED")
+    tags = client.runs["id0"]["tags"]
+    assert (tags["exit_code"], tags["error"]) == ("5", "no worker is left")
+
+
+def test_the_table_of_workers_adds_up_jobs_waits_and_retries() -> None:
+    table = WorkerTable()
+    slow = replace(job(number=1, worker=1), seconds=5.0, attempt=2)
+    for outer_iter in range(2):
+        table.add(outer_iteration(outer_iter, jobs=(job(), slow)))
+    first, second = csv.DictReader(table.csv("frames").splitlines())
+    assert (first["frames_per_s"], first["wait_s"], first["retries"]) == ("8000.0", "6.0", "0")
+    assert (second["frames_per_s"], second["wait_s"], second["retries"]) == ("3200.0", "0.0", "2")
 
 
 def test_a_store_that_cannot_be_opened_does_not_stop_the_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,12 +359,12 @@ def test_real_sqlite_store_has_the_run_its_workers_and_its_files(
     output_dir, said = Path(config.output_dir), list[str]()
     (output_dir / "run" / "final").mkdir()
     (output_dir / "run" / "final" / "about.json").write_text("{}")
-    tracker = MlflowTracker(config, output_dir / "run", "my run", said.append)
+    tracker = MlflowTracker(config, output_dir / "run", said.append)
     tracker.outer_iteration(outer_iteration(0))
     tracker.outer_iteration(outer_iteration(1))
     tracker.finished(final_report())
     tracker.close("KILLED")
-    again = MlflowTracker(config, output_dir / "run", "my run", said.append)
+    again = MlflowTracker(config, output_dir / "run", said.append)
     again.outer_iteration(outer_iteration(2))
     again.close("FINISHED")
     assert said == []
@@ -326,14 +376,15 @@ def test_real_sqlite_store_has_the_run_its_workers_and_its_files(
     experiment = client.get_experiment_by_name("digits-relu")
     assert experiment is not None
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
-    assert sorted(runs) == ["my run", "worker 0", "worker 1"]
-    run = runs["my run"]
-    assert run.info.status == "FINISHED" and run.data.metrics["test/wer"] == 3.1
-    assert [point.step for point in client.get_metric_history(run.info.run_id, "valid/objf")] == [32000, 64000, 96000]
+    assert sorted(runs) == ["run", "worker 0", "worker 1"]
+    run = runs["run"]
+    assert run.info.status == "FINISHED" and run.data.metrics["2_wer/test"] == 3.1
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "1_objf/valid")] == [32000, 64000, 96000]
     assert run.data.params["schedule.num_epochs"] == str(config.schedule.num_epochs)
     assert run.data.tags["version.ngsgd"]
     assert runs["worker 1"].data.tags["mlflow.parentRunId"] == run.info.run_id
-    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"config.yaml", "events.jsonl", "final"}
+    files = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert files == {"config.yaml", "events.jsonl", "final", "layers.csv", "workers.csv"}
     assert json.loads((output_dir / "run" / "tracking.json").read_text())["run_id"] == run.info.run_id
     assert (output_dir / "mlartifacts").is_dir()
 
@@ -373,7 +424,7 @@ def test_a_server_cannot_have_files_written_on_this_machine(config: RunConfig, t
     assert repr(form.format(victim)) in warning
     assert list(victim.iterdir()) == []
     assert not (tmp_path / "relative").exists()
-    assert client.metrics[0][0] == "my run"
+    assert client.metrics[0][0] == "run"
     assert {run["status"] for run in client.runs.values()} == {"FINISHED"}
 
 

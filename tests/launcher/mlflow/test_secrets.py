@@ -80,7 +80,7 @@ def test_no_file_and_no_line_of_a_run_has_the_password(tmp_path: Path, monkeypat
             raise OSError(f"no answer from {uri}, nor from {SECRET}@127.0.0.1")
         return client
 
-    tracker = MlflowTracker(config, run, "first", ProgressTracker().warn, make_client=make_client)
+    tracker = MlflowTracker(config, run, ProgressTracker().warn, make_client=make_client)
     tracker.outer_iteration(outer_iteration())
     tracker.finished(final_report())
     tracker.close("FINISHED")
@@ -149,7 +149,7 @@ def test_the_same_store_is_recognized_however_one_logs_in(tmp_path: Path) -> Non
     run, client = make_run(tmp_path, config), Client()
     for uri in (URI, "http://127.0.0.1:9", "http://otto:another-one@127.0.0.1:9"):
         again = replace(config, tracking=replace(config.tracking, uri=uri))
-        MlflowTracker(again, run, "first", print, make_client=lambda _: client).close("FINISHED")
+        MlflowTracker(again, run, print, make_client=lambda _: client).close("FINISHED")
         assert [run["status"] for run in client.runs.values()] == ["FINISHED"]
 
 

@@ -294,13 +294,13 @@ def test_the_direction_is_that_of_dense_bfgs(num_pairs: int) -> None:
 def test_the_first_step_promises_the_improvement_asked_for() -> None:
     gradient = np.array([3.0, -4.0])
     function, seen = counted(lambda x: (float(gradient @ x), gradient))
-    lbfgs.maximise(function, np.zeros(2), max_evaluations=2, first_improvement=0.01)
+    lbfgs.maximize(function, np.zeros(2), max_evaluations=2, first_improvement=0.01)
     np.testing.assert_allclose(seen[1], 0.01 / 25.0 * gradient, rtol=1e-12)
 
 
 def test_a_step_that_leaves_the_slope_is_doubled_until_it_does_not() -> None:
     function, seen = counted(lambda x: (-0.5 * float(x @ x), -x))
-    lbfgs.maximise(function, np.array([1.0]), max_evaluations=6, first_improvement=1e-2)
+    lbfgs.maximize(function, np.array([1.0]), max_evaluations=6, first_improvement=1e-2)
     # the slope, x itself, must fall below 0.9 of that at the start; steps are 0.01, 0.02, 0.04, 0.08 and 0.16
     np.testing.assert_allclose(np.concatenate(seen), [1.0, 0.99, 0.98, 0.96, 0.92, 0.84])
 
@@ -310,7 +310,7 @@ def test_a_quadratic_is_climbed_to_the_top_and_no_further() -> None:
     A = random.normal(size=(6, 6))
     H, top = A @ A.T + np.eye(6), random.normal(size=6)
     function, seen = counted(lambda x: (1.0 - 0.5 * float((x - top) @ H @ (x - top)), -H @ (x - top)))
-    found = lbfgs.maximise(function, np.zeros(6), max_evaluations=100)
+    found = lbfgs.maximize(function, np.zeros(6), max_evaluations=100)
     assert 1.0 - 1e-9 < found.value <= 1.0
     np.testing.assert_allclose(found.x_D, top, atol=1e-4)  # the root of the value, over the least eigenvalue
     assert len(seen) < 30  # 24; without an end to precision 40
@@ -319,7 +319,7 @@ def test_a_quadratic_is_climbed_to_the_top_and_no_further() -> None:
 @pytest.mark.parametrize("max_evaluations", [1, 2, 3, 10, 40])
 def test_the_budget_holds_and_the_best_point_seen_is_returned(max_evaluations: int) -> None:
     function, seen = counted(minus_rosenbrock)
-    found = lbfgs.maximise(function, np.array([-1.2, 1.0]), max_evaluations=max_evaluations)
+    found = lbfgs.maximize(function, np.array([-1.2, 1.0]), max_evaluations=max_evaluations)
     assert len(seen) <= max_evaluations
     assert found.value == max(minus_rosenbrock(x)[0] for x in seen)
     if max_evaluations == 40:
@@ -327,21 +327,21 @@ def test_the_budget_holds_and_the_best_point_seen_is_returned(max_evaluations: i
 
 
 def test_rosenbrock_is_solved() -> None:
-    found = lbfgs.maximise(minus_rosenbrock, np.array([-1.2, 1.0]), max_evaluations=100)
+    found = lbfgs.maximize(minus_rosenbrock, np.array([-1.2, 1.0]), max_evaluations=100)
     np.testing.assert_allclose(found.x_D, [1.0, 1.0], atol=1e-4)  # a maximum is flat
 
 
 def test_a_slope_without_end_is_climbed_while_the_budget_lasts() -> None:
     gradient = np.array([3.0, -4.0])
     function, seen = counted(lambda x: (float(gradient @ x), gradient))
-    found = lbfgs.maximise(function, np.zeros(2), max_evaluations=10)
+    found = lbfgs.maximize(function, np.zeros(2), max_evaluations=10)
     assert len(seen) == 10 and np.array_equal(found.x_D, seen[-1])
     np.testing.assert_allclose(found.value, 0.01 * 2**8, rtol=1e-12)  # the first step's gain, doubled eight times
 
 
 def test_no_evaluation_is_spent_at_the_top() -> None:
     function, seen = counted(lambda x: (1.0 - float(x @ x), -2.0 * x))
-    assert lbfgs.maximise(function, np.zeros(3)).value == 1.0
+    assert lbfgs.maximize(function, np.zeros(3)).value == 1.0
     assert len(seen) == 1
 
 
@@ -352,13 +352,13 @@ def test_steps_into_what_is_not_finite_are_shortened(bad: float) -> None:
         if x[0] >= 1.0:
             return bad, np.array([bad])
         return float(np.log(1.0 - x[0]) + 2.0 * x[0]), 2.0 - 1.0 / (1.0 - x)
-    found = lbfgs.maximise(function, np.array([0.0]), first_improvement=100.0)
+    found = lbfgs.maximize(function, np.array([0.0]), first_improvement=100.0)
     np.testing.assert_allclose(found.x_D, [0.5], atol=1e-4)
 
 
 def test_a_start_that_is_not_finite_is_returned() -> None:
     function, seen = counted(lambda x: (np.nan, x))
-    assert lbfgs.maximise(function, np.ones(2)).value == -np.inf
+    assert lbfgs.maximize(function, np.ones(2)).value == -np.inf
     assert len(seen) == 1
 
 
@@ -372,7 +372,7 @@ def test_noise_does_not_lead_below_the_start(seed: int) -> None:
         value, gradient = function(x)
         values.append(value)
         return value, gradient
-    assert lbfgs.maximise(recorded, np.zeros(4)).value == max(values)
+    assert lbfgs.maximize(recorded, np.zeros(4)).value == max(values)
     assert len(seen) <= 40
 
 

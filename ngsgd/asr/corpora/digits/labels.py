@@ -8,7 +8,7 @@ import numpy as np
 
 from ngsgd.asr.corpora.digits.synthesis import Phoneme, SynthesizedUtterance
 from ngsgd.asr.lang.topology import SILENCE_PDF, STATES_PER_PHONE, Pronunciation, Topology
-from ngsgd.asr.utterance import SAMPLE_RATE_HZ, PdfIds, frame_centres
+from ngsgd.asr.utterance import SAMPLE_RATE_HZ, PdfIds, frame_centers
 from ngsgd.errors import DataError
 
 TOPOLOGY = Topology(
@@ -55,7 +55,7 @@ def label(spoken: SynthesizedUtterance, words: Sequence[str], *, lead: int,
             pdfs.append(pdf)
     starts.append(len(spoken.samples))
     pdfs.append(SILENCE_PDF)
-    centres = (frame_centres(num_samples) - lead) * (spoken.sample_rate / SAMPLE_RATE_HZ)
+    centres = (frame_centers(num_samples) - lead) * (spoken.sample_rate / SAMPLE_RATE_HZ)
     state_T = np.searchsorted(starts, centres, side="right") - 1
     return np.array(pdfs, dtype=np.int32)[np.maximum(state_T, 0)]
 

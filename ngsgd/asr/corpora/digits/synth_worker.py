@@ -46,7 +46,7 @@ class Event(ctypes.Structure):
 SynthCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Event))
 
 
-class _Synthesiser:
+class _Synthesizer:
     """The library, initialized once for the life of the process."""
 
     def __init__(self, seed: int) -> None:
@@ -105,7 +105,7 @@ class _Synthesiser:
 
 def main() -> None:
     plan = json.load(sys.stdin)
-    synthesiser = _Synthesiser(plan["seed"])
+    synthesiser = _Synthesizer(plan["seed"])
     spoken = [synthesiser.speak(utterance) for utterance in plan["utterances"]]
     described = [{"num_samples": len(samples) // 2, "events": events} for samples, events in spoken]
     header = {"sample_rate": synthesiser.sample_rate, "utterances": described}

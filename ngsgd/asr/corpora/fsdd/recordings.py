@@ -22,7 +22,7 @@ from ngsgd.asr.utterance import (
     PdfIds,
     Samples,
     Utterance,
-    frame_centres,
+    frame_centers,
     spread_to_samples,
 )
 from ngsgd.config import DataConfig
@@ -80,7 +80,7 @@ def splice_string(utt_id: str, segments: Sequence[Segment], pool: Pool, data: Da
                   *, is_clean: bool = False) -> Utterance:
     starts, num_samples = lay_out_segments(segments, rng)
     speech = np.zeros(num_samples)
-    pdf_T = np.full(len(frame_centres(num_samples)), SILENCE_PDF, dtype=np.int32)
+    pdf_T = np.full(len(frame_centers(num_samples)), SILENCE_PDF, dtype=np.int32)
     for start, segment in zip(starts, segments, strict=True):
         gain = 10 ** (rng.uniform(-LEVEL_DB, LEVEL_DB) / 20)
         speech[start:start + segment.num_samples] = gain * pool.samples[segment.utt_id]
@@ -105,7 +105,7 @@ def lay_out_segments(segments: Sequence[Segment], rng: np.random.Generator) -> t
 
 def _place_labels(pdf_T: PdfIds, own_T: PdfIds, start: int, num_samples: int) -> None:
     """Write the labels of a recording at its position; frames are off by at most 5 ms."""
-    own_frame_T = (frame_centres(num_samples) - start) // FRAME_SHIFT
+    own_frame_T = (frame_centers(num_samples) - start) // FRAME_SHIFT
     inside_T = (own_frame_T >= 0) & (own_frame_T < len(own_T))
     pdf_T[inside_T] = own_T[own_frame_T[inside_T]]
 

@@ -1,4 +1,4 @@
-"""Catalogue of the Free Spoken Digit Dataset, from the list and the alignment in the package.
+"""Catalog of the Free Spoken Digit Dataset, from the list and the alignment in the package.
 
 Every recording is checked against the list, so the audio may come from any source.
 """
@@ -52,7 +52,7 @@ class Catalogue:
     topology: Topology
 
     def realigned(self, alignment: Alignment) -> Catalogue:
-        """Return the catalogue with other labels, without unaligned recordings."""
+        """Return the catalog with other labels, without unaligned recordings."""
         segments = tuple(segment for segment in self.segments if segment.utt_id in alignment.pdf_T)
         if not segments:
             raise DataError(f"{alignment.path} has no states for any recording of FSDD; use a file "
@@ -68,7 +68,7 @@ class Catalogue:
 
 
 def load_catalogue(folder: Traversable | None = None) -> Catalogue:
-    """Load the catalogue in `folder`; without one, the catalogue of the 3000 public recordings."""
+    """Load the catalog in `folder`; without one, the catalog of the 3000 public recordings."""
     folder = folder or resources.files("ngsgd.asr").joinpath(SHIPPED)
     with folder.joinpath("segments.csv").open(encoding="utf-8") as file:
         segments = tuple(

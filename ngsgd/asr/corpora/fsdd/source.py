@@ -22,6 +22,7 @@ from ngsgd.asr.corpora.fsdd.segments import Segment
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Samples
 from ngsgd.errors import DataError
 from ngsgd.files import read_regular_bytes
+from ngsgd.phase import Phase
 
 COMMIT = "26eb9aaf76e81b692f806f9140c2d2777410d7a1"
 URL = f"https://github.com/Jakobovski/free-spoken-digit-dataset/archive/{COMMIT}.tar.gz"
@@ -56,7 +57,7 @@ def download(folder: Path, report: Callable[[str], None], url: str = URL) -> Pat
     archive = folder / f"fsdd-{COMMIT[:8]}.tar.gz"
     if archive.exists():
         return archive
-    report(f"Downloading {url}")
+    report(Phase(f"downloading {url}"))
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{archive.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:

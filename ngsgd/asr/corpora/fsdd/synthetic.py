@@ -29,7 +29,7 @@ def with_pronunciations(topology: Topology) -> Topology:
     return replace(topology, lexicon=lexicon)
 
 
-def relabelled(utterances: Iterable[Utterance], topology: Topology) -> Iterator[Utterance]:
+def relabeled(utterances: Iterable[Utterance], topology: Topology) -> Iterator[Utterance]:
     """Yield synthetic digits with the HMM states of `topology`."""
     synthetic = labels.TOPOLOGY
     pdf_of = np.zeros(synthetic.num_pdfs, dtype=np.int32)

@@ -1,0 +1,26 @@
+"""Layers and parameter counts of a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ngsgd.pipeline.model_summary import summary
+
+
+def test_every_module_with_parameters_has_a_row_and_shared_ones_count_once() -> None:
+    layer = nn.Linear(3, 2)
+    total, *rows = summary(nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(2, 4, bias=False)))
+    assert "16 parameters" in total
+    assert [row.split()[0] for row in rows] == ["0", "3"] and [row.split()[-1] for row in rows] == ["8", "8"]
+
+
+def test_a_deep_model_has_one_row_for_each_top_level_module() -> None:
+    body = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
+    _total, *rows = summary(nn.ModuleDict({"body": body, "head": nn.Linear(4, 2)}))
+    assert [(row.split()[0], row.split()[-1]) for row in rows] == [("body", "800"), ("head", "10")]
+
+
+def test_fixed_parameters_are_counted_apart() -> None:
+    model = nn.Linear(3, 2)
+    model.weight.requires_grad_(False)
+    assert "8 parameters" in summary(model)[0] and " 6 " in summary(model)[0]
