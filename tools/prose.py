@@ -38,7 +38,6 @@ KINDS = (WORD, SENTENCE, LINE, SPELLING, NO_DOCSTRING, NO_HELP, OLD_PICTURE)
 PICTURES = {
     "docs/report.png": "launcher/reports",
     "docs/compare.png": "launcher/reports",
-    "docs/learning-curve.png": "launcher/reports",
     "docs/curvature-optimisers.png": "benchmarks/damped_update.py",
     "docs/results-an4-relu.png": "benchmarks/paper/report.py",
     "docs/results-digits.png": "benchmarks/paper/report.py",

@@ -112,7 +112,7 @@ def _draw(task: str, group: Group, path: Path) -> None:
     """Figure 1: validation objf by frames, and by time with as many cores as jobs."""
     figure = plots.new_figure(11.0, 4.8)
     left, right = figure.subplots(1, 2, sharey=True)
-    colours = dict(zip(JOBS, plots.RUN_COLOURS, strict=True))
+    colours = dict(zip(JOBS, plots.RUN_COLORS, strict=True))
     ends = []
     for (method, outer, num_jobs), lines in sorted(group.items()):
         is_ramp = outer == _RAMP and method == "online-ng"

@@ -1,144 +1,214 @@
-"""`ngsgd report RUN`: one HTML file about a run, and its pictures as PNG."""
+"""`ngsgd report RUN`: one HTML page about a run, which starts with a verdict."""
 
 from __future__ import annotations
 
+from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ngsgd.errors import EXIT_OK, ConfigError, NgsgdError
-from ngsgd.files import read_json, write_text
+from ngsgd.files import read_json, read_json_lines, read_log, write_text
 from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.console import version
-from ngsgd.launcher.text import duration, masked
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.training.storage.event_log import read_events
 
 if TYPE_CHECKING:
-    from ngsgd.config import RunConfig
+    from ngsgd.launcher.reports.charts import Chart
+    from ngsgd.launcher.reports.checks import Check, Verdict
+    from ngsgd.launcher.reports.history import RunHistory
 
 _DPI = 130
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Writes report.html and report/*.png into the run's folder."""
+    """Write report.html into the run's folder."""
     parser = Parser("report")
-    parser.add_argument("run", metavar="RUN", help="a run folder, or its name under runs/; it may still be going on")
-    parser.add_argument("--output", "-o", metavar="FILE", help="the page (default: report.html in the run's folder)")
-    parser.add_argument("--no-spectra", action="store_true",
-                        help="do not train one more job to measure the Fisher factors (it needs the training examples)")
-    parser.add_argument("--mlflow", action="store_true", help="put the page and its pictures into the run in MLflow, too")
-    parser.add_argument("--quiet", "-q", action="store_true", help="print nothing but the page's path")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="a run folder, or its name under runs/; running, failed or finished",
+    )
+    parser.add_argument(
+        "--output", "-o", metavar="FILE", help="the page (default: report.html in the run's folder)"
+    )
+    parser.add_argument(
+        "--spectra",
+        action="store_true",
+        help="train one more job to measure the spectra of the Fisher factors",
+    )
+    # the default since spectra are made on request
+    parser.add_argument("--no-spectra", action="store_true", help=SUPPRESS)
+    parser.add_argument(
+        "--pictures",
+        action="store_true",
+        help="also write the charts as PNG into a folder next to the page",
+    )
+    parser.add_argument(
+        "--mlflow",
+        action="store_true",
+        help="also add the page to the artifacts of the run in MLflow",
+    )
+    parser.add_argument(
+        "--quiet", "-q", action="store_true", help="print only the path of the page"
+    )
     options = parser.parse_args(list(arguments))
     folder = RunFolder.open(find_run(options.run))
     target = Path(options.output) if options.output else folder.report
     say: Callable[[str], None] = (lambda _: None) if options.quiet else print
-    write(folder, target, say, with_spectra=not options.no_spectra)
+    say(write(folder, target, say, with_spectra=options.spectra, with_pictures=options.pictures))
     if options.mlflow:
-        _send(folder, target)
+        _send(folder, target, with_pictures=options.pictures)
     print(target)
     return EXIT_OK
 
 
-def _send(folder: RunFolder, page: Path) -> None:
+def _send(folder: RunFolder, page: Path, *, with_pictures: bool) -> None:
     """To the MLflow run that belongs to the folder."""
     from ngsgd.launcher.mlflow.store import open_client, read_tracking, with_login
 
     stored = read_tracking(folder.path)
     if not stored:
-        raise ConfigError(f"{folder.path} is in no MLflow store; leave out --mlflow.")
+        raise ConfigError(f"{folder.path} is in no MLflow store; run the command without --mlflow.")
     client = open_client(with_login(str(stored["tracking_uri"])))
     client.log_artifact(stored["run_id"], str(page))
-    client.log_artifacts(stored["run_id"], str(pictures_of(page)), "report")
+    if with_pictures:
+        client.log_artifacts(stored["run_id"], str(pictures_of(page)), "report")
 
 
 def pictures_of(page: Path) -> Path:
-    """The folder of a page's pictures beside it, so that a run on a read-only disk can have its page elsewhere."""
+    """The folder of a page's pictures, next to the page, which may lie outside the run."""
     return page.with_suffix("") if page.suffix else page.with_name(f"{page.name}-pictures")
 
 
-def write(folder: RunFolder, target: Path, say: Callable[[str], None], *, with_spectra: bool = True) -> None:
-    """Makes the page at `target`, and the pictures in a folder beside it."""
-    from ngsgd.launcher.commands.info import state_of
+def write(
+    folder: RunFolder,
+    target: Path,
+    say: Callable[[str], None],
+    *,
+    with_spectra: bool = False,
+    with_pictures: bool = False,
+) -> str:
+    """Write the page, and on request the pictures next to it; return the verdict in one line."""
     from ngsgd.launcher.reports.charts import charts_of
+    from ngsgd.launcher.reports.checks import checks_of, verdict_of
+    from ngsgd.launcher.reports.svg import themed
 
-    config = read_config(folder.config)
-    events = read_events(folder.events)
-    if not any(event.get("event") == "outer_iteration" for event in events):
-        raise ConfigError(f"{folder.path} has no outer iteration yet, so there is nothing to draw; wait for the first.")
-    spectra: dict[str, list[float]] = {}
-    if with_spectra and config.optimizer.kind == "ngsgd" and not config.task._target_:
-        from ngsgd.pipeline.runs.fisher_spectra import fisher_spectra
-
-        try:
-            spectra = fisher_spectra(folder, config)
-        except NgsgdError as error:
-            say(f"without Fisher spectra: {str(error).partition(chr(10))[0]}")
-    charts = list(charts_of(events, spectra, is_speech=not config.task._target_))
-    pictures = pictures_of(target)
-    pictures.mkdir(exist_ok=True)
-    for chart in charts:
-        chart.figure.savefig(pictures / f"{chart.name}.png", dpi=_DPI, format="png")
-    write_text(target, _page(folder, config, events, charts, state_of(folder.path), pictures))
-
-
-# The page -----------------------------------------------------------------------------------------
+    run = history_of(folder)
+    checks = checks_of(run)
+    verdict = verdict_of(run, checks)
+    with themed():
+        charts = charts_of(run, _spectra(folder, run, say) if with_spectra else {})
+        text = _page(folder, run, charts, verdict, checks)
+    if with_pictures:
+        pictures = pictures_of(target)
+        pictures.mkdir(exist_ok=True)
+        for chart in (chart for group in charts.values() for chart in group):
+            chart.figure.savefig(
+                pictures / f"{chart.name}.png", dpi=_DPI, format="png", facecolor="white"
+            )
+    write_text(target, text)
+    return f"{verdict.word}: {verdict.sentence}"
 
 
-def _page(folder: RunFolder, config: RunConfig, events: Sequence[Mapping[str, Any]], charts: Sequence[Any],
-          state: Mapping[str, Any], pictures: Path) -> str:
+def history_of(folder: RunFolder) -> RunHistory:
+    """Read the files of a run.
+
+    Raises:
+        ConfigError: Its process has not written anything yet.
+    """
+    from ngsgd.launcher.commands.info import state_of
+    from ngsgd.launcher.reports.comparison import interval_in
+    from ngsgd.launcher.reports.history import RunHistory
+
+    config, events = read_config(folder.config), read_events(folder.events)
+    if not events:
+        raise ConfigError(
+            f"{folder.path} has no event yet, so there is nothing to report; wait for its first "
+            "outer iteration."
+        )
+    try:
+        interval = interval_in(read_json(folder.decode / "wer.json"))
+    # not decoded, or damaged
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        interval = None
+    ledger = read_json_lines(folder.ledger) if folder.ledger.is_file() else []
+    return RunHistory(folder.path.name, config, events, state_of(folder.path), ledger, interval)
+
+
+def _spectra(
+    folder: RunFolder, run: RunHistory, say: Callable[[str], None]
+) -> dict[str, list[float]]:
+    """Empty, with a reason, for a run that has none."""
+    from ngsgd.pipeline.runs.fisher_spectra import fisher_spectra
+
+    if run.config.optimizer.kind != "ngsgd":
+        say(f"without Fisher spectra: optimizer.kind is {run.config.optimizer.kind}")
+        return {}
+    try:
+        return fisher_spectra(folder, run.config)
+    except NgsgdError as error:
+        say(f"without Fisher spectra: {str(error).partition(chr(10))[0]}")
+        return {}
+
+
+def _page(
+    folder: RunFolder,
+    run: RunHistory,
+    charts: Mapping[str, Sequence[Chart]],
+    verdict: Verdict,
+    checks: Sequence[Check],
+) -> str:
+    from ngsgd.asr.decode.scoring import read_per_utterance
     from ngsgd.launcher.reports import page as html
+    from ngsgd.launcher.reports import sections
 
-    last = [event for event in events if event.get("event") == "outer_iteration"][-1]
-    body = [html.tiles(_tiles(state, last)), html.heading("Curves"), html.pictures(charts)]
-    words = _word_errors(folder)
-    if words:
-        body += [html.heading("Word errors"), html.table(("set", "result", "95% interval"), words)]
-    incidents = [event for event in events if event.get("event") == "incident"]
-    faults = [masked(f"outer iteration {event['outer_iter'] + 1}: {event['message']}") for event in incidents]
-    body += [html.heading(f"Incidents ({len(faults)})"), html.incidents(faults[-100:]),
-             html.heading("Settings"), html.table(("setting", "this run", "default"), _changed(config)),
-             html.folded("all settings", config_file.to_yaml(config))]
-    lead = f"{state['state']} - {folder.path}"
-    return html.page(folder.path.name, lead, body, f"ngsgd {version('ngsgd')}, torch {version('torch')}; the pictures are in "
-                                                    f"{pictures}, every figure in {folder.events}.")
-
-
-def _tiles(state: Mapping[str, Any], last: Mapping[str, Any]) -> list[tuple[str, str]]:
-    share = last["compute_s"] and sum(job["seconds"] for job in last["jobs"]) / (last["compute_s"] * max(last["num_jobs"], 1))
-    found = [("outer iterations", f"{state['outer_iter']} / {state['num_outer_iters']}"), ("epochs", f"{state['epoch']:.2f}"),
-             ("frames processed" if state["is_speech"] else "examples processed", f"{state['frames_processed']:,}"),
-             ("training", duration(last["elapsed_s"])), *_scores(state, last),
-             ("jobs at the end", str(last["num_jobs"])), ("of the last wait: jobs at work", f"{100 * min(share, 1.0):.0f}%")]
-    return ([("word errors, test", f"{state['wer_percent']:.2f}%")] if state["wer_percent"] is not None else []) + found
+    utterances = read_per_utterance(_text_of(folder.decode / "test.per_utt.txt"))
+    body = [
+        *sections.summary(run, verdict, checks),
+        *sections.quality(run, charts.get("learning", []), _word_errors(folder)),
+        *sections.words(utterances, _text_of(folder.decode / "test.per_spk.txt")),
+        *sections.time_spent(run, charts.get("time", [])),
+        *sections.interruptions(run),
+        *sections.natural_gradient(run, charts.get("layers", [])),
+        *sections.settings(run, config_file.to_yaml(run.config)),
+    ]
+    return html.page(
+        run.name,
+        f"{run.state['state']} - {folder.path}",
+        body,
+        f"ngsgd {version('ngsgd')}, torch {version('torch')}. Every figure is in {folder.events}.",
+    )
 
 
-def _scores(state: Mapping[str, Any], last: Mapping[str, Any]) -> list[tuple[str, str]]:
-    if state["is_speech"]:
-        return [("objf, held-out frames", f"{state['valid_objf']:.3f}"),
-                ("held-out frames right", f"{100 * state['valid_accuracy']:.1f}%")]
-    return [("valid/loss", f"{-state['valid_objf']:.4g}"),
-            *((name, f"{value:.4g}") for name, value in last["diagnostics"].items() if name.startswith("valid/"))]
+def _text_of(path: Path) -> str:
+    """Empty where nothing was decoded."""
+    try:
+        return read_log(path)
+    except (OSError, ValueError):
+        return ""
 
 
-def _word_errors(folder: RunFolder) -> list[tuple[str, str, str]]:
+def _word_errors(folder: RunFolder) -> list[tuple[str, str, str, str]]:
+    """(set, WER, interval, counts) of the final model; empty where nothing was decoded."""
+    from ngsgd.launcher.reports.comparison import interval_in
+
     try:
         about = read_json(folder.decode / "wer.json")
-        interval = about.get("test_interval_95", {})
-        shown = f"{interval['low']:.2f} to {interval['high']:.2f}" if interval.keys() >= {"low", "high"} else ""
-        return [("valid", str(about["valid"]), ""), ("test", str(about["test"]), shown)]
+        low, high = interval_in(about)
+        results = {"validation": str(about["valid"]), "test": str(about["test"])}
     # not decoded yet, or damaged
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
-
-
-def _changed(config: RunConfig) -> list[tuple[str, str, str]]:
-    """The settings that differ from their defaults."""
-    from ngsgd.config import RunConfig
-    from ngsgd.config.build import flatten
-
-    default = flatten(RunConfig())
-    return [(path, masked(str(value)), str(default.get(path, "")))
-            for path, value in flatten(config).items() if value != default.get(path)]
+    return [
+        (
+            name,
+            result.removeprefix("%WER ").partition(" ")[0],
+            f"{low:.2f} to {high:.2f}" if name == "test" else "",
+            result.partition("[ ")[2].removesuffix(" ]"),
+        )
+        for name, result in results.items()
+    ]

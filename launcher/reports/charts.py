@@ -1,189 +1,408 @@
-"""The pictures of `ngsgd report`, one figure each, narrow enough to be read on a phone.
+"""The charts of `ngsgd report`, made from events.jsonl; spectra are measured on request.
 
-All of them are made from the lines of events.jsonl, but for the Fisher spectra, which somebody has to measure.
+A narrow chart can be read on a phone of 390 px.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from ngsgd.launcher.reports.plots import BLUE, GREEN, ORANGE, RED, Curve, label, lines, new_figure
+from ngsgd.launcher.reports.history import FAULTS, Event, RunHistory, Stop, mean_health
+from ngsgd.launcher.reports.plots import Curve, Score, label, lines, new_figure
+from ngsgd.launcher.reports.svg import (
+    BLUE,
+    CARD,
+    GRAY,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
+    RUN_COLORS,
+    SOFT,
+    Spot,
+    strips,
+)
 
 # inches; 9 pt text is still 10 px high on a screen of 390 px
-_NARROW = (4.4, 3.2)
-_GREY = "#8a8f98"
-_TIMES = {"compute_s": ("jobs", BLUE), "average_s": ("averaging", ORANGE), "checkpoint_s": ("checkpoint", GREEN),
-          "diagnostics_s": ("diagnostics", "#7d4fb0")}
-# incidents that are marked on the timeline; the others are results that were judged, not faults
-_FAULTS = {"worker_died": RED, "job_failed": RED, "worker_replaced": GREEN}
+NARROW = (4.4, 3.2)
+_TIMES = {
+    "compute_s": ("jobs", BLUE),
+    "average_s": ("averaging", ORANGE),
+    "checkpoint_s": ("checkpoint", GREEN),
+    "diagnostics_s": ("diagnostics", PURPLE),
+}
+_MARKS = {**dict.fromkeys(FAULTS, RED), "worker_replaced": GREEN}
 _SIDES = {"input": "-", "output": "--"}
+# of the timeline: more would neither be drawn in time nor be legible
+_MAX_JOBS, _MAX_LANES = 1500, 40
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure, and what it shows, for those who do not see it."""
+    """A figure, its description for those who cannot see it, and the values under the pointer."""
 
-    # of its PNG file
     name: str
     title: str
     alt: str
     figure: Any
     is_wide: bool = False
+    spots: Sequence[Spot] = field(default=())
 
 
-def charts_of(events: Sequence[Mapping[str, Any]], spectra: Mapping[str, Sequence[float]], *, is_speech: bool = True
-              ) -> Iterator[Chart]:
-    """All that there is to draw; nothing for a run without an outer iteration."""
-    curve = Curve(events, is_speech=is_speech)
-    if not curve.iterations:
-        return
-    yield from _learning(curve)
-    yield _time_split(curve)
-    if any(job.get("ended_s") for event in curve.iterations for job in event["jobs"]):
-        yield _timeline(curve, [event for event in events if event.get("event") == "incident"])
-    if any("effective_rank" in name for name in _health(curve.iterations[-1])):
-        yield _ranks(curve)
-    if spectra:
-        yield _spectra(spectra)
+def charts_of(run: RunHistory, spectra: Mapping[str, Sequence[float]]) -> dict[str, list[Chart]]:
+    """Charts by section: learning, time, layers; empty before the first outer iteration."""
+    if not run.iterations:
+        return {}
+    has_times = any(job.get("ended_s") for event in run.iterations for job in event["jobs"])
+    has_ranks = any("effective_rank" in name for name in mean_health(run.iterations[-1]))
+    return {
+        "learning": list(_learning(run)),
+        "time": [_time_split(run), *([_timeline(run)] if has_times else [])],
+        "layers": [
+            *([_ranks(run)] if has_ranks else []),
+            *([_spectra(spectra)] if spectra else []),
+        ],
+    }
 
 
-def _learning(curve: Curve) -> Iterator[Chart]:
-    last = curve.iterations[-1]
-    for score in curve.scores:
-        figure, axes = narrow_axes()
-        lines(axes, curve, {"train": (score.train, BLUE), "valid": (score.valid, ORANGE)}, scale=score.scale)
-        label(axes, score.title, score.unit, legend="best")
-        axes.set_xlabel(curve.x_label)
-        train, valid = (f"{curve.values(key, score.scale)[-1]:.{score.digits}f}" for key in (score.train, score.valid))
-        told = f"{train} and {valid}{score.unit if score.unit == '%' else f' {score.unit}'.rstrip()}"
-        yield Chart(score.name, score.title, f"{score.title} of training and held-out {curve.example}s; at the end {told}.", figure)
+def narrow_axes() -> tuple[Any, Any]:
+    """A figure of the width of a phone, and its axes."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure = new_figure(*NARROW)
+    axes = figure.subplots()
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    return figure, axes
+
+
+# Charts -------------------------------------------------------------------------------------------
+
+
+def _learning(run: RunHistory) -> Iterator[Chart]:
+    for score in run.curve.scores:
+        yield _score(run, score)
+    yield _curves(
+        run,
+        "lr",
+        "Learning rate",
+        f"per {run.curve.example}",
+        {"effective": ("effective_lr", GREEN), "each job": ("lr", GRAY)},
+        "The effective rate is the rate of each job divided by the number of jobs.",
+        is_log=True,
+    )
+    shares = {
+        "layers": ("max_change_share", RED),
+        "complete model": ("max_param_change_share", GRAY),
+    }
+    yield _curves(
+        run,
+        "max_change",
+        "Clipped updates (max_change)",
+        "%",
+        shares,
+        "A share near 100% for long means that the learning rate is too high.",
+        scale=100.0,
+    )
+
+
+def _score(run: RunHistory, score: Score) -> Chart:
+    last, per_cent = run.iterations[-1], "%" if score.unit == "%" else f" {score.unit}".rstrip()
+    values = {"training": (score.train, BLUE), "validation": (score.valid, ORANGE)}
+    first, _, second = score.valid.partition(".")
+    value = score.scale * last[first].get(second, float("nan"))
+    told = f"Last outer iteration, validation: {value:.{score.digits}f}{per_cent}."
+    return _curves(run, score.name, score.title, score.unit, values, told, scale=score.scale)
+
+
+def _curves(
+    run: RunHistory,
+    name: str,
+    title: str,
+    unit: str,
+    what: Mapping[str, tuple[str, str]],
+    told: str,
+    *,
+    scale: float = 1.0,
+    is_log: bool = False,
+) -> Chart:
+    """Some values of all outer iterations against the data processed."""
+    curve = run.curve
     figure, axes = narrow_axes()
-    lines(axes, curve, {"effective": ("effective_lr", GREEN), "each job": ("lr", "#8fc6a0")})
-    axes.set_yscale("log")
-    label(axes, "Learning rate", f"per {curve.example}", legend="best")
+    lines(axes, curve, what, scale=scale)
+    if is_log:
+        axes.set_yscale("log")
+    elif unit == "%" and scale == 100.0 and name == "max_change":
+        axes.set_ylim(bottom=0)
+    label(axes, title, unit, legend="best")
     axes.set_xlabel(curve.x_label)
-    told = f"It falls from {curve.iterations[0]['effective_lr']:.2g} to {last['effective_lr']:.2g}."
-    yield Chart("lr", "Learning rate", told, figure)
-    figure, axes = narrow_axes()
-    lines(axes, curve, {"layers": ("max_change_share", RED), "whole model": ("max_param_change_share", "#e3a59e")}, scale=100.0)
-    axes.set_ylim(bottom=0)
-    label(axes, "Steps shortened by max-change", "%", legend="best")
-    axes.set_xlabel(curve.x_label)
-    told = f"{100 * last['max_change_share']:.0f}% of layer steps at the end."
-    yield Chart("max_change", "Steps shortened by max-change", told, figure)
+    _mark_stops(axes, curve, run.stops())
+    columns = {series: curve.values(key, scale) for series, (key, _) in what.items()}
+    return Chart(name, title, told, figure, spots=_spots(curve, columns))
 
 
-def _time_split(curve: Curve) -> Chart:
-    figure, axes = narrow_axes()
+def _spots(
+    curve: Curve,
+    columns: Mapping[str, Sequence[float]],
+    positions: Sequence[float] = (),
+    form: str = ".4g",
+) -> list[Spot]:
+    """Over each outer iteration the values of all curves."""
+    tips = [
+        (
+            f"outer iteration {event['outer_iter'] + 1}, epoch {event['epoch']:.2f}",
+            *(f"{series}: {values[index]:{form}}" for series, values in columns.items()),
+        )
+        for index, event in enumerate(curve.iterations)
+    ]
+    return strips(positions or curve.positions, tips)
+
+
+def _mark_stops(axes: Any, curve: Curve, stops: Sequence[Stop]) -> None:
+    for number, stop in enumerate(stops):
+        axes.axvline(
+            stop.frames_processed / curve.scale,
+            color=PURPLE,
+            linewidth=1.0,
+            linestyle=":",
+            label="" if number else "resumed",
+        )
+    if stops:
+        axes.legend(loc="best", frameon=False)
+
+
+def _time_split(run: RunHistory) -> Chart:
+    curve = run.curve
+    figure = new_figure(10.0, 2.6)
+    axes = figure.subplots()
     outer_iters = [event["outer_iter"] + 1 for event in curve.iterations]
     base = [0.0] * len(outer_iters)
-    for key, (name, colour) in _TIMES.items():
-        seconds = curve.values(key)
-        axes.bar(outer_iters, seconds, bottom=base, width=0.9, color=colour, label=f"{name}, {sum(seconds):.1f} s")
+    columns = {}
+    for key, (name, color) in _TIMES.items():
+        columns[f"{name} (s)"] = seconds = curve.values(key)
+        axes.bar(
+            outer_iters,
+            seconds,
+            bottom=base,
+            width=0.9,
+            color=color,
+            label=f"{name}, {sum(seconds):.1f} s",
+        )
         base = [below + more for below, more in zip(base, seconds, strict=True)]
-    label(axes, "Where the time went", "seconds")
-    axes.legend(ncols=2, fontsize=8, frameon=False, loc="upper left")
+    label(axes, "Seconds of each outer iteration", "seconds")
+    axes.legend(ncols=4, fontsize=8, frameon=False, loc="upper right")
     # room for the legend above the bars
-    axes.set_ylim(top=1.3 * max(base))
+    axes.set_ylim(top=1.2 * max(*base, 1e-9))
     axes.set_xlabel("outer iteration")
     told = ", ".join(f"{name} {sum(curve.values(key)):.1f} s" for key, (name, _) in _TIMES.items())
-    return Chart("time", "Where the time went", f"Seconds of each outer iteration: {told}.", figure)
+    return Chart(
+        "time",
+        "Seconds of each outer iteration",
+        f"In total: {told}. Workers train only during jobs.",
+        figure,
+        is_wide=True,
+        spots=_spots(curve, columns, outer_iters, ".2f"),
+    )
 
 
-def _timeline(curve: Curve, incidents: Sequence[Mapping[str, Any]]) -> Chart:
-    """A lane for each worker, a bar for each job; the end of an outer iteration is a thin line, a fault a cross."""
-    workers = sorted({job["worker"] for event in curve.iterations for job in event["jobs"]})
-    lanes = {worker: index for index, worker in enumerate(workers)}
+def _timeline(run: RunHistory) -> Chart:
+    """A lane for each worker, a bar for each job; averaging is a thin line, a fault a cross."""
+    iterations = _newest(run.iterations)
+    first, end_s = iterations[0], iterations[-1]["elapsed_s"]
+    start_s = first["elapsed_s"] - first["compute_s"] if first["outer_iter"] else 0.0
+    workers = _lanes(run, iterations)
+    lanes = {worker: lane for lane, worker in enumerate(workers)}
     figure = new_figure(10.0, min(1.5 + 0.34 * len(lanes), 9.0))
     axes = figure.subplots()
-    for event in curve.iterations:
-        axes.axvline(event["elapsed_s"], color="#d5d8dd", linewidth=0.6, zorder=0)
-        for job in event["jobs"]:
-            colour = _GREY if not job["accepted"] else ORANGE if job["attempt"] > 1 else BLUE
-            # so that one job can be told from the next
-            shade = 1.0 if event["outer_iter"] % 2 else 0.72
-            axes.broken_barh([(job["ended_s"] - job["seconds"], job["seconds"])], (lanes[job["worker"]] - 0.38, 0.76),
-                             facecolors=colour, alpha=shade, linewidth=0)
-    faults = [one for one in incidents if one.get("elapsed_s") and one["what"] in _FAULTS and one["worker"] in lanes]
-    for one in faults:
-        axes.plot(one["elapsed_s"], lanes[one["worker"]], marker="X", markersize=8, color=_FAULTS[one["what"]],
-                  markeredgecolor="white", linestyle="none", zorder=3)
+    spots = _job_bars(axes, iterations, lanes)
+    for event in iterations:
+        axes.axvline(event["elapsed_s"], color=SOFT, linewidth=0.4, zorder=0)
+    faults = _crosses(axes, run, lanes, (start_s, end_s))
+    stops = [stop for stop in run.stops() if stop.elapsed_s >= start_s]
+    for stop in stops:
+        axes.axvline(stop.elapsed_s, color=PURPLE, linewidth=1.6, linestyle=":", zorder=2)
     axes.set_yticks(range(len(lanes)), [f"worker {worker}" for worker in workers])
     axes.set_ylim(len(lanes) - 0.5, -0.5)
-    axes.set_xlabel("seconds of training")
+    pauses = " (the clock stands still while no process trains)" if stops else ""
+    axes.set_xlabel(f"seconds of training{pauses}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
-    _explain(axes, faults)
-    told = f"Jobs of {len(lanes)} workers over {curve.iterations[-1]['elapsed_s']:.0f} s, {len(faults)} faults."
-    return Chart("timeline", "Timeline of the workers", told, figure, is_wide=True)
+    _explain(axes, has_faults=bool(faults), has_stops=bool(stops))
+    told = f"{len(lanes)} workers, {duration(end_s)}; faults {len(faults)}, resumes {len(stops)}."
+    if len(iterations) < len(run.iterations):
+        told += f" The last {len(iterations)} of {len(run.iterations)} outer iterations."
+    return Chart(
+        "timeline",
+        "Timeline of the workers",
+        f"{told} Gaps are waiting.",
+        figure,
+        is_wide=True,
+        spots=[*spots, *faults],
+    )
 
 
-def _explain(axes: Any, faults: Sequence[Mapping[str, Any]]) -> None:
+def _crosses(
+    axes: Any, run: RunHistory, lanes: Mapping[int, int], span: tuple[float, float]
+) -> list[Spot]:
+    """Draw the faults; a spot for each."""
+    start_s, end_s = span
+    spots = []
+    for one in run.incidents:
+        seconds, lane = one["elapsed_s"], lanes.get(one["worker"])
+        if one["what"] in _MARKS and lane is not None and seconds > start_s:
+            axes.plot(
+                seconds,
+                lane,
+                marker="X",
+                markersize=9,
+                color=_MARKS[one["what"]],
+                markeredgecolor=CARD,
+                linestyle="none",
+                zorder=3,
+            )
+            reach = 0.006 * (end_s - start_s)
+            tip = (f"{one['what'].replace('_', ' ')}, {seconds:.1f} s",)
+            spots.append(Spot(seconds - reach, seconds + reach, tip, lane + 0.4, lane - 0.4))
+    return spots
+
+
+def _newest(iterations: Sequence[Event]) -> Sequence[Event]:
+    """The last outer iterations with at most _MAX_JOBS jobs, but at least one."""
+    count, first = 0, len(iterations)
+    while first and (not count or count + len(iterations[first - 1]["jobs"]) <= _MAX_JOBS):
+        first -= 1
+        count += len(iterations[first]["jobs"])
+    return iterations[first:]
+
+
+def _lanes(run: RunHistory, iterations: Sequence[Event]) -> list[int]:
+    """The workers shown: all, or those with faults and the slowest."""
+    workers = {job["worker"] for event in iterations for job in event["jobs"]}
+    rows = sorted(run.workers(), key=lambda row: -row.num_failed)
+    return sorted([row.worker for row in rows if row.worker in workers][:_MAX_LANES])
+
+
+def _job_bars(axes: Any, iterations: Sequence[Event], lanes: Mapping[int, int]) -> list[Spot]:
+    """Draw the jobs; a spot for each."""
+    spans: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    spots = []
+    for event in iterations:
+        for job in (job for job in event["jobs"] if job["worker"] in lanes):
+            lane, start = lanes[job["worker"]], job["ended_s"] - job["seconds"]
+            color, kind = BLUE, ""
+            if job["attempt"] > 1:
+                color, kind = ORANGE, f"attempt {job['attempt']}"
+            if not job["accepted"]:
+                color, kind = GRAY, f"rejected: {job['reason']}"[:60]
+            spans.setdefault((lane, color), []).append((start, job["seconds"]))
+            speed = job["num_frames"] / max(job["seconds"], 1e-9)
+            tip = (
+                f"job {job['job']} of outer iteration {event['outer_iter'] + 1}",
+                f"{job['seconds']:.2f} s, {speed:,.0f} per s",
+                *filter(None, [kind]),
+            )
+            spots.append(Spot(start, job["ended_s"], tip, lane + 0.38, lane - 0.38))
+    for (lane, color), bars in spans.items():
+        # an edge of the card's color separates jobs that touch
+        axes.broken_barh(bars, (lane - 0.38, 0.76), facecolors=color, edgecolor=CARD, linewidth=0.8)
+    return spots
+
+
+def _explain(axes: Any, *, has_faults: bool, has_stops: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    shown = [Patch(color=BLUE, label="job"), Patch(color=ORANGE, label="job, repeated"), Patch(color=_GREY, label="job, left out"),
-             Line2D([], [], color="#d5d8dd", label="averaged")]
-    if faults:
+    shown = [
+        Patch(color=BLUE, label="job"),
+        Patch(color=ORANGE, label="retried job"),
+        Patch(color=GRAY, label="rejected job"),
+        Line2D([], [], color=SOFT, linewidth=0.6, label="averaging"),
+    ]
+    if has_faults:
         shown.append(Line2D([], [], marker="X", color=RED, linestyle="none", label="fault"))
-    axes.legend(handles=shown, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(shown), frameon=False, fontsize=8)
+    if has_stops:
+        shown.append(Line2D([], [], color=PURPLE, linestyle=":", label="resumed"))
+    axes.legend(
+        handles=shown,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=len(shown),
+        frameon=False,
+        fontsize=8,
+    )
 
 
-def _ranks(curve: Curve) -> Chart:
-    """How many directions carry the Fisher, by layer and side, as training goes on."""
+def _ranks(run: RunHistory) -> Chart:
+    """The number of directions that carry the Fisher, by layer and side."""
     figure, axes = narrow_axes()
-    names = sorted(name for name in _health(curve.iterations[-1]) if name.endswith("_effective_rank"))
-    layers = sorted({name.rpartition("/")[0] for name in names})
-    for name in names:
-        layer, _, quantity = name.rpartition("/")
-        style = _SIDES.get(quantity.partition("_")[0], ":")
-        values = [_health(event).get(name, float("nan")) for event in curve.iterations]
-        axes.plot(curve.millions, values, color=_shade(layers.index(layer), len(layers)), linestyle=style, linewidth=1.4,
-                  label=layer if style == "-" else None)
+    health = [mean_health(event) for event in run.iterations]
+    names = sorted(name for name in health[-1] if name.endswith("_effective_rank"))
+    columns = {
+        name.removesuffix("_effective_rank").replace("/", " "): [
+            one.get(name, float("nan")) for one in health
+        ]
+        for name in names
+    }
+    layers = list(dict.fromkeys(name.rpartition("/")[0] for name in names))
+    for name, (series, values) in zip(names, columns.items(), strict=True):
+        layer, side = name.rpartition("/")[0], series.rpartition(" ")[2]
+        axes.plot(
+            run.curve.positions,
+            values,
+            color=RUN_COLORS[layers.index(layer) % len(RUN_COLORS)],
+            linestyle=_SIDES.get(side, ":"),
+            linewidth=1.5,
+            label=layer if side == "input" else None,
+        )
     label(axes, "Effective rank of the Fisher factors", "directions")
     axes.legend(fontsize=7, frameon=False, ncols=2)
-    axes.set_xlabel(curve.x_label)
-    return Chart("fisher_rank", "Effective rank of the Fisher factors",
-                 "Solid: input side of each layer; dashed: output derivatives.", figure)
+    axes.set_xlabel(run.curve.x_label)
+    return Chart(
+        "fisher_rank",
+        "Effective rank of the Fisher factors",
+        "Solid: input side of each layer; dashed: side of the output gradients.",
+        figure,
+        spots=_spots(run.curve, dict(list(columns.items())[:16])),
+    )
 
 
 def _spectra(spectra: Mapping[str, Sequence[float]]) -> Chart:
     """Eigenvalues over their mean, in descending order."""
     figure, axes = narrow_axes()
-    layers = sorted({name.rpartition("/")[0] for name in spectra})
+    layers = list(dict.fromkeys(name.rpartition("/")[0] for name in sorted(spectra)))
     for name, values in sorted(spectra.items()):
         layer, _, side = name.rpartition("/")
-        style = _SIDES.get(side, ":")
-        axes.plot(range(1, len(values) + 1), values, color=_shade(layers.index(layer), len(layers)), linestyle=style, linewidth=1.4,
-                  label=layer if style == "-" else None)
+        axes.plot(
+            range(1, len(values) + 1),
+            values,
+            color=RUN_COLORS[layers.index(layer) % len(RUN_COLORS)],
+            linestyle=_SIDES.get(side, ":"),
+            linewidth=1.5,
+            label=layer if side == "input" else None,
+        )
     axes.set_yscale("log")
-    axes.axhline(1.0, color="#bbbbbb", linewidth=0.8)
+    axes.axhline(1.0, color=SOFT, linewidth=0.8)
     label(axes, "Spectra of the Fisher factors", "eigenvalue over the mean")
     axes.legend(fontsize=7, frameon=False, ncols=2)
     axes.set_xlabel("direction")
-    return Chart("fisher_spectra", "Spectra of the Fisher factors", "Eigenvalues of each factor over their mean, largest first. "
-                 "Solid: input side; dashed: output derivatives.", figure)
-
-
-def _health(event: Mapping[str, Any]) -> dict[str, float]:
-    """Mean over the accepted jobs, as `OuterIterationRecord.health`."""
-    values: dict[str, list[float]] = {}
-    for job in event["jobs"]:
-        if job["accepted"]:
-            for name, value in job.get("health", {}).items():
-                values.setdefault(name, []).append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
-
-
-def _shade(index: int, count: int) -> Any:
-    from matplotlib import colormaps
-
-    return colormaps["viridis"](0.05 + 0.85 * index / max(count - 1, 1))
-
-
-def narrow_axes() -> tuple[Any, Any]:
-    """A figure of the width of a phone, and its axes."""
-    figure = new_figure(*_NARROW)
-    return figure, figure.subplots()
+    longest = max(map(len, spectra.values()))
+    tips = [
+        (
+            f"direction {index + 1}",
+            *(
+                f"{name.replace('/', ' ')}: {values[index]:.3g}"
+                for name, values in sorted(spectra.items())[:16]
+                if index < len(values)
+            ),
+        )
+        for index in range(longest)
+    ]
+    return Chart(
+        "fisher_spectra",
+        "Spectra of the Fisher factors",
+        "Eigenvalues of each factor over their mean, largest first. "
+        "Solid: input side; dashed: side of the output gradients.",
+        figure,
+        spots=strips([float(index + 1) for index in range(longest)], tips),
+    )

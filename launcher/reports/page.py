@@ -1,102 +1,236 @@
-"""One self-contained HTML page: no script, nothing from the network, pictures as SVG inside it."""
+"""One self-contained HTML page: no script, nothing from the network, charts as SVG inside it."""
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from ngsgd.launcher.reports import svg
 from ngsgd.launcher.reports.charts import Chart
 
 _STYLE = """
-:root { color-scheme: light; --ink: #1d232b; --soft: #5b6470; --line: #dfe3e8;
-  --card: #ffffff; --back: #f4f6f8; --accent: #1f6fb4; }
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
+body { margin: 0; background: var(--back); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
 main { max-width: 1240px; margin: 0 auto; padding: 20px 16px 48px; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywhere; }
-h2 { font-size: 1.1rem; margin: 32px 0 10px; }
-p.lead { color: var(--soft); margin: 0 0 16px; overflow-wrap: anywhere; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
-.tile, figure, .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
+h2 { font-size: 1.2rem; margin: 36px 0 10px; } h3 { font-size: 1rem; margin: 20px 0 8px; }
+p { margin: 0 0 10px; } p.lead, p.note { color: var(--soft); overflow-wrap: anywhere; }
+p.lead { margin-bottom: 16px; }
+.verdict, .tile, figure, .card { background: var(--card); border: 1px solid var(--line);
+  border-radius: 8px; }
+.verdict { border-left: 6px solid var(--mark); padding: 12px 16px; margin: 0 0 14px;
+  font-size: 1.1rem; }
+.verdict b { color: var(--mark); margin-right: 8px; }
+.green { --mark: var(--green); } .amber { --mark: var(--orange); } .red { --mark: var(--red); }
+.gray { --mark: var(--gray); }
+ul.checks { list-style: none; margin: 0; padding: 0; }
+ul.checks li { display: grid; grid-template-columns: 1.6em minmax(9em, 13em) 1fr; gap: 2px 8px;
+  padding: 6px 12px;
+  border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
+ul.checks li:last-child { border-bottom: 0; }
+ul.checks .icon { color: var(--mark); font-weight: 700; }
+ul.checks small { color: var(--soft); display: block; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 12px; }
 .tile { padding: 10px 14px; } .tile b { display: block; font-size: 1.3rem; line-height: 1.3; }
 .tile span { color: var(--soft); font-size: .85rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(360px, 100%), 1fr)); gap: 14px;
-  grid-auto-flow: dense; }
-figure { margin: 0; padding: 8px; min-width: 0; } figure.wide { grid-column: 1 / -1; overflow-x: auto; }
-figure img { display: block; width: 100%; height: auto; } figure.wide img { min-width: 760px; }
+.charts, .columns { display: grid;
+  grid-template-columns: repeat(auto-fill, minmax(min(360px, 100%), 1fr)); gap: 14px; }
+.columns { align-items: start; } .charts { margin: 14px 0; }
+figure { margin: 0; padding: 8px; min-width: 0; break-inside: avoid; }
+figure.wide { grid-column: 1 / -1; overflow-x: auto; } figure.wide svg { min-width: 760px; }
 figcaption { color: var(--soft); font-size: .82rem; padding: 2px 6px 4px; }
-.card { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
-th, td { text-align: left; padding: 6px 12px; border-bottom: 1px solid var(--line); vertical-align: top; }
+.card { overflow-x: auto; margin-bottom: 14px; break-inside: avoid-page; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th, td { text-align: left; padding: 6px 12px; border-bottom: 1px solid var(--line);
+  vertical-align: top; }
 th { color: var(--soft); font-weight: 600; } tr:last-child td { border-bottom: 0; }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.number { white-space: nowrap; } .long { min-width: 17em; }
+.utterance { padding: 8px 12px; border-bottom: 1px solid var(--line); }
+.utterance:last-child { border-bottom: 0; }
+.words { display: flex; flex-wrap: wrap; gap: 2px 6px;
+  font: .85rem/1.4 ui-monospace, Menlo, Consolas, monospace; }
+.words span { display: inline-grid; padding: 0 3px; border-radius: 4px; }
+.words .sides { color: var(--soft); }
+.words .wrong { color: var(--red); outline: 1px solid var(--red); font-weight: 700; }
 code, pre { font: .85rem/1.45 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
-pre { margin: 0; padding: 12px; overflow-x: auto; } ul.incidents { margin: 0; padding: 10px 14px 10px 30px; }
-ul.incidents li { overflow-wrap: anywhere; }
-details summary { cursor: pointer; padding: 10px 14px; color: var(--accent); }
+pre { margin: 0; padding: 12px; overflow-x: auto; }
+ul.list { margin: 0; padding: 10px 14px 10px 30px; } ul.list li { overflow-wrap: anywhere; }
+details summary { cursor: pointer; padding: 10px 14px; color: var(--blue); }
+ul.list summary { padding: 0; color: inherit; }
 footer { color: var(--soft); font-size: .85rem; margin-top: 32px; overflow-wrap: anywhere; }
+svg.chart { display: block; width: 100%; height: auto; }
+svg.chart text { font-family: system-ui, -apple-system, "Segoe UI", sans-serif; }
+svg.chart .hit { fill: transparent; } svg.chart .tip { visibility: hidden; pointer-events: none; }
+svg.chart .spot:hover .tip { visibility: visible; }
+svg.chart .box { fill: var(--ink); opacity: .94; } svg.chart .tip text { fill: var(--card); }
+svg.chart .guide { stroke: var(--soft); stroke-width: .8; }
+@media (max-width: 600px) { ul.checks li { grid-template-columns: 1.6em 1fr; }
+ul.checks li > :nth-child(3) { grid-column: 2; } }
+@media print { body { background: none; } main { max-width: none; padding: 0; }
+figure.wide svg { min-width: 0; } }
 """
+_ICONS = {
+    "green": ("✓", "passed"),
+    "amber": ("!", "look at"),
+    "red": ("✕", "failed"),
+    "gray": ("?", "not judged"),
+}
+# characters of an item of a list that are shown at once
+_LONG = 240
+# of a cell whose column must not become narrow
+_WIDE = 50
+
+
+class Html(str):
+    """A text that is markup already."""
 
 
 def page(title: str, lead: str, body: Iterable[str], footer: str) -> str:
-    """The whole document."""
-    head = ('<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f'<link rel="icon" href="data:,">\n<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>')
-    main = "\n".join([f"<h1>{html.escape(title)}</h1>", f'<p class="lead">{html.escape(lead)}</p>', *body,
-                      f"<footer>{html.escape(footer)}</footer>"])
-    return f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n<main>\n{main}\n</main>\n</body>\n</html>\n'
+    """Return the document."""
+    head = (
+        '<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<link rel="icon" href="data:,">\n<title>{html.escape(title)}</title>\n'
+        f"<style>{svg.css()}{_STYLE}</style>"
+    )
+    main = "\n".join(
+        [
+            f"<h1>{html.escape(title)}</h1>",
+            f'<p class="lead">{html.escape(lead)}</p>',
+            *body,
+            f"<footer>{html.escape(footer)}</footer>",
+        ]
+    )
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n'
+        f"<body>\n<main>\n{main}\n</main>\n</body>\n</html>\n"
+    )
 
 
-def heading(text: str) -> str:
-    return f"<h2>{html.escape(text)}</h2>"
+def heading(text: str, *, level: int = 2) -> str:
+    return f"<h{level}>{html.escape(text)}</h{level}>"
+
+
+def note(text: str) -> str:
+    """A sentence below a heading."""
+    return f'<p class="note">{html.escape(text)}</p>'
+
+
+def verdict(level: str, word: str, sentence: str) -> str:
+    """The first line; the level is a name of `_ICONS`."""
+    first = f"<b>{html.escape(word.capitalize())}</b>"
+    return f'<p class="verdict {level}">{first}{html.escape(sentence)}</p>'
+
+
+def checks(rows: Iterable[tuple[str, str, str, str]]) -> str:
+    """(level, name, reason, threshold) each; the icon shows the level without the color."""
+    inside = "".join(
+        f'<li class="{level}"><span class="icon" role="img" aria-label="{_ICONS[level][1]}">'
+        f"{_ICONS[level][0]}</span><b>{html.escape(name)}</b>"
+        f"<span>{html.escape(reason)}<small>{html.escape(threshold)}</small></span></li>"
+        for level, name, reason, threshold in rows
+    )
+    return f'<div class="card"><ul class="checks">{inside}</ul></div>'
 
 
 def tiles(figures: Iterable[tuple[str, str]]) -> str:
-    """Large figures with what they are, in a row."""
-    inside = "".join(f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(what)}</span></div>'
-                     for what, value in figures)
+    """(label, value) each, in a row."""
+    inside = "".join(
+        f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(what)}</span></div>'
+        for what, value in figures
+    )
     return f'<div class="tiles">{inside}</div>'
 
 
 def pictures(charts: Iterable[Chart]) -> str:
     inside = "".join(
-        f'<figure{" class=wide" if chart.is_wide else ""}><img alt="{html.escape(chart.title)}: {html.escape(chart.alt)}" '
-        f'src="data:image/svg+xml;base64,{base64.b64encode(svg(chart.figure)).decode()}">'
-        f"<figcaption>{html.escape(chart.alt)}</figcaption></figure>" for chart in charts)
-    return f'<div class="charts">{inside}</div>'
+        f"<figure{' class=wide' if chart.is_wide else ''}>"
+        f"{_drawn(chart)}"
+        f"<figcaption>{html.escape(chart.alt)}</figcaption></figure>"
+        for chart in charts
+    )
+    return f'<div class="charts">{inside}</div>' if inside else ""
+
+
+def _drawn(chart: Chart) -> str:
+    alt = f"{chart.title}: {chart.alt}"
+    return svg.inline_svg(chart.figure, chart.spots, name=chart.name, alt=alt)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns of numbers stand right."""
+    """A table; columns of numbers are aligned right, columns without any value are omitted."""
     lines = [list(row) for row in rows]
-    marks = [' class="number"' if all(_is_number(row[column]) for row in lines) else "" for column in range(len(header))]
-    head = "".join(f"<th{mark}>{html.escape(cell)}</th>" for cell, mark in zip(header, marks, strict=True))
-    body = "".join("<tr>" + "".join(f"<td{mark}>{html.escape(cell)}</td>" for cell, mark in zip(row, marks, strict=True)) + "</tr>"
-                   for row in lines)
-    return f'<div class="card"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    shown = [column for column in range(len(header)) if any(row[column] for row in lines)]
+    marks = {column: _mark([row[column] for row in lines]) for column in shown}
+    head = "".join(
+        f'<th scope="col"{marks[column]}>{html.escape(header[column])}</th>' for column in shown
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{marks[column]}>{_cell(row[column])}</td>" for column in shown)
+        + "</tr>"
+        for row in lines
+    )
+    return card(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
 
 
-def incidents(messages: Sequence[str]) -> str:
-    inside = "".join(f"<li>{html.escape(message)}</li>" for message in messages)
-    return f'<div class="card"><ul class="incidents">{inside}</ul></div>' if messages else "<p>None.</p>"
+def columns(parts: Iterable[str]) -> str:
+    """Parts next to each other where there is room."""
+    return f'<div class="columns">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
+
+
+def bullets(texts: Sequence[str]) -> str:
+    """A list; the rest of a long text opens at a click."""
+    parts = (
+        text
+        if len(text) <= _LONG
+        else Html(
+            f"<details><summary>{html.escape(text[:_LONG])} ...</summary>"
+            f"{html.escape(text)}</details>"
+        )
+        for text in texts
+    )
+    return card(f'<ul class="list">{"".join(f"<li>{_cell(part)}</li>" for part in parts)}</ul>')
+
+
+def utterance(name: str, counts: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Reference above hypothesis, word by word; differences are marked and bold."""
+    words = "".join(
+        f"<span{' class=wrong' if ref != hyp else ''}>"
+        f"<span>{html.escape(ref)}</span><span>{html.escape(hyp)}</span></span>"
+        for ref, hyp in pairs
+    )
+    return (
+        f'<div class="utterance"><b>{html.escape(name)}</b> {html.escape(counts)}'
+        '<div class="words">'
+        f'<span class="sides"><span>ref</span><span>hyp</span></span>{words}</div></div>'
+    )
+
+
+def card(inside: str) -> str:
+    return f'<div class="card">{inside}</div>'
 
 
 def folded(summary: str, text: str) -> str:
     """Long text that opens at a click."""
-    return f'<div class="card"><details><summary>{html.escape(summary)}</summary><pre>{html.escape(text)}</pre></details></div>'
+    return card(
+        f"<details><summary>{html.escape(summary)}</summary>"
+        f"<pre>{html.escape(text)}</pre></details>"
+    )
 
 
-def svg(figure: Any) -> bytes:
-    """The figure as SVG whose letters are text, the same bytes each time."""
-    from matplotlib import rc_context
+def _cell(text: str) -> str:
+    return text if isinstance(text, Html) else html.escape(text)
 
-    target = io.BytesIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "ngsgd", "font.family": "sans-serif"}):
-        figure.savefig(target, format="svg", metadata={"Date": None})
-    return target.getvalue()
+
+def _mark(cells: Sequence[str]) -> str:
+    """The class of a column."""
+    if all(map(_is_number, cells)):
+        return ' class="number"'
+    return ' class="long"' if max(map(len, cells)) > _WIDE else ""
 
 
 def _is_number(text: str) -> bool:
-    return text == "-" or text.replace(",", "").replace(".", "").replace("-", "").replace("%", "").isdigit()
+    return text[:1].isdigit() or (text[:1] in "-+" and text[1:2].isdigit()) or text in ("", "-")

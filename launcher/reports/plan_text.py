@@ -15,7 +15,7 @@ _WORTH_IT = 0.5
 
 
 def text(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequence[Row], *, is_speech: bool = True) -> list[str]:
-    """What a person reads: what was measured, the table, why these lengths of a job, one line of advice."""
+    """The measurement, the table, the reasons for the job lengths, and one line of advice."""
     length = "samples_per_iter" if is_speech else "shard_size"
     lines = _heading(machine, workload, assumed, "frames" if is_speech else "examples")
     lines += ["", "               here                a core or GPU for each worker",
@@ -38,9 +38,9 @@ def _heading(machine: Machine, workload: Workload, assumed: Assumptions, example
         f"the run    {workload.model_bytes / 4e6:.2f} million parameters; a job has {workload.samples:.0f} {examples}, "
         f"minibatches of {workload.minibatch_size}",
         *_memory(workload),
-        f"measured   {units}; {examples} per second of a worker: {alone.rate:.0f} alone, {full.rate:.0f} beside "
+        f"measured   {units}; {examples} per second of a worker: {alone.rate:.0f} alone, {full.rate:.0f} next to "
         f"{full.num_processes - 1} others",
-        f"           seconds of a job besides its steps {full.fixed_s:.2g}, checkpoint {machine.checkpoint_s:.2g}, "
+        f"           seconds of a job outside its steps {full.fixed_s:.2g}, checkpoint {machine.checkpoint_s:.2g}, "
         f"diagnostics {full.diagnostics_s:.2g}",
         f"assumed    {assumed.slots_per_machine} workers per machine, links of {assumed.bandwidth:.3g} bytes/s, "
         f"spread of a job's time {_percent(sigma)},",
@@ -70,7 +70,7 @@ def _range(counts: Sequence[int]) -> str:
 
 
 def advice(machine: Machine, table: Sequence[Row], *, is_speech: bool = True) -> str:
-    """Up to how many workers it pays, what is in the way of more, and the one change that helps most."""
+    """The number of workers that pays, the reason against more, and the most useful change."""
     few, many = machine.serial[0], machine.serial[-1]
     if many.rate < few.rate:
         return (f"one worker is {few.rate / many.rate:.1f} times as fast with {_threads(few.num_threads)} as with "

@@ -1,4 +1,4 @@
-"""What `ngsgd plan` measured, kept beside the runs, and what it says of a run: predicted beside actual."""
+"""The measurement of `ngsgd plan`, stored with the runs, and the prediction made from it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def keep(config: RunConfig, machine: Machine, workload: Workload) -> None:
 
 
 def saved(config: RunConfig) -> tuple[Machine, Workload] | None:
-    """The last measurement in this output directory, if it was of these settings on a machine with as many cores."""
+    """The last measurement in this output directory, if settings and core count are the same."""
     try:
         kept = read_json(kept_in(config))
         if (kept["format"], kept["settings"]) != (_FORMAT, settings_key(config)):
             return None
         return Machine.from_json(kept["machine"]), Workload(**kept["workload"])
     except (OSError, ValueError, KeyError, TypeError):
-        # none, or of another version: both mean to measure again
+        # there is none, or one of another version: measure again
         return None
 
 
@@ -53,10 +53,10 @@ def settings_key(config: RunConfig) -> str:
 
 
 class Forecast:
-    """A tracker that says at the end what was predicted beside what it took.
+    """A tracker that reports the predicted and the measured time at the end.
 
-    The prediction is made from the measurement of `ngsgd plan` where there is one of the same settings, else from the run's
-    first outer iterations.  `job_counts` has the number of jobs of each outer iteration.
+    The prediction uses the measurement of `ngsgd plan` with the same settings, else the first outer
+    iterations of the run.  `job_counts` has the number of jobs of each outer iteration.
     """
 
     def __init__(self, config: RunConfig, job_counts: Sequence[int], report: Callable[[str], None]) -> None:
@@ -81,8 +81,7 @@ class Forecast:
         """None while there is nothing to predict from."""
         config = self._config
         num_workers = config.cluster.num_workers
-        # a cluster is not this machine, and jobs of other lengths or that run ahead are not what
-        # was measured
+        # the measurement is of jobs of equal length on this machine that do not overlap
         fits = not config.cluster.address and config.schedule.load_balancing == "none" and not config.outer.overlap
         measured = saved(config) if fits else None
         if measured:

@@ -1,6 +1,6 @@
-"""The runs that `ngsgd compare` is given settings for: trained one after the other, each in a process of its own.
+"""Training of the runs that `ngsgd compare` gets settings for, each in a separate process.
 
-What can be seen from outside alone, the memory of that process and of its workers, goes to `<run>/measured.json`.
+The peak memory of that process and of its workers is written to `<run>/measured.json`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ngsgd.pipeline.runs.run_folder import RunFolder
 if TYPE_CHECKING:
     import psutil
 
-# a thousandth of a processor; what is larger for less is not seen
+# costs a thousandth of a core; a shorter peak may be missed
 _LOOK_EVERY_S = 0.1
 
 
 def trained(settings: Sequence[str], report: Callable[[str], None]) -> list[RunFolder]:
-    """The folders of the runs that a sweep over the settings makes, such as optimizer=ngsgd,kfac; one that fails is left out.
+    """Return the folders of the runs of a sweep, such as optimizer=ngsgd,kfac, without failed runs.
 
     Raises:
-        ConfigError: a setting is wrong, or no run came to its end.
+        ConfigError: a setting is wrong, or all runs failed.
     """
     compose.check_sweep(settings)
     runs = compose.each_of_sweep(settings)
@@ -41,16 +41,16 @@ def trained(settings: Sequence[str], report: Callable[[str], None]) -> list[RunF
         report(f"run {number} of {len(runs)}: {name}")
         folder = _train(lines if any(line.startswith("name=") for line in lines) else [*lines, f"name={name}"])
         if folder is None:
-            report(f"{name} did not come to its end and is left out; run ngsgd train {' '.join(lines)} to see why")
+            report(f"{name} failed and is skipped; run ngsgd train {' '.join(lines)} to see why")
         else:
             folders.append(folder)
     if not folders:
-        raise ConfigError("none of the runs came to its end, so there is nothing to compare.")
+        raise ConfigError("all runs failed, so there is nothing to compare.")
     return folders
 
 
 def run_name(swept: Sequence[str]) -> str:
-    """What a run is called: the values in which it differs."""
+    """The name of a run: the values in which it differs."""
     words = [line.partition("=")[2] if not line.startswith("seed=") else f"s{line.partition('=')[2]}" for line in swept]
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", "-".join(words)) or "run"
 
@@ -72,7 +72,7 @@ def _train(lines: Sequence[str]) -> RunFolder | None:
 
 
 def _watched(process: subprocess.Popen[bytes]) -> int:
-    """Waits for its end; the largest sum of resident bytes of it and its descendants, as seen every so often."""
+    """Wait for the end; return the largest sum of resident bytes of it and its descendants."""
     import psutil
 
     peak = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from ngsgd.errors import DataError
 Words = Sequence[str]
 # placeholder opposite an inserted or deleted word
 NOTHING = "***"
+# of a line of compute-wer
+_COUNTS = re.compile(r"%WER \S+ \[ \d+ / (\d+), (\d+) ins, (\d+) del, (\d+) sub \]$")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,18 @@ def write_per_utterance(path: Path, total: WordErrors, rows: Iterable[UtteranceE
     for row in rows:
         lines += [f"{row.utt_id} {row.errors}", *_aligned(row.pairs), ""]
     files.write_text(path, "\n".join(lines))
+
+
+def read_per_utterance(text: str) -> list[UtteranceErrors]:
+    """The utterances in a text of `write_per_utterance`; a damaged one is skipped."""
+    rows = []
+    for block in text.split("\n\n")[1:]:
+        match block.strip("\n").split("\n"):
+            case [head, ref, hyp] if (counts := _COUNTS.search(head)) and len(ref.split()) == len(hyp.split()):
+                num_words, *errors = map(int, counts.groups())
+                pairs = tuple(zip(ref.split()[1:], hyp.split()[1:], strict=True))
+                rows.append(UtteranceErrors(head[:counts.start()].strip(), pairs, WordErrors(num_words, *errors)))
+    return rows
 
 
 def write_per_speaker(path: Path, rows: Sequence[UtteranceErrors], speakers: Sequence[str]) -> None:

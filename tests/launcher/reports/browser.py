@@ -19,7 +19,7 @@ _START_S = 60.0
 
 
 def missing() -> str:
-    """What is not there; empty if pages can be opened."""
+    """The missing tool; empty if pages can be opened."""
     return next((f"{tool} is not installed" for tool in ("chromium", "chromedriver") if not shutil.which(tool)), "")
 
 
@@ -37,7 +37,7 @@ class Browser:
         return self._call("POST", "execute/sync", {"script": f"return {expression}", "args": []})
 
     def console(self) -> list[str]:
-        """What the page said since this was asked last."""
+        """Messages of the page since the last call."""
         return [entry["message"] for entry in self._call("POST", "se/log", {"type": "browser"})]
 
     def picture(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(width: int, height: int, *, is_phone: bool = False) -> Iterator[Browser]:
-    """A window of that many CSS pixels; a phone's has touch and a viewport of its own."""
+    """A window of that many CSS pixels; a phone has touch and a mobile viewport."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Runs that `ngsgd compare` trains itself: which, under which names, and what is kept of them."""
+"""Runs that `ngsgd compare` trains itself: which, under which names, and the files they leave."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_sweep_is_told_apart_by_what_varies() -> None:
 
 
 class Training:
-    """In place of `launcher train`: a process that leaves what a run leaves, or fails.
+    """Replaces `launcher train`: a process that leaves the files of a run, or fails.
 
     It holds 60 MiB until somebody has measured them.
     """
@@ -74,9 +74,9 @@ def test_settings_are_trained_and_compared_with_runs_that_are_there(tmp_path: Pa
     said = capsys.readouterr()
     found = json.loads(said.out)["runs"]
     assert [run["run"].rpartition("-2026")[0] for run in found] == ["old", "ngsgd", "kfac"]
-    assert "shampoo did not come to its end" in said.err and "run 2 of 3: kfac" in said.err
+    assert "shampoo failed" in said.err and "run 2 of 3: kfac" in said.err
     assert found[0]["peak_resident_mib"] is None
-    # an interpreter takes about 10 MiB of its own, this process several hundred
+    # an interpreter takes about 10 MiB, this process several hundred
     assert all(60 <= run["peak_resident_mib"] <= 200 for run in found[1:])
     assert all(run["frames_per_s"] > 0 for run in found)
     assert json.loads(RunFolder.open(next((tmp_path / "runs").glob("kfac-*"))).measured.read_text())["whole_s"] > 0.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ngsgd.launcher.reports.plots import compare, draw
+from ngsgd.launcher.reports.plots import draw
 from tests.launcher.records import outer_iteration
 
 
@@ -27,8 +27,3 @@ def test_draw_writes_a_picture_and_leaves_no_draft(tmp_path: Path) -> None:
 def test_a_run_without_outer_iterations_has_no_picture(tmp_path: Path) -> None:
     draw([{"event": "incident"}], tmp_path / "curve.png")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_compare_overlays_runs(tmp_path: Path) -> None:
-    compare([("NG-SGD", events(4)), ("SGD", events(3))], tmp_path / "both.png")
-    assert (tmp_path / "both.png").stat().st_size > 10_000

@@ -1,0 +1,334 @@
+"""The sections of `ngsgd report`, each of which answers one question about a run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ngsgd.asr.decode.scoring import NOTHING, UtteranceErrors, operations
+from ngsgd.launcher.reports import page as html
+from ngsgd.launcher.reports.charts import Chart
+from ngsgd.launcher.reports.checks import Check, Verdict, user_settings
+from ngsgd.launcher.reports.history import LayerRow, RunHistory, errors_by_speaker
+from ngsgd.launcher.text import duration, masked
+
+_WORST = 10
+_WRONG = ("reference", "hypothesis", "count")
+# rows of a table of words
+_MOST = 15
+_MOST_WORKERS = 100
+_MOST_INCIDENTS = 100
+# of the smallest e_i of a Fisher factor (docs/natural-gradient.md)
+_HEALTHY_E = (0.05, 0.2)
+_RANK_OF = {"input": "rank_in", "output": "rank_out"}
+# of the share of updates that max_change clips
+_MAX_CLIPPED = 0.5
+
+
+def summary(run: RunHistory, verdict: Verdict, checks: Sequence[Check]) -> Iterator[str]:
+    """The verdict, its checks and the main figures."""
+    yield html.verdict(verdict.level, verdict.word, verdict.sentence)
+    yield html.checks((check.level, check.name, check.reason, check.threshold) for check in checks)
+    state = run.state
+    tiles = (
+        [("WER, test set, final model", f"{run.final['wer_percent']:.2f}%")]
+        if run.final and run.final["wer"]
+        else []
+    )
+    if run.iterations:
+        tiles += [
+            ("outer iterations", f"{state['outer_iter']} / {state['num_outer_iters']}"),
+            ("epochs", f"{state['epoch']:.2f}"),
+            (f"{run.curve.example}s processed", f"{state['frames_processed']:,}"),
+            ("training", duration(run.iterations[-1]["elapsed_s"])),
+            ("workers", f"{len(run.workers())}"),
+        ]
+    yield html.tiles(tiles)
+
+
+def quality(
+    run: RunHistory, charts: Sequence[Chart], word_errors: Sequence[Sequence[str]]
+) -> Iterator[str]:
+    """Scores of the final model and of the last outer iteration, and the curves."""
+    if not run.iterations:
+        return
+    yield html.heading("How good is the model?")
+    yield html.table(("score", "final model", "last outer iteration"), _scores(run))
+    if run.final:
+        yield html.note(
+            "The final model is usually combined from the last outer iterations, so its scores "
+            "differ from the ends of the curves."
+        )
+    if word_errors:
+        yield html.table(
+            ("set", "WER (%), final model", "95% interval", "errors / words"), word_errors
+        )
+    yield html.pictures(charts)
+
+
+def words(rows: Sequence[UtteranceErrors], per_speaker: str) -> Iterator[str]:
+    """Wrong words, speakers and utterances of the test set."""
+    if not rows:
+        return
+    yield html.heading("Which words and speakers are wrong?")
+    found = operations(rows)
+    wrong = Counter({pair: count for pair, count in found.items() if pair[0] != pair[1]})
+    if not wrong:
+        yield html.note("All words of the test set are right.")
+        return
+    yield html.note(f"Errors of the final model on the test set, {len(rows)} utterances.")
+    tables: dict[str, tuple[tuple[str, ...], Sequence[Sequence[str]]]] = {
+        "Substitutions": (_WRONG, _pairs(wrong, lambda ref, hyp: NOTHING not in (ref, hyp))),
+        "Deletions": (_WRONG, _pairs(wrong, lambda ref, hyp: hyp == NOTHING)),
+        "Insertions": (_WRONG, _pairs(wrong, lambda ref, hyp: ref == NOTHING)),
+        "Words": (("word", "in reference", "wrong", "wrong (%)"), _words(found)),
+        "Speakers": (("speaker", "words", "errors", "WER (%)"), _speakers(per_speaker)),
+    }
+    shown = {title: part for title, part in tables.items() if part[1]}
+    yield html.columns(
+        html.heading(title, level=3) + html.table(*part) for title, part in shown.items()
+    )
+    worst = sorted(
+        (row for row in rows if row.errors.num_errors),
+        key=lambda row: (-row.errors.num_errors, row.utt_id),
+    )[:_WORST]
+    yield html.heading(f"The {len(worst)} utterances with the most errors", level=3)
+    yield html.card(
+        "".join(html.utterance(row.utt_id, str(row.errors), row.pairs) for row in worst)
+    )
+
+
+def time_spent(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
+    """Speed, waiting and retries of each worker."""
+    rows = run.workers()
+    if not rows:
+        return
+    yield html.heading("Which worker was slow?")
+    median = statistics.median(row.frames_per_s for row in rows)
+    in_turn = run.config.cluster.kind == "in_process"
+    if in_turn:
+        yield html.note(
+            "cluster.kind is in_process: one process runs the jobs one after another, so no worker "
+            "waits."
+        )
+    yield html.table(
+        (
+            "worker",
+            "host",
+            f"{run.curve.example}s/s",
+            "of the median (%)",
+            "jobs",
+            "training (s)",
+            "waiting (s)",
+            "retried jobs",
+            "failed jobs",
+        ),
+        [
+            (
+                str(row.worker),
+                row.host,
+                f"{row.frames_per_s:,.0f}",
+                f"{100 * row.frames_per_s / max(median, 1e-9):.0f}",
+                str(row.num_jobs),
+                f"{row.busy_s:.1f}",
+                "" if in_turn else f"{row.waiting_s:.1f}",
+                str(row.num_retried),
+                str(row.num_failed),
+            )
+            for row in rows[:_MOST_WORKERS]
+        ],
+    )
+    if len(rows) > _MOST_WORKERS:
+        yield html.note(f"The slowest {_MOST_WORKERS} of {len(rows)} workers.")
+    yield html.pictures(charts)
+
+
+def interruptions(run: RunHistory) -> Iterator[str]:
+    """Stops with their resumes, and incidents, in the order of the run."""
+    yield html.heading("What interrupted the run?")
+    stops = [
+        (
+            stop.outer_iter,
+            stop.elapsed_s,
+            f"after outer iteration {stop.outer_iter + 1}, {duration(stop.elapsed_s)}: "
+            f"{stop.reason}; resumed",
+        )
+        for stop in run.stops()
+    ]
+    faults = [
+        (
+            event["outer_iter"],
+            event["elapsed_s"],
+            masked(f"outer iteration {event['outer_iter'] + 1}: {event['message']}"),
+        )
+        for event in run.incidents
+    ]
+    found = sorted([*stops, *faults], key=lambda one: one[:2])
+    if not found:
+        yield html.note("Nothing: no stop, no fault.")
+        return
+    yield html.bullets([text for *_, text in found[-_MOST_INCIDENTS:]])
+    if len(found) > _MOST_INCIDENTS:
+        yield html.note(f"The last {_MOST_INCIDENTS} of {len(found)}; all are in events.jsonl.")
+
+
+def natural_gradient(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
+    """Each preconditioned layer at the last outer iteration, with the healthy ranges."""
+    rows = run.layers()
+    if not rows:
+        return
+    yield html.heading("What did natural gradient do?")
+    yield html.note(
+        "Last outer iteration, mean over its jobs. Directions in which the Fisher matrix of the "
+        "model is large get smaller steps. The first row has the healthy ranges."
+    )
+    sides = list(dict.fromkeys(side for row in rows for side in row.sides))
+    header = [
+        "layer",
+        "reading",
+        *(f"{side}: {what}" for side in sides for what in ("effective rank", "smallest e")),
+        "clipped updates (%)",
+        "cosine to plain gradient",
+        "parameter change (%)",
+    ]
+    low, high = _HEALTHY_E
+    ranges = [
+        "healthy",
+        "A cosine of 1 means that the step equals the plain gradient.",
+        *(text for _ in sides for text in ("1 or more", f"{low:g} to {high:g}")),
+        f"0 to {100 * _MAX_CLIPPED:.0f}",
+        "0 to 1",
+        "",
+    ]
+    yield html.table(header, [ranges, *(_layer(row, sides) for row in rows)])
+    yield html.pictures(charts)
+
+
+def settings(run: RunHistory, config_yaml: str) -> Iterator[str]:
+    """The user's settings first, all of them folded."""
+    yield html.heading("Settings")
+    recipe, changed = user_settings(run.config)
+    basis = f"recipe={recipe}" if recipe else "the defaults"
+    if changed:
+        yield html.note(f"Settings that differ from {basis}.")
+        yield html.table(
+            ("setting", "this run", basis),
+            [
+                (path, masked(str(value)), masked(str(base)))
+                for path, (value, base) in changed.items()
+            ],
+        )
+    else:
+        yield html.note(f"All settings are those of {basis}.")
+    yield html.folded("All settings", config_yaml)
+
+
+# Rows ---------------------------------------------------------------------------------------------
+
+
+def _scores(run: RunHistory) -> list[tuple[str, str, str]]:
+    last, final = run.iterations[-1], run.final
+    if run.curve.is_speech:
+        names: list[tuple[str, Any]] = [
+            (
+                "objective, training subset (nats per frame)",
+                lambda event: f"{event['train']['objf']:.4f}",
+            ),
+            (
+                "objective, validation subset (nats per frame)",
+                lambda event: f"{event['valid']['objf']:.4f}",
+            ),
+            (
+                "frame accuracy, validation subset",
+                lambda event: f"{100 * event['valid']['accuracy']:.1f}%",
+            ),
+        ]
+        return [(name, shown(final) if final else "", shown(last)) for name, shown in names]
+    metrics: Mapping[str, float] = (final or {}).get("metrics", {})
+    of_last = {
+        "train/loss": -last["train"]["objf"],
+        "valid/loss": -last["valid"]["objf"],
+        **{
+            name: value
+            for name, value in last["diagnostics"].items()
+            if name.startswith(("train/", "valid/"))
+        },
+    }
+    return [
+        (
+            name,
+            f"{metrics[name]:.4g}" if name in metrics else "",
+            f"{of_last[name]:.4g}" if name in of_last else "",
+        )
+        for name in dict.fromkeys([*of_last, *metrics])
+    ]
+
+
+def _pairs(wrong: Counter[tuple[str, str]], wanted: Any) -> list[tuple[str, str, str]]:
+    found = sorted(
+        ((pair, count) for pair, count in wrong.items() if wanted(*pair)),
+        key=lambda one: (-one[1], one[0]),
+    )
+    return [
+        ("" if ref == NOTHING else ref, "" if hyp == NOTHING else hyp, str(count))
+        for (ref, hyp), count in found[:_MOST]
+    ]
+
+
+def _words(found: Counter[tuple[str, str]]) -> list[tuple[str, ...]]:
+    """The words of the reference with the most errors."""
+    said, wrong = Counter[str](), Counter[str]()
+    for (ref, hyp), count in found.items():
+        if ref != NOTHING:
+            said[ref] += count
+            wrong[ref] += count if ref != hyp else 0
+    worst = sorted((word for word in said if wrong[word]), key=lambda word: (-wrong[word], word))[
+        :_MOST
+    ]
+    return [
+        (word, str(said[word]), str(wrong[word]), f"{100 * wrong[word] / said[word]:.1f}")
+        for word in worst
+    ]
+
+
+def _speakers(text: str) -> list[tuple[str, ...]]:
+    """The speakers with the highest WER."""
+    return [
+        (name, str(said), str(errors), f"{100 * errors / max(said, 1):.1f}")
+        for name, errors, said in errors_by_speaker(text)[:_MOST]
+    ]
+
+
+def _layer(row: LayerRow, sides: Sequence[str]) -> list[str]:
+    found = [row.layer, _reading(row)]
+    for side in sides:
+        rank, e = row.sides.get(side, (float("nan"), float("nan")))
+        found += [_shown(rank, ".1f"), _shown(e, ".3f")]
+    return [
+        *found,
+        _shown(100 * row.clipped, ".0f"),
+        _shown(row.cosine, ".2f"),
+        _shown(100 * row.change, ".2g"),
+    ]
+
+
+def _reading(row: LayerRow) -> str:
+    """One sentence on a layer."""
+    low, high = _HEALTHY_E
+    told = (
+        ["max_change sets the step: lower the learning rate"] if row.clipped > _MAX_CLIPPED else []
+    )
+    for side, (_, e) in row.sides.items():
+        option = f"optimizer.{_RANK_OF.get(side, 'rank_in')}"
+        if e > high:
+            told.append(f"a higher {option} would still change the steps")
+        elif e < low:
+            told.append(f"a lower {option} would save time")
+    return f"{'; '.join(told) or 'all values are in the healthy range'}.".capitalize()
+
+
+def _shown(value: float, form: str) -> str:
+    return "" if math.isnan(value) else f"{value:{form}}"
