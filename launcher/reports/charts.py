@@ -24,6 +24,7 @@ from ngsgd.launcher.reports.svg import (
     Spot,
     strips,
 )
+from ngsgd.launcher.text import duration
 
 # inches; 9 pt text is still 10 px high on a screen of 390 px
 NARROW = (4.4, 3.2)
