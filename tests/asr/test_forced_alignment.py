@@ -91,7 +91,7 @@ def test_gaussians_find_the_states_that_speech_was_made_from(start: Callable[[Co
     assert (found_T == truth_T).mean() > share
 
 
-def test_short_utterances_are_left_out_and_no_utterance_at_all_is_an_error() -> None:
+def test_short_utterances_are_skipped_and_no_utterance_is_an_error() -> None:
     rng = np.random.default_rng(1)
     sets = [made_up_speech(draw_texts(rng, number), rng)[0] for number in (4, 5, 6)]
     long = SpeechSet(sets[0].frames, (("ab",) * 40, *sets[0].texts[1:]), sets[0].speakers)

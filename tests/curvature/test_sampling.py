@@ -26,7 +26,7 @@ def _loss(name: str) -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["cross-entropy", "squared error", "binary cross-entropy"])
-def test_draws_have_the_exact_curvature_as_their_mean(name: str) -> None:
+def test_monte_carlo_samples_have_the_exact_curvature_as_mean(name: str) -> None:
     model, x, _ = problem("linear")
     loss_fn, y = _loss(name)
     first, activation, last = model.children()

@@ -16,7 +16,7 @@ FILES = [Path(name) for name in sorted(glob.glob("ngsgd/**/*.py", root_dir=ROOT,
 
 
 @pytest.mark.parametrize("file", FILES, ids=str)
-def test_an_example_gives_what_it_says(file: Path) -> None:
+def test_an_example_prints_its_documented_output(file: Path) -> None:
     module = importlib.import_module(".".join(file.with_suffix("").parts))
     found = doctest.testmod(module)
     assert found.attempted > 0 and found.failed == 0

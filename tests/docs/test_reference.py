@@ -55,7 +55,7 @@ def test_every_entry_exists() -> None:
     assert unknown == []
 
 
-def test_generated_pages_are_what_the_code_says() -> None:
+def test_generated_pages_match_the_code() -> None:
     """The list of options is frozen by this page: `make reference` writes it again, and the difference is reviewed."""
     for name, text in reference.pages().items():
         kept = (REFERENCE / name).read_text(encoding="utf-8")

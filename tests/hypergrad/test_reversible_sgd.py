@@ -100,7 +100,7 @@ def test_another_minibatch_is_reported_with_its_step() -> None:
     assert caught.value.step == 5
 
 
-def test_a_saved_optimizer_goes_on_and_back() -> None:
+def test_a_saved_optimizer_continues_forward_and_backward() -> None:
     model, other = network(), network()
     optimizer, loaded = ReversibleSGD(model, 0.3), ReversibleSGD(other, 0.1)
     start = vector(model).clone()

@@ -44,7 +44,7 @@ def test_early_are_the_first_iteration_and_those_with_a_new_layer() -> None:
     (5, {"num_layers": 4, "add_layers_period": 2}, "4 layers after 5.*5"),
     (9, {"num_layers": 4, "add_layers_period": 2, "num_subclasses": 9}, "after 9"),
 ])
-def test_a_run_that_is_too_short_is_told_so(num_outer_iters: int, model: dict[str, Any], said: str) -> None:
+def test_a_run_that_is_too_short_is_reported(num_outer_iters: int, model: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         stages(num_outer_iters, **model)
     stages(num_outer_iters + 3, **model)

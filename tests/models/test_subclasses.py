@@ -39,7 +39,7 @@ def test_the_sum_is_the_reference_and_exponentials_sum_to_one() -> None:
 
 
 @pytest.mark.parametrize("distance", [60.0, 1000.0])
-def test_a_class_that_is_far_off_has_the_floor_for_a_value_and_a_derivative_that_says_where_to_go(distance: float) -> None:
+def test_a_distant_class_has_the_floor_as_value_and_a_useful_gradient(distance: float) -> None:
     z_NS = torch.tensor([[distance, 0.0, 0.0]], requires_grad=True)
     y_NP = SumSubclasses([1, 2])(z_NS)
     assert float(y_NP[0, 1].detach()) == pytest.approx(math.log(1e-20))

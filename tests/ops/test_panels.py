@@ -165,7 +165,7 @@ def test_masked_rows_and_rows_without_an_estimate(always: None) -> None:
         assert bool(layer.weight.grad.any()) == (mask == 0)
 
 
-def test_the_limit_per_sample_sees_rows(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_per_sample_counts_rows(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_gemm, "product", None)
     assert trained(2, 40, bias=True, max_change_per_sample=0.01)[0].isfinite().all()
 

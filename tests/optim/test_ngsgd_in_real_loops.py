@@ -125,7 +125,7 @@ def test_backward_inside_or_outside_of_autocast_is_the_same() -> None:
     assert all(torch.equal(inside_states[name]["W"], outside_states[name]["W"]) for name in inside_states)
 
 
-def test_estimates_of_a_bfloat16_model_stay_in_float32_and_resume_bit_for_bit() -> None:
+def test_estimates_of_a_bfloat16_model_stay_in_float32_and_resume_bitwise() -> None:
     model = network().bfloat16()
     optimizer = NGSGD(model, lr=0.01, momentum=0.5)
     train(model, optimizer, range(7))
@@ -196,7 +196,7 @@ def test_a_changing_loss_scale_changes_neither_estimates_nor_parameters() -> Non
     assert float((parameters_of(scaled) - parameters_of(plain)).norm()) < 1e-5 * float(moved.norm())
 
 
-def test_without_being_told_of_the_scaler_the_estimates_are_of_scaled_derivatives() -> None:
+def test_without_grad_scaler_the_estimates_use_scaled_gradients() -> None:
     """Why there is an argument for it."""
     plain, scaled = network(), network()
     optimizer = NGSGD(plain, lr=0.005)
@@ -311,7 +311,7 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.parametrize("max_change_per_sample", [0.0, 0.075])
 @pytest.mark.parametrize("first_masked", [0, 3])
-def test_a_head_that_is_masked_for_a_whole_minibatch_stays_and_the_others_train(max_change_per_sample: float,
+def test_a_head_masked_for_a_minibatch_is_kept_and_the_others_train(max_change_per_sample: float,
                                                                                 first_masked: int) -> None:
     model = TwoHeads()
     optimizer = NGSGD(model, lr=0.01, ignore_zero_rows=True, max_change_per_sample=max_change_per_sample)
@@ -662,7 +662,7 @@ def test_learning_rate_schedulers(name: str) -> None:
     assert len({group["lr"] for group in optimizer.param_groups}) == 1
 
 
-def test_a_second_optimiser_on_a_model_starts_afresh() -> None:
+def test_a_second_optimizer_on_a_model_starts_again() -> None:
     model = network()
     first = NGSGD(model, lr=0.01)
     train(model, first, range(5))
@@ -677,7 +677,7 @@ def test_a_second_optimiser_on_a_model_starts_afresh() -> None:
     assert {preconditioner.num_calls for _, preconditioner in first.preconditioners()} == {5}
 
 
-def test_a_model_that_is_one_layer_keeps_the_name_of_its_estimates_with_a_second_optimiser() -> None:
+def test_a_model_that_is_one_layer_keeps_the_name_of_its_estimates_with_a_second_optimizer() -> None:
     """Or a state of the first could not be loaded."""
     model = nn.Linear(4, 3)
     first = NGSGD(model, lr=0.1)

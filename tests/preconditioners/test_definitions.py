@@ -87,7 +87,7 @@ def _plain() -> dict[str, Tensor]:
                    "for every method")
 @pytest.mark.parametrize(("fisher", "vectors"), [("empirical", _of_samples), ("exact", _of_root)])
 @pytest.mark.parametrize("kind", ["diagonal", "unit", "layer", "seng", "full", "smw"])
-def test_methods_of_whole_gradients(kind: str, fisher: str, vectors: Callable[[], list[dict[str, Tensor]]]) -> None:
+def test_methods_of_complete_gradients(kind: str, fisher: str, vectors: Callable[[], list[dict[str, Tensor]]]) -> None:
     found, plain, each = _direction(kind, fisher), _plain(), vectors()
     if kind in ("full", "smw"):
         flat = torch.cat([plain[layer].flatten() for layer in LAYERS])

@@ -25,7 +25,7 @@ def test_kfac_equals_the_dense_solve(name: str, damping: float, exact: bool) -> 
 
 
 @pytest.mark.parametrize("method", [KFAC, EKFAC])
-def test_draws_have_the_exact_factors_as_mean(method: type[KFAC]) -> None:
+def test_monte_carlo_samples_have_the_exact_factors_as_mean(method: type[KFAC]) -> None:
     """4000 draws at seed 1: relative standard error about 1/60 per element, checked at 5 of them."""
     case = problem("conv frames")
     sampled = method(case.model, fisher="mc", num_draws=4000, seed=1)
@@ -70,7 +70,7 @@ def test_skfac_equals_kfac_of_one_minibatch(name: str) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [3, 40])
-def test_skfac_keeps_what_is_smaller(num_rows: int) -> None:
+def test_skfac_keeps_the_smaller_matrix(num_rows: int) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(9, 5)
     preconditioner = SKFAC(model)

@@ -75,7 +75,7 @@ def test_strong_directions_are_shortened_relative_to_weak_ones() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-def test_what_is_not_finite_never_enters_the_state(bad: float) -> None:
+def test_non_finite_values_never_enter_the_state(bad: float) -> None:
     clean, spoilt = OnlineNaturalGradient(3), OnlineNaturalGradient(3, on_nonfinite="skip")
     for t in range(5):
         for ng in (clean, spoilt):
@@ -100,7 +100,7 @@ def test_frozen_calls_change_nothing_and_are_not_counted() -> None:
     assert torch.equal(before["W"], after["W"])
 
 
-def test_a_loaded_state_continues_bit_for_bit() -> None:
+def test_a_loaded_state_continues_bitwise_identically() -> None:
     ng = OnlineNaturalGradient(3, update_period=4)
     for t in range(13):
         ng.precondition(rows(20, 8, t))

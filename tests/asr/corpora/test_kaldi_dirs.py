@@ -229,7 +229,7 @@ def write_latin_1(folder: Path) -> None:
     (use_a_name_in_two_sets, "test/text:1: train-s0-0"),
     (write_latin_1, "train/text.*UTF-8"),
 ])
-def test_what_is_wrong_with_the_data_is_one_sentence_and_leaves_nothing(
+def test_an_error_in_the_data_is_one_message_and_leaves_nothing(
     mine: Path, tmp_path: Path, damage: Callable[[Path], None], sentence: str,
 ) -> None:
     damage(mine)
@@ -239,7 +239,7 @@ def test_what_is_wrong_with_the_data_is_one_sentence_and_leaves_nothing(
     assert not (tmp_path / "cache").exists()
 
 
-def test_unknown_words_are_allowed_where_a_word_stands_for_them(mine: Path) -> None:
+def test_unknown_words_are_allowed_with_an_oov_word(mine: Path) -> None:
     say_an_unknown_word(mine)
     sets, _ = kaldi_dirs.make(config(mine, oov_word="NO"), FEATURES, AugmentConfig())
     assert sets["train"].texts[2] == ("YES", "MAYBE")
@@ -385,7 +385,7 @@ def test_alignment_of_other_data_is_refused(mine: Path, tmp_path: Path, change: 
         prepare(config(mine, alignment=str(path)), GIVEN, tmp_path / "cache", silent)
 
 
-def test_utterances_without_states_are_left_out_and_named(mine: Path, tmp_path: Path) -> None:
+def test_utterances_without_states_are_skipped_and_named(mine: Path, tmp_path: Path) -> None:
     give_features(mine)
     states = {utt_id: np.zeros(length, np.int32) for utt_id, length in lengths(mine).items() if utt_id != "train-s0-2"}
     reports: list[str] = []

@@ -200,8 +200,8 @@ def test_scripts_are_found_from_another_folder(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.entry("K11", "you take an exported alignment into a run whose lexicon numbers the states in another order", "works",
-                   "`export --include-data` writes `lexicon.txt` and the table `pdfs.txt`; the states are renumbered by name, which "
-                   "is reported, and an alignment with other states is a `DataError`.")
+                   "`export --include-data` writes `lexicon.txt` and the table `pdfs.txt`; the states are renumbered by name, "
+                   "which is reported, and an alignment with other states is a `DataError`.")
 def test_an_exported_alignment_keeps_its_states_in_another_numbering(tmp_path: Path) -> None:
     sets = export_all(tmp_path / "out", Language(TOPOLOGY))
     assert (tmp_path / "out/pdfs.txt").read_text().splitlines()[:4] == ["0 SIL 0", "1 SIL 1", "2 b 0", "3 b 1"]
@@ -248,7 +248,7 @@ def test_a_damaged_table_of_pdfs_is_named(tmp_path: Path, damage: str) -> None:
 @pytest.mark.entry("K12", "you export a run with `features.cmvn=online`", "works",
                    "besides `global_cmvn.stats` there are `spk2utt` and `scale.mat`: `apply-cmvn-online`, then "
                    "`transform-feats scale.mat`, gives the network's input.")
-def test_online_means_and_the_scale_give_what_the_network_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_online_means_and_the_scale_give_the_input_of_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kaldi_native_io = pytest.importorskip("kaldi_native_io")
     # smaller than the utterances are
     for name, value in {"WINDOW": 10, "SPEAKER_FRAMES": 8, "GLOBAL_FRAMES": 5}.items():

@@ -97,7 +97,7 @@ def test_one_wrong_override_gives_one_sentence(override: str, sentence: str) -> 
     (["objective=lfmmi", "model.num_subclasses=200"], "objective.kind is lfmmi, and the model changes during training"),
     (["init_model=runs/x", "model.add_layers_period=2"], "init_model is runs/x with model.add_layers_period 2"),
 ])
-def test_what_sequence_objectives_do_not_go_with_is_told(overrides: list[str], start: str) -> None:
+def test_settings_incompatible_with_sequence_objectives_are_reported(overrides: list[str], start: str) -> None:
     [problem] = problems_of(*overrides)
     assert problem.startswith(start)
 
@@ -113,7 +113,7 @@ def test_unreadable_override_is_one_line() -> None:
     assert "\n" not in problem
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     problems = problems_of("optimizer=adma", "model.fo=1", "schedule.num_epochs=abc", "optimizer.max_change=-1", "+x=1")
     assert len(problems) == 5
 
@@ -166,7 +166,7 @@ def test_yaml_round_trip_is_exact(tmp_path: Path) -> None:
     ("seed: [1\n", "YAML"), ("", "settings"), ("- 1\n", "settings"),
     ("seed: 1\n", "output_dir"),
 ])
-def test_damaged_stored_configuration_is_told(tmp_path: Path, text: str, told: str) -> None:
+def test_damaged_stored_configuration_is_reported(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=told):
         read_config(tmp_path / "config.yaml")

@@ -80,7 +80,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.slow
-def test_a_report_is_one_whole_file_without_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_a_report_is_one_file_without_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path, "first", "seed=7")
@@ -151,7 +151,7 @@ def test_spectra_of_a_run_whose_examples_are_gone_are_refused(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_page_without_spectra_says_why(tmp_path: Path) -> None:
+def test_a_page_without_spectra_states_the_reason(tmp_path: Path) -> None:
     run = make_run(tmp_path, "first")
     said: list[str] = []
     write(RunFolder(run), tmp_path / "page.html", said.append)
@@ -184,7 +184,7 @@ def test_time_to_an_objf_lies_on_the_line_between_two_outer_iterations(tmp_path:
 
 
 @pytest.mark.slow
-def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
+def test_runs_are_named_by_their_distinguishing_settings(tmp_path: Path) -> None:
     runs = [compare.read(RunFolder(make_run(tmp_path, name, *settings)))
             for name, settings in (("a", ["seed=1"]), ("b", ["seed=2"]), ("c", ["seed=2", "optimizer.alpha=2"]))]
     assert compare.name_of(runs[0], runs[:2]) == "seed 1"

@@ -239,7 +239,7 @@ def test_the_model_can_change_dtype_while_it_trains() -> None:
     assert all(p.dtype == torch.float64 and bool(p.isfinite().all()) for p in model.parameters())
 
 
-def test_a_deep_copy_has_statistics_and_estimates_of_its_own() -> None:
+def test_a_deep_copy_has_separate_statistics_and_estimates() -> None:
     model = network()
     optimizer = NGSGD(model, lr=0.01)
     train(model, range(3), optimizer)
@@ -266,7 +266,7 @@ def test_loading_a_state_dict_reaches_the_statistics_in_use(assign: bool) -> Non
     assert torch.equal(model(x), source(x))
 
 
-def test_a_whole_model_can_be_pickled_and_goes_on_training() -> None:
+def test_a_pickled_model_continues_training() -> None:
     model = network()
     train(model, range(3))
     file = io.BytesIO()
@@ -293,7 +293,7 @@ def test_detach_gives_back_plain_layers_with_the_statistics_so_far() -> None:
     train(model, range(3, 4), torch.optim.SGD(model.parameters(), lr=0.01))
 
 
-def test_further_optimisers_leave_nothing_of_the_ones_before_in_the_model() -> None:
+def test_later_optimizers_remove_the_state_of_earlier_ones() -> None:
     model = nn.Sequential(nn.LayerNorm(8))
     sizes = []
     for _ in range(5):

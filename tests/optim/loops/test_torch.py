@@ -74,7 +74,7 @@ def test_a_run_continues_from_a_distributed_checkpoint(kind: type[SGD], momentum
 
 
 @pytest.mark.entry("B2")
-def test_a_checkpoint_before_the_first_step_begins_afresh(tmp_path: Path) -> None:
+def test_a_checkpoint_before_the_first_step_starts_again(tmp_path: Path) -> None:
     model = network()
     optimizer = NGSGD(model, lr=0.5)
     save(tmp_path / "checkpoint", model, optimizer, flatten=False)
