@@ -76,7 +76,7 @@ def test_equal_parts(num_frames: int, expected: list[int] | None) -> None:
     assert (None if path is None else path.tolist()) == expected
 
 
-# seed 1; from equal parts of all frames, words end up with some of the silence beside them: that is what the other start is for
+# seed 1; from equal parts of all frames, words end up with some of the silence next to them: that is what the other start is for
 @pytest.mark.parametrize(("start", "share"), [(forced_alignment.flat_start, 0.8), (forced_alignment.silence_start, 0.95)])
 def test_gaussians_find_the_states_that_speech_was_made_from(start: Callable[[Corpus, str], States], share: float) -> None:
     pytest.importorskip("kaldi_decoder")

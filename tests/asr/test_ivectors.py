@@ -88,7 +88,7 @@ def test_mixing_up_describes_clusters_as_well_as_they_can_be() -> None:
     x_ND = torch.cat([centre + torch.randn(200, 10, generator=torch.Generator().manual_seed(k))
                       for k, centre in enumerate(centres)])
     truth = DiagonalMixture(torch.full((4,), 0.25).double(), centres, torch.ones_like(centres))
-    found = ubm.train(x_ND, 8)  # with four, two of them may sit on one cluster for ever
+    found = ubm.train(x_ND, 8)  # with four, two of them may sit on one cluster forever
     assert float(found.log_joint(x_ND).logsumexp(dim=1).mean()) > float(truth.log_joint(x_ND).logsumexp(dim=1).mean())
     assert found.num_gaussians == 8 and float(torch.cdist(centres, found.mean_GD).min(dim=1).values.max()) < 1.5
 

@@ -97,7 +97,7 @@ def test_a_part_that_hangs_is_ended_and_one_that_passed_is_skipped(
     capsys.readouterr()
     assert runner.run(["decoding"], tmp_path, dry_run=True, seconds=0.0) == 0
     assert "finished before" in capsys.readouterr().out
-    # no time is left, and what is known stays
+    # no time is left, and earlier results are kept
     assert runner.run(["steps", "exchange"], tmp_path, dry_run=True, seconds=0.0) == 1
     assert kept(tmp_path)["parts"]["steps"] == first["steps"]
     assert kept(tmp_path)["parts"]["exchange"]["status"] == "not run"

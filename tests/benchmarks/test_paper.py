@@ -1,4 +1,4 @@
-"""What docs/results.md shows is what the runs gave, and its commands run."""
+"""docs/results.md matches the results of the runs, and its commands run."""
 
 from __future__ import annotations
 

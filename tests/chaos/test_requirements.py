@@ -1,4 +1,4 @@
-"""What fault tolerance promises beyond the matrix; docs/fault-tests.md says which test protects which requirement."""
+"""Requirements of fault tolerance beyond the matrix; docs/fault-tests.md maps requirements to tests."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class RepeatsEverything(WatchedPool):
         return outcome
 
     def release(self, ref: object) -> None:
-        """Nothing is used again, so that a late result is still what it was."""
+        """No buffer is reused, so that a late result is unchanged."""
 
 
 def test_two_runs_at_once_on_one_machine_share_nothing(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_averaging_64_results_takes_no_more_memory_than_one_model() -> None:
 
 
 def test_random_numbers_depend_on_the_shard_and_not_on_the_worker(tmp_path: Path) -> None:
-    """Workers in another order, other attempts: the same bits, because seeds come from the shard."""
+    """Workers in another order, other attempts: bitwise identical results, because seeds come from the shard."""
     run = run_in(tmp_path, settings())
     pool = WatchedPool(run)
     pool.start()

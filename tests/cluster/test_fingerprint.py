@@ -1,4 +1,4 @@
-"""The numeric fingerprint: what it contains, how two are compared, and what is kept in a run."""
+"""The numeric fingerprint: contents, comparison, and storage in a run."""
 
 from __future__ import annotations
 

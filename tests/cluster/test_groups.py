@@ -22,7 +22,7 @@ from ngsgd.files import read_json_lines
 from ngsgd.pipeline.services import Services
 from ngsgd.tasks import DatasetTask
 
-# 8 shards of 64 examples: whole minibatches of 8 and 16
+# 8 shards of 64 examples: complete minibatches of 8 and 16
 SETTINGS: dict[str, Any] = {"num_epochs": 3, "num_workers": 2, "lr": 0.02, "seed": 3}
 
 

@@ -20,7 +20,7 @@ def test_restarts_are_counted_by_worker_over_the_last_hour() -> None:
     assert restarts.allow(0, "x")
     assert not restarts.allow(0, "killed by SIGKILL")
     assert [one.worker for one in restarts.news()] == [0]
-    assert restarts.news() == []  # each is told once
+    assert restarts.news() == []  # each is reported once
     clock.now = 3600.0  # the first one is an hour ago
     assert restarts.allow(0, "x")
     assert not restarts.allow(0, "x")

@@ -94,7 +94,7 @@ def test_a_killed_worker_costs_nothing_where_fisher_estimates_are_kept(tmp_path:
 
 
 class Talkative(Worker):
-    """Says what it is doing, and dies of it."""
+    """Report the step and die in it."""
 
     def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
         if job.identity == (1, 0, 1):
@@ -170,4 +170,4 @@ def test_a_run_without_a_worker_left_ends_in_a_sentence(tmp_path: Path) -> None:
     run = Run(tmp_path, config(failure=FailureConfig(max_restarts_per_hour=0)))
     with pytest.raises(ClusterError, match="no worker is left: each died more than"):
         run.train(PoolThatSignals(run, signal.SIGKILL, lambda job: job.outer_iter == 1))
-    assert run.store.latest()[0] is not None  # what was committed stays
+    assert run.store.latest()[0] is not None  # committed work is kept

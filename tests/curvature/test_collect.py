@@ -1,4 +1,4 @@
-"""What collecting does around the numbers: hooks, passes, precision, and what it refuses."""
+"""Side effects of collecting: hooks, passes, precision, and errors."""
 
 from __future__ import annotations
 

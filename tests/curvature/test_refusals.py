@@ -214,7 +214,7 @@ def test_layers_without_factors_are_listed_with_the_argument_to_pass(quantity: s
 
 
 class _Scaled(nn.Module):
-    """A parameter of its own beside a layer."""
+    """A direct parameter in addition to a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class _Scaled(nn.Module):
 
 @pytest.mark.entry("B11", "a model has a layer whose curvature is not known, or you collect the "
                    "curvature of samples beside a BatchNorm in training mode", "error",
-                   "`ConfigError` names the argument that leaves the layer out: `layers=` of "
+                   "`ConfigError` names the argument that skips the layer: `layers=` of "
                    "`collect`, `skip=` of preconditioners. For BatchNorm it says what to do: "
                    "`eval()`, or Kronecker factors alone.")
 def test_an_unknown_layer_is_refused_with_the_argument_that_leaves_it_out() -> None:

@@ -1,6 +1,6 @@
 """Monte-Carlo quantities against their exact values.
 
-A mean over M draws deviates by about M^(-1/2).  Bounds are six standard deviations, estimated from the draws themselves: with
+A mean over M draws deviates by about M^(-1/2).  Bounds are six standard deviations, estimated from the samples themselves: with
 the seed fixed a test either passes or not; over seeds one of its about 60 numbers would be outside once in 10^7.
 """
 

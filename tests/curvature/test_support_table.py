@@ -1,4 +1,4 @@
-"""The support table of docs/curvature.md says what the tests show: each of its cells is one of their cases."""
+"""The support table of docs/curvature.md matches the tests: each cell is a test case."""
 
 from __future__ import annotations
 

@@ -410,7 +410,7 @@ def test_who_comes_second_keeps_the_files_that_others_read(tmp_path: Path) -> No
     assert (tmp_path / "egs" / "file").read_text() == "first"
 
 
-# what goes beside the frames
+# side inputs of frames
 
 
 def beside(frames: FrameSet, dim: int = 3, period: int = 10) -> FrameSet:

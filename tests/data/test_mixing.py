@@ -1,4 +1,4 @@
-"""Statistics that tell well-mixed archives from ill-mixed ones."""
+"""Statistics that distinguish well-mixed and badly mixed archives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_order(frames: FrameSet, random: np.random.Generator, **numbers: Any) -> E
 
 
 def test_the_expectation_is_the_mean_and_spread_over_random_orders() -> None:
-    """4000 random divisions of 3000 draws into 5 archives, seed 0; the mean entropy is then known to 2 % of its deviation."""
+    """4000 random divisions of 3000 samples into 5 archives, seed 0; the mean entropy is then known to 2 % of its deviation."""
     random = np.random.default_rng(0)
     values = random.choice(7, 3000, p=[0.4, 0.3, 0.1, 0.1, 0.05, 0.03, 0.02])
     found = []

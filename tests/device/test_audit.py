@@ -1,6 +1,6 @@
 """Every public name runs on a pretended device: right devices, few launches, no wait but those of the table.
 
-The cases run in one process of their own (see `pretended`).
+The cases run in one separate process (see `pretended`).
 """
 
 from __future__ import annotations

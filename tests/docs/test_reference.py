@@ -1,4 +1,4 @@
-"""The reference is what the code says, and covers every exported name."""
+"""The reference matches the code and covers every exported name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts of examples/ run, in small, and print what plain torch gives beside them."""
+"""The scripts of examples/ run, in small, and print what plain torch gives next to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole-number momentum: there and back to the bit, beside a float64 trajectory, and what must not pass in silence."""
+"""Integer momentum: exact reversal, a float64 trajectory, and errors that must be reported."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_saved_state_continues_forward_and_backward() -> None:
     assert torch.equal(other.weights(), drawn(9))
 
 
-# What must not pass in silence ------------------------------------------------------------------------------------------
+# Errors that must be reported ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["eager", "auto"])

@@ -1,4 +1,4 @@
-"""i-vectors and causal features, the whole way: trained, resumed, decoded frame by frame, exported."""
+"""i-vectors and causal features end to end: trained, resumed, decoded frame by frame, exported."""
 
 from __future__ import annotations
 

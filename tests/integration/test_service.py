@@ -1,4 +1,4 @@
-"""The whole way, as a user goes it: data, workers, averaging, decoding, a stop, a kill, a resume."""
+"""End to end, as a user runs it: data, workers, averaging, decoding, a stop, a kill, a resume."""
 
 from __future__ import annotations
 

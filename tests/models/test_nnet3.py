@@ -1,4 +1,4 @@
-"""nnet3 raw models: the same bits back, the form that Kaldi reads, and what cannot be exchanged."""
+"""nnet3 raw models: bitwise identical results back, the form that Kaldi reads, and what cannot be exchanged."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ WORDS = ["nan", "inf", "-1", "0", "1e9", "99999999999", "", "]", "[", "<Dim>", "
 
 
 def test_mutated_models_are_refused_or_finite() -> None:
-    """Each of 400 files has one word replaced; nothing but DataError is raised."""
+    """Each of 400 files has one word replaced; only DataError is raised."""
     random = np.random.default_rng(0)
     model, config = trained("pnorm")
     for text in (SAMPLE, to_text(describe(model, config, BESIDE))):

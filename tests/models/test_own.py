@@ -1,4 +1,4 @@
-"""Models of the user's own: what is wrong with one is told in a sentence, and what is right trains in every process."""
+"""Models of a user: errors are reported in one message, and correct models train in every process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time-delay networks: windows and whole utterances give the same numbers, those of dilated convolutions."""
+"""Time-delay networks: windows and complete utterances give the same numbers, those of dilated convolutions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_windows_and_utterances_match_the_reference_frame_by_frame(kind: Any, no
 @pytest.mark.parametrize("has_transform", [False, True])
 @pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
 def test_a_side_input_affects_its_output_alone(kind: Any, has_transform: bool) -> None:
-    """Windows and whole utterances give the same; a bias of the first layer does what a constant beside all frames does."""
+    """Windows and complete utterances give the same; a bias of the first layer does what a constant next to all frames does."""
     side_dim = 2
     config = ModelConfig(kind=kind, num_layers=3, hidden_dim=8, bottleneck_dim=4, tdnn_offsets=OFFSETS[kind],
                          input_transform="lda" if has_transform else "none")

@@ -37,7 +37,7 @@ def test_the_damped_inverse_is_that_of_the_damped_matrix() -> None:
 
 
 def test_matrices_that_float32_cannot_factorize_use_float64() -> None:
-    A = torch.ones(2, 2)   # of rank 1, with a damping that float32 loses beside 1
+    A = torch.ones(2, 2)   # of rank 1, with a damping that float32 loses next to 1
     assert bool(torch.linalg.cholesky_ex(A + 1e-9 * torch.eye(2))[1])
     found = damped_inverse(A, 1e-9)
     assert found.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Layers that AdamW trains beside those of SGD and NGSGD."""
+"""Layers that AdamW trains next to those of SGD and NGSGD."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of Fisher estimates, against the estimates themselves."""
+"""Inspection of Fisher estimates, against the estimates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NGSGD and SGD as torch optimisers in somebody's own loop."""
+"""NGSGD and SGD as torch optimizers in a custom loop."""
 
 from __future__ import annotations
 

@@ -493,7 +493,7 @@ def test_weights_tied_between_embedding_and_output_fall_back_by_name_to_their_pl
     "N9",
     "two Linear layers share a weight",
     "works",
-    "each has estimates of its own, and the gradient is the sum of two natural gradients",
+    "each has separate estimates, and the gradient is the sum of two natural gradients",
 )
 @pytest.mark.parametrize("bias", [True, False])
 def test_weights_tied_between_two_linear_layers_get_the_sum_of_two_natural_gradients(bias: bool) -> None:
@@ -532,7 +532,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.entry(
     "N7",
-    "the model has an Embedding, LSTM, GRU, transposed convolution or parameters of its own",
+    "the model has an Embedding, LSTM, GRU, transposed convolution or direct parameters",
     "works",
     "AdamW trains them at 1/8 of lr; `optimizer.fallbacks` names them, and a warning gives their "
     "share above 30 %",
@@ -628,7 +628,7 @@ def test_a_closure_is_the_same_as_the_explicit_loop() -> None:
             loss = loss_of(by_closure, seed)
             loss.backward()
             return float(loss.detach())
-        with torch.no_grad():  # step turns gradients on for the closure, as torch's optimisers do
+        with torch.no_grad():  # step turns gradients on for the closure, as torch's optimizers do
             returned.append(optimizer.step(closure))
     assert returned == losses
     assert torch.equal(parameters_of(explicit), parameters_of(by_closure))
@@ -645,7 +645,7 @@ def test_learning_rate_schedulers(name: str) -> None:
         "lambda": lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step == 0 else 1.0 / step),
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns where it does not see the optimiser's steps
+        warnings.simplefilter("error")  # torch warns where it does not see the optimizer's steps
         scheduler = schedulers[name]()
         losses, rates = [], []
         for seed in range(10):
@@ -691,7 +691,7 @@ def test_a_model_that_is_one_layer_keeps_the_name_of_its_estimates_with_a_second
     "L17",
     "you use activation checkpointing",
     "works",
-    "gradients are bit for bit those without it, and a minibatch counts once, reentrant or not",
+    "gradients are bitwise those without it, and a minibatch counts once, reentrant or not",
 )
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing_gives_the_same_gradients_and_counts_once(use_reentrant: bool) -> None:
@@ -716,7 +716,7 @@ def test_activation_checkpointing_gives_the_same_gradients_and_counts_once(use_r
     "N11",
     "a layer is parametrized (`parametrizations.weight_norm`, `spectral_norm`) or pruned (`prune`)",
     "works",
-    "AdamW trains what the parametrization made of the weight; to parametrize a layer that has natural gradient "
+    "AdamW trains the parameters of the parametrization; to parametrize a layer that has natural gradient "
     "raises ConfigError at the next step, so make NGSGD after that",
 )
 @pytest.mark.parametrize(

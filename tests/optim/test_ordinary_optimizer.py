@@ -1,4 +1,4 @@
-"""NGSGD and SGD as ordinary optimizers: copies, pickles, transforms, param groups, states of others, and what they warn of."""
+"""NGSGD and SGD as ordinary optimizers: copies, pickles, transforms, param groups, states of others, and warnings."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_scripting_is_refused_with_the_way_out() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.entry("P7", "you save a whole model under NGSGD with torch.save", "works",
+@pytest.mark.entry("P7", "you save a complete model under NGSGD with torch.save", "works",
                    "the file holds torch's plain layers and loads without ngsgd")
 def test_a_saved_model_loads_without_ngsgd(tmp_path: Path) -> None:
     model, optimizer = trained()
@@ -560,7 +560,7 @@ def test_skipped_steps_are_warned_of_once(kind: type[SGD]) -> None:
     "L13",
     "more than 30 % of the parameters have no natural gradient",
     "works",
-    'AdamW trains them, and a warning says so once, with their share; `fallback="adamw"`, or a `rule` in '
+    'AdamW trains them, and one warning gives their share; `fallback="adamw"`, or a `rule` in '
     "`layer_options`, says that this is intended",
 )
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Outer optimisers against their formulas in float64, against torch's SGD, and against each other."""
+"""Outer optimizers against their formulas in float64, against torch's SGD, and against each other."""
 
 from __future__ import annotations
 

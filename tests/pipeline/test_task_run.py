@@ -1,4 +1,4 @@
-"""Runs of a task of the user's own: from Python and from the command line, stopped, killed and continued."""
+"""Runs of a task of a user: from Python and from the command line, stopped, killed and continued."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _net() -> nn.Sequential:
         nn.Linear(4, 3),
     ).double()
     for p in model.parameters():
-        nn.init.normal_(p)  # scales and offsets of their own
+        nn.init.normal_(p)  # separate scales and offsets
     return model
 
 

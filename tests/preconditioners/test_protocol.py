@@ -56,7 +56,7 @@ def test_restart_from_a_state_dict_is_bitwise_equal(method: str, name: str) -> N
     one = _make(method, whole)
     _trained(one, name, whole, range(9))
     before = _make(method, parted)
-    _trained(before, name, parted, range(5))   # between two inverses, so that an old one goes on
+    _trained(before, name, parted, range(5))   # between two inverses, so that an old one continues
     after = _make(method, parted)
     # as arrays, which is how states travel and are stored: sorted by name, rows adjacent
     after.load_state_dict({name: {key: np.array(value, order="C") for key, value in sorted(entry.items())}
@@ -105,7 +105,7 @@ def test_the_mean_of_workers_states_is_taken_and_used(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_maker_gives_the_steps_of_an_own_loop(method: str) -> None:
-    """The maker's calls are set up anew for each minibatch; a second look at one is at what was set up then."""
+    """The maker's calls are set up again for each minibatch; a second look at one is at what was set up then."""
     own, case = problem("linear"), problem("linear")
     preconditioner, maker = _make(method, own.model), GradientMaker(case.model, _make(method, case.model))
     for step in range(3):

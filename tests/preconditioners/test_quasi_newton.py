@@ -247,7 +247,7 @@ def _scaled_loss(case: Problem, scale: list[float]) -> Tensor:
 
 
 @pytest.mark.entry("B10", "a loss is NaN while you use KBFGS", "works",
-                   "the minibatch is skipped and counted in num_skipped, and later steps go on from the curvature before it")
+                   "the minibatch is skipped and counted in num_skipped, and later steps use the curvature before it")
 @pytest.mark.parametrize("interval", [1, 2])
 def test_kbfgs_skips_a_minibatch_whose_loss_is_nan(interval: int) -> None:
     case = problem("linear")
@@ -264,6 +264,6 @@ def test_kbfgs_skips_a_minibatch_whose_loss_is_nan(interval: int) -> None:
                 if step != 2:
                     p.sub_(p.grad, alpha=0.01)
                     found.append(bool(p.isfinite().all()))
-                else:   # a loop that goes on: the parameters move, and the minibatch is looked at again
+                else:   # a loop that continues: the parameters move, and the minibatch is looked at again
                     p.mul_(1.001)
     assert all(found) and preconditioner.num_skipped > 0

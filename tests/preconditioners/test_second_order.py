@@ -25,7 +25,7 @@ def _draws(preconditioner: SecondOrderMethod) -> list[dict[str, Tensor]]:
 
     def drawn(grads: Mapping[str, Tensor], *, signs: bool = False) -> dict[str, Tensor]:
         found = original(grads, signs=signs)
-        seen.append(dict(found))   # methods let theirs go on the way
+        seen.append(dict(found))   # methods free theirs during the step
         return found
 
     preconditioner.drawn = drawn  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Shampoo, SOAP and M-FAC against dense matrices of their whole history."""
+"""Shampoo, SOAP and M-FAC against dense matrices of their complete history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task made of any dataset: which examples are read, in which order, and what is scored."""
+"""A task from any dataset: examples, order, and scoring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outer loop: what is averaged, what is rejected, what is tried again, and what a stop leaves behind."""
+"""The outer loop: averaging, rejection, retries, and the state after a stop."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class MeanPool(FaultyPool):
         return mean_of_chunk(vectors, shares_of(len(vectors), weights), slice(0, len(vectors[0])))
 
 
-@pytest.mark.entry("S2", "an outer rule of your own needs each job's vector, as a median does, and `cluster.exchange=collective` "
+@pytest.mark.entry("S2", "a custom outer rule needs each job's vector, as a median does, and `cluster.exchange=collective` "
                    "makes means on the workers", "works",
                    "a rule with a method `center` gets the vectors of all jobs under every exchange; the workers' mean is taken "
                    "for rules that are functions of the mean only")
@@ -277,7 +277,7 @@ def test_a_stop_is_heard_between_two_minibatches(tmp_path: Path) -> None:
 
 
 class StopAfterFirstJob(StopAfter):
-    """Heard by the coordinator only once the worker has heard it."""
+    """Delivered to the coordinator only after the worker."""
 
     def __init__(self, heard: StopAfter) -> None:
         super().__init__(0, at_once=True)

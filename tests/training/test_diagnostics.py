@@ -1,4 +1,4 @@
-"""What is told of a model on fixed subsets, and that it is told of the right model however the run ends."""
+"""Diagnostics of a model on fixed subsets, for the right model in every kind of end."""
 
 from __future__ import annotations
 

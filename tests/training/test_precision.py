@@ -1,4 +1,4 @@
-"""`cluster.precision`: what is computed in which format, and where it has no effect."""
+"""`cluster.precision`: the format of each computation, and places without effect."""
 
 from __future__ import annotations
 

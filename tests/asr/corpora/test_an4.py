@@ -42,7 +42,7 @@ ngram 2=1
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with all files of the release, small; and the checksums of what is in it."""
+    """A folder with all files of the release, small; and their checksums."""
     folder = tmp_path / "an4"
     folder.mkdir()
     rng = np.random.default_rng(0)

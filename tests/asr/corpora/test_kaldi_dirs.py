@@ -52,7 +52,7 @@ def edit(path: Path, line: int, text: str | None) -> None:
 
 
 def give_features(folder: Path) -> None:
-    """feats.scp in place of audio: 5 features, 40 frames."""
+    """feats.scp instead of audio: 5 features, 40 frames."""
     rng = np.random.default_rng(0)
     for name in ("train", "valid", "test"):
         utt_ids = [line.split()[0] for line in (folder / name / "text").read_text().splitlines()]
@@ -64,7 +64,7 @@ def silent(_: str) -> None:
     pass
 
 
-# what is read
+# valid input
 
 
 def test_data_directories_become_a_corpus(mine: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_lhotse_manifests_give_the_frames_of_the_data_directories(mine: Path, tm
         assert np.array_equal(left.frames.features_TD, right.frames.features_TD)
 
 
-# what is wrong
+# errors
 
 
 def say_nothing(folder: Path) -> None:

@@ -24,7 +24,7 @@ EVERYTHING = AugmentConfig(reverb=True, noise=True, volume=True)
 
 
 def beep(utt_id: str = "u1", begin: int = 30, end: int = 60, length: int = 100) -> Utterance:
-    """Silence with a tone of 1 kHz from frame `begin` to frame `end`, and labels that say so."""
+    """Silence with a tone of 1 kHz from frame `begin` to frame `end`, and labels with these frames."""
     time_s = np.arange(80 * length) / SAMPLE_RATE_HZ
     pdf_T = np.full(length, SILENCE, np.int32)
     pdf_T[begin:end] = TONE
@@ -95,7 +95,7 @@ def test_reverberation_leaves_the_direct_sound_where_it_was() -> None:
         assert np.abs(heard).argmax() == 1000
         assert len(heard) == 4000
         assert np.sqrt(np.mean(heard ** 2)) == pytest.approx(np.sqrt(np.mean(click ** 2)))
-        assert not heard[:1000].any() or np.abs(heard[:1000]).max() < 1e-6  # nothing is heard before it is said
+        assert not heard[:1000].any() or np.abs(heard[:1000]).max() < 1e-6  # no sound before its start
 
 
 def test_convolution_is_that_of_the_definition() -> None:
@@ -153,7 +153,7 @@ def test_enabling_one_augmentation_does_not_change_the_others(monkeypatch: pytes
 
 
 def test_half_of_the_utterances_have_noise() -> None:
-    """400 draws at 0.5: between 160 and 240 but for one run in 10 000; the draws are fixed."""
+    """400 samples at 0.5: between 160 and 240 but for one run in 10 000; the samples are fixed."""
     config = AugmentConfig(noise=True)
     utterances = [beep(f"u{index}", 3, 6, 10) for index in range(400)]
     num_noisy = sum(not np.array_equal(a.samples, b.samples) for a, b in zip(changed(config, utterances), utterances, strict=True))

@@ -227,7 +227,7 @@ def test_collective_and_one_process_give_identical_bits(tmp_path: Path, num_work
 
 
 class PoolThatCounts(ProcessPool):
-    """Counts whole results that came to the coordinator."""
+    """Counts complete results that came to the coordinator."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.spec, run.config.cluster.num_workers, 1, run.store.layout.size)
@@ -286,7 +286,7 @@ def test_no_worker_waits_for_one_that_dies_while_the_group_forms(tmp_path: Path)
 
 
 class PoolThatWakes(PoolThatDisturbs):
-    """The stopped worker goes on as soon as the others have given up on it."""
+    """The stopped worker continues as soon as the others have given up on it."""
 
     def _take(self, slot: Any, message: object) -> None:
         super()._take(slot, message)

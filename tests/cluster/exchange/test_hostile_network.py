@@ -164,7 +164,7 @@ def test_an_altered_result_is_rejected_with_the_reason(monkeypatch: pytest.Monke
 
 def test_a_peer_that_cannot_prove_the_secret_gets_no_parameters() -> None:
     class Impostor:
-        """Returns what was sent, as one does who has only the nonces."""
+        """Return the received data unchanged, like an attacker who has only the nonces."""
 
         def __init__(self) -> None:
             self.sent: list[int] = []

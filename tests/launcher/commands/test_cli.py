@@ -1,4 +1,4 @@
-"""The `ngsgd` command: exit codes, one sentence per mistake, nothing imported or written that was not asked for."""
+"""The `ngsgd` command: exit codes, one message per mistake, nothing imported or written that was not asked for."""
 
 from __future__ import annotations
 

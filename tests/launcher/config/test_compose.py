@@ -1,4 +1,4 @@
-"""Overrides to RunConfig: what is right goes through, what is wrong is told all at once."""
+"""Overrides to RunConfig: correct ones are accepted, all wrong ones are reported together."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_truncated_stored_configuration_is_not_filled_with_defaults(tmp_path: Pa
 
 @pytest.mark.parametrize("has_end_mark", [True, False])
 def test_a_run_of_an_older_version_has_the_defaults_of_later_settings(tmp_path: Path, has_end_mark: bool) -> None:
-    """Before the end mark came, a file is whole if its last setting is there."""
+    """Before the end mark came, a file is complete if its last setting is there."""
     config = compose.compose(["seed=3"])
     old = {name: value for name, value in plain(asdict(config)).items() if name != "ivectors"}
     del old["features"]["num_ceps"]

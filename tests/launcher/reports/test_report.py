@@ -1,4 +1,4 @@
-"""The page about a run and the page about several: whole, self-contained, right in their figures."""
+"""The page about a run and the page about several: complete, self-contained, right in their figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain mean of a run's last models: which are kept, which are averaged, and what is chosen on held-out frames."""
+"""The mean of the last models of a run: storage, averaging, and the choice on held-out frames."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_missing_held_out_frame_is_reported(small: HeldOut) -> None:
         HeldOut(small.model, Minibatch(torch.empty(0, DIM), torch.empty(0, dtype=torch.int64)))
 
 
-# ------------------------------------------------------------------ batch normalisation and dropout
+# ------------------------------------------------------------------ batch normalization and dropout
 
 
 def batchnorm_model(seed: int) -> nn.Sequential:

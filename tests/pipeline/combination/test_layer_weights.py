@@ -171,7 +171,7 @@ def test_never_worse_than_the_mean_or_the_newest_model(max_evaluations: int) -> 
         vectors = problem.vectors
         if seed % 3 == 0:  # the newest is good, the others are far off
             vectors = [generalized(given(vectors), problem.held_out).parameters, *(v * np.float32(9) for v in vectors[1:])]
-        if seed % 3 == 1:  # their noise cancels in the mean, which nothing but scales can better
+        if seed % 3 == 1:  # their noise cancels in the mean, which only scales can better
             vectors = [vectors[0] + vectors[1], vectors[0] - vectors[1]]
         combined = generalized(given(vectors), problem.held_out, max_evaluations=max_evaluations)
         newest, mean = (problem.held_out(v)[0] for v in (vectors[0], mean_of(vectors).astype(np.float32)))

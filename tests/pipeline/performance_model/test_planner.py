@@ -195,7 +195,7 @@ def test_dropping_one_job_beats_restarting_all(rate: float, count: int, outer_s:
 def test_waiting_for_retried_jobs_against_simulation(compute_s: float, replace_s: float) -> None:
     """Seed 2, 20000 outer iterations: standard error below 1.4 % of the wait, so 5 of them make 7 %.
 
-    The formula leaves out jobs that fail twice and idle workers that take a job before the replacement is there: 3 % more.
+    The formula skips jobs that fail twice and idle workers that take a job before the replacement is there: 3 % more.
     """
     random = np.random.default_rng(2)
     waits = [_simulated_end(random, 32, compute_s, replace_s) - compute_s for _ in range(20000)]
@@ -291,7 +291,7 @@ def test_an_outer_iteration_is_the_sum_of_its_parts() -> None:
     found = _predict(4)
     assert found.compute_s == pytest.approx(10.0 * straggler_factor(0.1, 4) + 0.3 + 2 * 4 * 0.01)
     assert found.average_s == pytest.approx(4 * 0.01)
-    assert found.diagnostics_s == pytest.approx(0.1 - 0.04 - 0.05)  # beside averaging and checkpoint, as no core is free
+    assert found.diagnostics_s == pytest.approx(0.1 - 0.04 - 0.05)  # next to averaging and checkpoint, as no core is free
     assert found.outer_iter_s == pytest.approx(found.compute_s + 0.04 + 0.05 + 0.01)
     assert found.efficiency == pytest.approx(10.0 / found.outer_iter_s)
     assert found.frames_per_s == pytest.approx(40000 / found.outer_iter_s)
@@ -352,7 +352,7 @@ def test_a_machine_survives_json() -> None:
     assert Machine.from_json(json.loads(json.dumps(MACHINE.to_json()))) == MACHINE
 
 
-# Beside the actual ----------------------------------------------------------------------------------------------------
+# Next to the actual ----------------------------------------------------------------------------------------------------
 
 
 def _record(outer_iter: int, compute_s: float, num_jobs: int = 2) -> OuterIterationRecord:

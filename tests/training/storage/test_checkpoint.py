@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent."""
+"""Checkpoints are complete or absent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def vector(value: float) -> np.ndarray:
 
 
 def state(value: float) -> dict[str, Any]:
-    """Of an outer optimiser with momentum."""
+    """Of an outer optimizer with momentum."""
     return {"arrays": {"model": vector(value), "momentum": vector(-value)}, "numbers": {"eta": 0.5}}
 
 

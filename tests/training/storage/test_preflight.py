@@ -1,4 +1,4 @@
-"""What is looked at before the first job."""
+"""Checks before the first job."""
 
 from __future__ import annotations
 
