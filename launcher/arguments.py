@@ -1,4 +1,4 @@
-"""The argument parser of all commands: settings beside flags, renamed flags, errors with the next step."""
+"""The argument parser of all commands: settings among flags, renamed flags, typed errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         rejects it together with all other wrong settings.
 
         Raises:
-            ConfigError: all wrong flags and, beside them, all wrong settings.
+            ConfigError: all wrong flags and all wrong settings.
         """
         own, foreign = self._split(list(arguments))
         try:

@@ -1,4 +1,4 @@
-"""The `ngsgd` command: calls one function per command, and turns errors into messages and exit codes.
+"""The `ngsgd` command: one function per command; errors become messages and exit codes.
 
 Heavy packages are imported by the commands, which keeps `ngsgd --help` fast.
 """

@@ -1,4 +1,4 @@
-"""The texts of `--help`, made from conf/ and the metadata of the options without importing Hydra."""
+"""The texts of `--help`, from conf/ and the metadata of the options, without Hydra."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.config import compose, describe
 
-# group -> command -> what it does
+# group -> command -> description
 GROUPS = {
     "Train": {
         "train": "train an acoustic model, decode the test set and print the WER",
@@ -159,6 +159,8 @@ def _of_group(name: str) -> str:
     parts = []
     if name in choices:
         about = {f"{name}={choice}": compose.about_choice(name, choice) for choice in choices[name]}
+        if not any(about.values()):
+            about = {f"{name}=": " | ".join(choices[name])}
         parts.append("\n".join(["Choices:", *_rows(about, 24)]))
     if name in sections:
         parts.append(describe.text(describe.in_section(name)))
@@ -181,7 +183,7 @@ def _rows(entries: Mapping[str, str], indent: int) -> list[str]:
 
 
 def _default_choices() -> dict[str, str]:
-    """The defaults list of conf/config.yaml, read by lines; a YAML parser doubles the time of --help."""
+    """The defaults list of conf/config.yaml; a YAML parser would double the time of --help."""
     text = (compose.conf_dir() / "config.yaml").read_text()
     found = dict(re.findall(r"^  - (\w+): (\w+)", text, re.MULTILINE))
     kinds = {group: getattr(getattr(RunConfig(), group, None), "kind", "none") for group in found}

@@ -7,9 +7,10 @@ from pathlib import Path
 
 
 def load_of_machine(folder: Path) -> dict[str, float]:
-    """Processor, memory, network and graphics memory in use, and the room on the disk of `folder`; what cannot be told is left out.
+    """Return load of processor, memory, network and GPU, and free space on the disk of `folder`.
 
-    The processor's share is the mean since this process asked before; 0 the first time.
+    Unavailable figures are omitted. The processor load is the mean since the previous call of this
+    process, and 0 at the first call.
     """
     found: dict[str, float] = {}
     with contextlib.suppress(ImportError, OSError):
@@ -18,13 +19,13 @@ def load_of_machine(folder: Path) -> dict[str, float]:
         memory, network = psutil.virtual_memory(), psutil.net_io_counters()
         found = {"cpu_percent": psutil.cpu_percent(), "memory_used_gb": (memory.total - memory.available) / 1e9,
                  "network_sent_mb": network.bytes_sent / 1e6, "network_received_mb": network.bytes_recv / 1e6}
-        # last: a worker need not have that folder
+        # last, because the folder may not exist on a worker
         found["disk_free_gb"] = psutil.disk_usage(str(folder)).free / 1e9
     return found | _gpu_memory()
 
 
 def _gpu_memory() -> dict[str, float]:
-    """Of the first GPU that this process sees; nothing where it uses none, since asking would make it take one."""
+    """Memory of the first GPU; empty without a CUDA context, which a query would create."""
     import torch
 
     if not torch.cuda.is_initialized():

@@ -30,10 +30,14 @@ def pages() -> dict[str, str]:
 def settings() -> Iterator[str]:
     """All settings with default, values, condition and help text."""
     yield "# Settings\n"
-    yield ("Every setting of `ngsgd train`, written as `ngsgd train KEY=VALUE`. `ngsgd settings PATTERN` searches this list, and "
-           "`ngsgd train --help GROUP` prints one section. Learning rates are per frame, on the objective summed over the "
-           "minibatch. Sections and equations in parentheses are those of arXiv 1410.7455. A setting that is given without "
-           "effect, by the column *used with*, is an error. The page is written by `make reference` from `ngsgd/config`.\n")
+    yield ("Every setting of `ngsgd train`, written as `ngsgd train KEY=VALUE`. `ngsgd settings "
+           "PATTERN` searches this list, and "
+           "`ngsgd train --help GROUP` prints one section. Learning rates are per frame, on the "
+           "objective summed over the "
+           "minibatch. Sections and equations in parentheses are those of arXiv 1410.7455. A "
+           "setting that is given without "
+           "effect, by the column *used with*, is an error. The page is written by `make "
+           "reference` from `ngsgd/config`.\n")
     about = {one.path: one for one in describe.options()}
     yield "## Most used\n"
     yield "| setting | default | description |\n|---|---|---|"
@@ -77,8 +81,10 @@ def _cell(text: str) -> str:
 def commands() -> Iterator[str]:
     """The help of every command, by group."""
     yield "# Commands\n"
-    yield ("The output of `--help` of every command, written by `make reference`. Exit codes are those of [errors.md](errors.md). "
-           "Every command that prints a table also prints JSON with `--json`, and then nothing else on stdout.\n")
+    yield ("The output of `--help` of every command, written by `make reference`. Exit codes are "
+           "those of [errors.md](errors.md). "
+           "Every command that prints a table also prints JSON with `--json`, and then nothing "
+           "else on stdout.\n")
     yield "```text\n" + help_of().rstrip() + "\n```"
     for group, found in texts.GROUPS.items():
         yield f"\n## {group}"
@@ -106,8 +112,10 @@ def help_of(*command: str) -> str:
 def error_codes() -> Iterator[str]:
     """The error classes with their exit codes."""
     yield "# Errors and exit codes\n"
-    yield ("Every error is a message on stderr that begins with `ngsgd:` and ends with the next step. Several errors have a line "
-           "each. `--debug` adds the traceback. Scripts can rely on the exit codes. [Wrong command lines](mistakes.md) lists "
+    yield ("Every error is a message on stderr that begins with `ngsgd:` and ends with the next "
+           "step. Several errors have a line "
+           "each. `--debug` adds the traceback. Scripts can rely on the exit codes. [Wrong "
+           "command lines](mistakes.md) lists "
            "common mistakes. The table is written by `make reference` from `ngsgd/errors.py`.\n")
     yield "| exit code | error | meaning |\n|---|---|---|"
     yield "| 0 | | success; for `ngsgd doctor`: no check failed |"

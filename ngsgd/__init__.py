@@ -1,6 +1,7 @@
 """Natural-gradient SGD with parameter averaging, for acoustic models and any PyTorch module.
 
-The names below are loaded on first use, so that `import ngsgd` is quick and needs nothing beyond torch and numpy.
+The names below are loaded on first use. `import ngsgd` is therefore fast and needs only torch and
+numpy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The errors a user can meet, and the exit code of each.
+"""Errors that users can act on, and their exit codes.
 
-Every message is one sentence that says who, what, where and what to do next.  `assert` is for what only a bug of
-ours can break.
+Every message states the problem, its location, and the next step. `assert` is reserved for
+conditions that only a bug of ngsgd can violate.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Iterable
 
 EXIT_OK = 0
 EXIT_RUN_FAILED = 1
-# 128 + SIGINT, the shell's own convention
+# 128 + SIGINT, the convention of the shell
 EXIT_INTERRUPTED = 130
 
 
 class NgsgdError(Exception):
-    """Anything the user can act on; never raised bare."""
+    """Base of all errors that a user can act on; never raised directly."""
 
     exit_code = EXIT_RUN_FAILED
 
 
 class ConfigError(NgsgdError):
-    """One or more settings are wrong; `problems` lists them all so that they can be mended in one go."""
+    """One or more settings are wrong; `problems` lists all of them."""
 
     exit_code = 2
 
@@ -31,7 +31,7 @@ class ConfigError(NgsgdError):
 
 
 class DataError(NgsgdError):
-    """Audio, alignments, features or archives are missing, damaged or do not fit together."""
+    """Audio, alignments, features or archives are missing, damaged or inconsistent."""
 
     exit_code = 3
 
@@ -48,22 +48,28 @@ class DamagedArchiveError(DataError):
 
 
 class DivergenceError(NgsgdError):
-    """Training left the finite numbers, or every job of an outer iteration was rejected."""
+    """Parameters or losses are not finite, or every job of an outer iteration was rejected."""
 
     exit_code = 4
 
 
 class ReversalError(NgsgdError):
-    """Training could not be run backwards bit for bit; `step` is the first step, from 1, at which that showed."""
+    """Training could not be reversed bitwise.
+
+    Attributes:
+        step: the first step, from 1, at which the difference was detected.
+        why: the reason.
+    """
 
     def __init__(self, step: int, why: str) -> None:
-        super().__init__(f"step {step} could not be undone: {why}; compute both ways with the same data, random numbers and number "
-                         "of threads, or choose engine=\"checkpoint\".")
+        super().__init__(f"step {step} could not be reversed: {why}; compute both passes with the "
+                         "same data, random numbers and number of threads, or choose "
+                         "engine=\"checkpoint\".")
         self.step, self.why = step, why
 
 
 class ClusterError(NgsgdError):
-    """Workers could not be started, or too few of them are left."""
+    """Workers could not be started, or too few of them are alive."""
 
     exit_code = 5
 
@@ -86,10 +92,11 @@ class MissingExtraError(ConfigError):
     """A feature needs packages of an optional extra that is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package {package}, which is not installed: pip install 'ngsgd[{extra}]'")
+        super().__init__(f"{purpose} needs the package {package}, which is not installed: pip "
+                         f"install 'ngsgd[{extra}]'")
 
 
 class RunInterrupted(NgsgdError):
-    """The user or the cluster asked the run to stop; the last checkpoint is whole."""
+    """The user or the cluster asked the run to stop; the last checkpoint is complete."""
 
     exit_code = EXIT_INTERRUPTED

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written under a temporary name, fsynced, renamed."""
+"""Atomic files: written under a temporary name, fsynced, renamed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-# in the message of safetensors' own error
+# in the error message of safetensors
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a regular file's content."""
+    """Hex digest of the content of a regular file."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -34,13 +34,15 @@ def keep_digest(path: Path, digest: str = "") -> None:
 
 
 def matches_digest(path: Path) -> bool:
-    """Whether a file has the SHA-256 that `keep_digest` wrote; also true for files of before, which have none."""
+    """Whether a file matches the SHA-256 of `keep_digest`; True for earlier versions without
+    one.
+    """
     kept = path.with_suffix(".sha256")
     return not kept.exists() or read_regular_text(kept, max_bytes=1024).strip() == sha256(path)
 
 
 def make_directories(path: Path) -> None:
-    """Create a directory and its parents so that they survive a power cut."""
+    """Create a directory and its parents so that they survive a power failure."""
     missing = [path, *path.parents]
     missing = missing[:next((i for i, one in enumerate(missing) if one.is_dir()), len(missing))]
     path.mkdir(parents=True, exist_ok=True)
@@ -50,9 +52,9 @@ def make_directories(path: Path) -> None:
 
 @contextmanager
 def new_directory(final: Path) -> Iterator[Path]:
-    """A directory to fill; it takes the name `final` when the block ends well, and is removed when it does not.
+    """Provide a directory to fill, renamed to `final` on success and removed on an error.
 
-    A full or failing disk raises OSError, whatever the library that wrote calls it.
+    A full or failing disk raises OSError, even if the writing library raises another exception.
     """
     with _filled(final, _replace) as temporary:
         yield temporary
@@ -60,9 +62,10 @@ def new_directory(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def shared_directory(final: Path, index: str) -> Iterator[Path]:
-    """As `new_directory`, for content that its name decides: who comes second keeps what is there, as others may be reading it.
+    """Provide a directory like `new_directory`, for content that is determined by its name.
 
-    What is there without the file `index` is not whole, and is replaced.
+    If another process finishes first, its directory is kept, since others may be reading it. A
+    directory without the file `index` is incomplete, and is replaced.
     """
     def place(temporary: Path, final: Path) -> None:
         if (final / index).exists():
@@ -83,7 +86,7 @@ def _replace(temporary: Path, final: Path) -> None:
 
 @contextmanager
 def _filled(final: Path, place: Callable[[Path, Path], None]) -> Iterator[Path]:
-    """A directory beside `final` that `place` gives its name."""
+    """Provide a directory next to `final` that `place` renames."""
     make_directories(final.parent)
     temporary = _temporary_name(final)
     temporary.mkdir()
@@ -96,7 +99,7 @@ def _filled(final: Path, place: Callable[[Path, Path], None]) -> Iterator[Path]:
         place(temporary, final)
         fsync(final.parent)
     except BaseException as error:
-        # Ctrl-C too must leave nothing behind
+        # Ctrl-C must leave nothing behind either
         shutil.rmtree(temporary, ignore_errors=True)
         code = _OS_ERROR.search(str(error)) if type(error).__name__ == "SafetensorError" else None
         if code:
@@ -107,16 +110,18 @@ def _filled(final: Path, place: Callable[[Path, Path], None]) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces the file at `path` in one step."""
+    """Replace the file at `path` atomically."""
     with new_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def new_file(final: Path, mode: int = 0o666) -> Iterator[Path]:
-    """A path to write to; the file takes the name `final` when the block ends well, and is removed when it does not.
+    """Provide a path to write to, renamed to `final` on success and removed on an error.
 
-    `mode` is what others may do with the file, before the umask.
+    Args:
+        final: path of the complete file.
+        mode: permissions before the umask. Default: 0o666.
     """
     temporary = _temporary_name(final)
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
@@ -138,7 +143,7 @@ def _temporary_name(final: Path) -> Path:
 
 
 def _own(temporary: Path) -> int:
-    """Locks a temporary file or directory for as long as its writer lives; returns the descriptor that holds the lock."""
+    """Lock a temporary file or directory while its writer lives; return the locked descriptor."""
     descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
     # a file system without locks loses only the automatic removal
     with contextlib.suppress(OSError):
@@ -147,7 +152,7 @@ def _own(temporary: Path) -> int:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Remove temporary files and directories whose writer was killed; those of a living writer stay."""
+    """Remove temporary files and directories whose writer was killed."""
     for path in directory.glob(".*.tmp"):
         # the writer may rename or remove it at this moment
         with contextlib.suppress(OSError):
@@ -163,10 +168,10 @@ def remove_abandoned(directory: Path) -> None:
 
 
 class JsonLines:
-    """An append-only log of JSON objects, one per line, that never keeps half a line.
+    """An append-only log of JSON objects, one per line, that never keeps an incomplete line.
 
-    A write that fails takes back what it wrote; a line that a killed process left unfinished is removed when the
-    log is opened again.  One process at a time may append.
+    A failed write is undone. An incomplete line of a killed process is removed when the log is
+    opened again. Only one process at a time may append.
     """
 
     def __init__(self, path: Path) -> None:
@@ -178,11 +183,13 @@ class JsonLines:
         self._remove_unfinished_line()
 
     def append(self, values: Mapping[str, Any]) -> None:
-        """Write one line.  It survives the death of this process; `sync` makes it survive a power cut."""
+        """Write one line; it survives the death of this process, and after `sync` a power
+        failure.
+        """
         line = (json.dumps(values) + "\n").encode()
         size = os.fstat(self._descriptor).st_size
         try:
-            # a nearly full disk takes a part of the line first
+            # a nearly full disk accepts only a part of the line at first
             while line:
                 line = line[os.write(self._descriptor, line):]
         except OSError:
@@ -211,18 +218,18 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All objects of an append-only log; lines that a crash cut short or that hold anything else are skipped."""
+    """Read all objects of an append-only log; incomplete and other lines are skipped."""
     return parse_json_lines(read_log(path))
 
 
 def read_log(path: Path) -> str:
-    """The text of an append-only log; bytes that are not UTF-8 become replacement characters."""
+    """Read an append-only log; bytes that are not UTF-8 become replacement characters."""
     with open_regular(path) as file:
         return file.read().decode("utf-8", errors="replace")
 
 
 def parse_json_lines(text: str) -> list[dict[str, Any]]:
-    """All lines that hold a JSON object."""
+    """Parse all lines that contain a JSON object."""
     lines = []
     for line in text.split("\n"):
         with contextlib.suppress(ValueError):
@@ -239,25 +246,26 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-# Files from others: bounded, regular, and checked -------------------------------------------------
+# Untrusted files: bounded, regular, and checked ---------------------------------------------------
 
 # default limit of a file that is read into memory at once
 MAX_TEXT_BYTES = 256 << 20
-# key of an index file's own digest
+# key of the digest in an index file
 DIGEST = "sha256_of_index"
 
 
 def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading.
 
-    A FIFO, socket, device or folder is refused before it is opened, because reading one may block forever or never end.
+    A FIFO, socket, device or folder is rejected before it is opened, because reading one may block
+    forever.
 
     Raises:
-        OSError: the file cannot be read, or is not a regular file.  `strerror` gives the reason.
+        OSError: the file cannot be read, or is not a regular file. `strerror` gives the reason.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    # a FIFO may have taken its place since: open without blocking and look again
+    # a FIFO may have replaced it since: open without blocking and check again
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -269,7 +277,8 @@ def read_regular_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Read a regular file of at most `max_bytes` bytes.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, or is larger than the limit.  `strerror` gives the reason.
+        OSError: the file cannot be read, is not a regular file, or is larger than the limit.
+            `strerror` gives the reason.
     """
     with open_regular(path) as file:
         # the size is not passed to read(), which would allocate that much
@@ -290,7 +299,7 @@ def read_regular_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; every defect, nesting beyond Python's recursion limit included, is a ValueError."""
+    """Parse JSON; every defect, including excessive nesting, is a ValueError."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -298,7 +307,7 @@ def parse_json(text: str) -> Any:
 
 
 def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> Any:
-    """Parse a regular JSON file.  Raises OSError or ValueError and nothing else."""
+    """Parse a regular JSON file; raises only OSError or ValueError."""
     return parse_json(read_regular_text(path, max_bytes))
 
 
@@ -309,8 +318,8 @@ def digest_of_json(tree: Any) -> str:
 
 
 def sealed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of an index with its own digest under the key `DIGEST`."""
-    # tuples and integer keys become what they will be when the file is read
+    """Return the content of an index with its digest under the key `DIGEST`."""
+    # tuples and integer keys become the types that reading the file gives
     content: dict[str, Any] = json.loads(json.dumps(tree))
     return {**content, DIGEST: digest_of_json(content)}
 
@@ -318,7 +327,7 @@ def sealed(tree: Mapping[str, Any]) -> dict[str, Any]:
 def unsealed(tree: Any) -> tuple[dict[str, Any], bool]:
     """Return (content without the digest, whether there was a digest).
 
-    Files written before digests were introduced have none.
+    Files of earlier versions have no digest.
 
     Raises:
         ValueError: the tree is not a JSON object, or does not match its digest.
@@ -332,7 +341,7 @@ def unsealed(tree: Any) -> tuple[dict[str, Any], bool]:
 
 
 def digest_of_arrays(arrays: Mapping[str, Any]) -> str:
-    """SHA-256 of NumPy arrays by name: names, types, shapes and content, whatever their order."""
+    """SHA-256 of NumPy arrays by name: names, types, shapes and content, in any order."""
     found = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         found.update(f"{name} {array.dtype.str} {array.shape} ".encode())

@@ -1,4 +1,4 @@
-"""Classes and functions of the user's own, imported by name from a folder of theirs."""
+"""Import of custom classes and functions by name from a folder."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def find(target: str, search_path: str, option: str, returns: str) -> Callable[.
     """Import `package.module:Name` from a folder, or from the installed packages.
 
     Args:
-        target: what to import.
+        target: name to import.
         search_path: the folder; empty for the current one.
-        option: name of the section that holds `_target_` and `search_path`, for messages.
-        returns: what the class or function must return, for messages.
+        option: name of the section with `_target_` and `search_path`, for messages.
+        returns: required result of the class or function, for messages.
 
     Raises:
         ConfigError: it cannot be imported or called.
@@ -38,7 +38,7 @@ def find(target: str, search_path: str, option: str, returns: str) -> Callable[.
                           "folder that holds it, or correct the module.") from error
     factory = getattr(module, name, None)
     if not callable(factory):
-        what = f"has no {name}" if factory is None else f"has a {name} that cannot be called"
+        what = f"has no {name}" if factory is None else f"has a {name} that is not callable"
         raise ConfigError(f"{option}._target_ is {target}, but {module_name} ({module.__file__}) {what}; give the name of a "
                           f"class or function that returns {returns}.")
     return factory  # type: ignore[no-any-return]
@@ -46,17 +46,17 @@ def find(target: str, search_path: str, option: str, returns: str) -> Callable[.
 
 @contextmanager
 def _found_first(folder: str) -> Iterator[None]:
-    """Puts the folder in front of the others while the block runs, and at the end of the list from then on.
+    """Put the folder first in the search path inside the context, and last afterwards.
 
-    Neither an installed command nor a worker looks into the current directory.  A file there that is called like an
-    installed package must not be imported in its place by anything but the user's own module.
+    Neither an installed command nor a worker searches the current directory. A file there with the
+    name of an installed package must not replace that package, except for the custom module.
     """
     was_there = folder in sys.path
     sys.path.insert(0, folder)
     try:
         yield
     finally:
-        # the module may have changed the list
+        # The module may have changed the list.
         with suppress(ValueError):
             sys.path.remove(folder)
         if not was_there:
@@ -64,5 +64,5 @@ def _found_first(folder: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Type and first line of an error."""
+    """Return type and first line of an error."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -7,8 +7,8 @@ import re
 
 MASK = "***"
 _SECRETS = (
-    # http://user:password@host; the second form is for a password with a slash, which the first
-    # takes for a path
+    # http://user:password@host; the second form is for a password with a slash, which the first one
+    # would parse as a path.
     (re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]*://)[^/?#\s\"'<>]*@"), rf"\g<1>{MASK}@"),
     (re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]*://)[^/?#\s:@\"'<>]*:(?!\d+(?:[/?#\s]|$))[^\s\"'<>]*@"), rf"\g<1>{MASK}@"),
     (re.compile(r"([?&;][^=&;\s\"'<>]*(?:passw|pwd|secret|token|key|sig|auth|credential)[^=&;\s\"'<>]*=)[^&;\s\"'<>#]+",
@@ -17,16 +17,19 @@ _SECRETS = (
     (re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=\-]{8,}"), rf"\g<1> {MASK}"),
 )
 _VARIABLES = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "RAY_AUTH_TOKEN")
-# a shorter password is a part of too many words
+# A shorter password occurs in too many words.
 _SHORTEST = 6
 _known: set[str] = set()
 
 
 def masked(text: str, *, known: bool = True) -> str:
-    """The text without user names and passwords in URLs, and without tokens, passwords and keys in query strings.
+    """Mask user names and passwords in URLs, and tokens, passwords and keys in query strings.
 
-    With `known` also without the passwords that this process has seen or its environment holds, wherever they stand; not for
-    settings that are read again, in which a short password may be a part of a path.
+    Args:
+        text: the text.
+        known: also mask all passwords that this process has seen or that its environment contains.
+            Use False for settings that are read again, in which a short password may be a part of a
+            path.
     """
     for pattern, replacement in _SECRETS:
         text = pattern.sub(replacement, text)
@@ -39,7 +42,9 @@ def masked(text: str, *, known: bool = True) -> str:
 
 
 def conceal(url: str) -> None:
-    """From now on the password of this URL is masked wherever it stands: libraries quote parts of a URL in their errors."""
+    """Mask the password of this URL in all later texts, because libraries quote parts of URLs in
+    errors.
+    """
     from urllib.parse import unquote
 
     login = url.partition("://")[2].rpartition("@")[0]
@@ -49,5 +54,5 @@ def conceal(url: str) -> None:
 
 
 def is_masked(text: str) -> bool:
-    """Whether it is a URL that was masked, so that its user and password must come from elsewhere."""
+    """Return whether a URL is masked, so that user and password must come from another source."""
     return f"://{MASK}@" in text or f"={MASK}" in text

@@ -1,4 +1,7 @@
-"""Documented module names of before: importing one imports the module's new place, with a DeprecationWarning."""
+"""Aliases of former module names.
+
+Importing one imports the new module with a DeprecationWarning.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         new = MOVED[spec.name]
-        # frames of the import system are not counted
+        # Frames of the import system are not counted.
         warnings.warn(f"{spec.name} is now {new}; the old name will be removed.",
                       DeprecationWarning, stacklevel=2)
         module = importlib.import_module(new)
@@ -47,14 +50,14 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # importing has set __spec__ to the spec of the old name
+        # The import has set __spec__ to the spec of the old name.
         old = module.__spec__
         assert old is not None
         module.__spec__ = old.loader_state
 
 
 def install() -> None:
-    """Let the import system find the old names."""
+    """Register the old names in the import system."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
-        # first: the path of a moved package would find its modules under two names
+        # First: the path of a moved package would find its modules under two names.
         sys.meta_path.insert(0, _MovedModules())

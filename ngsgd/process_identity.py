@@ -1,8 +1,10 @@
-"""The identity of a process, which a process id alone does not give: ids are reused, and a file can name any of them.
+"""The identity of a process, for files and signals.
 
-An identity is a JSON mapping.  It matches a process only if the id, the start time, the boot, the host, the process
-namespace and the user are all equal, so that a signal never reaches a stranger.  Start time and boot come from Linux's
-/proc; on a system without it no process can be proved to be the one that is meant, and none is signalled.
+A process id alone is not sufficient, because ids are reused and a file can contain any id. An
+identity is a JSON mapping. It matches a process only if the id, the start time, the boot, the host,
+the process namespace and the user are all equal, so that signals reach only the intended process.
+Start time and boot come from /proc of Linux. Without it no process can be identified, and no signal
+is sent.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from typing import Any
 
 PROC = Path("/proc")
 _FIELDS = ("host", "boot_id", "pid_namespace", "user", "process_id", "start_time")
-# a zombie keeps its id and start time until its parent asks for its exit status
+# a zombie keeps its id and start time until its parent reads its exit status
 _DEAD = ("Z", "X")
 
 
 def current() -> dict[str, Any]:
-    """The identity of this process, as a file can store it; values that the system does not tell are None."""
+    """Return the identity of this process as JSON values; None for unavailable values."""
     process_id = os.getpid()
     _, start_time = state_and_start_time(process_id)
     return {"host": socket.gethostname(), "boot_id": _boot_id(), "pid_namespace": _pid_namespace(),
@@ -29,20 +31,22 @@ def current() -> dict[str, Any]:
 
 
 def is_complete(identity: Mapping[str, Any]) -> bool:
-    """Whether it can be compared at all: files of earlier versions hold only a host and a process id."""
+    """Whether all fields are present; files of earlier versions have only a host and a process
+    id.
+    """
     return (all(identity.get(name) is not None for name in _FIELDS)
             and all(type(identity[name]) is int for name in ("process_id", "start_time", "user"))
             and identity["process_id"] > 1)
 
 
 def is_here(identity: Mapping[str, Any]) -> bool:
-    """Whether it names a process of this machine, boot and namespace, so that `is_alive` can tell its end."""
+    """Whether it names a process of this machine, boot and namespace, as `is_alive` requires."""
     return (is_complete(identity) and identity["host"] == socket.gethostname()
             and identity["boot_id"] == _boot_id() and identity["pid_namespace"] == _pid_namespace())
 
 
 def is_alive(identity: Mapping[str, Any]) -> bool:
-    """Whether exactly this process runs on this machine; False also where that cannot be proved."""
+    """Whether exactly this process runs on this machine; False if that cannot be proved."""
     if not is_here(identity):
         return False
     process_id = identity["process_id"]
@@ -52,19 +56,23 @@ def is_alive(identity: Mapping[str, Any]) -> bool:
 
 
 def send_signal(identity: Mapping[str, Any], signal: int) -> bool:
-    """Send a signal to exactly this process; False, and nothing is sent, if it is not alive or cannot be proved to be it.
+    """Send a signal to exactly this process.
 
-    Raises PermissionError if it is the process of a user whom this one may not signal.
+    Returns:
+        False if it is not alive or cannot be identified; then no signal is sent.
+
+    Raises:
+        PermissionError: the process belongs to a user whom this one may not signal.
     """
     if not is_alive(identity):
         return False
     handle = _open_handle(identity["process_id"])
     if handle is None:
-        # a kernel or sandbox without pidfd_open: microseconds lie between the comparison above and
+        # a kernel or sandbox without pidfd_open: microseconds pass between the comparison above and
         # the signal
         return _kill(identity["process_id"], signal)
     try:
-        # compared again: only from here on can the id not pass to another process unnoticed
+        # compared again: after opening the handle, reuse of the id by another process is detected
         if not is_alive(identity):
             return False
         signals.pidfd_send_signal(handle, signal)
@@ -85,7 +93,7 @@ def exists(process_id: int) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        # of another user
+        # process of another user
         return True
     return True
 
@@ -106,10 +114,12 @@ def _kill(process_id: int, signal: int) -> bool:
 
 
 def state_and_start_time(process_id: int) -> tuple[str, int | None]:
-    """State letter and start time in clock ticks since boot; ("", None) if there is no such process, or no /proc."""
+    """State letter and start time in clock ticks since boot; ("", None) without process or
+    /proc.
+    """
     try:
         text = (PROC / str(process_id) / "stat").read_text(encoding="utf-8", errors="replace")
-        # the second field is the command's name in parentheses, which may itself hold spaces and
+        # the second field is the command name in parentheses, which may contain spaces and
         # parentheses
         fields = text.rpartition(")")[2].split()
         return fields[0], int(fields[19])
@@ -134,7 +144,7 @@ def _boot_id() -> str | None:
 
 
 def _pid_namespace() -> str | None:
-    """Containers number their processes on their own: the same id names another process in each."""
+    """Namespace of process ids: containers number their processes independently."""
     try:
         return os.readlink(PROC / "self/ns/pid")
     except OSError:

@@ -1,10 +1,10 @@
-"""Which jobs each outer iteration runs, on which data, at which learning rate.  Numbers only.
+"""Schedules of outer iterations: jobs, shards and learning rates, as numbers.
 
 The formulas are those of Kaldi's `steps/nnet3/train_dnn.py` (libs/nnet3/train/common.py,
-frame_level_objf/common.py);
-the learning-rate and job rules are section 3 and C.1 of arXiv 1410.7455.  An archive of examples
-that hold `frames_per_eg` frames each is read `frames_per_eg` times in an epoch, one frame of every
-example at a time; one such reading is called a *pass*.  Dropout schedules are written as in Kaldi.
+frame_level_objf/common.py). The learning-rate and job rules are section 3 and C.1 of arXiv
+1410.7455. An archive of examples with `frames_per_eg` frames each is read `frames_per_eg` times per
+epoch, one frame of every example at a time; one reading is called a *pass*. Dropout schedules use
+Kaldi's syntax.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ngsgd.errors import ConfigError
 
 @dataclass(frozen=True)
 class Shard:
-    """What one job reads: one frame of every example in one archive."""
+    """Data of one job: one frame of every example in one archive."""
 
     archive: int  # 0-based
     # 0-based, within each example
@@ -29,25 +29,28 @@ class Shard:
 
 @dataclass(frozen=True)
 class OuterIteration:
-    """The plan of one outer iteration: one shard for each job."""
+    """Schedule of one outer iteration, with one shard for each job."""
 
     outer_iter: int
     shards: tuple[Shard, ...]
     # before this outer iteration
     passes_done: int
-    # per frame; what the averaged model moves by
+    # per frame; the learning rate of the averaged model
     effective_lr: float
-    # of the outer optimiser: how much of the dilution by averaging it makes good itself
+    # of the outer optimizer: the factor by which it compensates averaging
     gain: float = 1.0
 
     @property
     def num_jobs(self) -> int:
+        r"""Number of jobs."""
         return len(self.shards)
 
     @property
     def lr_factor(self) -> float:
-        """A job's learning rate over the effective one: averaging dilutes its step num_jobs-fold,
-        gain makes good a part.
+        """Ratio of the learning rate of a job to the effective one: num_jobs / gain.
+
+        Averaging divides the step of a job by num_jobs, and the outer optimizer multiplies it by
+        gain.
         """
         return self.num_jobs / self.gain
 
@@ -69,21 +72,21 @@ class Schedule:
     num_jobs_initial: int
     num_jobs_final: int
     num_jobs_step: int = 1
-    # on these rates, at even distances over the data, geometric between
+    # Factors of these rates, equidistant over the data, with geometric interpolation.
     lr_factors: tuple[float, ...] = (1.0,)
 
     @property
     def num_passes(self) -> int:
-        """Archive passes in the complete run; one where `num_epochs` is less than that."""
+        """Number of archive passes in the run, at least one."""
         return max(1, int(self.num_epochs * self.num_archives * self.frames_per_eg))
 
     @property
     def num_outer_iters(self) -> int:
-        # a run of very little data still needs one outer iteration
+        # A run with very little data still needs one outer iteration.
         return max(1, int(2 * self.num_passes / (self.num_jobs_initial + self.num_jobs_final)))
 
     def num_jobs(self, outer_iter: int) -> int:
-        """Jobs grow linearly from initial to final over the run, rounded to multiples of
+        """Return the number of jobs, which grows linearly over the run in multiples of
         `num_jobs_step`.
         """
         ideal = self.num_jobs_initial + (self.num_jobs_final - self.num_jobs_initial) * outer_iter / self.num_outer_iters
@@ -92,8 +95,11 @@ class Schedule:
         return int(0.5 + ideal / self.num_jobs_step) * self.num_jobs_step
 
     def effective_lr(self, outer_iter: int, passes_done: int) -> float:
-        """Exponential decay in the amount of data processed, times `lr_factors`; the last outer
-        iteration has the end of both.
+        """Return the effective learning rate.
+
+        Exponential decay in the processed data, times `lr_factors`.
+
+        The last outer iteration uses the final values of both.
         """
         if outer_iter + 1 >= self.num_outer_iters:
             return self.last_lr
@@ -102,11 +108,11 @@ class Schedule:
 
     @property
     def last_lr(self) -> float:
-        """The effective learning rate of the last outer iteration."""
+        """Return the effective learning rate of the last outer iteration."""
         return self.lr_final * self.lr_factors[-1]
 
     def _lr_factor(self, fraction: float) -> float:
-        """What `lr_factors` say when `fraction` of the data has been processed."""
+        """Return the factor of `lr_factors` at a fraction of the processed data."""
         at = min(max(fraction, 0.0), 1.0) * (len(self.lr_factors) - 1)
         left = min(int(at), len(self.lr_factors) - 1)
         right = min(left + 1, len(self.lr_factors) - 1)
@@ -114,16 +120,14 @@ class Schedule:
         return self.lr_factors[left] * math.exp((at - left) * math.log(ratio))
 
     def shard(self, pass_index: int) -> Shard:
-        """The shard of the run's pass number `pass_index`; `frames_per_eg` epochs of archives meet
-        every frame once.
-        """
+        """Return the shard of a pass of the run; `frames_per_eg` epochs read every frame once."""
         archive = pass_index % self.num_archives
-        # Kaldi adds the 1-based archive number: neighbouring archives then show different frames in
-        # one outer iteration
+        # Kaldi adds the 1-based archive number; adjacent archives then use different frames in one
+        # outer iteration.
         return Shard(archive, (pass_index // self.num_archives + archive + 1) % self.frames_per_eg)
 
     def outer_iterations(self, first: int = 0) -> Iterator[OuterIteration]:
-        """The plans from outer iteration `first` on."""
+        """Yield the outer iterations from `first` on."""
         passes_done = 0
         for outer_iter in range(self.num_outer_iters):
             num_jobs = self.num_jobs(outer_iter)
@@ -138,23 +142,24 @@ class Schedule:
 class DropoutSchedule:
     """Dropout proportions over a training run, from Kaldi's schedule strings.
 
-    "0,0@0.2,0.5@0.5,0" is piecewise linear in the fraction of the data that has been processed: 0
-    until 0.2, up to 0.5 at 0.5, down to 0 at the end.  The first and the last value stand at 0 and
-    1; a single value between them without @ stands at 0.5.  "0,0.1,0 lstm*=0,0.3,0" gives the
-    components whose name fits a pattern a schedule of their own; the last pattern that fits is
-    used, as in Kaldi, and a schedule without a pattern fits all.
+    "0,0@0.2,0.5@0.5,0" is piecewise linear in the fraction of the processed data: 0 until 0.2, 0.5
+    at 0.5, 0 at the end. The first and the last value apply at 0 and 1; a single value between them
+    without @ applies at 0.5. "0,0.1,0 lstm*=0,0.3,0" sets a separate schedule for components that
+    match a pattern. As in Kaldi, the last matching pattern counts, and a schedule without a pattern
+    matches all.
 
-    >>> schedule = DropoutSchedule.parse("0,0@0.2,0.5@0.5,0")
-    >>> [round(schedule.proportion(fraction), 6) for fraction in (0.1, 0.35, 0.5, 0.75, 1.0)]
-    [0.0, 0.25, 0.5, 0.25, 0.0]
+    Example:
+        >>> schedule = DropoutSchedule.parse("0,0@0.2,0.5@0.5,0")
+        >>> [round(schedule.proportion(fraction), 6) for fraction in (0.1, 0.35, 0.5, 0.75, 1.0)]
+        [0.0, 0.25, 0.5, 0.25, 0.0]
     """
 
-    # (pattern, (fraction, proportion) rising in fraction)
+    # (pattern, (fraction, proportion) with ascending fractions)
     points: tuple[tuple[str, tuple[tuple[float, float], ...]], ...]
 
     @classmethod
     def parse(cls, text: str) -> DropoutSchedule:
-        """Raises ConfigError for what is no schedule."""
+        """Parse a schedule; raises ConfigError for an invalid one."""
         named = [part.rpartition("=") for part in text.split()]
         if not named:
             raise ConfigError("the dropout schedule is empty; write one such as 0,0@0.2,0.3@0.5,0.")
@@ -162,10 +167,16 @@ class DropoutSchedule:
                          for pattern, sign, values in named))
 
     def proportion(self, fraction: float, component: str = "") -> float:
-        """The proportion of `component` when `fraction` (0 to 1) of the data has been processed; 0
-        if no pattern fits.
+        """Return the proportion of a component.
+
+        Args:
+            fraction: fraction of the processed data, 0 to 1.
+            component: name of the component.
+
+        Returns:
+            The proportion; 0 if no pattern matches.
         """
-        # Kaldi carries all out in order, so the last one stands
+        # Kaldi applies all in order, so the last one counts.
         for pattern, points in reversed(self.points):
             if fnmatchcase(component, pattern):
                 at = min(max(fraction, 0.0), 1.0)
@@ -180,7 +191,7 @@ def _dropout_points(text: str) -> tuple[tuple[float, float], ...]:
     points = []
     for index, value in enumerate(values):
         proportion, at, place = value.partition("@")
-        # as in Kaldi: ends stand at 0 and 1; between them a value without a place stands at 0.5
+        # As in Kaldi: the ends are at 0 and 1, a value between them without a fraction at 0.5.
         default = 0.0 if index == 0 else 1.0 if index == len(values) - 1 else 0.5
         try:
             points.append((float(place) if at else default, float(proportion)))
@@ -191,5 +202,5 @@ def _dropout_points(text: str) -> tuple[tuple[float, float], ...]:
     rises = all(a < b for a, b in pairwise(fractions))
     if len(points) < 2 or fractions[0] != 0.0 or fractions[-1] != 1.0 or not rises or any(not 0.0 <= p < 1.0 for _, p in points):
         raise ConfigError(f"the dropout schedule {text!r} must begin at 0 and end at 1, with at "
-                          "least two proportions from 0 to below 1 at rising fractions.")
+                          "least two proportions from 0 to below 1 at ascending fractions.")
     return tuple(points)

@@ -104,6 +104,8 @@ if __name__ == "__main__":
     for page in pages():
         file = ROOT / page
         file.write_text(with_tables(file.read_text(), page, entries()))
-    # the only table whose source is imported: its cells are networks
+    # tables whose source is imported: cells with networks, and a list of command lines
+    from tests.launcher.commands import mistakes
     from tests.preconditioners import support
     support.PAGE.write_text(support.with_table(support.PAGE.read_text()))
+    mistakes.PAGE.write_text(mistakes.with_table(mistakes.PAGE.read_text()))

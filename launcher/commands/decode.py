@@ -1,4 +1,4 @@
-"""`ngsgd decode` and `ngsgd evaluate`: WER and frame accuracy of a trained model on its test set or on other data."""
+"""`ngsgd decode` and `ngsgd evaluate`: WER and frame accuracy of a trained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ngsgd train` as a Hydra application, with Hydra's --cfg, --multirun and --info, and `ngsgd resume`."""
+"""`ngsgd train`, a Hydra application with --cfg, --multirun and --info, and `ngsgd resume`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ngsgd.launcher.config import compose, config_builder
 from ngsgd.launcher.config.paths import require_paths
 from ngsgd.launcher.config.tuned_file import expanded
 from ngsgd.launcher.console import run_guarded
+from ngsgd.launcher.ray.probe import require_cluster
 from ngsgd.launcher.text import masked
 from ngsgd.pipeline.runs.run_folder import find_run, run_to_continue
 
@@ -117,7 +118,7 @@ def _hydra_arguments(options: argparse.Namespace) -> list[str]:
 
 def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, continues: bool,
                trust: bool = False, allow_other_bits: bool = False) -> float | None:
-    """Train a new run, or with `continues` resume one; return the value that a sweeper minimizes, if any."""
+    """Train a run, or with `continues` resume one; return the value that a sweeper minimizes."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
@@ -128,6 +129,9 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, continue
         given = compose.given_by(HydraConfig.get().overrides.task)
         config = config_builder.build(OmegaConf.to_container(composed, resolve=True), given)  # type: ignore[arg-type]
         require_paths(config)
+        if config.cluster.address != "auto":
+            # Ray itself resolves auto, after its import
+            require_cluster(config.cluster)
         # heavy imports, which take seconds
         from ngsgd.launcher.commands import train as service
 

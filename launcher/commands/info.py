@@ -111,7 +111,7 @@ def progress_line(state: Mapping[str, Any]) -> str:
 
 
 def _is_speech(folder: RunFolder) -> bool:
-    """Whether config.yaml names no custom task; parsing the complete file is too slow for a list of runs."""
+    """Whether config.yaml names no custom task; parsing the complete file is slow."""
     try:
         text = read_regular_text(folder.config)
     except (OSError, ValueError):
@@ -120,7 +120,7 @@ def _is_speech(folder: RunFolder) -> bool:
 
 
 def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:
-    """The state in Ray's terms; LOST if the process ended without a final event, UNKNOWN if that is unclear."""
+    """The state in Ray's terms; LOST: the process ended without a final event; UNKNOWN: unclear."""
     process = _process(folder)
     if process_identity.is_alive(process):
         return "RUNNING" if events else "PENDING"
@@ -166,7 +166,7 @@ def _as_identity(stored: object) -> dict[str, Any]:
 
 
 def is_elsewhere(process: Mapping[str, Any]) -> bool:
-    """Return whether a process belongs to another machine or container, where its end is not visible."""
+    """Return whether a process belongs to another machine or container."""
     if not process:
         return False
     if process["host"] != socket.gethostname():

@@ -1,4 +1,4 @@
-"""`ngsgd export` and `ngsgd import`: models and data for Kaldi, models for other programs, models of Kaldi."""
+"""`ngsgd export` and `ngsgd import`: models for Kaldi and other programs, and from Kaldi."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _export_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output", "-o", dest="named_output", metavar="OUTPUT",
                         help="OUTPUT as an option")
     parser.add_argument("--format", choices=FORMATS, default="nnet3",
-                        help="nnet3 (default): Kaldi raw model as text, and priors; bundle: one "
+                        help="nnet3 (default): Kaldi raw model and priors; bundle: one "
                              "file for ngsgd transcribe; onnx, "
                              "torch (torch.export): network and decoding graph; sherpa-onnx: "
                              "model and graph for that engine; "

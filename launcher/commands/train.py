@@ -1,4 +1,4 @@
-"""`ngsgd train`, `resume`, `decode` and `evaluate`: injects progress lines, MLflow, Ray and signals into a run of the library."""
+"""Services of `ngsgd train`, `resume` and `decode`: progress lines, MLflow, Ray and signals."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def train(config: RunConfig, quiet: bool, trust: bool = False, *, allow_other_bi
     `trust` allows the import of a module that only the model to start from names.
     """
     if config.cluster.kind in ("slurm", "kubernetes"):
-        raise ConfigError(f"cluster={config.cluster.kind} is a place to submit to: ngsgd submit "
+        raise ConfigError(f"cluster={config.cluster.kind} trains by submission only: ngsgd submit "
                           f"cluster={config.cluster.kind} ...")
     require_cluster(config.cluster)
-    # brings speech recognition, which the services of a task do without
+    # imports speech recognition, which a custom task does not need
     from ngsgd.pipeline.run import build_run
 
     with _services_with_ray(config, quiet) as services:
@@ -55,16 +55,17 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
            allow_other_bits: bool = False) -> int:
     """Continue a run after its last outer iteration, with its own configuration.
 
-    The place and the number of workers change no result and may differ; the threads of each worker stay.
+    Cluster and number of workers may differ, without effect on the result. The threads per worker
+    stay the same.
 
     Args:
         run_dir: the run folder.
         quiet: print incidents and the result only.
-        address: Ray cluster, where it is another one than before.
-        num_workers: number of workers, where it is another one than before.
+        address: Ray cluster; None: that of the run.
+        num_workers: number of workers; None: that of the run.
         accept_changed_config: accept a config.yaml that was edited.
         trust: import the module that the run names.
-        given: settings of a command line that began the run or might have; a module that it names too needs no `trust`.
+        given: settings of the command line of --continue; a module named there needs no `trust`.
         allow_other_bits: accept another processor, version or kernel.
     """
     folder = RunFolder.open(run_dir)
@@ -77,7 +78,7 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
                                              num_workers=num_workers or cluster.num_workers))
     config = _as_given(config, given)
     if config.tracking.kind == "mlflow":
-        # before any work: a password that only the first command line had
+        # first: it fails if the password was given only on the first command line
         tracking_uri(config)
     # before a connection to the cluster, which takes seconds
     permission.require_run(folder, config.task if config.task._target_ else config.model, trust=trust)
@@ -100,12 +101,12 @@ def decode(run_dir: Path, quiet: bool, trust: bool = False) -> int:
 
 def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None,
              trust: bool = False) -> dict[str, dict[str, float] | None]:
-    """Objective per frame and frame accuracy of valid and test, of the final model or a checkpoint."""
+    """Return objective and frame accuracy of validation and test set."""
     return open_run(run_dir, quiet).evaluate(outer_iter, trust=trust)
 
 
 def open_run(run_dir: Path, quiet: bool, *, is_unchanged: bool = True) -> Run:
-    """A run with its own configuration, for commands that do not train; `is_unchanged` rejects an edited config.yaml."""
+    """Open a run for commands that do not train; `is_unchanged` rejects an edited config.yaml."""
     folder = RunFolder.open(run_dir)
     config = read_config(folder.config)
     if is_unchanged:
@@ -142,7 +143,7 @@ def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:
 
 @contextlib.contextmanager
 def _services_with_ray(config: RunConfig, quiet: bool) -> Iterator[Services]:
-    """Services with a Ray that starts while data are prepared, and ends where the data turn out to be bad."""
+    """Services whose Ray instance starts during data preparation, and ends if that fails."""
     begun = False
 
     def begin(config: RunConfig) -> None:
@@ -171,9 +172,9 @@ def _pool(request: PoolRequest) -> WorkerPool:
 
 
 def _as_given(config: RunConfig, given: RunConfig | None) -> RunConfig:
-    """Add what config.yaml does not hold: the login of tracking.uri, and permission to import the module that both name.
+    """Add data that config.yaml does not hold: the login of tracking.uri, permission to import.
 
-    That module is found in the folder that the command line names, and its arguments must be the same.
+    The module is imported from the folder of the command line, and its arguments must be equal.
     """
     if given is not None and masked(given.tracking.uri, known=False) == config.tracking.uri:
         config = replace(config, tracking=replace(config.tracking, uri=given.tracking.uri))

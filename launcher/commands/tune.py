@@ -1,8 +1,9 @@
 """`ngsgd tune`: hyperparameters by gradient on a short proxy run; see docs/tuning.md.
 
-probe measures the cost of a hypergradient on the proxy. check compares the hypergradient with finite
-differences. run searches and writes tuned.yaml. transfer tries multiples of the learned rates on a
-longer proxy and writes the best.
+- probe measures the cost of a hypergradient on the proxy.
+- check compares the hypergradient with finite differences.
+- run searches and writes tuned.yaml.
+- transfer tries multiples of the learned rates on a longer proxy, and writes the best.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ def _folder(config: RunConfig) -> Path:
 
 
 def _write(proxy: Proxy, found: SearchResult, result: Tuned, folder: Path) -> None:
-    """Write tuned.yaml for training, tuned.json and trials.jsonl with all figures, and the plot of the schedule."""
+    """Write tuned.yaml, tuned.json, trials.jsonl and the plot of the schedule."""
     from ngsgd.launcher.config import tuned_file
     from ngsgd.launcher.reports.plots import draw_schedule
     from ngsgd.pipeline.tuning.tuned import rates_before, settings_of

@@ -1,4 +1,4 @@
-"""`ngsgd ui`: the MLflow dashboard of the runs of one output folder, on this machine only by default."""
+"""`ngsgd ui`: the MLflow dashboard of the runs of one output folder."""
 
 from __future__ import annotations
 

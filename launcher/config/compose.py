@@ -1,4 +1,4 @@
-"""From command-line overrides and YAML to `ngsgd.config.RunConfig`, with all mistakes reported at once.
+"""From command-line overrides and YAML to `ngsgd.config.RunConfig`, with all mistakes at once.
 
 Hydra merges, and the dataclasses decide. Hydra's schema consists of the dataclasses' defaults. Its
 result is built back into dataclasses, which rejects unknown keys and wrong types of files as well.
@@ -42,7 +42,7 @@ def conf_dir() -> Path:
 
 
 def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Return the groups and their choices: kinds of sections, and files of conf/ and of the user's folder."""
+    """Return the choices of each group: kinds of sections, files of conf/ and of `config_dir`."""
     found = {group: set(kinds) for group, kinds in _kinds().items()}
     for root in [conf_dir(), *([config_dir] if config_dir else [])]:
         for file in root.glob("*/*.yaml"):
@@ -51,11 +51,12 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 
 def about_choice(group: str, choice: str) -> str:
-    """Return the first sentence about a choice of a group: the first comment of its file in conf/."""
+    """Return the description of a choice: the first sentence of its file in conf/."""
     file = conf_dir() / group / f"{choice}.yaml"
     if not file.is_file():
         return ""
-    comments = itertools.takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
     text = " ".join(line.lstrip("# ") for line in comments if not line.startswith("# @"))
     return text.partition(". ")[0].rstrip(".")
 
@@ -125,7 +126,7 @@ def each_of_sweep(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]
 
 @functools.cache
 def register_schema() -> None:
-    """Register all keys and defaults with Hydra, as a plain mapping, of which groups may set any part."""
+    """Register all keys and defaults with Hydra; groups may set any part of the plain mapping."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
@@ -142,7 +143,7 @@ def register_schema() -> None:
 
 
 def _kinds() -> dict[str, tuple[str, ...]]:
-    """Return the groups whose choices are the kinds of a section; files of conf/ may set more for a kind."""
+    """Return the groups whose choices are the kinds of a section."""
     return {group: choices_of(types_of(RunConfig)[group], "kind") for group in ("model", "optimizer", "outer", "cluster")}
 
 
@@ -153,7 +154,7 @@ def default_of_kind(path: str, kind: str) -> Any:
 
 
 def _of_kind() -> dict[tuple[str, str], Field[Any]]:
-    """Return the settings whose default depends on the kind of their section, by section and name."""
+    """Return the settings whose default depends on the kind of their section."""
     run = RunConfig()
     return {(section.name, spec.name): spec for section in fields(run) if is_dataclass(getattr(run, section.name))
             for spec in fields(getattr(run, section.name)) if spec.metadata.get("default_of_kind")}
@@ -253,7 +254,7 @@ def _override_problems(override: Override, choices: dict[str, list[str]]) -> Ite
 
 
 def _unknown_hint(key: str, choices: Mapping[str, Any], value: str = "") -> str:
-    """A question with the key that a user may have meant by one that does not exist; empty if it does."""
+    """A question with the nearest key to an unknown one; empty for a known key."""
     if key in paths() or key in choices:
         return ""
     section, _, last = key.rpartition(".")
@@ -293,7 +294,7 @@ def _compose(lines: list[str], problems: list[str], config_dir: Path | None) -> 
 
 
 def _resolved(lines: list[str], problems: list[str], config_dir: Path | None) -> dict[str, Any]:
-    """Return Hydra's composition as nested dicts, with defaults for values that cannot be resolved."""
+    """Return Hydra's composition as nested dicts, with defaults for unresolved values."""
     import yaml
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir

@@ -29,7 +29,7 @@ def build(values: Mapping[str, Any], given: Given | None = None) -> RunConfig:
 
     Raises:
         ConfigError: everything that is wrong, at once. Options without effect are wrong where
-            `given` says what the command line gives; a run folder may hold them.
+            `given` holds those of the command line; a run folder may hold them.
     """
     config, problems = build_checked(values, given)
     if problems:
@@ -39,7 +39,7 @@ def build(values: Mapping[str, Any], given: Given | None = None) -> RunConfig:
 
 def build_checked(values: Mapping[str, Any],
                   given: Given | None = None) -> tuple[RunConfig, list[str]]:
-    """Build a configuration with defaults in the place of wrong values, and list all problems."""
+    """Build a configuration with defaults instead of wrong values, and list all problems."""
     config, wrong = options.build(values)
     broken = list(options.check(config))
     if given is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from ngsgd.config import METHODS, RunConfig, choices_of, types_of
 from ngsgd.config.other_names import instead_of
 
-_TYPES = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false",
+_TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true or false",
           "tuple[float, ...]": "list of numbers", "tuple[str, ...]": "list of names"}
 # columns of a text
 _WIDEST = 100
@@ -28,7 +28,7 @@ class Described:
     default: str
     # the choices, or the type with its range
     values: str
-    # what can be written after =, where that is a choice
+    # the words that are allowed after =; empty: any value of the type
     choices: tuple[str, ...]
     unit: str
     # the condition under which a run uses the option; empty: always

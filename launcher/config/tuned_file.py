@@ -1,4 +1,4 @@
-"""What `ngsgd tune` learned, as settings: written once, used as `ngsgd train +tuned=FILE`."""
+"""The settings learned by `ngsgd tune`, for `ngsgd train +tuned=FILE`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write(path: Path, settings: Mapping[str, Any], comments: Sequence[str]) -> N
 
 
 def expanded(overrides: Sequence[str]) -> list[str]:
-    """The overrides with the settings of a tuned file in the place of its name, so that what follows may change them."""
+    """Return overrides with tuned files replaced by their settings."""
     return [line for override in overrides for line in (_read(override) if override.startswith(_WORDS) else [override])]
 
 
@@ -33,22 +33,20 @@ def _read(override: str) -> list[str]:
         content = yaml.safe_load(read_yaml_text(path))
     except OSError as error:
         raise ConfigError(f"{override}: {path} cannot be read ({error.strerror}); give the "
-                          "tuned.yaml that ngsgd tune "
-                          "wrote.") from None
+                          "tuned.yaml written by ngsgd tune.") from None
     except (yaml.YAMLError, UnicodeError, RecursionError):
         raise ConfigError(f"{override}: {path} is not valid YAML; tune again, or restore it.") from None
     if not isinstance(content, dict) or not all(isinstance(part, dict) for part in content.values()):
-        raise ConfigError(f"{override}: {path} holds no settings; give the tuned.yaml that ngsgd "
-                          "tune wrote.")
+        raise ConfigError(f"{override}: {path} holds no settings; give the tuned.yaml written by "
+                          "ngsgd tune.")
     if wrong := [name for name in ("_target_", "search_path", "args") if name in content.get("model", {})]:
         raise ConfigError(f"{override}: {path} sets model.{wrong[0]}, which ngsgd tune never "
-                          "writes and which decides what code is "
-                          "run; take it out of the file, and give it on the command line.")
+                          "writes, and which names code to run; give it on the command line.")
     return [f"{section}.{key}={_shown(value)}" for section, part in content.items() for key, value in part.items()]
 
 
 def _shown(value: Any) -> str:
-    """As Hydra reads it back."""
+    """The value in Hydra's notation."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{_shown(one)}" for key, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What `ngsgd doctor --address` looks at on each node of a Ray cluster."""
+"""Checks of `ngsgd doctor --address` on each node of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,34 +18,39 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node says about itself."""
+    """Findings of a node."""
 
-    # the file that was written here
+    # whether it reads the test file of this machine
     sees: bool
-    writes: bool             # beside it
+    # whether it writes to the same folder
+    writes: bool
     # fingerprint of its ngsgd and torch
     code: str
-    now: float               # its clock
+    # time of its clock
+    now: float
     troubles: tuple[Finding, ...]
 
 
 def nodes(address: str, output_dir: Path) -> Iterator[Finding]:
-    """Joins the cluster, and looks at every node from within."""
+    """Join the cluster, run the checks on every node, and yield the findings."""
     from ngsgd.config import ClusterConfig
     from ngsgd.launcher.ray.cluster import connect
 
     try:
         connect(replace(ClusterConfig(), address=address))
     except ClusterError as error:
-        yield Finding("fail", "Ray", str(error), "start it with: ray start --head; set the same RAY_AUTH_TOKEN on every machine")
+        yield Finding("fail", "Ray", str(error), "start it with: ray start --head; set the same "
+                                                 "RAY_AUTH_TOKEN on every machine")
         return
     import ray
 
     alive = [node for node in ray.nodes() if node["Alive"]]
     is_guarded = os.environ.get("RAY_AUTH_MODE") == "token"
     yield Finding("ok" if is_guarded else "warn", "Ray", f"{address} answers, {len(alive)} nodes, "
-                  f"{ray.cluster_resources().get('CPU', 0):g} CPUs, {ray.cluster_resources().get('GPU', 0):g} GPUs",
-                  "" if is_guarded else "no token is used; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on every machine")
+                  f"{ray.cluster_resources().get('CPU', 0):g} CPUs, "
+                  f"{ray.cluster_resources().get('GPU', 0):g} GPUs",
+                  "" if is_guarded else "no token is used; set RAY_AUTH_MODE=token and "
+                                        "RAY_AUTH_TOKEN on every machine")
     mark = output_dir.absolute() / f".doctor-{os.getpid()}"
     output_dir.mkdir(parents=True, exist_ok=True)
     mark.write_text("here")
@@ -69,20 +74,21 @@ def _node(node: Mapping[str, Any], mark: Path) -> Iterator[Finding]:
         asked = ray.remote(num_cpus=0, scheduling_strategy=place, max_retries=0)(report_node).remote(str(mark), num_cpus)
         found: NodeReport = ray.get(asked, timeout=_ANSWER_S)
     except Exception as error:
-        yield Finding("fail", "node", f"{where} runs nothing ({str(error).strip().partition(chr(10))[0][:120]})",
-                      "is ngsgd installed there, in the Python that runs Ray?")
+        yield Finding("fail", "node", f"{where} runs no task "
+                                      f"({str(error).strip().partition(chr(10))[0][:120]})",
+                      "install ngsgd there, in the Python that runs Ray")
         return
     yield from judged(where, found, mark.parent, skew_s=found.now - (sent + time.time()) / 2)
 
 
 def report_node(mark: str, num_cpus: int) -> NodeReport:
-    """Runs on a node, which offers so many CPUs to Ray."""
+    """Check the node that runs this task; it offers `num_cpus` CPUs to Ray."""
     from ngsgd.cluster.fingerprint import version_digest
 
-    beside, writes = Path(f"{mark}-{time.time_ns()}"), True
+    probe, writes = Path(f"{mark}-{time.time_ns()}"), True
     try:
-        beside.touch()
-        beside.unlink()
+        probe.touch()
+        probe.unlink()
     except OSError:
         writes = False
     found = [*machine.shadows(), *machine.memory(), *machine.gpus(), *machine.compiled(),
@@ -94,16 +100,17 @@ def report_node(mark: str, num_cpus: int) -> NodeReport:
 
 
 def judged(where: str, found: NodeReport, folder: Path, skew_s: float) -> Iterator[Finding]:
-    """A line about the node, one about its clock, and one for all that is wrong with it."""
+    """Yield a finding about the node, one about its clock, and its problems."""
     from ngsgd.cluster.fingerprint import version_digest
 
     if not found.sees or not found.writes:
-        yield Finding("fail", "node", f"{where} does not {'write' if found.sees else 'see'} {folder}",
-                      "output_dir must be a file system that all machines share")
+        yield Finding("fail", "node", f"{where} cannot {'write' if found.sees else 'read'} "
+                                      f"{folder}",
+                      "put output_dir on a file system that all machines share")
     elif found.code != version_digest():
-        yield Finding("fail", "node", f"{where} has another version of ngsgd or torch", "install the same on every machine")
+        yield Finding("fail", "node", f"{where} has another version of ngsgd or torch", "install the same version on every machine")
     else:
-        yield Finding("ok", "node", f"{where} sees and writes {folder}, same ngsgd and torch")
+        yield Finding("ok", "node", f"{where} reads and writes {folder}, same ngsgd and torch")
     yield machine.clock(where, skew_s)
     for one in found.troubles:
         yield replace(one, found=f"on {where}: {one.found}")

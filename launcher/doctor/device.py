@@ -1,5 +1,4 @@
-"""What `ngsgd doctor --device` finds: the memory of a run's training step, and the batch size that
-fits."""
+"""Check of `ngsgd doctor --device`: memory of a training step, and largest minibatch that fits."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from ngsgd.training.worker import choose_device
 
 
 def batch_size(config: RunConfig, spec: Callable[[], TaskSpec]) -> Iterator[Finding]:
-    """One line; `spec` prepares what is trained."""
+    """Yield one finding; `spec` prepares the task."""
     try:
         device = choose_device(config.cluster.device)
         found = fitting_batch(config, spec().task(device), device, _free_bytes(device))
@@ -28,7 +27,7 @@ def batch_size(config: RunConfig, spec: Callable[[], TaskSpec]) -> Iterator[Find
     yield Finding(
         "ok" if fits else "fail",
         "batch size",
-        _sentence(found, device),
+        _summary(found, device),
         ""
         if fits
         else f"schedule.minibatch_size={max(found.size, 1)} instead of {asked}, or a smaller model",
@@ -36,7 +35,7 @@ def batch_size(config: RunConfig, spec: Callable[[], TaskSpec]) -> Iterator[Find
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Of the GPU, or of the machine's memory."""
+    """Free bytes of the GPU, or of the machine's memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     import psutil
@@ -44,16 +43,18 @@ def _free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _sentence(found: FittingBatch, device: torch.device) -> str:
+def _summary(found: FittingBatch, device: torch.device) -> str:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's memory"
     how = (
         "measured with two sizes"
         if found.is_measured
-        else "predicted, not measured: no GPU is used"
+        else "predicted, without a GPU"
     )
     if found.is_verified:
         how += f", and a step of {found.size} was run"
     return (
-        f"up to {found.size} examples in {found.free_bytes / 2**30:.1f} GiB free of {where}; a step takes "
-        f"{found.fixed_bytes / 2**20:.1f} MiB and {found.bytes_per_example / 2**10:.1f} KiB per example ({how})"
+        f"up to {found.size} examples in {found.free_bytes / 2**30:.1f} GiB free of {where}; a "
+        "step takes "
+        f"{found.fixed_bytes / 2**20:.1f} MiB and {found.bytes_per_example / 2**10:.1f} KiB per "
+        f"example ({how})"
     )

@@ -1,4 +1,4 @@
-"""What `ngsgd doctor` looks at on one machine: this one, or each node of a cluster."""
+"""Checks of `ngsgd doctor` on one machine: this one, or a node of a cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FREE_BYTES = 2 * 2**30
 _SHM_BYTES = 600 * 2**20
 # file times and log lines of several machines should be in order
 _MAX_SKEW_S = 5.0
-# package -> the extra that brings it; empty: nothing works without
+# package -> the extra that installs it; empty: required by all of ngsgd
 _NEEDS = {
     "torch": "", "numpy": "", "ray": "service", "hydra-core": "service", "mlflow": "service",
     "safetensors": "service",
@@ -38,7 +38,7 @@ Verdict = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, what was found, and what to do about it."""
+    """Result of a check: verdict, name, finding and fix."""
 
     verdict: Verdict
     what: str
@@ -66,8 +66,8 @@ def packages() -> Iterator[Finding]:
 
 
 def shadows() -> Iterator[Finding]:
-    """Another package of our name that is found first, such as an empty site-packages/ngsgd."""
-    # the package in a wheel, the folder beside it in a source tree
+    """Check for another package called ngsgd that is imported first, such as an empty folder."""
+    # the parent is the package in a wheel, and the repository in a source tree
     above = Path(__file__).resolve().parents[2]
     ours = above if above.name == "ngsgd" and (above / "launcher").is_dir() and (above / "errors.py").exists() else above / "ngsgd"
     spec = importlib.util.find_spec("ngsgd")
@@ -77,12 +77,12 @@ def shadows() -> Iterator[Finding]:
     if strange or not places:
         yield Finding("fail", "shadowed", "ngsgd is imported from "
                                           f"{strange[0] if strange else 'nowhere'}",
-                      f"remove that folder, or rename it; ours is {ours}")
+                      f"remove or rename that folder; this package is {ours}")
     others = [Path(place) / "ngsgd" for place in sys.path if place
               and (Path(place) / "ngsgd").is_dir()]
     for place in others:
         if place.resolve() != ours and not (place / "__init__.py").exists():
-            yield Finding("warn", "shadowed", f"{place} is an empty left-over of an older "
+            yield Finding("warn", "shadowed", f"{place} is an empty folder of an older "
                                               "installation", f"rm -r {place}")
 
 
@@ -94,18 +94,18 @@ def threads(num_workers: int) -> Iterator[Finding]:
     num_asked = int(asked) * num_workers if asked.isdigit() else 0
     if num_workers > num_cores:
         yield Finding("warn", "threads", f"{found}: workers share cores",
-                      f"cluster.num_workers={num_cores} trains as fast here")
+                      f"cluster.num_workers={num_cores} is as fast on this machine")
     elif num_asked > num_cores and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-        yield Finding("warn", "threads", f"{found}; OMP_NUM_THREADS={asked} asks for {num_asked} "
-                                         "that spin while they wait",
+        yield Finding("warn", "threads", f"{found}; OMP_NUM_THREADS={asked} starts {num_asked} "
+                                         "threads that spin while they wait",
                       "unset OMP_NUM_THREADS, or export OMP_WAIT_POLICY=PASSIVE")
     else:
         yield Finding("ok", "threads", found)
     load = os.getloadavg()[0]
     if load > num_cores:
-        yield Finding("warn", "load", f"{load:.1f} on {num_cores} cores: others compute here",
-                      "training will be slower for it, and more so with Ray, whose workers are "
-                      "nice (RAY_worker_niceness=0)")
+        yield Finding("warn", "load", f"{load:.1f} on {num_cores} cores: other programs compute",
+                      "training is slower, mostly with Ray, whose workers have a low priority; set "
+                      "RAY_worker_niceness=0")
 
 
 def memory() -> Iterator[Finding]:
@@ -133,7 +133,8 @@ def gpus() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         has_driver = shutil.which("nvidia-smi") is not None
-        yield (Finding("warn", "GPU", f"nvidia-smi is here, but torch {torch.__version__} sees no "
+        yield (Finding("warn", "GPU", f"nvidia-smi is installed, but torch {torch.__version__} "
+                                      "finds no "
                                       "GPU",
                        "install a torch built for your driver: https://pytorch.org/get-started")
                if has_driver else Finding("ok", "GPU", "none: training runs on the CPU"))
@@ -141,7 +142,7 @@ def gpus() -> Iterator[Finding]:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     yield Finding("ok", "GPU", ", ".join(names))
     if "Exclusive" in _compute_modes():
-        yield Finding("warn", "GPU mode", "exclusive: a GPU takes one process",
+        yield Finding("warn", "GPU mode", "exclusive: one process per GPU",
                       "at most one worker per GPU (cluster.num_workers), or nvidia-smi -c DEFAULT "
                       "as root")
 
@@ -156,7 +157,7 @@ def _compute_modes() -> str:
 
 
 def compiled() -> Iterator[Finding]:
-    """Our own C++, which is built where it is first needed."""
+    """Check the C++ kernels, which are built at first use."""
     if importlib.util.find_spec("torch") is None:
         return
     from ngsgd.ops import fisher_projection
@@ -166,11 +167,11 @@ def compiled() -> Iterator[Finding]:
         yield Finding("ok", "compiled code", f"built for {native.capability()}")
     elif native.capability() not in fisher_projection.PROCESSORS:
         yield Finding("ok", "compiled code", f"none for this processor ({native.capability()}): "
-                                             "torch operations stand in")
+                                             "torch operations are used")
     else:
-        yield Finding("warn", "compiled code", "cannot be built here: torch operations stand in",
+        yield Finding("warn", "compiled code", "cannot be built: torch operations are used",
                       "apt install g++, or name a compiler in CXX: natural-gradient steps on the "
-                      "CPU then take some 5 % less")
+                      "CPU are then about 5 % faster")
 
 
 def storage(output_dir: Path) -> Iterator[Finding]:
@@ -181,8 +182,8 @@ def storage(output_dir: Path) -> Iterator[Finding]:
             pass
     except OSError as error:
         yield Finding("fail", "storage",
-                      f"nothing can be written in {existing} ({error.strerror})",
-                      "output_dir=PATH, or chmod")
+                      f"{existing} cannot be written ({error.strerror})",
+                      "output_dir=PATH, or fix its permissions")
         return
     free = shutil.disk_usage(existing).free
     low = free < _FREE_BYTES
@@ -195,7 +196,7 @@ def tracking(output_dir: Path, uri: str) -> Iterator[Finding]:
     if not uri:
         store = output_dir / "mlflow.db"
         if not store.exists():
-            yield Finding("ok", "tracking", f"{store} will be made by the first run")
+            yield Finding("ok", "tracking", f"{store} is created by the first run")
         elif os.access(store, os.W_OK):
             yield Finding("ok", "tracking", f"{store}, {store.stat().st_size / 2**20:.1f} MiB")
         else:
@@ -205,26 +206,27 @@ def tracking(output_dir: Path, uri: str) -> Iterator[Finding]:
     conceal(uri)
     uri = without_login(uri)
     if not uri.startswith(("http://", "https://")):
-        yield Finding("ok", "tracking", f"{uri} (looked at by the run itself)")
+        yield Finding("ok", "tracking", f"{uri} (checked by the run)")
         return
     import urllib.request
 
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10) as answer:
             yield Finding("ok", "tracking", f"{uri} answers")
-            # of an HTTP answer, which is right to a second
+            # the Date header has a resolution of one second
             with contextlib.suppress(ValueError, TypeError):
                 date = parsedate_to_datetime(answer.headers.get("Date", ""))
                 yield clock("tracking server", date.timestamp() - time.time())
     except (OSError, ValueError) as error:
         yield Finding("fail", "tracking", f"{uri} does not answer ({error})",
-                      "start it (docs/mlflow.md); training goes on without it, and sends what it "
-                      "missed later")
+                      "start it (docs/mlflow.md); training continues without it and sends the "
+                      "missing metrics later")
 
 
 def clock(whose: str, skew_s: float) -> Finding:
     far = abs(skew_s) > _MAX_SKEW_S
-    return Finding("warn" if far else "ok", "clock", f"of {whose}: {skew_s:+.1f} s from ours",
+    return Finding("warn" if far else "ok", "clock", f"of {whose}: {skew_s:+.1f} s from this "
+                                                     "machine",
                    "start chrony or ntpd on both" if far else "")
 
 
@@ -236,7 +238,7 @@ def ports() -> Iterator[Finding]:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 fix = "ngsgd ui --port 5001" if port == 5000 else "ray start --dashboard-port 8266"
-                yield Finding("warn", "port", f"{port} ({purpose}) is taken", fix)
+                yield Finding("warn", "port", f"{port} ({purpose}) is in use", fix)
             else:
                 yield Finding("ok", "port", f"{port} ({purpose}) is free")
 
@@ -247,8 +249,8 @@ def ray_traps() -> Iterator[Finding]:
         yield Finding("warn", "Ray token", f"others on this machine can read {token}",
                       f"chmod 600 {token}")
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
-        yield Finding("warn", "Ray token", "RAY_AUTH_MODE=disabled: whoever reaches this machine "
-                                           "can run code here",
+        yield Finding("warn", "Ray token", "RAY_AUTH_MODE=disabled: any client on the network "
+                                           "can run code on this machine",
                       "unset RAY_AUTH_MODE")
     if os.environ.get("RAY_ADDRESS"):
         yield Finding("ok", "Ray address", f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} is used by "

@@ -1,4 +1,4 @@
-"""The manifest of a run on Kubernetes: a RayJob of the KubeRay operator (1.5.1 or newer), with token authentication."""
+"""The manifest of a run on Kubernetes: a RayJob with token authentication, for KubeRay 1.5.1."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ngsgd import __version__
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.console import version
 
-# a DNS label, short enough for what KubeRay appends
+# a DNS label, short enough for the suffixes of KubeRay
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?")
 # the coordinator averages; workers train
 _HEAD = {"cpu": "1", "memory": "4Gi"}
-# for the outer iteration at hand, when a pod is evicted
+# time to finish the current outer iteration when a pod is evicted
 _GRACE_S = 60
 
 
@@ -29,26 +29,28 @@ class KubernetesJob:
     name: str
     namespace: str
     image: str
-    # of a volume that all pods share, mounted at `mount`
+    # PersistentVolumeClaim that all pods share, mounted at `mount`
     claim: str
     mount: str
-    num_nodes: int      # worker pods
+    # worker pods
+    num_nodes: int
     cpus_per_node: int
     gpus_per_node: int
-    # of a worker pod, as Kubernetes writes it
+    # memory of a worker pod in the notation of Kubernetes
     memory: str
-    # when the run or its cluster fails
+    # after a failure of the run or its cluster
     num_retries: int
 
     @classmethod
     def of(cls, options: argparse.Namespace, name: str) -> KubernetesJob:
-        """From the command line; raises one ConfigError that lists everything wrong."""
+        """Return the job of a command line; raise one ConfigError with all mistakes."""
         least = {"nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "retries": 0}
         problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least "
                     f"{low}."
                     for what, low in least.items() if getattr(options, what) < low]
         if not _NAME.fullmatch(name):
-            problems.append(f"--name is {name!r}; Kubernetes takes up to 47 small letters, digits "
+            problems.append(f"--job-name is {name!r}; Kubernetes accepts up to 47 lower-case "
+                            "letters, digits "
                             "and '-'.")
         if not options.claim:
             problems.append("--claim is missing; name a PersistentVolumeClaim that all pods can "
@@ -77,14 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def manifest(request: KubernetesJob, words: Sequence[str]) -> str:
-    """YAML for kubectl; `words` are the command that trains or resumes, without the cluster's address."""
+    """Return YAML for kubectl; `words` are the train or resume command, without cluster address."""
     import yaml
 
     return str(yaml.safe_dump(ray_job(request, words), sort_keys=False, width=120))
 
 
 def ray_job(request: KubernetesJob, words: Sequence[str]) -> dict[str, Any]:
-    """The RayJob, as nested mappings."""
+    """Return the RayJob as nested mappings."""
     return {
         "apiVersion": "ray.io/v1", "kind": "RayJob",
         "metadata": {"name": request.name, "namespace": request.namespace, "labels": {"app.kubernetes.io/name": "ngsgd"}},
@@ -92,7 +94,7 @@ def ray_job(request: KubernetesJob, words: Sequence[str]) -> dict[str, Any]:
             "entrypoint": shlex.join(_entrypoint(request, words)),
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 600,
-            # each with a cluster of its own
+            # every retry has a new cluster
             "backoffLimit": request.num_retries,
             "runtimeEnvYAML": "env_vars:\n  RAY_JOB_STOP_WAIT_TIME_S: \"60\"\n  OMP_WAIT_POLICY: "
                               "PASSIVE\n",
@@ -107,7 +109,7 @@ def ray_job(request: KubernetesJob, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _entrypoint(request: KubernetesJob, words: Sequence[str]) -> list[str]:
-    """The same words at every retry, whose run has a name of its own: the first begins it, the others go on with it."""
+    """The command with a unique run name: the first try starts the run, retries resume it."""
     if "train" not in words[:2]:
         return list(words)
     given = next((word.partition("=")[2] for word in words if word.startswith("name=")), request.name)
@@ -131,6 +133,5 @@ def _pod(request: KubernetesJob, name: str, resources: dict[str, str]) -> dict[s
             "securityContext": {"allowPrivilegeEscalation": False},
             "volumeMounts": [{"name": "shared", "mountPath": request.mount}, {"name": "shm", "mountPath": "/dev/shm"}]}],
         "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": request.claim}},
-                    # a container's own /dev/shm has 64 MB; parameters and Ray's object store need
-                    # more
+                    # the default /dev/shm of 64 MB is too small for Ray's object store
                     {"name": "shm", "emptyDir": {"medium": "Memory"}}]}}

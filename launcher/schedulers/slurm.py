@@ -1,6 +1,6 @@
-"""The batch script of a run on a Slurm cluster: one Ray node per task, signals handed on, and a requeued job goes on.
+"""The batch script of a run on Slurm: one Ray node per task, forwarded signals, requeue and resume.
 
-What Slurm gives back of a job that was requeued is only its number, so the run's name carries that.
+The name of the run holds the job number, because Slurm keeps only that for a requeued job.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from ngsgd.errors import ConfigError
 
-# Double braces are the shell's.  Ray's own `ray symmetric-run` ends with `ray stop`, which ends every Ray of a host.
+# Double braces belong to the shell. `ray symmetric-run` would run `ray stop`, which ends every Ray
+# of a host.
 _SCRIPT = """\
 #!/bin/bash
 #SBATCH --job-name={name}
@@ -26,56 +27,56 @@ _SCRIPT = """\
 #SBATCH --signal=B:TERM@{warn_s}
 {more}set -euo pipefail
 
-# a token of this job alone: Ray listens on all interfaces
+# a token for this job, because Ray listens on all interfaces
 RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0 OMP_WAIT_POLICY=PASSIVE
-# uncomment what your network needs
+# uncomment and adapt to your network
 # export NCCL_SOCKET_IFNAME=ib0 NCCL_IB_DISABLE=0 NCCL_DEBUG=WARN
 
-# Slurm warns before it takes the nodes away: finish the outer iteration, save, and queue again
+# Slurm warns before it removes the nodes: finish the outer iteration, save, and requeue
 warned=0 run=""
 trap 'warned=1; [ -z "$run" ] || kill -TERM "$run" 2>/dev/null || true' TERM USR1
 
-mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")   # a pipe into `head` would end it by SIGPIPE
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")   # a pipe into `head` ends it by SIGPIPE
 head=${{hosts[0]}}
-# Debian gives a machine's own name a loopback address, which the other machines cannot reach
+# Debian maps the host name to a loopback address, which other machines cannot reach
 ip=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" bash -c 'hostname --ip-address; hostname --all-ip-addresses' |
     awk '{{for (i = 1; i <= NF; i++) if (!ip && $i !~ /^127[.]|:/) ip = $i}} END {{print ip ? ip : "127.0.0.1"}}')
 port=$((20000 + SLURM_JOB_ID % 10000))
 export RAY_ADDRESS="$ip:$port"
-scratch=/tmp/ngsgd-$SLURM_JOB_ID   # short: socket paths are
+scratch=/tmp/ngsgd-$SLURM_JOB_ID   # short, because socket paths have a maximum length
 node=(--block --num-cpus="$SLURM_CPUS_PER_TASK" --temp-dir="$scratch" --disable-usage-stats)
 
 srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \\
     ray start --head --node-ip-address="$ip" --port="$port" --include-dashboard=false "${{node[@]}}" &
 steps=$!
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
-    # until the head is up, the others cannot join
+    # other nodes cannot join before the head is up
     until ray status --address "$RAY_ADDRESS" >/dev/null 2>&1; do kill -0 "$steps"; sleep 1; done
     others=$((SLURM_JOB_NUM_NODES - 1))
     srun --overlap --nodes=$others --ntasks=$others --exclude="$head" ray start --address="$RAY_ADDRESS" "${{node[@]:0:2}}" \\
         --disable-usage-stats &
 fi
 for ((tries = 0; tries < {start_s}; tries++)); do
-    kill -0 "$steps"   # Ray has ended: so does the job, with Ray's own words in the log
+    kill -0 "$steps"   # Ray has ended, and so does the job; the log holds the reason
     up=$(ray status --address "$RAY_ADDRESS" 2>/dev/null | grep -c ' node_' || true)
     [ "$up" -ge "$SLURM_JOB_NUM_NODES" ] && break
     sleep 1
 done
 
 {start}
-[ "$warned" = 0 ] || kill -TERM "$run" 2>/dev/null || true   # warned while Ray was coming up
+[ "$warned" = 0 ] || kill -TERM "$run" 2>/dev/null || true   # warned during the start of Ray
 code=0
 wait "$run" || code=$?
 while kill -0 "$run" 2>/dev/null; do code=0; wait "$run" || code=$?; done
 about=$(scontrol show job "$SLURM_JOB_ID" || true)
 again=0
 case $warned-$code in 1-130 | 1-143) again=1 ;; esac
-# a preemption of which only the steps were told has ended Ray under the run
+# a preemption that signals only the steps ends Ray before the run
 [ "$code" = 0 ] || [[ $about != *PreemptTime=2* ]] || again=1
-# scancel's SIGTERM is the same as a warning, but that job no longer counts as running, and must not come back
+# SIGTERM of scancel looks like a warning, but the job is no longer running and must not be requeued
 if [ "$again" = 1 ] && [[ $about == *JobState=RUNNING* ]]; then
-    scontrol requeue "$SLURM_JOB_ID"   # before Ray is ended, which may take longer than Slurm waits
+    scontrol requeue "$SLURM_JOB_ID"   # before the end of Ray, which may take longer than Slurm waits
     code=0
 fi
 kill "$steps" 2>/dev/null || true
@@ -83,7 +84,7 @@ exit "$code"
 """
 
 _TRAIN = """\
-# a job that was queued again keeps its number
+# a requeued job keeps its number
 {words} --continue "name={name}-$SLURM_JOB_ID" cluster.address=auto &
 run=$!
 """
@@ -102,9 +103,9 @@ class SlurmJob:
     num_nodes: int
     cpus_per_node: int
     gpus_per_node: int
-    # as sbatch reads it: minutes, hours:minutes:seconds, days-hours
+    # minutes, hours:minutes:seconds or days-hours
     time_limit: str
-    # before the limit, Slurm asks the run to end
+    # seconds before the limit at which Slurm sends the warning
     warn_s: int
     partition: str
     account: str
@@ -113,12 +114,12 @@ class SlurmJob:
 
     @classmethod
     def of(cls, options: argparse.Namespace, name: str) -> SlurmJob:
-        """From the command line; raises one ConfigError that lists everything wrong."""
+        """Return the job of a command line; raise one ConfigError with all mistakes."""
         problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least "
                     f"{low}."
                     for what, low in (("nodes", 1), ("cpus_per_node", 1), ("gpus_per_node", 0)) if getattr(options, what) < low]
         if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-            problems.append(f"--name is {name!r}; use letters, digits, '-', '_' and '.'.")
+            problems.append(f"--job-name is {name!r}; use letters, digits, '-', '_' and '.'.")
         problems += [f"--sbatch is {option!r}; give one option of sbatch, such as "
                      "--sbatch=--mem=32G."
                      for option in options.sbatch if not option.startswith("-") or len(option.split()) != 1]
@@ -147,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def script(request: SlurmJob, words: Sequence[str]) -> str:
-    """The file for sbatch; `words` are the command that trains or resumes, without the cluster's address."""
+    """Return the script for sbatch; `words` are the command without cluster address."""
     more = [f"#SBATCH --partition={request.partition}"] if request.partition else []
     more += [f"#SBATCH --account={request.account}"] if request.account else []
     more += [f"#SBATCH --gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []
@@ -158,7 +159,7 @@ def script(request: SlurmJob, words: Sequence[str]) -> str:
 
 
 def _start(request: SlurmJob, words: Sequence[str]) -> str:
-    """The lines that start the run, or go on with that of a job that was requeued."""
+    """The lines that start the run, or resume that of a requeued job."""
     if "train" not in words[:2]:
         return _RESUME.format(words=shlex.join(words))
     named = [word for word in words if not word.startswith("name=")]

@@ -1,7 +1,7 @@
-"""The proxy's jobs on Ray workers: each runs its jobs forward, keeps what the way back needs, and runs them back.
+"""Jobs of a proxy run on Ray workers, which keep the state for the reverse pass.
 
-A job goes to the worker of its number modulo their count, both ways, and sums are made in the order of the jobs, so the numbers
-do not depend on how many workers there are or on which is first.
+Job j runs on worker j modulo the number of workers, forward and backward. Sums follow the order of
+the jobs, so results do not depend on the number or the speed of the workers.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class _Worker:
-    """An actor: some of the jobs."""
+    """An actor that runs some of the jobs."""
 
     def __init__(self, config: RunConfig, egs_directory: str, steps: int) -> None:
         self._proxy = Proxy.of(config, Path(egs_directory), steps=steps)
         self._local: Any = None
 
     def begin(self, plan: HyperparameterPlan, engine: str) -> None:
-        """A new run; what was kept of the last one is dropped."""
+        """Start a new run, and drop the state of the last one."""
         from ngsgd.hypergrad.gradient import LocalJobs
         from ngsgd.hypergrad.job_replay import PlainGradients
         from ngsgd.hypergrad.training_task import Flat
@@ -73,7 +73,7 @@ class RayJobs:
         return cls(actors, _engine(config, proxy), own_cluster=own_cluster)
 
     def jobs(self, plan: HyperparameterPlan) -> _Jobs:
-        """For one run."""
+        """Return the jobs of one run."""
         plan = plan.detached()
         _got([actor.begin.remote(plan, self.engine) for actor in self._actors])
         return _Jobs(self._actors, plan.num_jobs)
@@ -110,7 +110,7 @@ class _Jobs:
 
 
 def _engine(config: RunConfig, proxy: Proxy) -> str:
-    """As in one process, with each worker's memory for its own jobs."""
+    """The engine, chosen as in one process with the memory of a worker for its jobs."""
     from ngsgd.hypergrad.gradient import choose_engine
 
     if config.tune.engine != "auto":
@@ -121,7 +121,7 @@ def _engine(config: RunConfig, proxy: Proxy) -> str:
 
 
 def _got(refs: Sequence[Any]) -> Any:
-    """All answers in order; an error of ours comes back as itself."""
+    """All results in order; typed errors of ngsgd are raised unchanged."""
     try:
         return ray.get(list(refs))
     except RayTaskError as error:
@@ -129,5 +129,6 @@ def _got(refs: Sequence[Any]) -> Any:
             raise error.cause from None
         raise
     except RayActorError as error:
-        raise ClusterError(f"a worker of ngsgd tune was lost ({str(error).splitlines()[0]}); run it again, with fewer workers if "
+        raise ClusterError(f"a worker of ngsgd tune was lost ({str(error).splitlines()[0]}); run "
+                           "it again, with fewer workers if "
                            f"memory was short on its {os.cpu_count()} cores.") from None

@@ -1,4 +1,4 @@
-"""What `ngsgd tune` tells while it searches: a line per trial, and the same in MLflow if that is on."""
+"""Progress of `ngsgd tune`: a line per trial, and the same figures in MLflow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ngsgd.pipeline.tuning.tuned import Tuned
 
 
 class TuneTracker:
-    """Follows one search; MLflow's x axis is the cost in plain runs of the proxy."""
+    """Tracker of one search; MLflow's x axis is the cost in proxy runs."""
 
     def __init__(self, config: RunConfig, folder: Path, report: Callable[[str], None]) -> None:
         self._folder, self._report, self._best = folder, report, float("inf")
@@ -38,21 +38,22 @@ class TuneTracker:
                     client.log_param(self._run_id, key, masked(str(value)) or "''")
             self._client = client
         except Exception as error:
-            # tuning must go on; trials.jsonl has everything
+            # tuning continues; trials.jsonl holds all trials
             self._give_up(error)
 
     def trial(self, trial: SearchTrial) -> None:
-        """One run of the proxy has ended."""
+        """Report the end of a proxy run."""
         self._num_trials += 1
         mark = "*" if trial.value < self._best else " "
         self._best = min(self._best, trial.value)
-        self._report(f"{trial.kind:10} {self._num_trials:4} {trial.cost:7.1f} runs  valid {trial.value:.4f}{mark}  "
+        self._report(f"{trial.kind:10} {self._num_trials:4} {trial.cost:7.1f} runs  valid "
+                     f"{trial.value:.4f}{mark}  "
                      f"best {self._best:.4f}")
         if trial.value < float("inf"):
             self._log({"tune/val": trial.value, "tune/best": self._best}, trial.cost)
 
     def finished(self, search: SearchResult, result: Tuned) -> None:
-        """The result, the hypergradients' reports, and the files."""
+        """Log the result, the reports of the hypergradients, and the files."""
         for one in search.trials:
             if one.report is not None:
                 self._log({"tune/hypergrad_norm": one.norm, "tune/adjoint_growth": min(one.report.adjoint_growth, 1e30),
@@ -82,5 +83,6 @@ class TuneTracker:
 
     def _give_up(self, error: Exception) -> None:
         self._client = None
-        told = masked(str(error).strip().partition("\n")[0])
-        self._report(f"MLflow cannot be written ({told}); tuning goes on, {self._folder} has everything.")
+        reason = masked(str(error).strip().partition("\n")[0])
+        self._report(f"MLflow cannot be written ({reason}); tuning continues, and {self._folder} "
+                     "holds all results.")

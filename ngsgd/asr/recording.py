@@ -46,7 +46,7 @@ LOWEST_RATE_HZ, HIGHEST_RATE_HZ, MAX_CHANNELS = 2000, 768_000, 64
 # floating-point samples reach 1.0; a slightly higher peak is a loud recording, not another unit
 _LOUDEST = 8.0
 _BLOCK_S = 5.0
-# placeholder in a header whose writer to a pipe did not know the size
+# placeholder for a size that the writer to a pipe could not determine
 _UNKNOWN_BYTES = 0x7FFF0000
 _MAX_CHUNKS = 1000
 # soundfile.LibsndfileError is a RuntimeError

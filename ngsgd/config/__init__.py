@@ -1,7 +1,7 @@
 """The configuration of a training run: options with unit, range, default and help text.
 
 One dataclass per section (`ngsgd.config.sections`); `RunConfig` holds all of them. The dataclasses
-hold plain values and know nothing of YAML. `check` returns all wrong values at once, `unused` the
+hold plain values, without YAML. `check` returns all wrong values at once, `unused` the
 options without effect. The library's classes repeat some defaults in their signatures;
 tests/test_defaults.py compares them.
 

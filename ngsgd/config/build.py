@@ -31,7 +31,7 @@ def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     """Build a configuration from nested mappings that hold every option.
 
     Returns:
-        The configuration, with defaults in the place of wrong values, and everything wrong.
+        The configuration, with defaults instead of wrong values, and all problems.
     """
     problems: list[Problem] = []
     return _build_section(RunConfig, values, "", problems), problems
@@ -171,12 +171,12 @@ def _convert(value: Any, kind: Any) -> Any:
 
 def _number(value: Any, kind: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError("a whole number" if kind is int else "a number")
+        raise ValueError("an integer" if kind is int else "a number")
     try:
         if not math.isfinite(value):
             raise ValueError("a finite number")
         if kind is int and value != int(value):
-            raise ValueError("a whole number")
+            raise ValueError("an integer")
         return kind(value)
     except OverflowError:
         raise ValueError("a number of at most 300 digits") from None

@@ -1,4 +1,4 @@
-"""An option of a run: its default, help text, unit, range and the condition under which it is used."""
+"""An option of a run: default, help text, unit, range and condition."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _SAME = {
     "schedule.num_epochs": (
         "epochs", "epoch", "num_epochs", "max_epochs", "n_epochs", "num_train_epochs"),
     "schedule.minibatch_size": (
-        "batch_size", "batch", "bsz", "mini_batch_size", "train_batch_size",
+        "batch_size", "batch", "bsz", "minibatch_size", "mini_batch_size", "train_batch_size",
         "per_device_train_batch_size"),
     "schedule.num_jobs_initial": ("num_jobs_initial",),
     "schedule.num_jobs_final": ("jobs", "num_jobs", "num_jobs_final"),
@@ -94,7 +94,8 @@ _RELATED = {
     "tracking.kind=mlflow": ("logger", "report_to", "wandb", "tensorboard", "use_wandb"),
     "decode.acoustic_scales=[{}]": ("acwt", "acoustic_scale"),
 }
-_SETTINGS_INSTEAD = {name: text for text, names in _RELATED.items() for name in names}
+# name -> settings with a similar meaning; {} is the value
+SETTINGS_INSTEAD = {name: text for text, names in _RELATED.items() for name in names}
 
 
 def instead_of(word: str, value: str = "") -> str:
@@ -104,7 +105,7 @@ def instead_of(word: str, value: str = "") -> str:
     'schedule.minibatch_size=512'
     """
     name = word.lower().lstrip("-+").replace("-", "_").rpartition(".")[2]
-    if text := _SETTINGS_INSTEAD.get(name):
+    if text := SETTINGS_INSTEAD.get(name):
         return text.format(value or "VALUE")
     path = OTHER_NAMES.get(name, "")
     return f"{path}={value}" if path and value else path

@@ -136,14 +136,14 @@ def with_removed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_removed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a section, as a file of an earlier version holds it, without removed options."""
+    """Return the values of a section of an earlier version, without removed options."""
     return {name: value for name, value in values.items() if f"{section}.{name}" not in REMOVED}
 
 
 def removed_sentence(path: str) -> str:
     """Return the error message for an option that was removed and has another value."""
     one = REMOVED[path]
-    return (f"{path} was removed; its value is always {one.value}. Leave it out."
+    return (f"{path} was removed; its value is always {one.value}. Remove it."
             f"{one.instead and f' {one.instead}'}")
 
 
@@ -178,7 +178,7 @@ def with_new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Rena
 
     A run folder of an earlier version holds all options of the section `preconditioner`. With
     preconditioner.kind=none they had no effect, and optimizer.kind decided. Removed options with
-    the value of their constant are left out.
+    the value of their constant are omitted.
     """
     flat = {path: value for path, value in _leaves(values, "")
             if path not in _OF_REMOVED_METHODS}

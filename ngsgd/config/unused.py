@@ -10,7 +10,7 @@ from ngsgd.config.build import flatten
 from ngsgd.config.option import default_of
 from ngsgd.config.run import RunConfig
 
-# sections and options of speech recognition, which a task of the user's own does not have
+# sections and options of speech recognition, which a custom task does not have
 _OF_SPEECH = ("init_model", "data", "features", "ivectors", "align", "egs", "augment", "model", "objective",
               "decode", "tune", "tracking.curvature_frames", "tracking.log_model",
               "tracking.registered_model_name")
@@ -42,11 +42,11 @@ class Unused:
         if self.switch.rpartition(".")[2] in ("kind", "corpus") and self.wanted:
             options = (f"Options of {self.is_now}: {', '.join(self.options)}." if self.options
                        else f"{self.is_now} has no options.")
-            return f"{given} {now} does not use it; leave it out. {options}"
+            return f"{given} {now} does not use it; remove it. {options}"
         if self.wanted == "!":
-            return f"{given} {now} does not use it; leave it out."
+            return f"{given} {now} does not use it; remove it."
         needed = self.wanted.replace("|", " or ") or ("true" if self.is_now is False else "VALUE")
-        return f"{given} it has no effect with {now}; leave it out, or set {self.switch}={needed}."
+        return f"{given} it has no effect with {now}; remove it, or set {self.switch}={needed}."
 
 
 def unused(config: RunConfig) -> Iterator[Unused]:

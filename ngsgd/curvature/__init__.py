@@ -1,4 +1,7 @@
-"""Curvature of a loss, parameter by parameter: BackPACK's quantities, from one capture of layers' inputs and derivatives."""
+"""Curvature of a loss by parameter.
+
+BackPACK's quantities, from captured layer inputs and derivatives.
+"""
 
 from __future__ import annotations
 

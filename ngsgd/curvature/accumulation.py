@@ -1,7 +1,7 @@
-"""What the uses of every parameter add up to, for the quantities that were asked for.
+"""Sums over the uses of every parameter, for the requested quantities.
 
-A signal (the gradient, columns of the loss's second derivative, draws, ..) arrives as shares; a form (squares, norms, factors, ..)
-is what is summed up of them.
+A signal (the gradient, columns of the loss Hessian, Monte Carlo samples, ..) arrives as shares. A
+form (squares, norms, factors, ..) is a sum computed from them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Whole = OuterProduct | RowSum | EmbeddingGrad | TiedGrad | DenseGrad
 
 
 class Accumulation:
-    """The sums of every parameter.
+    """Sums of every parameter.
 
     Args:
         asked: names of quantities.
@@ -40,12 +40,12 @@ class Accumulation:
             self.forms["gradient"].add("squares")
         self.has_factors = any("factors" in forms for forms in self.forms.values())
         self.sums = {name: Accumulators(p.shape) for name, p in parameters.items()}
-        self.weight_of: dict[str, str] = {}                  # of the bias
+        self.weight_of: dict[str, str] = {}                  # by name of the bias
         self._weights: set[str] = set()
         self._options = options
 
     def note(self, call: LayerCall) -> None:
-        """Which parameters belong together."""
+        """Register which parameters belong together."""
         if call.weight is not None:
             self._weights.add(call.weight)
         if call.weight is not None and call.bias is not None:
@@ -54,7 +54,7 @@ class Accumulation:
     def accumulate(self, name: str, signal: str, share: Whole, fresh: PassResults, *,
                    without_sum: bool = False,
              signs_VN: Tensor | None = None) -> None:
-        """Adds what one block of vectors says of a parameter."""
+        """Add the share of one block of vectors to a parameter."""
         forms = self.forms[signal]
         if "factors" in forms:
             self._take_factors(name, signal, share)
@@ -76,22 +76,23 @@ class Accumulation:
 
     def _take_factors(self, name: str, signal: str, share: Whole) -> None:
         if isinstance(share, RowSum) and name in self.weight_of:
-            return  # the weight's
+            return  # part of the weight
         if (isinstance(share, RowSum) and name not in self._weights) or (isinstance(share, OuterProduct) and share.groups == 1):
             self.sums[name].B_OO[signal].add(output_rows(share.e_VNTO, self._options.sharing))
         else:
-            raise ConfigError(f"parameter {name} has no Kronecker factors: they are defined for Linear, Conv1d, Conv2d and "
-                              "Conv3d without groups and for the products of recurrent and attention layers; leave its layer "
-                              "out by layers=.")
+            raise ConfigError(f"parameter {name} has no Kronecker factors: they are defined for "
+                              "Linear, Conv1d, Conv2d and Conv3d without groups and for the GEMMs "
+                              "of recurrent and attention layers; exclude its layer with layers=.")
 
     def take_inputs(self, name: str, inputs: Inputs) -> None:
-        """What the input factor A of a weight is made of, for all signals."""
+        """Add input rows to the input factor A of a weight, for all signals."""
         self.sums[name].take_inputs(inputs, self._options.sharing)
 
     def keep(self, signal: str, fresh: PassResults) -> None:
-        """What a loss or a backward pass found joins what others did.
+        """Merge the results of a loss or a backward pass into the earlier ones.
 
-        Samples of several backward passes come end to end; several losses in one backward pass are of the same samples.
+        Samples of several backward passes are concatenated; several losses in one backward pass
+        have the same samples.
         """
         number = torch._C._current_graph_task_id()
         for (name, form), value in fresh.found.items():
@@ -110,7 +111,10 @@ class Accumulation:
 
 
 def _together(before: Tensor, value: Tensor, start: int, form: str) -> Tensor:
-    """What two losses say of the same samples, those from `start` on: squares are added, vectors are more vectors."""
+    """Combine the results of two losses for the same samples, from `start` on.
+
+    Add squares, append vectors.
+    """
     if form == "by_sample":
         before[start:] += value
         return before
@@ -120,7 +124,7 @@ def _together(before: Tensor, value: Tensor, start: int, form: str) -> Tensor:
 
 
 def _end_to_end(before: Tensor, value: Tensor, dim: int) -> Tensor:
-    """Other samples; where they have fewer vectors (a loss of fewer classes), the others are zero."""
+    """Concatenate samples; pad with zeros if they have fewer vectors (a loss of fewer classes)."""
     if dim == 1 and len(before) != len(value):
         V = max(len(before), len(value))
         before, value = (torch.cat([x, x.new_zeros(V - len(x), *x.shape[1:])]) for x in (before, value))

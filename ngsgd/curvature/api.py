@@ -1,4 +1,4 @@
-"""`collect`: what people call."""
+"""`collect`, the main entry point."""
 
 from __future__ import annotations
 
@@ -19,54 +19,68 @@ def collect(model: nn.Module, *quantities: str, loss_fn: Any = None, reduction: 
             layers: Iterable[str] | None = None, num_samples: int | None = None, samples: Sequence[int] | None = None,
             sharing: str = "expand", normalization: str = "paper", mc_samples: int = 1,
             generator: torch.Generator | None = None, max_floats: int = 1 << 25) -> Collection:
-    """A context in which `loss.backward()` also computes curvature quantities: a mapping from parameter names.
+    """Context in which `loss.backward()` also computes curvature quantities, by parameter name.
 
-    Of a loss L = c sum_n l_n over N samples; g_n is the gradient of l_n, and samples are the leading dimension of every layer's
-    input.  Several backward passes in one context (gradient accumulation) count as one over all their samples.
+    For a loss L = c sum_n l_n over N samples, g_n is the gradient of l_n. Samples are the leading
+    dimension of the input of every layer. Several backward passes in one context (gradient
+    accumulation) count as one over all their samples.
 
         batch_grad         N x p           c g_n
         batch_l2           N               |c g_n|^2
         sum_grad_squared   p               sum_n (c g_n)^2
         second_moment      p               1/N sum_n g_n^2
         variance           p               1/N sum_n g_n^2 - (1/N sum_n g_n)^2
-        diag_ggn, diag_ggn_mc              p        diagonal of the generalized Gauss-Newton matrix (GGN), exact and by sampling
-        batch_diag_ggn, batch_diag_ggn_mc  N x p    the same sample by sample
-        sqrt_ggn, sqrt_ggn_mc              V x N x p  a root: the GGN is the sum over V and N of outer products
+        diag_ggn, diag_ggn_mc              p        diagonal of the GGN, exact and sampled
+        batch_diag_ggn, batch_diag_ggn_mc  N x p    the same per sample
+        sqrt_ggn, sqrt_ggn_mc              V x N x p  root: the GGN is the sum of outer products
         diag_h, batch_diag_h               p, N x p  diagonal of the Hessian
-        kfac, kflr, kfac_emp, kfra         Kronecker(B, A): sampled, exact, of the empirical Fisher matrix, by averages
-        hmp, ggnmp, pchmp                  functions: products with the parameter's block (see `Products`)
+        kfac, kflr, kfac_emp, kfra         Kronecker(B, A): sampled, exact, empirical, by averages
+        hmp, ggnmp, pchmp                  functions: products with the block (see `Products`)
 
-    `q["layer.weight"].variance` is of the parameter's shape and dtype, at least float32.  Tensors are on the parameter's device.
+    GGN: generalized Gauss-Newton matrix.
+
+    `q["layer.weight"].variance` has the shape and dtype of the parameter, at least float32, and is
+    on its device.
 
     Args:
-        model: the module whose layers are called; under DistributedDataParallel the wrapper or what it holds.
-        quantities: names from above.
-        loss_fn: the loss that is called inside the context: nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss or their
-            functional forms; for first-order quantities any loss that is a sum or mean over samples.
-        reduction: "mean" or "sum", where loss_fn does not say: whether the loss is a mean over samples.
-        layers: names of layers, or of modules that contain them; None: all with trainable parameters.
-        num_samples: N, where the rows of a sample lie side by side in the leading dimension of some layer.
-        samples: indices of the samples that count, for a share of the cost; sums are over these alone.
-        sharing: how Kronecker factors treat positions: "expand" (a target for every frame), "reduce" (one target for all frames of
-            a sample) or "backpack"; see `ngsgd.curvature.forms.kronecker`.
-        normalization: of variance and second_moment: "paper" as above, "backpack" with c g_n in the place of g_n.
-        mc_samples: draws of the sampled quantities.
-        generator: of the draws; None: torch's own.
-        max_floats: of backpropagated vectors that are held at a time, and of the largest matrix of kfra.
+        model: the module whose layers are called; under DistributedDataParallel the wrapper or the
+            wrapped module.
+        quantities: names from the list above.
+        loss_fn: the loss that is called inside the context: nn.CrossEntropyLoss, nn.MSELoss,
+            nn.BCEWithLogitsLoss or their functional forms. First-order quantities support any loss
+            that is a sum or mean over samples.
+        reduction: "mean" or "sum" over samples, if loss_fn does not determine it.
+        layers: names of layers, or of modules that contain them; default: all with trainable
+            parameters.
+        num_samples: N, if the rows of a sample are adjacent in the leading dimension of some layer.
+        samples: indices of samples; sums are over these only, at a fraction of the cost.
+        sharing: treatment of positions in Kronecker factors: "expand" (a target for every frame),
+            "reduce" (one target for all frames of a sample) or "backpack"; see
+            `ngsgd.curvature.forms.kronecker`.
+        normalization: of variance and second_moment: "paper" as above, "backpack" with c g_n
+            instead of g_n.
+        mc_samples: number of Monte Carlo samples of the sampled quantities. Default 1.
+        generator: random generator of the samples; default: torch's.
+        max_floats: maximum number of backpropagated floats at a time, and of the largest matrix of
+            kfra.
 
     Raises:
-        ConfigError: an unknown quantity, or a quantity that is not defined or not known for a layer, an operation or the loss; at
-            once where that can be seen, else from the forward or backward pass.
-        DataError: shapes that do not tell samples apart, or inputs that changed in place.
+        ConfigError: an unknown quantity, or one that is undefined or unsupported for a layer, an
+            operation or the loss. It is raised immediately if possible, else from the forward or
+            backward pass.
+        DataError: shapes that do not separate samples, or inputs changed in place.
 
-    >>> import torch
-    >>> from ngsgd.curvature import collect
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-    >>> loss_fn = torch.nn.CrossEntropyLoss()
-    >>> with collect(model, "variance", "kfac", loss_fn=loss_fn) as q:
-    ...     loss_fn(model(torch.randn(16, 4)), torch.randint(3, (16,))).backward()
-    >>> q["0.weight"].variance.shape, q["0.weight"].kfac.B_OO.shape
-    (torch.Size([8, 4]), torch.Size([8, 8]))
+    Source: BackPACK, arXiv 1912.10985.
+
+    Example:
+        >>> import torch
+        >>> from ngsgd.curvature import collect
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> loss_fn = torch.nn.CrossEntropyLoss()
+        >>> with collect(model, "variance", "kfac", loss_fn=loss_fn) as q:
+        ...     loss_fn(model(torch.randn(16, 4)), torch.randint(3, (16,))).backward()
+        >>> q["0.weight"].variance.shape, q["0.weight"].kfac.B_OO.shape
+        (torch.Size([8, 4]), torch.Size([8, 8]))
     """
     problems = [f"there is no curvature quantity {name!r}; there are {', '.join(QUANTITIES)}." for name in quantities
                 if name not in QUANTITIES]

@@ -1,9 +1,11 @@
-"""The inputs of layers and the derivatives at their outputs, caught while a forward and a backward pass run.
+"""Capture of layer inputs and output derivatives during a forward and a backward pass.
 
-A forward hook notes the input of each layer and puts a hook on its output, inside the forward pass and so before any in-place
-operation on the output.  Modules and parameters get no attributes; hooks go when the capture ends, also by an exception.
+A forward hook records the input of each layer and registers a hook on its output, inside the
+forward pass and therefore before any in-place operation on the output. Modules and parameters get
+no attributes. All hooks are removed when the capture ends, also by an exception.
 
-Letters: V backpropagated vectors, N samples, T positions of a sample (frames, pixels, calls), I inputs, O outputs.
+Letters: V backpropagated vectors, N samples, T positions of a sample (frames, pixels, calls), I
+inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ from ngsgd.errors import ConfigError, DataError
 
 __all__ = ["Capture", "LayerCall", "Record"]
 
-# floats of derivatives at the layers: eight megabytes
+# floats of derivatives at the layers: 8 MB
 CACHED = 1 << 21
 Arrival = Callable[[LayerCall, Tensor], None]
-# how a user leaves a layer out, by the argument that there is for it
+# How users exclude a layer, by the available argument.
 LEFT_OUT = {
-    "layers": "leave it out by naming the others in layers=",
-    "skip": "name it in skip= (its parameters, and those of layers inside of it, then keep their gradient)",
+    "layers": "exclude it by listing the others in layers=",
+    "skip": "add it to skip= (its parameters, and those of layers inside it, then keep their "
+            "gradient)",
 }
 
 _REENTRANT = ("curvature cannot be recorded under reentrant activation checkpointing, where layers "
@@ -45,29 +48,40 @@ _REENTRANT = ("curvature cannot be recorded under reentrant activation checkpoin
 
 
 class Capture:
-    """Catches calls of layers while it is open, and the derivative at the output of each when a backward pass reaches it.
+    """Record layer calls in a context, and the derivative at each output when a backward pass
+    reaches it.
 
-    `with Capture(model) as capture: loss.backward()` leaves `capture.records`, in the order of the backward pass.  A layer that
-    is called k times gives k records.
+    `with Capture(model) as capture: loss.backward()` fills `capture.records`, in the order of the
+    backward pass. A layer that is called k times has k records.
 
     Args:
-        layers: names of the layers (or of modules that contain them) to catch; None: all that have trainable parameters.
-        num_samples: N, where some layers see the positions of samples side by side as rows of their own (adjacent rows
-            belong to one sample); None: the leading dimension of every input is N.
-        samples: indices of the samples that count; None: all.
-        arrived: called with every derivative in place of keeping a record.
-        called: called after every call with the layer's output.
-        separate: refuse layers whose rows take part in several samples, also where an operation
-            after them mixes samples, such as a BatchNorm in training mode; layers that run once for
-            the whole minibatch are always refused.
-        without: names of parameters whose curvature is not wanted.
-        left_out_by: the argument by which the user leaves a layer out, for messages: "layers" or "skip".
+        layers: names of the layers (or of modules that contain them) to record; default: all that
+            have trainable parameters.
+        num_samples: N, if some layers have the positions of samples as separate adjacent rows;
+            default: the leading dimension of every input.
+        samples: indices of the samples to use; default: all.
+        arrived: called with every derivative instead of storing a record.
+        called: called after every call with the output of the layer.
+        separate: reject layers whose rows take part in several samples, also if an operation after
+            them mixes samples, such as a BatchNorm in training mode. Layers that run once for the
+            complete minibatch are always rejected.
+        without: names of parameters whose curvature is not needed.
+        left_out_by: the argument with which users exclude a layer, for messages: "layers" or
+            "skip".
 
     Raises:
-        ConfigError: a layer with trainable parameters is of no known kind, is compiled, runs once
-            for the whole minibatch, or is differentiated a second time; with `separate` also a
-            BatchNorm in training mode.
+        ConfigError: a layer with trainable parameters is unsupported, compiled, runs once for the
+            complete minibatch, or is differentiated a second time; with `separate` also a BatchNorm
+            in training mode.
         DataError: the leading dimensions of the inputs differ.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> with Capture(model) as capture:
+        ...     model(torch.randn(8, 4)).square().sum().backward()
+        >>> capture.records[0].derivatives_VM.shape
+        torch.Size([1, 8, 3])
     """
 
     def __init__(self, model: nn.Module, *, layers: Iterable[str] | None = None, num_samples: int | None = None,
@@ -85,17 +99,17 @@ class Capture:
         self._handles: list[RemovableHandle] = []
         self._numbers: Counter[str] = Counter()
         self._open: dict[LayerCall, GradientEdge] = {}
-        # of the whole model, that no derivative has come to
+        # calls of the complete model without a derivative yet
         self._outputs: dict[int, GradientEdge] = {}
         self._num_outputs = 0
         self._forward = -1
         self._paused = False
         self._left_out_by = left_out_by
         self._refuses_coupled = separate
-        # vectors through layers of NGSGD would be taken for minibatches
+        # NGSGD layers would treat the backpropagated vectors as minibatches.
         self._separate = separate and not any("preconditioner" in vars(module) for module in model.modules())
         self._tries = Tries(model, "separate" if self._separate else "once")
-        # a backward pass, and whether its calls are to be checked
+        # a backward pass, and whether its calls need a check
         self._checked: tuple[int, bool] = (-1, False)
         self.layers = self._chosen()
 
@@ -118,7 +132,7 @@ class Capture:
         self.close()
 
     def close(self) -> None:
-        """Takes all hooks away; what has been caught stays."""
+        """Remove all hooks; records remain."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -126,17 +140,19 @@ class Capture:
         self._outputs.clear()
 
     def forget_listeners(self) -> None:
-        """For good.  Who listens often holds this capture, and results should go with their last user, not some time later."""
+        """Remove the listeners, whose reference cycles would keep results alive until garbage
+        collection.
+        """
         self._arrived = self._called = None
 
     @property
     def open_calls(self) -> dict[LayerCall, GradientEdge]:
-        """The calls whose derivatives are yet to come, and where in the autograd graph their outputs are."""
+        """Return the calls without a derivative yet, and the graph edges of their outputs."""
         return self._open
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Derivatives that pass meanwhile are not caught."""
+        """Ignore derivatives inside the context."""
         self._paused = True
         try:
             yield
@@ -149,32 +165,36 @@ class Capture:
 
     @property
     def is_paused(self) -> bool:
-        """A derivative that is on its way now is not the one of the ordinary backward pass."""
+        """Whether current derivatives do not belong to the ordinary backward pass."""
         return self._paused
 
     def sweep(self, output: Tensor | GradientEdge,
               vectors_V: Tensor) -> list[tuple[LayerCall, Tensor]]:
-        """(call, V x derivatives) of the products of the vectors (V x shape of the output) with the Jacobian of the output.
+        """Multiply vectors (V x shape of the output) with the Jacobian of the output.
 
-        For the open calls that the output depends on; the graph is kept.
+        Returns:
+            (call, V x derivatives) of the open calls that the output depends on; the graph is kept.
         """
-        # larger blocks than stay in the cache are slower than single vectors
+        # Blocks that exceed the cache are slower than single vectors.
         at_once = CACHED // sum(call.output_shape.numel() for call in self._open)
         with self.paused():
             found = vector_products(output, list(self._open.values()), vectors_V, at_once)
         return [(call, e_VM) for call, e_VM in zip(self._open, found, strict=True) if e_VM is not None]
 
     def record(self, call: LayerCall, derivatives_VM: Tensor) -> Record:
-        """The call with derivatives of it, restricted to the samples that count, in at least float32."""
+        """Return the call with its derivatives, restricted to the selected samples, in at least
+        float32.
+        """
         x, e_VM = call.input, derivatives_VM
         if x._version != call.version:
-            raise DataError(f"the input of layer {call.layer} was changed in place after the layer saw it, so its curvature "
-                            "would be "
-                            "wrong; make that operation out of place.")
+            raise DataError(f"the input of layer {call.layer} was changed in place after the call "
+                            "of the layer, so its curvature would be wrong; replace that "
+                            "operation by an out-of-place one.")
         N = self.num_samples_of(call)
         if len(x) % N or len(e_VM[0]) != len(x):
-            raise DataError(f"layer {call.layer} has an input of {len(x)} rows and an output of {len(e_VM[0])}, which are not "
-                            f"{N} samples; say num_samples, with each sample's rows adjacent.")
+            raise DataError(f"layer {call.layer} has an input of {len(x)} rows and an output of "
+                            f"{len(e_VM[0])}, which are not {N} samples; give num_samples, with "
+                            "adjacent rows for each sample.")
         if self._samples is not None:
             chosen = torch.as_tensor(self._samples, device=x.device)
             x = x.unflatten(0, (N, -1))[chosen].flatten(0, 1)
@@ -183,30 +203,32 @@ class Capture:
         return Record(call, N, upcast(x), upcast(e_VM))
 
     def num_samples_of(self, call: LayerCall) -> int:
-        """N, before the choice of those that count."""
+        """Return N, before the selection of samples."""
         return self._num_samples or len(call.input)
 
     def num_samples_seen(self, output: Tensor) -> int:
-        """N of the call of the model that an output is of, among calls whose derivatives are yet to come."""
+        """Return N of the model call behind an output, among calls without a derivative yet."""
         calls = self._open
         if len({call.forward for call in calls}) > 1 and output.requires_grad:
             calls = next_calls(get_gradient_edge(output), calls) or calls
         return self.num_samples_of(next(iter(calls)))
 
     def check_output(self, edge: GradientEdge, like: Tensor) -> None:
-        """Refuses calls that an output depends on and whose rows are no samples; before derivatives go on from it.
+        """Reject calls behind an output whose rows are not samples, before derivatives are
+        backpropagated.
 
         Args:
-            edge: of the model's output, or of what a loss saw.
+            edge: of the model output, or of the input of a loss.
             like: of its shape and dtype.
         """
         if not self._is_due():
             return
         calls = dict(self._open)
         for call in run_once([edge, *self._outputs.values()], calls):
-            raise ConfigError(f"layer {call.layer} runs once for the whole minibatch and its output is repeated for every sample, "
-                              "so the derivative at its output is a sum over samples and its rows are no samples; give it an "
-                              f"input for each sample, such as {call.layer}(torch.arange(T).expand(N, T)) of a position "
+            raise ConfigError(f"layer {call.layer} runs once for the complete minibatch and its "
+                              "output is repeated for every sample, so the derivative at its "
+                              "output is a sum over samples. Give it an input for each sample, "
+                              f"such as {call.layer}(torch.arange(T).expand(N, T)) of a position "
                               f"embedding, or {LEFT_OUT[self._left_out_by]}.")
         before = next_calls(edge, calls)
         N = self.num_samples_of(next(iter(calls)))
@@ -216,21 +238,22 @@ class Capture:
         elif before and like.ndim:
             with self.paused():
                 found = mixed_rows(edge, like, before, self._num_samples)
-            # where no layer's rows are those of the output, its leading dimension is not that of
-            # samples
+            # If no layer has the rows of the output, its leading dimension is not the samples.
             self._judge(found if False in found.values() else {}, "the model's output", N)
 
     def _judge(self, found: dict[LayerCall, bool | None], source: str, num_rows: int) -> None:
         for call, is_mixed in found.items():
             if is_mixed:
-                raise ConfigError(f"rows of layer {call.layer} take part in several samples of {source}, so no sample has a "
-                                  "gradient of its own: the layer runs once for the whole minibatch, samples are not the leading "
-                                  "dimension of its input, or an operation after it mixes samples; give it an input for each "
-                                  f"sample, samples first, or {LEFT_OUT[self._left_out_by]}.")
+                raise ConfigError(f"rows of layer {call.layer} take part in several samples of "
+                                  f"{source}, so per-sample gradients do not exist. The layer runs "
+                                  "once for the complete minibatch, samples are not the leading "
+                                  "dimension of its input, or an operation after it mixes "
+                                  "samples. Give it an input for each sample, samples first, or "
+                                  f"{LEFT_OUT[self._left_out_by]}.")
             self._tries.count(call, num_rows, is_clear=is_mixed is False)
 
     def _is_due(self) -> bool:
-        """Whether a call of this backward pass has never been checked."""
+        """Return whether a call of this backward pass was never checked."""
         number = torch._C._current_graph_task_id()
         if self._checked[0] != number and self._open:
             self._checked = number, self._tries.are_due(self._open, self.num_samples_of(next(iter(self._open))))
@@ -266,9 +289,9 @@ class Capture:
             own = [key for key, p in module.named_parameters(recurse=False)
                    if id(p) in self._name_of]
             if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
-                raise ConfigError(f"{name or 'the model'} is compiled, and hooks do not run in compiled code; pass and call "
-                                  "the module "
-                                  "that was given to torch.compile for the minibatches whose curvature you want.")
+                raise ConfigError(f"{name or 'the model'} is compiled, and hooks do not run in "
+                                  "compiled code; pass and call the original module of "
+                                  "torch.compile for minibatches with curvature.")
             if name.startswith(inside) and inside:
                 continue
             if expansion_of(module) is not None:
@@ -291,10 +314,10 @@ class Capture:
         remedy = LEFT_OUT["layers"]
         if self._left_out_by == "skip":
             names = ", ".join(f'"{name}.{each}"' if name else f'"{each}"' for each in own)
-            remedy = f"name them in skip=({names},), which leaves them their gradient"
-        return (f"layer {name or 'the model'} ({type(module).__name__}) has parameters of its own "
-                f"({', '.join(own)}), and how they make its output is not known; {remedy}, or "
-                "build it from torch's layers.")
+            remedy = f"add them to skip=({names},), so that they keep their gradient"
+        return (f"layer {name or 'the model'} ({type(module).__name__}) has direct parameters "
+                f"({', '.join(own)}) with an unknown forward pass; {remedy}, or build it from "
+                "torch layers.")
 
     def _is_within(self, name: str) -> bool:
         return self._within is None or any(name == outer or name.startswith(f"{outer}.") for outer in self._within)
@@ -303,14 +326,14 @@ class Capture:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             expand = expansion_of(module)
             if _is_recomputation():
-                # autograd wants the tensors of the first forward pass again
+                # Autograd needs the tensors of the first forward pass again.
                 return None if expand is None else expand(module, args, kwargs, output, _linear)
             if not torch.is_grad_enabled() or self._paused:
                 return None
             if torch._C._functorch.maybe_current_level() is not None:
-                raise ConfigError(f"layer {name} runs inside a torch.func transform, where its rows cannot be told apart; "
-                                  "collect its "
-                                  "curvature in a plain forward and backward pass.")
+                raise ConfigError(f"layer {name} runs inside a torch.func transform, which hides "
+                                  "its rows; collect its curvature in a plain forward and "
+                                  "backward pass.")
             if torch._C._current_graph_task_id() != -1:
                 raise ConfigError(_REENTRANT)
             if expand is not None:
@@ -323,7 +346,7 @@ class Capture:
         return hook
 
     def _product(self, name: str, module: nn.Module) -> Callable[..., Tensor]:
-        """An affine product inside of a layer, caught as a layer of its own."""
+        """Return an affine product inside a layer that is captured as a separate layer."""
         def product(part: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             y = nn.functional.linear(x, weight, bias)
             self._note(f"{name}.{part}".lstrip("."), Affine(), (weight, bias), x, y)
@@ -335,47 +358,51 @@ class Capture:
         if not output.requires_grad or weight is bias is None:
             return
         if x.ndim < 2 and x.is_floating_point():
-            raise DataError(f"layer {layer} has an input of shape {tuple(x.shape)}, without a dimension of samples; pass a "
-                            "minibatch.")
+            raise DataError(f"layer {layer} has an input of shape {tuple(x.shape)}, without a "
+                            "dimension of samples; pass a minibatch.")
         call = LayerCall(layer, self._numbers[layer], kind, weight, bias, x.detach(), x._version,
                          output.shape,
                     self._forward)
         self._numbers[layer] += 1
         self._open[call] = get_gradient_edge(output)
-        # the graph lives longer than a call, whose input is to go when it has been used
+        # A weak reference, because the graph outlives the call, whose input should be freed after
+        # use.
         seen = weakref.ref(call)
         output.register_hook(lambda e_M: self._arrive(seen(), layer, e_M))
         if self._called is not None:
             self._called(call, output)
 
     def _arrive(self, call: LayerCall | None, layer: str, e_M: Tensor) -> None:
-        # the capture is closed
+        # The capture is closed.
         if self._paused or not self._handles:
             return
         is_due = self._separate and self._is_due()
         edge = None if call is None else self._open.pop(call, None)
         if call is None or edge is None:
-            raise ConfigError(f"layer {layer} was differentiated twice after one forward pass, and its samples count once: "
-                              "add the losses up before backward(), or call the model once for each, and leave gradients of "
-                              "gradients outside.")
+            raise ConfigError(f"layer {layer} was differentiated twice after one forward pass, but "
+                              "its samples count once: add the losses before backward(), or call "
+                              "the model once for each, and compute gradients of gradients "
+                              "outside the context.")
         if is_due:
             before = next_calls(edge, self._open)
             with self.paused():
                 found = mixed_rows(edge, e_M, before, self._num_samples)
             N = self.num_samples_of(call)
             self._judge(found, f"layer {layer}", N)
-            # nobody may ask for the rows of the last layer
+            # The rows of the last layer may never be requested.
             self._tries.count(call, N, is_clear=False)
         with torch.no_grad(), without_autocast(e_M.device.type):
             (self._arrived or self._keep)(call, e_M.detach())
 
 
 def _is_recomputation() -> bool:
-    """Whether `checkpoint(use_reentrant=False)` runs a forward pass again for its saved tensors."""
+    """Return whether `checkpoint(use_reentrant=False)` runs a forward pass again for its saved
+    tensors.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and "_recomputation_hook" in hooks[0].__qualname__
 
 
 def _linear(part: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A product inside of a layer that nobody catches."""
+    """Compute a product inside a layer that is not captured."""
     return nn.functional.linear(x, weight, bias)

@@ -1,9 +1,9 @@
-"""The mapping of curvature quantities by parameter name that fills while a loss is differentiated.
+"""Mapping of curvature quantities by parameter name that is filled by a backward pass.
 
-What is asked for is computed when the derivative of a layer's output arrives, and input and derivative are dropped then (but
-inputs that are far smaller than what is made of them, which wait for the end);
-second-order quantities send vectors of the loss's second derivative through the same graph, just before the ordinary backward
-pass.
+Requested quantities are computed when the derivative of a layer's output arrives; input and
+derivative are then freed. Inputs that are far smaller than their product wait for the end.
+Second-order quantities propagate vectors of the loss Hessian through the same graph, just before
+the ordinary backward pass.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from ngsgd.curvature.quantities import SIGNALS, CollectOptions, PassResults, Qua
 from ngsgd.curvature.second_order.backward import SecondOrderBackward
 from ngsgd.errors import ConfigError, DataError
 
-# defined by rows at the outputs of layers, whether or not a sample has a gradient of its own
+# Defined by rows at layer outputs, even if per-sample gradients do not exist.
 _OF_ROWS = {"kfac", "kflr", "kfac_emp"}
 
 
 def _refuse_natural_gradient(model: nn.Module) -> None:
     natural = [name for name, module in model.named_modules() if "preconditioner" in vars(module)]
     if natural:
-        raise ConfigError(f"layer {natural[0]} belongs to an NGSGD optimiser, whose Fisher estimates would take the vectors of "
-                          "second-order quantities for minibatches; call the optimiser's detach() first, or collect on a copy of "
-                          "the model.")
+        raise ConfigError(f"layer {natural[0]} belongs to an NGSGD optimizer, whose Fisher "
+                          "estimates would treat the vectors of second-order quantities as "
+                          "minibatches; call detach() of the optimizer first, or collect on a "
+                          "copy of the model.")
 
 
 def _require_factors(model: nn.Module, layers: set[str], quantity: str) -> None:
-    """Refuses layers without Kronecker factors, and names those that have them."""
+    """Reject layers without Kronecker factors, and list those that have them."""
     without = {name: module for name, module in model.named_modules() if name in layers and not _has_factors(module)}
     if not without:
         return
@@ -58,9 +59,10 @@ def _require_factors(model: nn.Module, layers: set[str], quantity: str) -> None:
     known = [name for name, module in model.named_modules() if name in layers and name not in without
              and not any(id(p) in tied for p in module.parameters())]
     listed = ", ".join(f"{name or 'the model'} ({type(module).__name__})" for name, module in without.items())
-    remedy = f"pass layers={known!r}." if known else "the model has no such layer whose weight is its own."
-    raise ConfigError(f"{quantity} is not defined for {listed}: Kronecker factors are those of Linear, Conv1d, Conv2d and Conv3d "
-                      f"without groups, and of the products of LSTM, GRU, RNN and MultiheadAttention; {remedy}")
+    remedy = f"pass layers={known!r}." if known else "the model has no such layer with an unshared weight."
+    raise ConfigError(f"{quantity} is not defined for {listed}: Kronecker factors are those of "
+                      "Linear, Conv1d, Conv2d and Conv3d without groups, and of the GEMMs of "
+                      f"LSTM, GRU, RNN and MultiheadAttention; {remedy}")
 
 
 def _has_factors(module: nn.Module) -> bool:
@@ -69,13 +71,23 @@ def _has_factors(module: nn.Module) -> bool:
 
 
 def _is_plain_product(call: LayerCall, node: Any) -> bool:
-    """The layer's output is x W^T (+ b) of single rows, in a precision whose gradient is as good as ours."""
+    """Return whether the output is x W^T (+ b) of single rows, in sufficient precision."""
     return (node.name() in ("AddmmBackward0", "MmBackward0") and isinstance(call.kind, Affine) and call.input.ndim == 2
             and call.input.dtype in (torch.float32, torch.float64))
 
 
 class Collection(Mapping[str, Quantities]):
-    """What `collect` gives: the quantities of each parameter, by the parameter's name."""
+    """Result of `collect`: the quantities of each parameter, by parameter name.
+
+    Example:
+        >>> import torch
+        >>> from ngsgd.curvature import collect
+        >>> model = torch.nn.Linear(4, 3)
+        >>> with collect(model, "batch_l2", loss_fn=torch.nn.MSELoss()) as q:
+        ...     torch.nn.functional.mse_loss(model(torch.randn(8, 4)), torch.zeros(8, 3)).backward()
+        >>> sorted(q), q["bias"].batch_l2.shape
+        (['bias', 'weight'], torch.Size([8]))
+    """
 
     def __init__(self, model: nn.Module, asked: tuple[str, ...], loss_fn: Any,
                  options: CollectOptions, capture: dict[str, Any]) -> None:
@@ -83,7 +95,7 @@ class Collection(Mapping[str, Quantities]):
         self._is_second_order = any(SIGNALS.get(name, ("", ""))[0] != "gradient" for name in asked)
         if self._is_second_order:
             _refuse_natural_gradient(model)
-        # factors are of rows, which a BatchNorm in training mode has like any other operation
+        # Factors use rows, which a BatchNorm in training mode provides like any other operation.
         separate = not (set(asked) <= _OF_ROWS
                         and any(normalizes_over_minibatch(module) for module in model.modules()))
         self._capture = Capture(model, arrived=self._arrived, called=self._noted, separate=separate,
@@ -91,9 +103,9 @@ class Collection(Mapping[str, Quantities]):
         for name, module in model.named_modules():
             if name in self._capture.layers and has_transposed_weight(module):
                 raise ConfigError(f"layer {name} (Conv1D of Hugging Face) has a weight of inputs x "
-                                  "outputs, whose quantities would be in another order; put an "
-                                  "nn.Linear with the transposed weight in its place, or leave it "
-                                  "out by naming the others in layers=.")
+                                  "outputs, whose quantities would be in another order. Replace "
+                                  "it by an nn.Linear with the transposed weight, or exclude it "
+                                  "by listing the others in layers=.")
         factored = [name for name in asked if SIGNALS.get(name, ("", ""))[1] == "factors"]
         if factored:
             _require_factors(model, self._capture.layers, factored[0])
@@ -107,9 +119,9 @@ class Collection(Mapping[str, Quantities]):
         self._pass_samples = 0
         self._pass_forward = -1
         self._seen: set[str] = set()
-        # calls whose weight gradient autograd will hand over
+        # calls whose weight gradient autograd will provide
         self._by_node: weakref.WeakSet[LayerCall] = weakref.WeakSet()
-        # those of them whose derivative has arrived
+        # those among them whose derivative has arrived
         self._expected: set[LayerCall] = set()
         self._handles: list[Any] = []
         self._is_in_loss = False
@@ -122,7 +134,7 @@ class Collection(Mapping[str, Quantities]):
             if isinstance(self._loss_fn, nn.Module):
                 self._handles = [self._loss_fn.register_forward_pre_hook(self._before_loss),
                                  self._loss_fn.register_forward_hook(self._loss_hook, with_kwargs=True)]
-            # of a module: the losses that are called besides it
+            # of a module: loss functions called next to it
             self._mode = LossCalls(self._watch_function)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -148,8 +160,8 @@ class Collection(Mapping[str, Quantities]):
         sums = self._accumulation.sums
         if name not in self._seen:
             if name in sums:
-                raise KeyError(f"no curvature of {name}: its layer was not called, or no backward pass reached it, inside of "
-                               "collect()")
+                raise KeyError(f"no curvature of {name}: inside collect() its layer was not "
+                               "called, or no backward pass reached it")
             raise KeyError(f"the model has no trainable parameter {name}; there are {', '.join(sums)}")
         weight = self._accumulation.weight_of.get(name)
         return Quantities(name, self._asked, sums[name], None if weight is None else sums[weight], self._options,
@@ -171,20 +183,25 @@ class Collection(Mapping[str, Quantities]):
         node = output.grad_fn
         if "moments" in self._of_gradient and node is not None and _is_plain_product(call, node):
             self._by_node.add(call)
-            # the graph lives longer than a call, whose input is to go when it has been used
+            # A weak reference, because the graph outlives the call, whose input should be freed
+            # after use.
             seen = weakref.ref(call)
             node.register_hook(lambda grads, _: self._delivered(seen(), grads[-1]))
 
     def _arrived(self, call: LayerCall, e_M: Tensor) -> None:
-        """Takes a derivative in; a parameter is done when all its uses in this pass are there."""
+        """Process a derivative.
+
+        A parameter is complete when all its uses in this pass have arrived.
+        """
         number = torch._C._current_graph_task_id()
         if number != self._pass:
             self._finish_pass()
             self._pass, self._pass_samples, self._pass_forward = number, 0, call.forward
         if call.forward != self._pass_forward:
-            raise ConfigError("one backward pass went through two calls of the model, and whether sample i of both is one sample "
-                              "cannot be known: call backward() for the loss of each call, or make one minibatch of both; where "
-                              "the loss compares the outputs of both, collect on a module whose forward() makes both calls.")
+            raise ConfigError("one backward pass went through two calls of the model, whose "
+                              "samples may not correspond: call backward() for the loss of each "
+                              "call, or join both minibatches. If the loss compares the outputs of "
+                              "both, collect on a module whose forward() makes both calls.")
         record = self._capture.record(call, e_M[None])
         self._agree(record)
         for parameter, share in (record.shares() if self._of_gradient else {}).items():
@@ -201,19 +218,20 @@ class Collection(Mapping[str, Quantities]):
         self._by_node.discard(call)
 
     def _delivered(self, call: LayerCall | None, gradient_IO: Tensor | None) -> None:
-        """Autograd has just multiplied the gradient of a weight out: no need to do it again."""
+        """Reuse the weight gradient that autograd has just computed."""
         if call is not None and call in self._expected and call.weight is not None and gradient_IO is not None:
             self._expected.remove(call)
             fresh = PassResults()
-            # a copy: autograd adds later gradients to this memory
+            # A copy, because autograd adds later gradients to this memory.
             fresh.add(call.weight, "sum", gradient_IO.detach().T.reshape(-1).clone())
             self._accumulation.keep("gradient", fresh)
 
     def _agree(self, record: Record) -> None:
         if self._pass_samples not in (0, record.num_samples):
-            raise DataError(f"layer {record.layer} saw {record.num_samples} samples where the layers after it saw "
-                            f"{self._pass_samples}; say num_samples= if the rows of each sample are adjacent there, or give the "
-                            "layer an input for each sample if it runs once for the whole minibatch.")
+            raise DataError(f"layer {record.layer} has {record.num_samples} samples, and the "
+                            f"layers after it {self._pass_samples}. Give num_samples= if the rows "
+                            "of each sample are adjacent there, or give the layer an input for "
+                            "each sample if it runs once for the complete minibatch.")
         self._pass_samples = record.num_samples
 
     def _finish_pass(self) -> None:
@@ -238,7 +256,7 @@ class Collection(Mapping[str, Quantities]):
         self._is_in_loss = True
 
     def _watch_function(self, *args: Any) -> None:
-        # that one comes as a module
+        # The loss is not called as a module.
         if not self._is_in_loss:
             self._watch(*args)
 
@@ -252,7 +270,7 @@ class Collection(Mapping[str, Quantities]):
         if not value.requires_grad or self._capture.is_paused:
             return
         losses.require_fixed(target)
-        # let go when it has been used: the hook lives as long as the graph
+        # Freed after use, because the hook lives as long as the graph.
         outputs = [output]
 
         def before_the_backward_pass(upstream: Tensor) -> None:

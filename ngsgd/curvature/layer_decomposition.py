@@ -1,8 +1,9 @@
-"""Layers that are made of several affine products: computed anew from their products, so that each product can be caught.
+"""Decomposition of recurrent and attention layers into affine products that can be captured.
 
-The output that the rest of the network sees is then the one computed here; it differs from torch's by rounding.
+The rest of the network gets the output computed here, which differs from torch's by rounding.
 
-Letters: N samples, T positions (frames), S positions attended to, I inputs, H hidden units, E embedding, P heads.
+Letters: N samples, T positions (frames), S positions attended to, I inputs, H hidden units, E
+embedding, P heads.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ Expansion = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, Product], Any]
 
 
 def expansion_of(module: nn.Module) -> Expansion | None:
-    """The function that computes the module's output from its products; None for a module that is not made of them."""
+    """Return the function that computes the output from the products; None for other modules."""
     return next((expand for plain, expand in _EXPANSIONS.items()
                  if isinstance(module, plain) and type(module).forward is plain.forward), None)
 
 
 def _recurrent(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, product: Product) -> Any:
-    """The output and the last state of an LSTM, GRU or RNN."""
+    """Return the output and the last state of an LSTM, GRU or RNN."""
     x, state = _of(args, kwargs, ("input", "hx"))
     if not isinstance(x, Tensor) or x.ndim != 3:
-        raise DataError(f"{type(module).__name__} got {type(x).__name__} of {getattr(x, 'ndim', 'no')} dimensions; its "
-                        "curvature takes "
-                        "padded minibatches of three dimensions.")
+        raise DataError(f"{type(module).__name__} got {type(x).__name__} of "
+                        f"{getattr(x, 'ndim', 'no')} dimensions; its curvature needs padded "
+                        "minibatches of three dimensions.")
     x_NTI = x if module.batch_first else x.transpose(0, 1)
     num_directions = 2 if module.bidirectional else 1
     last: list[tuple[Tensor, ...]] = []
@@ -102,12 +103,14 @@ _ATTENTION = ("query", "key", "value", "key_padding_mask", "need_weights", "attn
 
 
 def _attention(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, product: Product) -> Any:
-    """The output of nn.MultiheadAttention, and its weights if they are asked for."""
+    """Return the output of nn.MultiheadAttention, and its weights if requested."""
     query, key, value, padding, need_weights, mask, average, _ = _of(args, kwargs, _ATTENTION)
     if module.bias_k is not None or module.add_zero_attn:
-        raise ConfigError("MultiheadAttention with add_bias_kv or add_zero_attn has no curvature here; build it without them.")
+        raise ConfigError("MultiheadAttention with add_bias_kv or add_zero_attn is not supported "
+                          "for curvature; create it without them.")
     if query.ndim != 3:
-        raise DataError(f"MultiheadAttention got a query of {query.ndim} dimensions; its curvature takes minibatches of three.")
+        raise DataError(f"MultiheadAttention got a query of {query.ndim} dimensions; its curvature "
+                        "needs minibatches of three.")
     q, k, v = _projections(module, query, key, value, product)
     P = module.num_heads
     q, k, v = (x.unflatten(2, (P, -1)).transpose(1, 2) for x in (q, k, v))
@@ -132,12 +135,12 @@ def _projections(module: Any, query: Tensor, key: Tensor, value: Tensor, product
         biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         if module.in_proj_bias is not None:
-            raise ConfigError("MultiheadAttention with kdim or vdim shares one bias among three products; build it with "
-                              "bias=False.")
+            raise ConfigError("MultiheadAttention with kdim or vdim shares one bias among three "
+                              "GEMMs; create it with bias=False.")
         return tuple(product(f"{name}_proj", *parts) for name, *parts in zip("qkv", inputs, weights, biases, strict=True))
     if query is key is value:
         return product("in_proj", inputs[0], module.in_proj_weight, module.in_proj_bias).chunk(3, dim=2)
-    # the whole matrix each time: its parts that are not used get derivatives of zero
+    # The complete matrix each time; unused parts get zero derivatives.
     return tuple(product("in_proj", x, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=2)[part]
                  for part, x in enumerate(inputs))
 
@@ -147,7 +150,7 @@ def _masked(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def _of(args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
-    """The arguments by position, None where one is not given."""
+    """Return the arguments in order; None for missing ones."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
 
 

@@ -1,7 +1,7 @@
-"""Which layers are understood: how the input and the output derivative of each become rows.
+"""Supported layers: conversion of the input and the output derivative of each into rows.
 
-Letters: V backpropagated vectors, M leading dimension of a layer's input (the N samples, or N k of them side by side), T
-positions of a sample, I inputs, O outputs.
+Letters: V backpropagated vectors, M leading dimension of a layer's input (N samples, or N k with k
+rows each), T positions of a sample, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -25,21 +25,24 @@ UseShare = OuterProduct | RowSum | EmbeddingGrad
 
 
 class Kind(Protocol):
-    """How one layer uses its parameters; holds the layer's shape, not the layer's state."""
+    """Interface of the use of parameters by one layer; contains shapes only."""
 
     def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
-        """V x N x T x O."""
+        """Return V x N x T x O."""
 
     def weight_share(self, x_M: Tensor, e_VNTO: Tensor) -> UseShare:
-        """What the gradient of the weight is made of."""
+        """Return the factored gradient of the weight."""
 
 
 @dataclass(frozen=True)
 class Affine:
-    """y = W x + b over the last dimension; all between it and the first are positions."""
+    """y = W x + b over the last dimension.
+
+    Dimensions between the first and the last are positions.
+    """
 
     def inputs(self, x_M: Tensor, num_samples: int) -> Inputs:
-        """The input rows."""
+        """Return the input rows."""
         return DenseInputs(x_M.reshape(num_samples, -1, x_M.shape[-1]))
 
     def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
@@ -62,7 +65,7 @@ class Convolution:
     groups: int
 
     def inputs(self, x_M: Tensor, num_samples: int) -> Inputs:
-        """The input rows, made when they are asked for."""
+        """Return the input rows, computed on demand."""
         return Patches(x_M, self.kernel, self.stride, self.dilation, self.padding, num_samples, self.mode)
 
     def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
@@ -77,11 +80,11 @@ class Convolution:
 
 @dataclass(frozen=True)
 class ScaleOffset:
-    """The scale and offset behind a normalisation, along dimension 1 or along the last ones."""
+    """Scale and offset after a normalization, along dimension 1 or along the last ones."""
 
-    # without scale and offset
+    # the normalization without scale and offset
     normalise: Callable[[Tensor], Tensor]
-    # how many last dimensions the parameters lie along; 0: dimension 1
+    # number of last dimensions of the parameters; 0: dimension 1
     num_last: int
 
     def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
@@ -100,7 +103,7 @@ class Table:
     """An embedding."""
 
     num_rows: int
-    # this row gets no gradient
+    # row without gradient
     padding_index: int | None
 
     def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
@@ -114,10 +117,10 @@ class Table:
 
 
 def kind_of(layer: nn.Module) -> Kind | None:
-    """How the layer uses its parameters; None where that is not known.
+    """Return how the layer uses its parameters; None if it is not supported.
 
-    A subclass counts as its class as long as it does not bring its own `forward`; the layers that `ngsgd.NGSGD` made of
-    torch's compute the same outputs.
+    A subclass counts as its base class unless it overrides `forward`. Layers of `ngsgd.NGSGD`
+    compute the same outputs as torch's layers.
     """
     module: Any = layer
     plain = _plain_class(type(layer))
@@ -132,7 +135,7 @@ def kind_of(layer: nn.Module) -> Kind | None:
     if plain is nn.GroupNorm:
         return ScaleOffset(lambda x: nn.functional.group_norm(x, module.num_groups, eps=module.eps), 0)
     if plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-        # asked now: the mode may be another one when the derivative arrives
+        # Read now, because the mode may change before the derivative arrives.
         of_minibatch = normalizes_over_minibatch(module)
         normalize = functools.partial(_batch_normalized, module, of_minibatch=of_minibatch)
         return ScaleOffset(normalize, 0)
@@ -142,7 +145,10 @@ def kind_of(layer: nn.Module) -> Kind | None:
 
 
 def has_transposed_weight(layer: nn.Module) -> bool:
-    """Whether the layer is Hugging Face's Conv1D (GPT-2): affine, its weight inputs x outputs."""
+    """Return whether the layer is Conv1D of Hugging Face (GPT-2).
+
+    Affine with a weight of inputs x outputs.
+    """
     kind = type(layer)
     return (kind.__name__, kind.__module__) == ("Conv1D", "transformers.pytorch_utils")
 
@@ -170,38 +176,38 @@ def _convolution(layer: Any) -> Convolution:
 
 
 def normalizes_over_minibatch(layer: nn.Module) -> bool:
-    """Whether the layer is a BatchNorm whose next forward pass has statistics of the minibatch."""
+    """Return whether the layer is a BatchNorm that will use minibatch statistics."""
     return (isinstance(layer, nn.modules.batchnorm._BatchNorm)
             and (layer.training or layer.running_mean is None))
 
 
 def _batch_normalized(layer: Any, x: Tensor, *, of_minibatch: bool) -> Tensor:
-    """x without scale and offset."""
+    """Normalize x without scale and offset."""
     if of_minibatch:
         return nn.functional.batch_norm(x, None, None, training=True, eps=layer.eps)
     return nn.functional.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
 
 
 def refuse_coupled(layer: nn.Module, name: str) -> None:
-    """Raises ConfigError for a normalization over the minibatch, which mixes its samples."""
+    """Raise ConfigError for a normalization over the minibatch, which mixes its samples."""
     instance = isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.track_running_stats and layer.training
     if normalizes_over_minibatch(layer) or instance:
-        # with layers= a layer that is left out would still mix the samples of the others
+        # Excluding it with layers= would not help: it mixes the samples of the others.
         kind = type(layer).__name__
-        raise ConfigError(f"layer {name or kind} ({kind}) normalizes over the minibatch, so no "
-                          "sample has a gradient of its own; call its eval() before the forward "
-                          "pass, which collects with its running statistics, or collect Kronecker "
-                          "factors alone (kfac, kflr, kfac_emp).")
+        raise ConfigError(f"layer {name or kind} ({kind}) normalizes over the minibatch, so "
+                          "per-sample gradients do not exist; call its eval() before the forward "
+                          "pass, which uses its running statistics, or collect only Kronecker "
+                          "factors (kfac, kflr, kfac_emp).")
 
 
 @torch.no_grad()
 def upcast(x: Tensor) -> Tensor:
-    """At least float32: half precision has neither the digits nor the range for squares."""
+    """Convert to at least float32: half precision lacks digits and range for squares."""
     return x if x.dtype in (torch.float32, torch.float64) or not x.is_floating_point() else x.float()
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Squares and factors stay in float32, even where backward is called inside autocast."""
+    """Keep squares and factors in float32 if backward is called inside autocast."""
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Sees what `collect` cannot get from layers: calls of loss functions, and how the model was called."""
+"""Interception of loss functions and model calls for `collect`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VIEWS = ("View", "ReshapeAlias", "Alias", "Slice", "Select", "Narrow", "Split",
 
 
 class ModelCalls:
-    """Notes how the model was called last, for passes that run again."""
+    """Record the last call of the model, for passes that run again."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -28,6 +28,7 @@ class ModelCalls:
         self._handles = [model.register_forward_pre_hook(self._before, with_kwargs=True), model.register_forward_hook(self._after)]
 
     def close(self) -> None:
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._output = None
@@ -41,28 +42,32 @@ class ModelCalls:
     def taken(self, seen: Tensor, loss: Callable[[Tensor], Tensor],
               evaluation: Callable[[Tensor], losses.LossEvaluation],
               upstream: Tensor) -> Pass:
-        """The pass that led to what a loss saw."""
+        """Return the pass that led to the input of a loss."""
         view = None if self._output is None else self._output.view_to(seen)
         if self._call is None or view is None:
-            raise ConfigError("products with curvature blocks need a loss of the model's own output, from its last call before the "
-                              "backward pass, or of a view of that output (a slice, flatten, transpose); put what lies between "
-                              "them, such as a copy or a softmax, into the model's forward().")
+            raise ConfigError("products with curvature blocks need a loss of the model output, "
+                              "from its last call before the backward pass, or of a view of that "
+                              "output (a slice, flatten, transpose). Move operations between them, "
+                              "such as a copy or a softmax, into forward() of the model.")
         args, kwargs, state, runs = self._call
         versions = tuple(p._version for p in self._model.parameters())
         return Pass(self._model, args, kwargs, state, versions, lambda f: loss(view(f)), evaluation, upstream.detach(), view, runs)
 
 
 class Output:
-    """Where a model's output lies in memory and in the graph; not the output itself, which may go when it has been used."""
+    """Memory layout and graph node of a model output, which itself can be freed after use."""
 
     def __init__(self, output: Tensor) -> None:
         self._node, self._memory = output.grad_fn, output.untyped_storage().data_ptr()
         self._stride, self._offset = output.stride(), int(output.storage_offset())
 
     def view_to(self, part: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """What makes the part of another output of the same layout; None where the part is no view of the output."""
+        """Return a function that applies the view `part` to another output of the same layout.
+
+        None if `part` is not a view of the output.
+        """
         node = part.grad_fn
-        # through views alone: an operation in place has their memory, too
+        # Only through views: an in-place operation has their memory, too.
         while node is not None and node is not self._node:
             node = node.next_functions[0][0] if node.name().startswith(_VIEWS) else None
         if node is None or part.untyped_storage().data_ptr() != self._memory:
@@ -79,11 +84,12 @@ def _view(output: Tensor, *, layout: tuple[int, ...], size: torch.Size, stride: 
 
 
 class LossCalls(TorchFunctionMode):
-    """Sees the calls of torch's loss functions while it is active.
+    """Function mode that observes calls of torch's loss functions.
 
     Args:
-        watch: called after a loss whose second derivative is known.
-        other: called after any other loss of torch.nn.functional, with its name, its first tensor with a graph and its value.
+        watch: called after a loss with a supported second derivative.
+        other: called after any other loss of torch.nn.functional, with its name, its first tensor
+            with a graph and its value.
     """
 
     def __init__(self, watch: Callable[..., None], other: Callable[[str, Tensor, Tensor], None] | None = None) -> None:

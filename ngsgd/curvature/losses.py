@@ -1,11 +1,13 @@
-"""Second derivatives of losses with respect to the network's output, as square roots and as samples.
+"""Loss Hessians with respect to the network output, as square roots and as Monte Carlo samples.
 
-A row is what a loss sees at once: for cross-entropy the C logits of one frame, for the others a single number.  The loss is
-sum_r w_r l_r over rows; H_r is the second derivative of l_r.  Letters: R rows, C classes, N samples, V columns.
+A row is one loss term: for cross-entropy the C logits of one frame, otherwise a single number. The
+loss is sum_r w_r l_r over rows; H_r is the second derivative of l_r. Letters: R rows, C classes, N
+samples, V columns.
 
-    cross-entropy             H = diag(p) - p p^T       root: its Cholesky factor, C - 1 columns   sample p - onehot(y), y ~ p
-    mean squared error        H = 2                     root sqrt 2                                2 (f - y), y ~ N(f, 1/2)
-    binary cross-entropy      H = s (1 - s)             root sqrt(s (1 - s))                       s - y, y ~ Bernoulli(s)
+    loss                  H                  root                     sample
+    cross-entropy         diag(p) - p p^T    C - 1 Cholesky columns   p - onehot(y), y ~ p
+    mean squared error    2                  sqrt 2                   2 (f - y), y ~ N(f, 1/2)
+    binary cross-entropy  s (1 - s)          sqrt(s (1 - s))          s - y, y ~ Bernoulli(s)
 """
 
 from __future__ import annotations
@@ -32,44 +34,46 @@ OTHERS = frozenset({
     nn.functional.cosine_embedding_loss, nn.functional.margin_ranking_loss, nn.functional.triplet_margin_loss,
     nn.functional.multi_margin_loss, nn.functional.multilabel_margin_loss, nn.functional.multilabel_soft_margin_loss,
     nn.functional.soft_margin_loss, nn.functional.hinge_embedding_loss,
-# second derivative or weight of rows not known
+# second derivative or weight of rows unknown
 })
 _SIGNATURES = {function: inspect.signature(function) for function in FUNCTIONS}
 
 
 @dataclass(frozen=True)
 class LossEvaluation:
-    """One evaluation of a loss: what its second derivative is made of."""
+    """One evaluation of a loss, with the inputs of its second derivative."""
 
-    # the network's, as the loss saw it, with its graph
+    # the network output, with its graph
     output: Tensor
-    # cross-entropy: dimension 1 of the output (the last of a single row per sample) holds the
-    # classes
+    # Cross-entropy: dimension 1 of the output contains the classes (the last one for a single row
+    # per sample).
     classes: bool
-    # w_r, also of frames that are masked or ignored (0)
+    # w_r; 0 for masked or ignored frames
     weight_R: Tensor
 
     @property
     def num_samples(self) -> int:
-        """N."""
+        """N"""
         return len(self.output)
 
     def rows_of(self, num_samples: int) -> int:
-        """Rows of each sample; ConfigError where the loss did not see all samples."""
+        """Return the rows of each sample; ConfigError if the loss does not cover all samples."""
         if self.num_samples % num_samples:
-            raise ConfigError(f"the loss saw {self.num_samples} rows of the output where layers saw {num_samples} samples, so "
-                              "which row belongs to which sample is not known: compute one loss of the complete output, let each "
-                              "loss see rows of all samples, or say num_samples= if layers see several rows of a sample.")
+            raise ConfigError(f"the loss has {self.num_samples} rows of the output and the layers "
+                              f"{num_samples} samples, so rows cannot be assigned to samples. "
+                              "Compute one loss of the complete output, include rows of all "
+                              "samples in each loss, or give num_samples= if layers have several "
+                              "rows per sample.")
         return len(self.weight_R) // num_samples
 
     def rows(self) -> Tensor:
-        """R x C (classes) or R, in at least float32, without graph."""
+        """Return R x C (classes) or R, in at least float32, without a graph."""
         f = self.output.detach()
         f = f if f.dtype == torch.float64 else f.float()
         return f.movedim(1, -1).flatten(0, -2) if self.classes else f.flatten()
 
     def like_output(self, rows_VR: Tensor) -> Tensor:
-        """Rows (V x R x C or V x R) in the output's layout and dtype."""
+        """Return rows (V x R x C or V x R) in the layout and dtype of the output."""
         f = self.output
         if not self.classes:
             return rows_VR.view(-1, *f.shape).to(f.dtype)
@@ -77,7 +81,7 @@ class LossEvaluation:
         return moved.movedim(-1, 2).to(f.dtype)
 
     def product(self, u_V: Tensor) -> Tensor:
-        """H u for vectors in the output's layout (V x shape of the output)."""
+        """Return H u for vectors in the layout of the output (V x shape of the output)."""
         f, w_R = self.rows(), self.weight_R
         if not self.classes:
             u_VR = u_V.flatten(1).to(f.dtype)
@@ -94,9 +98,10 @@ class LossEvaluation:
     _curvature_R: Tensor | None = None
 
     def columns(self, num_samples: int, chunk: int) -> Iterator[Tensor]:
-        """Blocks of at most `chunk` columns of sqrt(w) S, V x shape of the output; S S^T = H for each sample.
+        """Yield blocks of at most `chunk` columns of sqrt(w) S, V x shape of the output.
 
-        A column touches one frame of each sample, so that the columns of a sample sum up to its curvature.
+        S S^T = H for each sample. A column covers one frame of each sample, so that the columns of
+        a sample sum up to its curvature.
         """
         f, root_w_R = self.rows(), self.weight_R.sqrt()
         K = self.rows_of(num_samples)
@@ -119,7 +124,10 @@ class LossEvaluation:
             yield self.like_output(block.flatten(1))
 
     def sampled(self, num_draws: int, generator: torch.Generator | None) -> Tensor:
-        """M draws whose outer products have the mean sum_r w_r H_r, each times M^(-1/2): M x shape of the output."""
+        """Return M Monte Carlo samples, each times M^(-1/2): M x shape of the output.
+
+        The expected sum of their outer products is sum_r w_r H_r.
+        """
         f, M = self.rows(), num_draws
         scale_R = (self.weight_R / M).sqrt()
         if self.classes:
@@ -139,25 +147,28 @@ class LossEvaluation:
 
 
 def _drawn(p_RC: Tensor, num_draws: int, generator: torch.Generator | None) -> Tensor:
-    """R x M classes drawn with the probabilities p, by inverting the distribution function: one random number a draw.
+    """Sample R x M classes from the probabilities p, with one random number each.
 
-    (torch.multinomial takes one for every class.)
+    It inverts the distribution function; torch.multinomial uses one random number for every class.
     """
     total_RC = p_RC.cumsum(dim=1, dtype=torch.float64)
     u_RM = torch.rand(len(p_RC), num_draws, dtype=torch.float64, device=p_RC.device, generator=generator)
-    # the first class whose sum is larger, so never one of probability 0; a product may round up to
-    # the whole sum
+    # The first class with a larger sum, so never one of probability 0; a product may round up to
+    # the complete sum.
     return torch.searchsorted(total_RC, u_RM * total_RC[:, -1:], right=True).clamp_(max=p_RC.shape[1] - 1)
 
 
 def _class_column(p_NC: Tensor, c: int) -> Tensor:
-    """N x C: column c of the Cholesky factor of diag(p) - p p^T, which has rank C - 1 (Tanabe and Sagae 1992).
+    """Return column c of the Cholesky factor of diag(p) - p p^T, N x C, which has rank C - 1.
 
-    With r the sum of what comes after c:  L_cc = sqrt(p_c r / (p_c + r)),  L_jc = -p_j sqrt(p_c / (r (p_c + r))) for j > c.
+    With r the sum of the entries after c:  L_cc = sqrt(p_c r / (p_c + r)),  L_jc = -p_j sqrt(p_c /
+    (r (p_c + r))) for j > c.
+
+    Source: Tanabe and Sagae 1992.
     """
     after_NJ = p_NC[:, c + 1:]
     r_N = after_NJ.sum(dim=1)
-    # where all that is left has underflowed, the column is 0
+    # If the remaining probabilities have underflowed, the column is 0.
     tiny = torch.finfo(p_NC.dtype).tiny
     share_N = (p_NC[:, c] / (p_NC[:, c] + r_N).clamp(min=tiny)).sqrt()
     column_NC = torch.zeros_like(p_NC)
@@ -167,29 +178,33 @@ def _class_column(p_NC: Tensor, c: int) -> Tensor:
 
 
 def reduction_of(loss_fn: object) -> str | None:
-    """What the loss does with the losses of its rows: "mean", "sum" or "none"; None where that is not known."""
+    """Return the reduction over rows: "mean", "sum" or "none"; None if unknown."""
     if isinstance(loss_fn, nn.Module):
         return getattr(loss_fn, "reduction", None)
     return "mean" if loss_fn in FUNCTIONS else None
 
 
 def check(loss_fn: object) -> None:
-    """Raises ConfigError for a loss whose second derivative is not known."""
+    """Raise ConfigError for a loss without a supported second derivative."""
     if not (isinstance(loss_fn, CLASSES) or (not isinstance(loss_fn, nn.Module) and loss_fn in FUNCTIONS)):
         name = type(loss_fn).__name__ if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__name__", repr(loss_fn))
-        raise ConfigError(f"loss_fn is {name}, whose second derivative is not known; second-order quantities take "
-                          "CrossEntropyLoss, MSELoss, BCEWithLogitsLoss or their functional forms.")
+        raise ConfigError(f"loss_fn is {name}, whose second derivative is not supported; "
+                          "second-order quantities need CrossEntropyLoss, MSELoss, "
+                          "BCEWithLogitsLoss or their functional forms.")
 
 
 def require_fixed(target: Tensor) -> None:
-    """Raises ConfigError for a target that moves with the parameters: the second derivative of the loss misses that."""
+    """Raise ConfigError for a target that depends on parameters, which the loss Hessian would
+    ignore.
+    """
     if target.requires_grad:
-        raise ConfigError("the target of the loss depends on parameters, and curvature is taken as if it did not: call detach() on "
-                          "the target, or ask for first-order quantities (of a preconditioner: fisher=\"empirical\").")
+        raise ConfigError("the target of the loss depends on parameters, which the curvature would "
+                          "ignore: call detach() on the target, or request first-order quantities "
+                          "(of a preconditioner: fisher=\"empirical\").")
 
 
 def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """(output, target, settings by name) of a call of a functional loss."""
+    """Return (output, target, settings by name) of a call of a functional loss."""
     bound = _SIGNATURES[function].bind(*args, **kwargs)
     bound.apply_defaults()
     settings = dict(bound.arguments)
@@ -198,27 +213,28 @@ def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def evaluation(settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor,
                upstream: Tensor) -> LossEvaluation:
-    """What the second derivative of one evaluation is made of.
+    """Create the evaluation of a loss from its arguments.
 
     Args:
-        settings: the loss's attributes: weight, reduction, ignore_index, label_smoothing, pos_weight.
-        kind: the loss's class.
-        output: what the loss saw.
-        target: what it was compared with.
-        upstream: the derivative of what is minimised with respect to the loss's value, of the shape of that value.
+        settings: attributes of the loss: weight, reduction, ignore_index, label_smoothing,
+            pos_weight.
+        kind: class of the loss.
+        output: input of the loss.
+        target: target of the loss.
+        upstream: gradient of the objective with respect to the value of the loss, in its shape.
     """
     f = output.detach()
     dtype = f.dtype if f.dtype == torch.float64 else torch.float32
     if issubclass(kind, nn.CrossEntropyLoss):
         if f.ndim < 2:
-            raise DataError("cross-entropy saw logits of shape "
-                            f"{tuple(f.shape)}, without a dimension of samples; pass a minibatch.")
+            raise DataError(f"the logits of a cross-entropy have shape {tuple(f.shape)}, without a "
+                            "dimension of samples; pass a minibatch.")
         w_R = _class_weights(settings, f, target, dtype)
         curvature_R = None
     else:
         if f.shape != target.shape:
-            raise DataError(f"the loss saw an output of shape {tuple(f.shape)} and a target of shape {tuple(target.shape)}; "
-                            "bring them to one shape.")
+            raise DataError(f"the loss got an output of shape {tuple(f.shape)} and a target of "
+                            f"shape {tuple(target.shape)}; give them equal shapes.")
         w_R = torch.ones(f.numel(), dtype=dtype, device=f.device)
         curvature_R = None
         if issubclass(kind, nn.BCEWithLogitsLoss):
@@ -234,13 +250,16 @@ def evaluation(settings: dict[str, Any], kind: type[nn.Module], output: Tensor, 
     up = upstream.detach().to(dtype)
     w_R = w_R * (up if up.ndim == 0 else up.reshape(-1))
     if bool((w_R < 0).any()):
-        raise DataError("the loss has rows of negative weight, whose generalized Gauss-Newton matrix has no square root; minimise "
-                        "a loss, not minus a loss.")
+        raise DataError("the loss has rows of negative weight, whose generalized Gauss-Newton "
+                        "matrix has no square root; minimize a loss, not its negative.")
     return LossEvaluation(output, issubclass(kind, nn.CrossEntropyLoss), w_R, curvature_R)
 
 
 def _class_weights(settings: dict[str, Any], f: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor of diag(p) - p p^T for each row: the sum over classes of weight times (smoothed) target probability."""
+    """Return the factor of diag(p) - p p^T for each row.
+
+    It is the sum over classes of weight times (smoothed) target probability.
+    """
     C = f.shape[1]
     weight_C = settings.get("weight")
     weight_C = torch.ones(C, dtype=dtype, device=f.device) if weight_C is None else weight_C.to(dtype)

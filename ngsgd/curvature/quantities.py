@@ -1,4 +1,4 @@
-"""The quantities by name, and what each is made of once a backward pass has left its sums."""
+"""Names of the quantities, and their computation from the sums of a backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ngsgd.curvature.forms.kronecker import Gram, Kronecker, add_inputs
 from ngsgd.curvature.forms.layer_inputs import Inputs
 from ngsgd.curvature.products.block import Pass, Products
 
-# what is backpropagated for a quantity, and what is made of it
+# Signals to backpropagate for a quantity, and the forms computed from them.
 SIGNALS = {
     "batch_grad": ("gradient", "individual"), "batch_l2": ("gradient", "norms"), "sum_grad_squared": ("gradient", "squares"),
     "second_moment": ("gradient", "squares"), "variance": ("gradient", "moments"), "kfac_emp": ("gradient", "factors"),
@@ -32,7 +32,7 @@ NORMALIZATIONS = ("paper", "backpack")
 
 @dataclass(frozen=True)
 class CollectOptions:
-    """How quantities are defined; see `collect`."""
+    """Options of quantities; see `collect`."""
 
     sharing: str
     normalization: str
@@ -44,30 +44,31 @@ class CollectOptions:
 
 @dataclass
 class Accumulators:
-    """What has been summed up for one parameter, by (signal, form)."""
+    """Sums of one parameter, by (signal, form)."""
 
     shape: torch.Size
     found: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    # (backward pass, sample) from which on the last one lies in `found`
+    # (backward pass, sample) at which the last one starts in `found`
     last: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     num_samples: int = 0
     # output factors by signal
     B_OO: defaultdict[str, Gram] = field(default_factory=lambda: defaultdict(Gram))
     # of input rows, for all signals
     moment_II: Gram = field(default_factory=Gram)
-    num_rows: int = 0                               # of them
-    # inputs that are still to be multiplied out
+    num_rows: int = 0                               # number of rows
+    # inputs that wait for their product
     waiting: Inputs | None = None
-    # their mean, once settled
+    # mean, once final
     A_II: Tensor | None = None
     variance: Tensor | None = None
-    # no backward pass will follow
+    # set when no further backward pass follows
     is_settled: bool = False
 
     def take_inputs(self, inputs: Inputs, sharing: str) -> None:
-        """Input rows for the factor A.
+        """Add input rows to the factor A.
 
-        Where they are far smaller than it, they wait for the end of the backward pass, whose memory is free by then.
+        Inputs that are far smaller than A wait for the end of the backward pass, which has freed
+        its memory by then.
         """
         self.multiply(sharing)
         if 2 * inputs.num_floats <= inputs.width**2:
@@ -76,29 +77,41 @@ class Accumulators:
             self.num_rows += add_inputs(self.moment_II, inputs, sharing)
 
     def multiply(self, sharing: str) -> None:
-        """Lets no inputs wait."""
+        """Multiply all waiting inputs."""
         inputs, self.waiting = self.waiting, None
         if inputs is not None:
             self.num_rows += add_inputs(self.moment_II, inputs, sharing)
 
 
 class PassResults:
-    """What one backward pass has found, by (parameter, form); it arrives in blocks of vectors."""
+    """Results of one backward pass by (parameter, form), which arrive in blocks of vectors."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], Tensor] = {}
 
     def add(self, name: str, form: str, value: Tensor) -> None:
+        """Add to the sum of a form."""
         key = name, form
         self.found[key] = self.found[key].add_(value) if key in self.found else value
 
     def append(self, name: str, form: str, value: Tensor) -> None:
+        """Append a block of vectors."""
         key = name, form
         self.found[key] = torch.cat([self.found[key], value]) if key in self.found else value
 
 
 class Quantities:
-    """The quantities of one parameter, as attributes: `q["fc.weight"].variance`."""
+    """The quantities of one parameter as attributes: `q["fc.weight"].variance`.
+
+    Example:
+        >>> import torch
+        >>> from ngsgd.curvature import collect
+        >>> model, loss_fn = torch.nn.Linear(4, 3), torch.nn.MSELoss()
+        >>> with collect(model, "variance", loss_fn=loss_fn) as q:
+        ...     loss_fn(model(torch.randn(8, 4)), torch.zeros(8, 3)).backward()
+        >>> q["weight"].variance.shape
+        torch.Size([3, 4])
+    """
 
     def __init__(self, name: str, asked: Sequence[str], sums: Accumulators,
                  bias_of: Accumulators | None, options: CollectOptions,
@@ -110,14 +123,15 @@ class Quantities:
         if quantity.startswith("_"):
             raise AttributeError(quantity)
         if quantity not in self._asked:
-            raise AttributeError(f"{quantity} of {self._name} was not asked for; collect(model, {quantity!r}, ..) gives it.")
+            raise AttributeError(f"{quantity} of {self._name} was not requested; use "
+                                 f"collect(model, {quantity!r}, ..).")
         if quantity in PRODUCTS:
             return getattr(Products(self._name, self._passes), quantity)
         try:
             return _value(quantity, self._sums, self._weight, self._options)
         except KeyError:
-            raise AttributeError(f"{quantity} of {self._name} is not there: no backward pass from the loss reached the layer "
-                                 "inside of collect().") from None
+            raise AttributeError(f"{quantity} of {self._name} is missing: no backward pass from "
+                                 "the loss reached the layer inside collect().") from None
 
     def __dir__(self) -> list[str]:
         return list(self._asked)
@@ -142,7 +156,10 @@ def _value(quantity: str, sums: Accumulators, weight: Accumulators | None,
 
 
 def _moment(quantity: str, sums: Accumulators, options: CollectOptions) -> Tensor:
-    """The paper: 1/N sum_n g_n^2, minus the square of 1/N sum_n g_n; BackPACK: the same of what is differentiated, g_n / N."""
+    """Compute second moment or variance from sums.
+
+    "paper": 1/N sum_n g_n^2, minus the square of 1/N sum_n g_n; "backpack": the same with g_n / N.
+    """
     if quantity == "variance" and sums.variance is not None:
         return sums.variance.view(sums.shape)
     return _moment_of(quantity, sums.found["gradient", "squares"].clone(), sums, options).view(sums.shape)
@@ -150,20 +167,20 @@ def _moment(quantity: str, sums: Accumulators, options: CollectOptions) -> Tenso
 
 def _moment_of(quantity: str, squares: Tensor, sums: Accumulators,
                options: CollectOptions) -> Tensor:
-    """In the memory of the squares."""
+    """Compute it in the memory of the squares."""
     N = sums.num_samples
-    # a mean over samples leaves g_n / N in the backward pass
+    # With a mean over samples, the backward pass contains g_n / N.
     scale = N if options.reduction == "mean" and options.normalization == "paper" else 1
     second = squares.mul_(scale**2 / N)
     if quantity == "second_moment":
         return second
     mean = sums.found["gradient", "sum"] * (scale / N)
-    # rounding would leave negative variances
+    # Rounding could leave negative variances.
     return second.sub_(mean.square_()).clamp_(min=0.0)
 
 
 def finalize(sums: Accumulators, asked: Sequence[str], options: CollectOptions) -> None:
-    """No backward pass will follow: sums become what was asked for in their own memory."""
+    """Convert sums to the requested quantities in place, when no further backward pass follows."""
     if ("gradient", "squares") in sums.found and not {"sum_grad_squared", "second_moment"} & set(asked) and "variance" in asked:
         sums.variance = _moment_of("variance", sums.found.pop(("gradient", "squares")), sums, options)
         del sums.found["gradient", "sum"]
@@ -183,7 +200,7 @@ def _factors(signal: str, sums: Accumulators, weight: Accumulators | None,
         raise KeyError(signal)
     B_OO = outputs[signal].total() if sums.is_settled else outputs[signal].total().clone()
     if signal == "gradient" and options.reduction == "mean":
-        # e e^T of the empirical Fisher matrix, with one 1/N and not its square
+        # e e^T of the empirical Fisher matrix, with 1/N instead of its square.
         B_OO = B_OO * sums.num_samples
     if weight is not None or not sums.num_rows:
         return Kronecker(B_OO, None)

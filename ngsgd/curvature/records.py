@@ -1,6 +1,7 @@
-"""One call of one layer, and with it the derivatives that came back.
+"""A call of a layer, and the derivatives at its output.
 
-Letters: V backpropagated vectors, M leading dimension of an input, N samples, T positions of a sample, I inputs, O outputs.
+Letters: V backpropagated vectors, M leading dimension of an input, N samples, T positions of a
+sample, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from ngsgd.errors import ConfigError
 class LayerCall:
     """One call of one layer in a forward pass."""
 
-    # its name in the model; of an LSTM's products "lstm.ih_l0", "lstm.hh_l0" ..
+    # name in the model; products of an LSTM are "lstm.ih_l0", "lstm.hh_l0" ..
     layer: str
-    # of the call of this layer since the capture began, from 0
+    # index among the calls of this layer in the capture, from 0
     number: int
     kind: Kind
-    # names of the parameters; None: there is none, or it takes no gradient
+    # names of the parameters; None if missing or frozen
     weight: str | None
     bias: str | None
-    # as the layer got it, detached; samples first
+    # detached input of the layer; samples first
     input: Tensor
-    # of the input's storage, so that later changes in place are seen
+    # storage version of the input, to detect in-place changes
     version: int
     output_shape: torch.Size
-    # which call of the whole model it belongs to, from 0; -1: its layers were called one by one
+    # index of the model call, from 0; -1: layers were called directly
     forward: int = -1
 
 
@@ -49,31 +50,35 @@ class Record:
 
     @property
     def layer(self) -> str:
-        """The layer's name."""
+        """Name of the layer."""
         return self.call.layer
 
     def input_rows(self) -> Tensor:
-        """N x T x I, what an affine layer multiplies its weight by: frames, patches of a convolution."""
+        """Return the rows that the weight multiplies, N x T x I.
+
+        Frames, or patches of a convolution.
+        """
         return self.inputs().rows(0, self.num_samples)
 
     def inputs(self) -> Inputs:
-        """The same, made on demand; ConfigError for a layer that is not affine."""
+        """Return the input rows, computed on demand; ConfigError for a layer that is not affine."""
         if not hasattr(self.call.kind, "inputs"):
-            raise ConfigError(f"layer {self.layer} is not affine and has no input rows; ask for its shares.")
+            raise ConfigError(f"layer {self.layer} is not affine and has no input rows; use its "
+                              "shares.")
         inputs: Inputs = self.call.kind.inputs(self.input, self.num_samples)
         return inputs
 
     @property
     def has_input_rows(self) -> bool:
-        """The layer is affine, with one weight for all of an input row."""
+        """Whether the layer is affine, with one weight for complete input rows."""
         return hasattr(self.call.kind, "inputs") and getattr(self.call.kind, "groups", 1) == 1
 
     def derivative_rows(self) -> Tensor:
-        """V x N x T x O."""
+        """Return V x N x T x O."""
         return self.call.kind.derivative_rows(self.derivatives_VM, self.num_samples)
 
     def shares(self) -> dict[str, UseShare]:
-        """What the gradient of each parameter is made of, by name."""
+        """Return the factored gradient of each parameter, by name."""
         e_VNTO = self.derivative_rows()
         shares: dict[str, UseShare] = {}
         if self.call.weight is not None:

@@ -1,13 +1,15 @@
-"""Whether the rows of a layer belong to single samples, read from the autograd graph.
+"""Detection of layers whose rows do not belong to single samples, from the autograd graph.
 
-A position embedding `pos(torch.arange(T))` runs once for the whole minibatch: its output is added to every sample, so the
-derivative at its output is a sum over samples, and its rows are no samples even where T equals N.  Two criteria:
+A position embedding `pos(torch.arange(T))` runs once for the complete minibatch. Its output is
+added to every sample, so the derivative at its output is a sum over samples, even if T equals N.
+Two criteria:
 
-    graph     the loss reaches the layer only through operations that repeat a tensor along the leading dimension
-    numbers   derivatives of the first half of the rows of a layer reach the second half of the rows of a layer before it
+    graph     all paths from the loss to the layer repeat a tensor along the leading dimension
+    numbers   derivatives of the first half of a layer's rows reach the second half of earlier rows
 
-The first costs a walk through the graph.  The second also finds samples that are mixed (a batch statistic, a product with the
-output of another layer); it costs a backward pass.  Both are needed once for each model and way of calling it.
+The first costs a traversal of the graph. The second also detects mixed samples (a batch statistic,
+a product with the output of another layer), and costs a backward pass. Both run once for each model
+and way of calling it.
 """
 
 from __future__ import annotations
@@ -23,56 +25,57 @@ from torch.autograd.graph import GradientEdge, Node
 
 from ngsgd.curvature.records import LayerCall
 
-# a layer whose derivatives are zero (an output layer of zeros) shows nothing; it is not asked for
-# ever
+# Zero derivatives (a zero-initialized output layer) are inconclusive; limit the number of attempts.
 _TRIES = 3
-# of squares: a share below it is rounding, a layer that runs once has about 1
+# Fraction of squares below which values are rounding noise; a layer that runs once has about 1.
 _ROUNDING = 1e-10
 
-# operations that repeat a smaller input; others, such as stack, may have these shapes by chance
+# Operations that broadcast a smaller input; others, such as stack, may have these shapes by chance.
 _BROADCASTING = ("Add", "Sub", "Rsub", "Mul", "Div", "Pow", "Where", "Expand", "Lerp", "Maximum", "Minimum", "MaskedFill", "Atan2")
 
-# by model: how often each (kind of check, layer, dimensions of its input, its rows against those of
-# the first layer) was tried
+# By model: number of attempts for each (kind of check, layer, input dimensions, ratio of its rows
+# to those of the first layer).
 _TRIED: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
 
 
 class Tries:
-    """Which calls of a model's layers are still to be checked; shared by all captures of the model."""
+    """Calls of the layers of a model that need a check; shared by all captures of the model."""
 
     def __init__(self, model: nn.Module, check: str) -> None:
         try:
             self._tried = _TRIED.setdefault(model, {})
         except TypeError:
-            # a module with an equality and no hash
+            # A module with an equality and no hash.
             self._tried = {}
         self._check = check
 
     def are_due(self, calls: Iterable[LayerCall], num_rows: int) -> bool:
-        """Whether one of the calls has not been checked."""
+        """Return whether one of the calls was not checked."""
         return any(self._tried.get(self._key(call, num_rows), 0) < _TRIES for call in calls)
 
     def count(self, call: LayerCall, num_rows: int, *, is_clear: bool) -> None:
-        """One more check of a call, which is the last one if it showed something."""
+        """Count a check of a call, which is the last one if it was conclusive."""
         key = self._key(call, num_rows)
         self._tried[key] = _TRIES if is_clear else self._tried.get(key, 0) + 1
 
     def _key(self, call: LayerCall, num_rows: int) -> tuple[Any, ...]:
-        # not the sizes themselves: they may be others in every minibatch
+        # Ratios instead of sizes, which may differ in every minibatch.
         M = len(call.input)
         return self._check, call.layer, call.input.ndim, (num_rows < M) - (num_rows > M)
 
 
 def run_once(outputs: Iterable[GradientEdge],
              calls: Mapping[LayerCall, GradientEdge]) -> list[LayerCall]:
-    """The calls that the outputs depend on only through a tensor that is repeated along the leading dimension."""
+    """Return the calls that outputs depend on only through tensors repeated along the leading
+    dimension.
+    """
     roots = [edge.node for edge in outputs]
     by_any, by_rows = _reached(roots, with_repeats=True), _reached(roots, with_repeats=False)
     return [call for call, edge in calls.items() if edge.node in by_any and edge.node not in by_rows]
 
 
 def has_reentrant_checkpoint(output: Tensor) -> bool:
-    """Whether the output's graph has a `checkpoint(use_reentrant=True)`."""
+    """Return whether the graph of the output contains a `checkpoint(use_reentrant=True)`."""
     nodes = set() if output.grad_fn is None else _reached([output.grad_fn], with_repeats=True)
     return any(node.name() == "CheckpointFunctionBackward" for node in nodes)
 
@@ -89,7 +92,9 @@ def _reached(roots: list[Node], *, with_repeats: bool) -> set[Node]:
 
 
 def _repeats_rows(node: Node, child: Node, number: int) -> bool:
-    """The node's output has the child's output again and again along its leading dimension."""
+    """Return whether the output of the node repeats the output of the child along the leading
+    dimension.
+    """
     if not node.name().startswith(_BROADCASTING):
         return False
     mine, theirs = _shapes(node), _shapes(child)
@@ -108,7 +113,7 @@ def _shapes(node: Any) -> list[tuple[int, ...]]:
 
 def next_calls(source: GradientEdge, calls: Mapping[LayerCall, GradientEdge]) -> dict[LayerCall,
                                                                                       GradientEdge]:
-    """The calls whose outputs the source depends on directly, without another call between; the source itself if it is one."""
+    """Return the calls that the source depends on directly; the source itself if it is one."""
     call_at: dict[Node, list[LayerCall]] = {}
     for call, edge in calls.items():
         call_at.setdefault(edge.node, []).append(call)
@@ -127,11 +132,13 @@ def next_calls(source: GradientEdge, calls: Mapping[LayerCall, GradientEdge]) ->
 
 def mixed_rows(source: GradientEdge, like: Tensor, before: Mapping[LayerCall, GradientEdge],
                num_samples: int | None) -> dict[LayerCall, bool | None]:
-    """Whether the rows of the calls before a source belong to several of the source's rows; None where nothing is seen.
+    """Return whether rows of the calls before a source belong to several rows of the source.
+
+    The value is None if the check is inconclusive.
 
     Args:
-        source: the output of a layer or of the model, whose leading dimension is that of samples.
-        like: of the source's shape and dtype.
+        source: output of a layer or of the model, with samples as leading dimension.
+        like: of the shape and dtype of the source.
         before: calls that the source depends on.
         num_samples: N; None: a row of the source, or of a call that has fewer, is a sample.
     """

@@ -1,6 +1,7 @@
-"""Hyperparameters by gradient: training that is undone bit for bit, and what the validation loss owes to every learning rate.
+"""Gradient-based hyperparameter tuning: hypergradients by exact reversal of training.
 
-The names below are loaded on first use.
+A hypergradient is the gradient of the validation loss with respect to hyperparameters, such as
+every learning rate. The names below are loaded on first use.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NAMES = {
 }
 _HOME_OF = {name: module for module, names in _NAMES.items() for name in names}
 
-# names of before, which warn
+# former names, which warn
 _RENAMED = {"Evaluation": "HypergradientRun", "Place": "MinibatchIndex",
             "Plan": "HyperparameterPlan",
             "Report": "HypergradientReport", "Search": "SearchResult",

@@ -1,7 +1,7 @@
-"""The derivative of the validation loss by position and velocity, carried back over one step at a time.
+"""Backpropagation of the validation loss through position and velocity, one step at a time.
 
-Every pass goes over the parameters a chunk at a time, so that what it converts and multiplies stays in the cache; nothing as long
-as the parameters is allocated after the start.  Letters: P parameters, C of a chunk, G layers.
+Every pass processes the parameters in chunks that fit into the cache. Nothing of the length of the
+parameters is allocated after the start. Letters: P parameters, C of a chunk, G layers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from ngsgd.hypergrad.step_limits import MoveAdjoint, Shortened, move_adjoint
 
 
 class Velocity(NamedTuple):
-    """v = values scale, layer by layer; the values are whole numbers or of any floating type."""
+    """v = values * scale, per layer; the values are integers or floats."""
 
     values_P: Tensor
     scale_G: Sequence[float]
 
 
 class Adjoint:
-    """dw and dv, float64; `over_move`, `over_decay` and `over_gradient` take them back over the parts of a step, in this order."""
+    """Adjoints dw and dv in float64.
+
+    Call `over_move`, `over_decay` and `over_gradient` in this order.
+    """
 
     def __init__(self, dw_P: Tensor, groups: Sequence[slice], dtype: torch.dtype) -> None:
         self.dw_P, self.dv_P, self._groups = dw_P.clone(), torch.zeros_like(dw_P), groups
-        # what the derivative of the direction is multiplied by
+        # The vector that multiplies the Jacobian of the direction.
         self.z_P = dw_P.new_empty(len(dw_P), dtype=dtype)
         size = CHUNK if dw_P.device.type == "cpu" else 512 * CHUNK
         self._chunks_G = [[slice(first, min(first + size, group.stop)) for first in range(group.start, group.stop, size)]
@@ -37,7 +40,7 @@ class Adjoint:
         self._a_C, self._b_C = (dw_P.new_empty(longest) for _ in range(2))
 
     def over_move(self, velocity: Velocity, lr_G: Sequence[float], shortened: Shortened) -> MoveAdjoint:
-        """w += S s lr v."""
+        """Backpropagate through w += S s lr v."""
         products_G = [scale * sum(_dots(self.dw_P[part], self._real(velocity.values_P[part])) for part in parts)
                       for parts, scale in zip(self._chunks_G, velocity.scale_G, strict=True)]
         move = move_adjoint(products_G, lr_G, shortened)
@@ -50,7 +53,11 @@ class Adjoint:
         return move
 
     def over_decay(self, old: Velocity, direction_P: Tensor, gamma_G: Sequence[float]) -> list[float]:
-        """v = gamma v - (1 - gamma) d: leaves z = (1 - gamma) dv; the derivative by gamma, <dv, v + d>, G."""
+        """Backpropagate through v = gamma v - (1 - gamma) d; sets z = (1 - gamma) dv.
+
+        Returns:
+            The gradient with respect to gamma, <dv, v + d>, G.
+        """
         found_G = []
         for parts, scale, gamma in zip(self._chunks_G, old.scale_G, gamma_G, strict=True):
             total = 0.0
@@ -63,7 +70,16 @@ class Adjoint:
         return found_G
 
     def over_gradient(self, by_w_P: Tensor, w_P: Tensor, l2_G: Sequence[float]) -> list[float]:
-        """d = gradient + l2 w, `by_w_P` the product of the gradient's derivative and z; the derivative by l2, G."""
+        """Backpropagate through d = gradient + l2 w.
+
+        Args:
+            by_w_P: product of the Jacobian of the gradient and z.
+            w_P: weights.
+            l2_G: l2 of each layer.
+
+        Returns:
+            The gradient with respect to l2, G.
+        """
         found_G = []
         for parts, l2 in zip(self._chunks_G, l2_G, strict=True):
             total = 0.0
@@ -77,7 +93,7 @@ class Adjoint:
         return found_G
 
     def _real(self, values_C: Tensor) -> Tensor:
-        """In float64, until the next call."""
+        """Return the values in float64; valid until the next call."""
         return self._a_C[:len(values_C)].copy_(values_C)
 
 

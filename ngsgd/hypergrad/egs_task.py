@@ -1,4 +1,4 @@
-"""A run of `ngsgd train` in small, as a task: the same model, examples, order and loss.
+"""Small version of a run of `ngsgd train` as a task: the same model, examples, order and loss.
 
 Letters: N rows (frames), P classes.
 """
@@ -19,20 +19,23 @@ from ngsgd.hypergrad.training_task import Batch, MinibatchIndex, ModuleTask
 from ngsgd.models.statistics import model_for
 from ngsgd.schedules import DropoutSchedule, Shard
 
-# jobs whose minibatches stay in memory: the one that is run, and its successor
+# Jobs whose minibatches stay in memory: the current one and its successor.
 _SEGMENTS_KEPT = 2
 
 
 class EgsTask(ModuleTask):
-    """`num_jobs` jobs of `steps_per_iter` minibatches an outer iteration, on the archives in their usual order.
+    """`num_jobs` jobs of `steps_per_iter` minibatches per outer iteration, with archives in their
+    order.
 
-    The loss is summed over a minibatch, so learning rates are per frame; the validation loss is per frame, minus the objf, on every
-    other frame of the fixed valid subset, and `held_out` on the frames between, which tuning never sees.
+    The loss is summed over a minibatch, so learning rates are per frame. The validation loss is
+    minus the objf per frame, on every second frame of the fixed validation subset. `held_out` uses
+    the other frames, which tuning never uses.
     """
 
     def __init__(self, config: RunConfig, reader: EgsReader, *, steps_per_iter: int, num_jobs: int, num_outer_iters: int) -> None:
         if config.model.num_subclasses or config.model.add_layers_period:
-            raise ConfigError("ngsgd tune needs a model that stays the same; set model.num_subclasses=0 model.add_layers_period=0.")
+            raise ConfigError("ngsgd tune needs a model of fixed architecture; set "
+                              "model.num_subclasses=0 model.add_layers_period=0.")
         if config.cluster.precision != "float32":
             raise ConfigError("ngsgd tune computes in float32; set cluster.precision=float32.")
         self.config, self.reader = config, reader
@@ -44,11 +47,11 @@ class EgsTask(ModuleTask):
 
     @property
     def num_frames(self) -> int:
-        """That a run processes, up to the last minibatch of an archive being smaller."""
+        """Return the number of frames of a run; the last minibatch of an archive may be smaller."""
         return self.steps_per_iter * self.num_jobs * self.num_outer_iters * self.config.schedule.minibatch_size
 
     def double(self) -> None:
-        """Everything in float64 from now on, for checks."""
+        """Convert everything to float64, for checks."""
         self.module.double()
         self.__dict__.pop("start", None)
         self._validation = [_in_double(rows) for rows in self._validation]
@@ -74,7 +77,7 @@ class EgsTask(ModuleTask):
         return self._segment(place.outer_iter, place.job)[place.step]
 
     def _load(self, outer_iter: int, job: int) -> Sequence[Batch]:
-        """The minibatches of one job: of as many passes over archives as it takes."""
+        """Return the minibatches of one job, from as many passes over archives as necessary."""
         found = list(itertools.islice(self._passes(outer_iter, job), self.steps_per_iter))
         return [(x_ND, pdf_N) if weight_N is None else (x_ND, pdf_N, weight_N) for x_ND, pdf_N, weight_N in found]
 
@@ -90,7 +93,7 @@ class EgsTask(ModuleTask):
 
 
 class _HeldOut(ModuleTask):
-    """The same run, judged on other frames."""
+    """The same run, evaluated on other frames."""
 
     def __init__(self, task: EgsTask, rows: Batch) -> None:
         super().__init__(task.module, task.batch, _loss, [rows], task.seed)
@@ -98,7 +101,10 @@ class _HeldOut(ModuleTask):
 
 
 def _loss(logits_NP: Tensor, batch: Batch, _: Tensor | None) -> Tensor:
-    """Summed in training, per frame on the validation rows, which carry their total weight."""
+    """Return the sum in training.
+
+    Per frame on validation rows, which contain their total weight.
+    """
     each_N = nn.functional.cross_entropy(logits_NP, batch[1], reduction="none")
     if len(batch) > 2:
         each_N = each_N * batch[2]

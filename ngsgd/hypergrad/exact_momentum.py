@@ -1,14 +1,13 @@
-"""Momentum in whole numbers, so that every step can be undone bit for bit in memory that does not
-grow with the parameters.
+"""Momentum in integer arithmetic, so that every step can be reversed exactly with little memory.
 
-Maclaurin, Duvenaud and Adams (arXiv 1502.03492) undo v = gamma v by keeping the digits that the
-product drops.  Here the velocity of a layer is v = u c, u whole numbers and c one float64 for all
-of them: to multiply by gamma is to multiply c, and no digit is touched.  u then grows by 1/gamma a
-step, and whenever c has fallen by 256 the lowest 8 bits of u are put aside, which is log2(1/gamma)
-bits per parameter and step, the least that can be.  Neither gamma nor a learning rate is rounded.
+Maclaurin, Duvenaud and Adams (arXiv 1502.03492) reverse v = gamma v by storing the digits that the
+product drops. Here the velocity of a layer is v = u c, with integers u and one float64 c.
+Multiplication by gamma changes only c and loses no digit. u then grows by 1/gamma per step, and
+whenever c has fallen by 256 the lowest 8 bits of u are stored. This is log2(1/gamma) bits per
+parameter and step, the theoretical minimum. Neither gamma nor a learning rate is rounded.
 
 Letters: P parameters, G layers (groups), t step; x position and u velocity as int64, w = x 2^-48, v
-    = u c.
+= u c.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from torch import Tensor
 from ngsgd.errors import DivergenceError, ReversalError
 from ngsgd.hypergrad import fused
 
-# of the fraction: resolution 4e-15
+# Fraction bits of the position: resolution 4e-15.
 POSITION_BITS = 48
-# c stays in (2^-52, 2^-44], so the velocity's resolution is 6e-14 or finer
+# c stays in (2^-52, 2^-44], so the velocity has a resolution of 6e-14 or finer.
 VELOCITY_BITS = 44
 SPILL_BITS = 8
-# of x and u: |w| below 2^14, |v| below 2^10 at the least; wrapped numbers would be undone exactly
-# too
+# Limit of x and u: |w| below 2^14, |v| at least up to 2^10. Wrapped numbers would also reverse
+# exactly.
 _LIMIT = 1 << 62
 _START = 2.0 ** -VELOCITY_BITS
 _FLOOR = 2.0 ** -(VELOCITY_BITS + SPILL_BITS)
@@ -40,7 +39,7 @@ _WORD = 1 << 64
 
 @dataclass(frozen=True)
 class Digest:
-    """Sums of x and of u, modulo 2^64: one wrong bit in either shows."""
+    """Sums of x and of u modulo 2^64; any single wrong bit changes one of them."""
 
     position: int
     velocity: int
@@ -48,34 +47,43 @@ class Digest:
 
 @dataclass(frozen=True)
 class _Step:
-    """What undoing a step needs beside x, u and what was put aside."""
+    """Data to reverse a step, in addition to x, u and the stored bits."""
 
     before: Digest
     scale_G: tuple[float, ...]    # c before the step
     gamma_G: tuple[float, ...]
-    # bytes that u lost (above 0) or gained (below)
+    # bytes that u lost (> 0) or gained (< 0)
     shift_G: tuple[int, ...]
 
 
 class ExactMomentum:
-    """Position and velocity of a flat parameter vector; `step` and, in reverse order, `undo_x` and
-    `undo_v`.
+    """Position and velocity of a flat parameter vector, with exactly reversible steps.
 
-    A step is v = gamma v - (1 - gamma) g, then w += rate v, per layer; `undo_v` must be given the
-    very bits of g.
+    `step` advances; `undo_x` and `undo_v`, in this order, reverse the last step. A step is v =
+    gamma v - (1 - gamma) g, then w += rate v, per layer. `undo_v` needs a bitwise identical g.
 
     Args:
         weights: P numbers, float32 or float64.
-        dtype: of what `weights()` returns and of gradients; that of `weights` if not given.
-        groups: one slice per layer, which together cover the vector in order.
-        keeps: whether steps are to be undone; without, nothing is put aside, and a momentum of 0
-            costs nothing.
-        engine: "auto" takes the compiled kernels where they can be built, "eager" never; equal
-            bits.
+        dtype: of the result of `weights()` and of gradients; default that of `weights`.
+        groups: one slice per layer; together they cover the vector in order.
+        keeps: whether steps can be reversed; if False nothing is stored, and a momentum of 0 is
+            free.
+        engine: "auto" uses compiled kernels if available, "eager" never; results are bitwise
+            identical.
 
-    Raises DivergenceError when a gradient is not finite or a number leaves its range, naming step
-    and layer, and ReversalError when an undone step does not lead back to the digest that the
-    forward pass had there.
+    Raises:
+        DivergenceError: a gradient is not finite or a number exceeds its range; names step and
+            layer.
+        ReversalError: a reversed step does not reproduce the digest of the forward pass.
+
+    Example:
+        >>> state = ExactMomentum(torch.ones(2), [slice(0, 2)])
+        >>> g = torch.tensor([1.0, 2.0])
+        >>> state.step(g, [0.1], [0.9])
+        >>> state.undo_x([0.1])
+        >>> state.undo_v(g)
+        >>> state.weights()
+        tensor([1., 1.])
     """
 
     def __init__(self, weights: Tensor, groups: Sequence[slice], *,
@@ -103,12 +111,12 @@ class ExactMomentum:
         self.num_steps = 0
 
     def step(self, grad_P: Tensor, rate_G: Sequence[float], gamma_G: Sequence[float]) -> None:
-        """One step forward: velocity, then position."""
+        """Take a step forward: velocity, then position."""
         self.step_v(grad_P, gamma_G)
         self.step_x(rate_G)
 
     def step_v(self, grad_P: Tensor, gamma_G: Sequence[float]) -> None:
-        """v = gamma v - (1 - gamma) g."""
+        """Compute v = gamma v - (1 - gamma) g."""
         for gamma in gamma_G:
             if not 0.0 <= gamma < math.inf:
                 raise ValueError(f"Invalid momentum: {gamma}; it must be at least 0")
@@ -123,26 +131,29 @@ class ExactMomentum:
         self._digest = Digest(self._digest.position, self._add_gradient(grad_P, gamma_G, -1))
 
     def step_x(self, rate_G: Sequence[float]) -> None:
-        """w += rate v."""
+        """Compute w += rate v."""
         self._digest = Digest(self._add_velocity(rate_G, 1), self._digest.velocity)
 
     def shift_x(self, grad_P: Tensor, factor_G: Sequence[float], sign: int) -> None:
-        """w += sign factor g: for steps that also move along the gradient itself."""
+        """Compute w += sign factor g, for steps with an additional term along the gradient."""
         for index, (group, factor) in enumerate(zip(self.groups, factor_G, strict=True)):
             if self._kernels.add_scaled(self.x_P[group], grad_P[group],
                                         factor * 2.0 ** POSITION_BITS, sign) is None:
-                raise self._diverged(index, "a weight leaves its range")
+                raise self._diverged(index, "a weight exceeds its range")
         self._read_weights()
         self._digest = Digest(_sum(self.x_P), self._digest.velocity)
 
     def undo_x(self, rate_G: Sequence[float]) -> None:
-        """Takes the last step's move back; then `weights()` are those that its gradient belongs to."""
+        """Reverse the update of the position.
+
+        `weights()` are then those at which the gradient was computed.
+        """
         self._digest = Digest(self._add_velocity(rate_G, -1), self._digest.velocity)
         if self._digest.position != self._steps[-1].before.position:
-            raise ReversalError(self.num_steps, "its weights are not those of the forward pass")
+            raise ReversalError(self.num_steps, "its weights differ from those of the forward pass")
 
     def undo_v(self, grad_P: Tensor) -> None:
-        """Takes the last step's change of the velocity back, given the gradient at `weights()`."""
+        """Reverse the update of the velocity, given the gradient at `weights()`."""
         last = self._steps[-1]
         velocity = self._add_gradient(grad_P, last.gamma_G, 1)
         for index, shift in enumerate(last.shift_G):
@@ -151,52 +162,56 @@ class ExactMomentum:
         self._digest = Digest(self._digest.position,
                               _sum(self.u_P) if any(last.shift_G) else velocity)
         if self._digest != last.before:
-            raise ReversalError(self.num_steps, "its gradient, or what was put aside, is not that "
-                                                "of the forward pass")
+            raise ReversalError(self.num_steps, "its gradient, or the stored bits, differ from "
+                                                "those of the forward pass")
         self.scale_G = last.scale_G
         self._steps.pop()
         self.num_steps -= 1
 
     def weights(self) -> Tensor:
-        """w, P numbers of the type given at the start; a view that the next step changes."""
+        """Return w, P numbers of the given dtype, as a view that the next step changes."""
         return self._w_P
 
     def position(self) -> Tensor:
-        """w in float64, P."""
+        """Return w in float64, P."""
         return self.x_P.double() * 2.0 ** -POSITION_BITS
 
     def velocity(self) -> Tensor:
-        """v in float64, P."""
+        """Return v in float64, P."""
         v_P = self.u_P.double()
         for group, scale in zip(self.groups, self.scale_G, strict=True):
             v_P[group] *= scale
         return v_P
 
     def velocity_norms(self) -> list[float]:
-        """L2 norm of each layer's velocity, G; the same bits in both engines."""
+        """Return the L2 norm of the velocity of each layer, G.
+
+        Bitwise identical in both engines.
+        """
         return [scale * math.sqrt(sum(
             float(torch.dot(part, part))
             for part in map(Tensor.double, self.u_P[group].split(fused.CHUNK))))
             for group, scale in zip(self.groups, self.scale_G, strict=True)]
 
     def digest(self) -> Digest:
-        """Of the state as it lies in memory now."""
+        """Compute the digest of the current state."""
         return Digest(_sum(self.x_P), _sum(self.u_P))
 
     def verify(self) -> None:
-        """Raises ReversalError if the state in memory is not the one that the last step left."""
+        """Raise ReversalError if the state in memory has changed since the last step."""
         if self.digest() != self._digest:
             raise ReversalError(self.num_steps, "its state in memory has changed since")
 
     def copy(self) -> ExactMomentum:
-        """One of its own, from here on; it cannot undo the steps before."""
+        """Return a separate copy; it cannot reverse earlier steps."""
         other = copy(self)
         other.x_P, other.u_P, other._w_P = self.x_P.clone(), self.u_P.clone(), self._w_P.clone()
         other._steps, other._spills = [], [[] for _ in self.groups]
         return other
 
     def state_dict(self) -> dict[str, Any]:
-        """All that going on and going back need, as tensors and numbers."""
+        """Return the complete state as tensors and numbers, for further steps in both directions.
+        """
         steps = [(astuple(step.before), step.scale_G, step.gamma_G, step.shift_G)
                  for step in self._steps]
         return {"x": self.x_P.clone(), "u": self.u_P.clone(), "scale": self.scale_G,
@@ -205,7 +220,7 @@ class ExactMomentum:
                 "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up a state of the same groups; raises ReversalError if its digest is not its own."""
+        """Load a state of the same groups; raises ReversalError if its digest does not match."""
         self.x_P.copy_(state["x"])
         self.u_P.copy_(state["u"])
         self.scale_G, self._digest, self.num_steps = tuple(state["scale"]), Digest(*state["digest"]), state["num_steps"]
@@ -217,13 +232,13 @@ class ExactMomentum:
 
     @property
     def spill_bytes(self) -> int:
-        """What was put aside, in bytes."""
+        """Return the size of the stored bits in bytes."""
         return sum(part.numel() * part.element_size() for parts in self._spills for part in parts)
 
     # Layers of the velocity -----------------------------------------------------------------------
 
     def _decay(self, index: int, gamma: float) -> tuple[float, int]:
-        """(the new c, bytes that u lost): the multiplication by gamma."""
+        """Return (the new c, bytes that u lost) of the multiplication by gamma."""
         u_P = self.u_P[self.groups[index]]
         if gamma == 0.0:
             self._put_aside(index, u_P.clone())
@@ -234,10 +249,10 @@ class ExactMomentum:
             self._put_aside(index, (u_P & 255).to(torch.uint8))
             u_P >>= SPILL_BITS
             scale, shift = scale * 256.0, shift + 1
-        # gamma above 1: the digits that come in are zeros, and nothing need be kept
+        # gamma above 1: the new low digits are zeros, and need not be stored.
         while scale > _START:
             if int(u_P.abs().max()) >= _LIMIT >> SPILL_BITS:
-                raise self._diverged(index, "the velocity leaves its range")
+                raise self._diverged(index, "the velocity exceeds its range")
             u_P <<= SPILL_BITS
             scale, shift = scale / 256.0, shift - 1
         return scale, shift
@@ -258,25 +273,25 @@ class ExactMomentum:
             for _ in range(-shift):
                 u_P >>= SPILL_BITS
         except IndexError:
-            raise ReversalError(self.num_steps, "what was put aside there is missing") from None
+            raise ReversalError(self.num_steps, "the bits stored in that step are missing") from None
 
     # Arithmetic over the vector -------------------------------------------------------------------
 
     def _add_gradient(self, grad_P: Tensor, gamma_G: Sequence[float], sign: int) -> int:
-        """u += sign rint(g (1 - gamma) / c); returns the sum of u."""
+        """Compute u += sign rint(g (1 - gamma) / c); return the sum of u."""
         total = 0
         for index, (group, gamma, scale) in enumerate(zip(self.groups, gamma_G, self.scale_G,
                                                           strict=True)):
             factor = (1.0 - gamma) / scale
             found = self._kernels.add_scaled(self.u_P[group], grad_P[group], factor, sign)
             if found is None:
-                raise self._diverged(index, "a gradient is not finite or the velocity leaves its "
+                raise self._diverged(index, "a gradient is not finite or the velocity exceeds its "
                                             "range")
             total += found
         return total % _WORD
 
     def _add_velocity(self, rate_G: Sequence[float], sign: int) -> int:
-        """x += sign rint(u rate c 2^48), then the weights; returns the sum of x."""
+        """Compute x += sign rint(u rate c 2^48), then the weights; return the sum of x."""
         total = 0
         for index, (group, rate, scale) in enumerate(zip(self.groups, rate_G, self.scale_G,
                                                          strict=True)):
@@ -284,7 +299,7 @@ class ExactMomentum:
             found = self._kernels.apply_velocity(self.x_P[group], self.u_P[group],
                                                  self._w_P[group], factor, sign)
             if found is None:
-                raise self._diverged(index, "a weight leaves its range")
+                raise self._diverged(index, "a weight exceeds its range")
             total += found
         return total % _WORD
 
@@ -298,7 +313,10 @@ class ExactMomentum:
 
 
 def _rounded(values_P: Tensor, what: str) -> Tensor:
-    """float64 to int64, to the nearest even; raises for what does not fit, which a cast would wrap."""
+    """Round float64 to int64, to nearest even.
+
+    Raise if it does not fit, because a cast would wrap.
+    """
     if not bool((values_P.abs() < _LIMIT).all()):
         raise DivergenceError(f"{what} is not finite or at least 2^{62 - POSITION_BITS} in size; "
                               "scale the model down.")

@@ -1,6 +1,7 @@
-"""The two inner loops of `ExactMomentum`: in torch operations, and in C++ where a compiler is at hand.  Equal bits.
+"""The two inner loops of `ExactMomentum`, in torch operations and in C++; bitwise identical.
 
-Both return the sum of the whole numbers they leave behind, or None when a number is not finite or leaves its range.
+Both return the sum of the resulting integers, or None if a number is not finite or exceeds its
+range.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from ngsgd.ops.kernels import native
 
-# elements; a quarter of it was slower (9.7 ms a step against 7.4 for 2 M parameters); scratch of 2
-# MB
+# Elements, with 2 MB of scratch memory. A quarter of it was slower (9.7 instead of 7.4 ms per step
+# for 2 M parameters).
 CHUNK = 1 << 17
 _LIMIT = float(1 << 62)
 _UNIT = 2.0 ** -48  # of a position
@@ -25,18 +26,21 @@ _TYPES = {torch.float32: "f32", torch.float64: "f64"}
 
 
 class Kernels(Protocol):
-    """One layer's part of a step; all arguments are views of one layer."""
+    """Interface of the loops; all arguments are views of one layer."""
 
     def add_scaled(self, u_P: Tensor, grad_P: Tensor, factor: float, sign: int) -> int | None:
-        """u += sign rint(g factor)."""
+        """Compute u += sign rint(g factor)."""
 
     def apply_velocity(self, x_P: Tensor, u_P: Tensor, w_P: Tensor, factor: float,
                        sign: int) -> int | None:
-        """x += sign rint(u factor); w = x 2^-48."""
+        """Compute x += sign rint(u factor); w = x 2^-48."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype, engine: str) -> Kernels:
-    """Those of `engine`, "auto" or "eager" or "fused"; the last raises RuntimeError where they cannot be built."""
+    """Return the kernels of `engine`.
+
+    "auto", "eager" or "fused", which raises RuntimeError without a compiler.
+    """
     if engine not in ("auto", "eager", "fused"):
         raise ValueError(f"Invalid engine: {engine!r}; choose auto, eager or fused")
     if dtype not in _TYPES:
@@ -50,16 +54,16 @@ def kernels_for(device: torch.device, dtype: torch.dtype, engine: str) -> Kernel
 
 
 class _Eager:
-    """In torch operations, a chunk at a time, with scratch memory that is kept."""
+    """Torch operations, in chunks, with reused scratch memory."""
 
     def __init__(self, device: torch.device) -> None:
-        # on a GPU a call costs more than memory does
+        # On a GPU launch overhead is more expensive than memory.
         self._size = CHUNK if device.type == "cpu" else 512 * CHUNK
         self._real = torch.empty(0, dtype=torch.float64, device=device)
         self._whole = torch.empty(0, dtype=torch.int64, device=device)
 
     def add_scaled(self, u_P: Tensor, grad_P: Tensor, factor: float, sign: int) -> int | None:
-        # on some processors NaN becomes 0, which looks like any other number
+        # Some processors convert NaN to 0, which would be undetected.
         if not math.isfinite(float(grad_P.sum())):
             return None
         sums, ends = [], []
@@ -79,16 +83,15 @@ class _Eager:
             sums.append(x_C.sum())
             w_C.copy_(x_C).mul_(_UNIT)
             squares.append(torch.dot(w_C, w_C))
-        # a norm within the range is that of weights within it, and quicker to have than the largest
-        # of them
+        # A norm within the range implies weights within it, and is faster than the maximum.
         fits = float(torch.stack(squares).sum()) < (_LIMIT * _UNIT) ** 2 or _in_range(x_P)
         return int(torch.stack(sums).sum()) if fits else None
 
     def _add(self, whole_C: Tensor, values_C: Tensor, factor: float, sign: int) -> None:
-        """whole += sign rint(values factor).
+        """Compute `whole += sign rint(values factor)`.
 
-        A product beyond 64 bits becomes the largest or the lowest whole number, by processor; either leads a number within the
-        range out of it, also where the sum wraps around.
+        A product beyond 64 bits becomes the largest or smallest integer, depending on the
+        processor. Either moves a number within the range out of it, even if the sum wraps around.
         """
         if len(self._real) < len(whole_C):
             self._real, self._whole = self._real.new_empty(len(whole_C)), self._whole.new_empty(len(whole_C))
@@ -103,7 +106,7 @@ def _in_range(whole: Tensor) -> bool:
 
 
 class Fused:
-    """In one pass over memory each."""
+    """C++ kernels, with one pass over memory each."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._add = {dtype: getattr(library, f"add_scaled_{suffix}") for dtype, suffix in _TYPES.items()}
@@ -125,5 +128,5 @@ class Fused:
 
 
 def load_library() -> ctypes.CDLL | None:
-    # no contraction into fused multiply-adds: the bits must be those of the torch operations
+    # No contraction into fused multiply-adds: bits must equal those of the torch operations.
     return native.library(_SOURCE, "-ffp-contract=off")

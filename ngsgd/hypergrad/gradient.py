@@ -1,7 +1,7 @@
-"""The derivative of the validation loss by every hyperparameter at once, through N averaged jobs.
+"""Gradient of the validation loss with respect to all hyperparameters, through N averaged jobs.
 
-Averaging is linear, so each job is run back on its own from its share of the derivative; sums over
-jobs are made in their order.  Letters: P parameters, T steps, O outer iterations, N jobs, G layers.
+Averaging is linear, so each job is reversed separately from its share of the gradient. Sums over
+jobs use job order. Letters: P parameters, T steps, O outer iterations, N jobs, G layers.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from ngsgd.ops.second_derivatives import naming_missing
 
 
 class Jobs(Protocol):
-    """Who runs the jobs of an outer iteration there and back; each job is taken back by whoever ran
-    it.
+    """Interface that runs the jobs of an outer iteration.
+
+    The same process runs and reverses a job.
     """
 
     def forward(self, outer_iter: int, start_P: Tensor) -> list[Tensor]:
-        """Where each job ends, in their order."""
+        """Return the final weights of each job, in order."""
 
     def reverse(self, outer_iter: int, dw_NP: Sequence[Tensor]) -> list[tuple[Tensor, SegmentGrad]]:
-        """The derivative by each job's start, and what it adds to the others."""
+        """Return the gradient with respect to the start of each job, and its other contributions.
+        """
 
     def kept(self) -> tuple[int, int]:
-        """(bytes put aside, bytes kept for the way back) of all jobs that have been run forward."""
+        """Return (bytes of stored bits, bytes of reversal state) of all jobs that ran forward."""
 
 
 class LocalJobs:
-    """One after the other, in this process."""
+    """Run jobs one after the other in this process."""
 
     def __init__(self, task: TrainingTask, plan: HyperparameterPlan, engine: str,
                  gradients: Gradients, kernels: str = "auto") -> None:
@@ -51,7 +53,7 @@ class LocalJobs:
         return [self.run(outer_iter, job, start_P) for job in range(self.plan.num_jobs)]
 
     def run(self, outer_iter: int, job: int, start_P: Tensor) -> Tensor:
-        """One job's steps."""
+        """Run the steps of one job."""
         segment = JobSegment(self.gradients, self.flat, Numbers.of(self.plan, outer_iter),
                              MinibatchIndex(outer_iter, job, 0), self.engine,
                           self.kernels)
@@ -72,7 +74,7 @@ class LocalJobs:
 
 @dataclass(frozen=True)
 class Choice:
-    """An engine, and why it was chosen."""
+    """A reversal engine, and the reason for its choice."""
 
     engine: str
     why: str
@@ -80,13 +82,26 @@ class Choice:
 
 def choose_engine(plan: HyperparameterPlan, num_parameters: int, element_size: int, *,
                   memory_bytes: float = 1e9, can_reverse: bool = True) -> Choice:
-    """Store if it fits, else reversible if there is momentum everywhere, else checkpoint."""
+    """Choose "store" if it fits, else "reversible" if all momenta are positive, else "checkpoint".
+
+    Args:
+        plan: the hyperparameters.
+        num_parameters: P.
+        element_size: bytes per parameter.
+        memory_bytes: limit for "store". Default 1e9.
+        can_reverse: whether the preconditioner is reversible.
+
+    Example:
+        >>> plan = HyperparameterPlan.constant(num_steps=5, num_layers=1, lr=0.1)
+        >>> choose_engine(plan, num_parameters=100, element_size=4).engine
+        'store'
+    """
     needed = 2 * element_size * num_parameters * plan.num_steps * plan.num_jobs
     if needed <= memory_bytes:
         return Choice("store", f"weights and velocities of all steps take {needed:,} bytes, which "
                                "fits")
     if not can_reverse:
-        return Choice("checkpoint", "the preconditioner cannot be run backwards")
+        return Choice("checkpoint", "the preconditioner cannot be reversed")
     if bool((plan.momentum_TG > 0.0).all()):
         return Choice("reversible", f"storing every step would take {needed:,} bytes, and momentum "
                                     "is above 0 everywhere")
@@ -95,16 +110,17 @@ def choose_engine(plan: HyperparameterPlan, num_parameters: int, element_size: i
 
 
 class HypergradientRun:
-    """A run that has been made once: its validation loss is known, and its derivatives are a way
-    back away.
-    """
+    """A completed forward run, with its validation loss and, on request, its hypergradient."""
 
     def __init__(self, run: _Run) -> None:
         self._run = run
         self.value = run.forward_value()
 
     def gradient(self) -> HyperGrad:
-        """To be asked for once: the way back uses up what was kept for it."""
+        """Compute the hypergradient by the reverse pass.
+
+        Call it once, because it consumes the stored state.
+        """
         with torch.random.fork_rng(devices=[]), naming_missing("a hypergradient"):
             return self._run.gradient()
 
@@ -112,25 +128,38 @@ class HypergradientRun:
 def hypergradient(task: TrainingTask, plan: HyperparameterPlan, engine: str = "auto", *,
                   gradients: Gradients | None = None, jobs: Jobs | None = None,
                   memory_bytes: float = 1e9, kernels: str = "auto") -> HyperGrad:
-    """Trains as `plan` says and returns the validation loss with its derivative by everything in
-    the plan.
+    """Train with `plan`; return the validation loss and its gradient with respect to the plan.
 
-    All engines give the same numbers: "store", "reversible" (needs memory for two whole numbers per
-    parameter and log2(1/momentum) bits per parameter and step, and a loss whose gradient has the
-    same bits twice), "checkpoint"; "auto" is the rule of `choose_engine`.  Costs about four plain
-    runs.  Needs a loss with second derivatives; torch's random state is left as it was.  Raises
-    ReversalError, with the step, when the way back does not meet the way there, and
-    DivergenceError.
+    All engines return the same numbers. Costs about four ordinary runs. torch's random state is
+    restored.
 
-    >>> import torch
-    >>> module = torch.nn.Linear(3, 2).double()
-    >>> x, y = torch.randn(8, 3).double(), torch.randint(0, 2, (8,))
-    >>> def loss(output, batch, data_weights):
-    ...     return torch.nn.functional.cross_entropy(output, batch[1])
-    >>> task = ModuleTask(module, lambda place: (x, y), loss, [(x, y)])
-    >>> found = hypergradient(task, HyperparameterPlan.constant(num_steps=5, num_layers=1, lr=0.1))
-    >>> found.lr_TG.shape
-    torch.Size([5, 1])
+    Args:
+        task: model, minibatches and losses; the loss needs second derivatives.
+        plan: the hyperparameters.
+        engine: "store", "reversible", "checkpoint" or "auto" (`choose_engine`). "reversible" needs
+            two integers per parameter and log2(1/momentum) bits per parameter and step, and a loss
+            whose gradient is bitwise reproducible.
+        gradients: directions of steps; default: plain gradients.
+        jobs: runs the jobs; default: in this process.
+        memory_bytes: limit of "store" under "auto".
+        kernels: "auto", "eager" or "fused"; see `ExactMomentum`.
+
+    Raises:
+        ReversalError: the reverse pass does not reproduce the forward pass; names the step.
+        DivergenceError: the run diverges.
+
+    Source: arXiv 1502.03492.
+
+    Example:
+        >>> import torch
+        >>> module = torch.nn.Linear(3, 2).double()
+        >>> x, y = torch.randn(8, 3).double(), torch.randint(0, 2, (8,))
+        >>> def loss(output, batch, data_weights):
+        ...     return torch.nn.functional.cross_entropy(output, batch[1])
+        >>> task = ModuleTask(module, lambda place: (x, y), loss, [(x, y)])
+        >>> found = hypergradient(task, HyperparameterPlan.constant(num_steps=5, num_layers=1, lr=0.1))
+        >>> found.lr_TG.shape
+        torch.Size([5, 1])
     """
     return evaluate_hyperparameters(task, plan, engine, gradients=gradients, jobs=jobs,
                                     memory_bytes=memory_bytes, kernels=kernels).gradient()
@@ -139,7 +168,7 @@ def hypergradient(task: TrainingTask, plan: HyperparameterPlan, engine: str = "a
 def evaluate_hyperparameters(task: TrainingTask, plan: HyperparameterPlan, engine: str = "auto", *,
                              gradients: Gradients | None = None, jobs: Jobs | None = None,
              memory_bytes: float = 1e9, kernels: str = "auto") -> HypergradientRun:
-    """The way there of `hypergradient`, whose way back can be had afterwards or left out."""
+    """Run the forward pass of `hypergradient`; the result offers an optional reverse pass."""
     if engine not in ("auto", *ENGINES):
         raise ValueError(f"Invalid engine: {engine!r}; choose auto, {', '.join(ENGINES)}")
     plan, flat = plan.detached(), Flat.of(task)
@@ -149,8 +178,8 @@ def evaluate_hyperparameters(task: TrainingTask, plan: HyperparameterPlan, engin
     first = next(iter(task.start.values()))
     gradients = gradients or PlainGradients(task, flat)
     if engine == "reversible" and not gradients.can_reverse:
-        raise ConfigError("this preconditioner cannot be run backwards, since its estimates lose "
-                          "what they forget; choose engine=checkpoint or store.")
+        raise ConfigError("this preconditioner cannot be reversed, because its estimates do not "
+                          "retain past data; choose engine=checkpoint or store.")
     choice = Choice(engine, "asked for") if engine != "auto" else choose_engine(
         plan, flat.size, first.element_size(), memory_bytes=memory_bytes,
         can_reverse=gradients.can_reverse)
@@ -166,7 +195,7 @@ def evaluate_hyperparameters(task: TrainingTask, plan: HyperparameterPlan, engin
 def final_value(task: TrainingTask, plan: HyperparameterPlan, *,
                 gradients: Gradients | None = None, jobs: Jobs | None = None,
                 kernels: str = "auto") -> float:
-    """The validation loss that `plan` leads to; the way there only, with the same numbers."""
+    """Return the validation loss of `plan`, by a forward pass with the same numbers."""
     plan, flat = plan.detached(), Flat.of(task)
     with torch.random.fork_rng(devices=[]):
         jobs = jobs or LocalJobs(task, plan, "none", gradients or PlainGradients(task, flat),
@@ -175,7 +204,7 @@ def final_value(task: TrainingTask, plan: HyperparameterPlan, *,
 
 
 class _Run:
-    """The whole run, there and back."""
+    """The complete run in both directions."""
 
     def __init__(self, task: TrainingTask, plan: HyperparameterPlan, flat: Flat,
                  gradients: Gradients | None, jobs: Jobs, choice: Choice) -> None:
@@ -185,7 +214,7 @@ class _Run:
         self._means: list[Tensor] = []
 
     def forward(self) -> Tensor:
-        """The averaged weights at the end, float64."""
+        """Return the averaged final weights, float64."""
         w_P = self.unscaled_P * self.flat.spread(self.plan.init_scale_G)
         for outer_iter in range(self.plan.num_outer_iters):
             ends_NP = self.jobs.forward(outer_iter, w_P)
@@ -196,7 +225,7 @@ class _Run:
         return w_P
 
     def forward_value(self) -> float:
-        """The validation loss at the end."""
+        """Return the final validation loss."""
         began = time.perf_counter()
         self._end_P = self.forward()
         self._forward_s = time.perf_counter() - began
@@ -204,7 +233,7 @@ class _Run:
             return float(self.task.validation(_parameters(self.task, self.flat, self._end_P)))
 
     def gradient(self) -> HyperGrad:
-        """The way back."""
+        """Run the reverse pass."""
         spill_bytes, state_bytes = self.jobs.kept()
         state_bytes += sum(8 * len(end) for ends in self._ends for end in ends)
         began = time.perf_counter()
@@ -246,13 +275,16 @@ class _Run:
 
     def _mean(self, outer_iter: int, ends_NP: Sequence[Tensor]) -> Tensor:
         if len(ends_NP) == 1:
-            # bit for bit, also where a share times a weight would round
+            # Bitwise identical even if the product of share and weight would round.
             return ends_NP[0]
         return torch.from_numpy(mean_of_chunk([end_P.numpy() for end_P in ends_NP],
                                               self._shares(outer_iter), np.s_[:]))
 
     def _by_weights(self, outer_iter: int, dw_P: Tensor) -> Tensor:
-        """mean = sum a_n w_n / sum a: by a_n that is (w_n - mean) / sum a."""
+        """Return the gradient with respect to a_n of the mean sum a_n w_n / sum a.
+
+        (w_n - mean) / sum a.
+        """
         ends_NP, mean_P = self._ends.pop(), self._means.pop()
         return torch.stack([torch.dot(dw_P, end_P - mean_P)
                             for end_P in ends_NP]) / self.plan.averaging_ON[outer_iter].sum()
@@ -268,7 +300,7 @@ class _Run:
 
 
 def adjoint_growth(by_log_lr_TG: Tensor) -> float:
-    """How much more an early step matters than a late one; a large ratio is chaos."""
+    """Return the ratio of sensitivities at early and late steps; a large ratio indicates chaos."""
     tenth = max(1, len(by_log_lr_TG) // 10)
     first, last = float(by_log_lr_TG[:tenth].norm()), float(by_log_lr_TG[-tenth:].norm())
     return first / last if last > 0.0 else float("inf") if first > 0.0 else 1.0

@@ -1,6 +1,7 @@
-"""The hyperparameters of a run as tensors, and the derivative of the validation loss by each of them.
+"""Hyperparameters of a run as tensors, and the gradient of the validation loss with respect to
+them.
 
-Letters: T steps of a job over the whole run, O outer iterations, N jobs, G layers.
+Letters: T steps of a job over the complete run, O outer iterations, N jobs, G layers.
 """
 
 from __future__ import annotations
@@ -13,25 +14,34 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HyperparameterPlan:
-    """A run of N jobs that are averaged every T/O steps.  All tensors float64, on the CPU.
+    """Hyperparameters of a run of N jobs that are averaged every T/O steps.
 
-    One step of a layer: v = momentum v - (1 - momentum) (g + l2 w), w += s lr v, where s shortens the change to `max_change` and
-    then, over all layers, to `max_param_change` (L2 norms; 0 = none).  Each job starts with velocity 0.
+    One step of a layer: v = momentum v - (1 - momentum) (g + l2 w), w += s lr v. The factor s
+    limits the update to `max_change` per layer and then to `max_param_change` over all layers (L2
+    norms; 0 = none). Each job starts with velocity 0. All tensors are float64 on the CPU.
+
+    Raises:
+        ValueError: shapes do not match, or a number is negative or not finite.
+
+    Example:
+        >>> plan = HyperparameterPlan.constant(num_steps=5, num_layers=2, lr=0.1)
+        >>> plan.lr_TG.shape
+        torch.Size([5, 2])
     """
 
-    # of a job, on the task's loss; at least 0
+    # learning rate of a job, for the loss of the task; at least 0
     lr_TG: Tensor
-    # at least 0; with 0 anywhere there is no cheap way back
+    # at least 0; a zero anywhere excludes efficient reversal
     momentum_TG: Tensor
-    # adds l2 / 2 |w|^2 to the task's loss
+    # adds l2 / 2 |w|^2 to the loss of the task
     l2_G: Tensor
-    # multiplies the task's starting parameters
+    # multiplies the initial parameters of the task
     init_scale_G: Tensor
     max_change_G: Tensor
     max_param_change: Tensor      # 0-d
-    # weights of the jobs in each average; normalised to sum to one
+    # weights of the jobs in each average; normalized to sum to one
     averaging_ON: Tensor
-    # handed to the task's loss
+    # passed to the loss of the task
     data_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -47,13 +57,13 @@ class HyperparameterPlan:
         if wrong := [name for name, part in self.tensors().items() if name not in signed and bool((part < 0).any())]:
             raise ValueError(f"Invalid plan: {', '.join(wrong)} must be at least 0")
         if not bool((self.averaging_ON.sum(dim=1) > 0).all()):
-            raise ValueError("Invalid plan: in every average some job must have a weight above 0")
+            raise ValueError("Invalid plan: every average needs a job with a weight above 0")
 
     @classmethod
     def constant(cls, num_steps: int, num_layers: int, *, lr: float, momentum: float = 0.9, l2: float = 0.0,
                  max_change: float = 0.0, max_param_change: float = 0.0, num_jobs: int = 1,
                  num_outer_iters: int = 1) -> HyperparameterPlan:
-        """The same numbers in every step and layer."""
+        """Create a plan with equal values in every step and layer."""
         def full(value: float, *shape: int) -> Tensor:
             return torch.full(shape, value, dtype=torch.float64)
         return cls(full(lr, num_steps, num_layers), full(momentum, num_steps, num_layers), full(l2, num_layers),
@@ -62,62 +72,70 @@ class HyperparameterPlan:
 
     @property
     def num_steps(self) -> int:
+        r"""T"""
         return len(self.lr_TG)
 
     @property
     def num_layers(self) -> int:
+        r"""G"""
         return self.lr_TG.shape[1]
 
     @property
     def num_outer_iters(self) -> int:
+        r"""O"""
         return len(self.averaging_ON)
 
     @property
     def num_jobs(self) -> int:
+        r"""N"""
         return self.averaging_ON.shape[1]
 
     @property
     def steps_per_iter(self) -> int:
+        r"""T / O"""
         return self.num_steps // self.num_outer_iters
 
     def tensors(self) -> dict[str, Tensor]:
-        """The hyperparameters that are there, by name."""
+        """Return the hyperparameters that are not None, by name."""
         return {spec.name: value for spec in fields(self) if (value := getattr(self, spec.name)) is not None}
 
     def detached(self) -> HyperparameterPlan:
+        r"""Return a copy without autograd graph."""
         return replace(self, **{name: value.detach() for name, value in self.tensors().items()})
 
 
 @dataclass(frozen=True)
 class HypergradientReport:
-    """How a hypergradient was come by, and whether to believe it."""
+    """Engine and reliability of a hypergradient."""
 
     # store, checkpoint or reversible
     engine: str
-    why: str                 # this engine
-    # none; exact; constant: what it owes to the weights is left out, so the gradient is approximate
+    why: str                 # reason for this engine
+    # none; exact; constant: its dependence on the weights is ignored, so the gradient is
+    # approximate
     preconditioner: str
-    # the derivative of what was computed, up to rounding
+    # Whether the gradient is exact up to rounding.
     exact: bool
-    # every step was undone to the bits of the forward pass; true too where nothing had to be undone
+    # Whether every reversed step reproduced the bits of the forward pass; also True without
+    # reversal.
     digest_ok: bool
-    # |d loss / d log lr| over the first tenth of the steps to that over the last tenth
+    # |d loss / d log lr| over the first tenth of the steps relative to the last tenth
     adjoint_growth: float
     spill_bytes: int
-    # all that was kept for the way back, spills included
+    # size of the stored state, in bytes, with stored bits
     state_bytes: int
     seconds_forward: float
     seconds_reverse: float
 
     @property
     def trusted(self) -> bool:
-        """False where the run amplifies any change so much (chaos) that its slope says nothing about the next point."""
+        """False if the run is chaotic, so that its gradient does not predict nearby runs."""
         return self.adjoint_growth <= 100.0
 
 
 @dataclass(frozen=True)
 class HyperGrad:
-    """The validation loss at the end of a run, and its derivatives, shaped like the plan's fields."""
+    """Final validation loss of a run, and its gradients in the shapes of the plan."""
 
     value: float
     lr_TG: Tensor
@@ -128,12 +146,14 @@ class HyperGrad:
     max_param_change: Tensor
     averaging_ON: Tensor
     data_weights: Tensor | None
-    # by the task's starting parameters
+    # gradient with respect to the initial parameters of the task
     start: dict[str, Tensor]
     report: HypergradientReport
 
     def by(self, plan: HyperparameterPlan, inputs: Tensor) -> Tensor:
-        """The derivative by `inputs`, of which `plan` was made by differentiable operations."""
+        """Return the gradient with respect to `inputs`, from which `plan` was computed
+        differentiably.
+        """
         outputs = {name: value for name, value in plan.tensors().items() if value.requires_grad}
         gradients = [getattr(self, name) for name in outputs]
         return torch.autograd.grad(list(outputs.values()), inputs, grad_outputs=gradients)[0]

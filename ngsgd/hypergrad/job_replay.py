@@ -1,6 +1,7 @@
-"""One job of one outer iteration, there and back: Algorithm 2 of arXiv 1502.03492 with limits on change.
+"""Forward and reverse pass of one job of one outer iteration.
 
-Letters: P parameters, G layers, t step.  dw, dv: derivatives of the validation loss by position and velocity, float64.
+Algorithm 2 of arXiv 1502.03492 with update-norm limits. Letters: P parameters, G layers, t step.
+dw, dv: gradients of the validation loss with respect to position and velocity, float64.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ ENGINES = ("reversible", "checkpoint", "store")
 
 
 class Numbers(NamedTuple):
-    """The hyperparameters of one job of one outer iteration, as plain floats: arithmetic is then the same both ways."""
+    """Hyperparameters of one job of one outer iteration, as floats, for equal arithmetic in both
+    directions.
+    """
 
     lr_TG: list[list[float]]
     momentum_TG: list[list[float]]
@@ -36,6 +39,7 @@ class Numbers(NamedTuple):
 
     @classmethod
     def of(cls, plan: HyperparameterPlan, outer_iter: int) -> Numbers:
+        """Return those of an outer iteration."""
         steps = slice(outer_iter * plan.steps_per_iter, (outer_iter + 1) * plan.steps_per_iter)
         weights = plan.data_weights
         return cls(plan.lr_TG[steps].tolist(), plan.momentum_TG[steps].tolist(), plan.l2_G.tolist(), plan.max_change_G.tolist(),
@@ -44,7 +48,7 @@ class Numbers(NamedTuple):
 
 @dataclass
 class SegmentGrad:
-    """What one job adds to the derivatives, by its own steps."""
+    """Contributions of one job to the gradients, by its steps."""
 
     lr_TG: Tensor
     momentum_TG: Tensor
@@ -55,6 +59,7 @@ class SegmentGrad:
 
     @classmethod
     def zero(cls, numbers: Numbers) -> SegmentGrad:
+        """Create zeros."""
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64)
         num_steps, num_layers = len(numbers.lr_TG), len(numbers.l2_G)
@@ -64,7 +69,7 @@ class SegmentGrad:
 
     def add(self, t: int, move: MoveAdjoint, by_momentum_G: Sequence[float], by_l2_G: Sequence[float],
             by_weights: Tensor | None) -> None:
-        """What step t brings."""
+        """Add the contribution of step t."""
         def vector(values: Sequence[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float64)
         self.lr_TG[t], self.momentum_TG[t] = vector(move.lr_G), vector(by_momentum_G)
@@ -76,51 +81,51 @@ class SegmentGrad:
 
 
 class Gradients(Protocol):
-    """How a step's direction is made of the loss, and what of that is differentiated; see `PlainGradients`."""
+    """Interface that computes the direction of a step and its derivative; see `PlainGradients`."""
 
     label: str
     is_exact: bool
     can_reverse: bool
 
     def probe(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> bool:
-        """Whether the direction has the same bits both ways; what is needed to make it so is done from then on."""
+        """Check that directions are bitwise reproducible, and enable recomputation if necessary."""
 
     def begin(self) -> None:
-        """Before a job's first step: afresh."""
+        """Reset the state before the first step of a job."""
 
     def snapshot(self) -> Any:
-        """What it carries from step to step."""
+        """Return the state that is carried between steps."""
 
     def restore(self, snapshot: Any) -> None:
-        """Goes on from there: `reverse` comes next, for the step that follows."""
+        """Restore a snapshot; `reverse` is called next, for the following step."""
 
     def get_state(self) -> Any:
-        """What was carried to the end of a job, with all that undoing it needs."""
+        """Return the final state of a job, with the data for reversal."""
 
     def set_state(self, state: Any) -> None:
-        """The way back of that job begins: `reverse` comes next, for its last step."""
+        """Start the reverse pass of that job; `reverse` is called next, for its last step."""
 
     def forward(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> Tensor:
-        """The direction, P."""
+        """Return the direction, P."""
 
     def reverse(self, w_P: Tensor, place: MinibatchIndex,
                 data_weights: Tensor | None) -> Linearized:
-        """The same bits, and the derivative there."""
+        """Return the bitwise identical direction with its derivative."""
 
 
 class Linearized(Protocol):
-    """A direction d(w, data weights), and the products of its derivative with a vector."""
+    """A direction d(w, data weights), and vector-Jacobian products."""
 
     direction_P: Tensor
 
     def products(self, z_P: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(z dd/dw, z dd/d data weights)."""
+        """Return (z dd/dw, z dd/d data weights)."""
 
 
 @dataclass
 class _AutogradLinearized:
     direction_P: Tensor
-    # of each parameter's gradient
+    # of the gradient of each parameter
     graphs: list[Tensor]
     leaves: list[Tensor]
     flat: Flat
@@ -133,10 +138,10 @@ class _AutogradLinearized:
 
 
 class PlainGradients:
-    """The gradient itself.
+    """The plain gradient as direction.
 
-    A gradient with a graph may come from other kernels than one without (LSTM); then `recomputes` makes the reverse pass take
-    the direction from a pass of its own.
+    A gradient with a graph may use other kernels than one without (LSTM). In that case `recomputes`
+    makes the reverse pass compute the direction in a separate pass.
     """
 
     label = "none"
@@ -147,7 +152,7 @@ class PlainGradients:
         self.task, self.flat, self.recomputes = task, flat, False
 
     def begin(self) -> None:
-        """There is nothing to carry from step to step."""
+        """Do nothing; there is no state."""
 
     def snapshot(self) -> Any:
         return None
@@ -162,7 +167,10 @@ class PlainGradients:
         pass
 
     def probe(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> bool:
-        """Whether both ways give the same bits; if not, the reverse pass recomputes from now on."""
+        """Check bitwise reproducibility.
+
+        If it fails, the reverse pass recomputes directions from now on.
+        """
         self.recomputes = not torch.equal(self.forward(w_P, place, data_weights),
                                           self.reverse(w_P, place, data_weights).direction_P)
         return not self.recomputes
@@ -177,8 +185,7 @@ class PlainGradients:
         leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
         weights = None if data_weights is None else data_weights.detach().requires_grad_()
         found = torch.autograd.grad(self._loss(leaves, place, weights), leaves, create_graph=True, allow_unused=True)
-        # a parameter without effect on the gradients would leave no graph: adding 0 w keeps every
-        # one in it
+        # A parameter without effect on the gradients would have no graph; adding 0 w keeps it.
         graphs = [p * 0.0 if one is None else one for one, p in zip(found, leaves, strict=True)]
         direction_P = (self.forward(w_P, place, data_weights) if self.recomputes
                        else self.flat.flatten([graph.detach() for graph in graphs]))
@@ -188,20 +195,21 @@ class PlainGradients:
     def _loss(self, leaves: Sequence[Tensor], place: MinibatchIndex,
               data_weights: Tensor | None) -> Tensor:
         seed = place.seed(self.task.seed)
-        # torch.manual_seed would also note a traceback for GPUs that are not in use
+        # torch.manual_seed would also store a traceback for unused GPUs.
         torch.default_generator.manual_seed(seed)
         if leaves[0].is_cuda:
             torch.cuda.manual_seed(seed)
-        # on both ways, whose gradients must have the same bits
+        # In both directions, because their gradients must be bitwise identical.
         with twice_differentiable():
             return self.task.loss(dict(zip(self.flat.names, leaves, strict=True)), place, data_weights)
 
 
 class JobSegment:
-    """Runs a job's steps, keeps what its engine needs, and runs them back.
+    """Run the steps of a job, store the data of its engine, and reverse the steps.
 
-    reversible: undoes each step in whole numbers.  checkpoint: keeps the state every sqrt(T) steps and repeats the steps between.
-    store: keeps weights and velocity of each step, in the parameters' own type.
+    reversible: reverses each step in integers. checkpoint: stores the state every sqrt(T) steps and
+    repeats the steps between. store: stores weights and velocity of each step, in the dtype of the
+    parameters.
     """
 
     def __init__(self, gradients: Gradients, flat: Flat, numbers: Numbers, place: MinibatchIndex,
@@ -214,18 +222,20 @@ class JobSegment:
 
     @property
     def num_steps(self) -> int:
+        r"""Number of steps of the job."""
         return len(self.numbers.lr_TG)
 
     @property
     def carrier(self) -> Gradients:
+        r"""Source of directions."""
         return self.gradients
 
     def rates(self, t: int) -> list[float]:
-        """What the velocity was multiplied by in step t, shortened, G."""
+        """Return the factor of the velocity in step t after limits, G."""
         return self.done[t].rates(self.numbers.lr_TG[t])
 
     def forward(self, start_P: Tensor, dtype: torch.dtype) -> Tensor:
-        """From these weights (float64) to those at the end."""
+        """Run from the given weights (float64) to the final weights."""
         self.state = ExactMomentum(start_P.to(torch.float64), self.flat.groups, dtype=dtype, names=self.flat.layer_names,
                                    keeps=self.engine == "reversible", engine=self._kernels)
         self._tape = TAPES[self.engine](self.num_steps)
@@ -239,7 +249,7 @@ class JobSegment:
         return self.state.position()
 
     def step(self, state: ExactMomentum, t: int) -> Shortened:
-        """One step forward; the same bits whenever it is taken from the same state."""
+        """Take a step forward; bitwise reproducible from the same state."""
         numbers, w_P = self.numbers, state.weights()
         direction_P = self.gradients.forward(w_P, self.place._replace(step=t), numbers.data_weights)
         state.step_v(_with_decay(direction_P, w_P, numbers.l2_G, self.flat.groups), numbers.momentum_TG[t])
@@ -250,7 +260,7 @@ class JobSegment:
         return shortened
 
     def reverse(self, dw_P: Tensor) -> tuple[Tensor, SegmentGrad]:
-        """From the derivative by the weights at the end to that by those at the start, and all on the way."""
+        """Backpropagate from the final to the initial weights; also return the contributions."""
         grad, adjoint = SegmentGrad.zero(self.numbers), Adjoint(dw_P, self.flat.groups, self.state.dtype)
         self.gradients.set_state(self._carried)
         try:
@@ -273,7 +283,7 @@ class JobSegment:
         grad.add(t, move, by_momentum_G, by_l2_G, by_weights)
 
     def _told(self, error: ReversalError) -> ReversalError:
-        """With where it was, and with what is known to have changed."""
+        """Add the place, and known causes, to the error."""
         now = torch.get_num_threads()
         threads = f" (threads then: {self._num_threads}, now: {now})" if now != self._num_threads else ""
         where = f"job {self.place.job} of outer iteration {self.place.outer_iter}"
@@ -281,16 +291,17 @@ class JobSegment:
 
     @property
     def spill_bytes(self) -> int:
+        r"""Size of the stored bits in bytes."""
         return self.state.spill_bytes
 
     @property
     def state_bytes(self) -> int:
-        """Kept for the way back."""
+        """Size of the data for the reverse pass in bytes."""
         return self._tape.bytes + (16 * self.flat.size + self.spill_bytes if self.engine == "reversible" else 0)
 
 
 def _with_decay(direction_P: Tensor, w_P: Tensor, l2_G: Sequence[float], groups: Sequence[slice]) -> Tensor:
-    """g + l2 w, in the parameters' type; the same operations there and back."""
+    """Return g + l2 w in the dtype of the parameters; the same operations in both directions."""
     if any(l2_G):
         direction_P = direction_P.clone()
         for group, l2 in zip(groups, l2_G, strict=True):

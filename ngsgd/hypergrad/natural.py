@@ -1,10 +1,11 @@
-"""Hypergradients of NG-SGD: the online natural gradient with its preconditioner held constant in the derivative.  Approximate.
+"""Approximate hypergradients of NG-SGD, with a constant preconditioner in the derivative.
 
-The direction of a linear layer is s (I - Wo^T Wo) G (I - Wi^T Wi): G the plain gradient of [weight | bias], Wi and Wo the
-low-rank Fisher factors of its inputs and output derivatives from before the minibatch, s the product of the two scales.  What it
-owes to the weights through Wi, Wo and s is left out, as their way is not to be undone (an eigen-truncation loses what it drops);
-then the derivative of a direction is the same product of the Hessian.  Signs and directions are right, sizes are off by
-up to a third: docs/tuning.md.
+The direction of a linear layer is s (I - Wo^T Wo) G (I - Wi^T Wi). G is the plain gradient of
+[weight | bias], Wi and Wo are the low-rank Fisher factors of its inputs and output derivatives
+before the minibatch, and s is the product of the two scales. The derivative ignores the dependence
+of Wi, Wo and s on the weights, because their updates are not reversible (an eigenvalue truncation).
+The derivative of a direction is then the same product with the Hessian. Signs and directions are
+correct, magnitudes are off by up to a third: docs/tuning.md.
 
 Letters: N rows, I inputs, O outputs, R rank, P parameters.
 """
@@ -29,16 +30,19 @@ from ngsgd.preconditioners.online import OnlineNaturalGradient, PreconditionCont
 
 @dataclass(frozen=True)
 class Factors:
-    """One layer's preconditioner at one minibatch."""
+    """Preconditioner of one layer at one minibatch."""
 
-    # None: rows stay as they are
+    # None: rows are unchanged
     in_RI: Tensor | None
     out_RO: Tensor | None
     scale: float
     has_bias: bool
 
     def apply(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """On [weight, bias] or [weight], or on any vector of their shapes: the map is symmetric."""
+        """Apply it to [weight, bias] or [weight], or to any vector of their shapes.
+
+        The map is symmetric.
+        """
         Z_OI = torch.cat([parts[0], parts[1][:, None]], dim=1) if self.has_bias else parts[0]
         if self.in_RI is not None:
             W_RI = self.in_RI.to(Z_OI.dtype)
@@ -51,7 +55,10 @@ class Factors:
 
 
 class NaturalGradients:
-    """Directions of NG-SGD, for `hypergradient(..., gradients=...)`; each job begins with fresh estimates, as in training."""
+    """Directions of NG-SGD for `hypergradient(..., gradients=...)`.
+
+    Each job starts with new estimates.
+    """
 
     label = "constant"
     is_exact = False
@@ -63,7 +70,7 @@ class NaturalGradients:
         self._estimates: dict[str, tuple[OnlineNaturalGradient, OnlineNaturalGradient]] = {}
 
     def probe(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> bool:
-        """Nothing is undone, so nothing need have the same bits."""
+        """Return True; nothing is reversed, so bitwise reproducibility is unnecessary."""
         return True
 
     def begin(self) -> None:
@@ -95,7 +102,7 @@ class NaturalGradients:
         return _ConstantPreconditioner(direction_P, factors, graph_P, leaves if weights is None else [*leaves, weights], self)
 
     def applied(self, factors: Mapping[str, Factors], vector_P: Tensor) -> Tensor:
-        """The preconditioner of a minibatch times a vector."""
+        """Multiply a vector by the preconditioner of a minibatch."""
         parts = dict(zip(self.flat.names, self.flat.unflatten(vector_P), strict=True))
         for name, names in self._modules.items():
             parts |= zip(names, factors[name].apply([parts[one] for one in names]), strict=True)
@@ -103,7 +110,7 @@ class NaturalGradients:
 
     def _direction(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None, *,
                    create_graph: bool) -> tuple[Tensor, dict[str, Factors], Tensor, list[Tensor]]:
-        """(direction, preconditioner, plain gradient, its leaves); moves the estimates."""
+        """Return (direction, preconditioner, plain gradient, its leaves); updates the estimates."""
         leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
         torch.default_generator.manual_seed(place.seed(self.task.seed))
         with captured(self.task.module, self._modules) as rows, twice_differentiable():
@@ -128,7 +135,7 @@ class NaturalGradients:
 
 @dataclass
 class _ConstantPreconditioner:
-    """The derivative of P G with P held constant."""
+    """Derivative of P G with constant P."""
 
     direction_P: Tensor
     factors: Mapping[str, Factors]
@@ -146,16 +153,20 @@ class _ConstantPreconditioner:
 
 
 def natural_gradients(task: ModuleTask, config: OptimizerConfig) -> NaturalGradients:
-    """Those of a run with `config`; raises ConfigError for layers and settings they do not know."""
+    """Create the directions of a run with `config`.
+
+    Raises ConfigError for unsupported layers and settings.
+    """
     if config.backstitch_scale or config.max_change_per_sample:
-        raise ConfigError("ngsgd tune knows no backstitch_scale and no max_change_per_sample; set both 0 in optimizer.")
+        raise ConfigError("ngsgd tune does not support backstitch_scale and max_change_per_sample; "
+                          "set both to 0 in optimizer.")
     settings = {"update_period": config.update_period, "num_samples_history": config.num_samples_history, "alpha": config.alpha,
                 "schedule": config.update_schedule}
     return NaturalGradients(task, Flat.of(task), settings, (config.rank_in, config.rank_out))
 
 
 def _met(estimate: OnlineNaturalGradient, X_ND: Tensor, one_N: Tensor | None) -> tuple[Tensor | None, float]:
-    """(W that the rows meet, scale); the estimate then moves."""
+    """Return (W of the projection, scale), then update the estimate."""
     call: PreconditionContext | None = estimate.begin(X_ND, one_N)
     if call is None:
         return None, 1.0
@@ -166,7 +177,7 @@ def _met(estimate: OnlineNaturalGradient, X_ND: Tensor, one_N: Tensor | None) ->
 
 
 def linear_layers(task: ModuleTask, flat: Flat) -> dict[str, list[str]]:
-    """Module path to the names of its weight and bias."""
+    """Map module paths to the names of weight and bias."""
     found: dict[str, list[str]] = {}
     for name, module in task.module.named_modules():
         own = [f"{name}.{part}" if name else part for part, p in module.named_parameters(recurse=False) if p.requires_grad]
@@ -174,15 +185,16 @@ def linear_layers(task: ModuleTask, flat: Flat) -> dict[str, list[str]]:
             continue
         in_order = own == [part for part in flat.names if part in own] and own[0].endswith("weight")
         if not isinstance(module, nn.Linear) or not in_order:
-            raise ConfigError(f"hypergradients of NG-SGD know linear layers only, and {name or type(module).__name__} is a "
-                              f"{type(module).__name__}; tune with optimizer=sgd.")
+            raise ConfigError("hypergradients of NG-SGD support linear layers only, and "
+                              f"{name or type(module).__name__} is a {type(module).__name__}; tune "
+                              "with optimizer=sgd.")
         found[name] = own
     return found
 
 
 @contextmanager
 def captured(module: nn.Module, names: Mapping[str, Sequence[str]]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Input and output of each layer in the calls made inside."""
+    """Record input and output of each layer during calls inside the context."""
     rows: dict[str, tuple[Tensor, Tensor]] = {}
     modules = dict(module.named_modules())
 

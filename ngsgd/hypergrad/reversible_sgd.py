@@ -1,4 +1,4 @@
-"""An optimiser for anybody's loop whose steps can be taken back, bit for bit.
+"""Optimizer for custom loops whose steps can be reversed exactly.
 
 Letters: P parameters, G components (layers).
 """
@@ -17,13 +17,13 @@ from ngsgd.hypergrad.exact_momentum import ExactMomentum
 from ngsgd.hypergrad.step_limits import Shortened, shorten
 from ngsgd.optim.sgd import components, require_non_negative, set_options
 
-# elements of one parameter in each step; a look at all would cost a tenth of the step
+# Elements checked per parameter in each step; checking all would cost a tenth of the step.
 _NUM_LOOKED_AT = 256
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """The settings of a step, as they were."""
+    """Settings of a past step."""
 
     lr_G: list[float]
     momentum_G: list[float]
@@ -33,35 +33,51 @@ class _Taken:
 
 
 class ReversibleSGD(torch.optim.Optimizer):
-    """SGD with momentum on the parameters of `model`; `undo` takes the last step back, with memory
-    for a few bits a step.
+    """SGD with momentum whose steps `undo` reverses exactly, with memory for a few bits per step.
 
-    One step of a component: v = momentum v - (1 - momentum) (g + weight_decay w); w += lr v, so lr
-    keeps its meaning whatever the momentum.  A component is a module that owns parameters; each is
-    one param group, whose `lr`, `momentum`, `weight_decay` and `max_change` may differ and may
-    change from step to step, as schedulers do.
+    One step of a component: v = momentum v - (1 - momentum) (g + weight_decay w); w += lr v. The
+    effective learning rate therefore does not depend on momentum. A component is a module that owns
+    parameters. Each is one param group, whose `lr`, `momentum`, `weight_decay` and `max_change` may
+    differ and may change between steps, as schedulers do.
+
+    Change the parameters by other means before the first step only. Later `step` raises ConfigError
+    and `undo` ReversalError. Detection is immediate for changes that torch counts, such as
+    `load_state_dict`. Changes through `p.data` are detected within as many steps as there are
+    parameters.
 
     Args:
-        model: the module to train; its parameters are all float32 or all float64, and frozen ones
-            are left alone.
-        lr: of the loss as it is, summed or averaged.
-        momentum: at least 0; a step puts log2(1/momentum) bits per parameter aside, and all 64 with
+        model: the module to train; its parameters are all float32 or all float64. Frozen ones are
+            not changed.
+        lr: learning rate for the loss, summed or averaged.
+        momentum: at least 0; a step stores log2(1/momentum) bits per parameter, and all 64 with
             momentum 0.
-        nesterov: the gradient is that at the point momentum leads to.  Such a step moves along its
-            own gradient, which cannot be had again without knowing where it came from; so the
-            gradient is put aside, 4 bytes per parameter and step.
-        max_change: limit on the L2 norm of one component's change in a step; 0 = none.
-        max_param_change: limit on the L2 norm of the whole model's change in a step; 0 = none.
-        weight_decay: as torch's: adds weight_decay w to the gradient.
-        layer_options: settings of single components by name or pattern, as for `ngsgd.NGSGD`.
-        engine: "auto" takes compiled kernels where a C++ compiler is at hand, "eager" never; equal
-            bits.
+        nesterov: evaluate gradients at the point after momentum. Such a step has a term along its
+            gradient, which is stored: 4 bytes per parameter and step.
+        max_change: maximum L2 norm of the update of a component per step; 0 = none.
+        max_param_change: maximum L2 norm of the update of the model per step; 0 = none.
+        weight_decay: as in torch: adds weight_decay w to the gradient.
+        layer_options: settings of components by name or pattern, as for `ngsgd.NGSGD`.
+        engine: "auto" uses compiled kernels if a C++ compiler is available, "eager" never; results
+            are bitwise identical.
 
-    The parameters may be changed by others before the first step only.  Later `step` raises
-    ConfigError and `undo` ReversalError:
-    at once for changes that torch counts, as by `load_state_dict`, and within as many steps as
-    there are parameters for those through `p.data`.  Raises DivergenceError for a gradient that is
-    not finite and for numbers out of range, and ReversalError where a step cannot be undone.
+    Raises:
+        DivergenceError: a gradient is not finite, or a number exceeds its range.
+        ReversalError: a step cannot be reversed.
+
+    Source: arXiv 1502.03492.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 3)
+        >>> optimizer, x = ReversibleSGD(model, lr=0.1), torch.randn(8, 4)
+        >>> def closure():
+        ...     optimizer.zero_grad()
+        ...     model(x).square().mean().backward()
+        >>> before = model.weight.detach().clone()
+        >>> closure()
+        >>> optimizer.step()
+        >>> optimizer.undo(closure)
+        >>> torch.equal(model.weight, before)
+        True
     """
 
     def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.9,
@@ -80,15 +96,15 @@ class ReversibleSGD(torch.optim.Optimizer):
         self.nesterov, self.max_param_change = nesterov, max_param_change
         self._params = [p for group in self.param_groups for p in group["params"]]
         if len({p.dtype for p in self._params}) != 1:
-            raise ValueError("Invalid parameters: they must be of one type")
+            raise ValueError("Invalid parameters: they must have one dtype")
         self._engine = engine
         self.exact = self._exact()
         self._taken: list[_Taken] = []
-        # of the parameters as the last step wrote them
+        # versions of the parameters after the last step
         self._versions: list[int] = []
 
     def _exact(self) -> ExactMomentum:
-        """Position and velocity 0 at the parameters as they are."""
+        """Create position and zero velocity from the current parameters."""
         ends, first = [], 0
         for group in self.param_groups:
             ends.append(slice(first, first := first + sum(p.numel() for p in group["params"])))
@@ -97,26 +113,27 @@ class ReversibleSGD(torch.optim.Optimizer):
         return ExactMomentum(flat_P, ends, names=names, engine=self._engine)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after construction: earlier steps could not be undone."""
+        """Reject groups after construction, because earlier steps could not be reversed."""
         if "exact" in self.__dict__:
-            raise ConfigError("ReversibleSGD takes no further param groups, since its steps are "
-                              "undone together; make a new one when layers are unfrozen.")
+            raise ConfigError("ReversibleSGD does not support further param groups, because its "
+                              "steps are reversed together; create a new one when layers are "
+                              "unfrozen.")
         super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
-        """One step along the gradients in place."""
+        """Take one step along the gradients, in place."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if not self.exact.num_steps:
-            # the weights may have been loaded or initialized since
+            # The weights may have been loaded or initialized after the construction.
             self.exact = self._exact()
         elif changed := self._changed():
-            raise ConfigError(f"{changed} was changed by others since the last step, and "
-                              "ReversibleSGD would undo that; load the state of this optimizer, "
-                              "too, or make a new one after setting the weights.")
+            raise ConfigError(f"{changed} was changed outside the optimizer since the last step, "
+                              "and ReversibleSGD would revert that; also load the state of this "
+                              "optimizer, or create a new one after setting the weights.")
         lr_G, momentum_G, decay_G, limit_G = (
             [float(group[key]) for group in self.param_groups]
             for key in ("lr", "momentum", "weight_decay", "max_change"))
@@ -133,17 +150,21 @@ class ReversibleSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def undo(self, closure: Callable[[], Any]) -> None:
-        """Takes the last step back.
+        """Reverse the last step.
 
-        `closure` clears the gradients and computes those of that step's minibatch, as it did then,
-        with the same random numbers;
-        it is called with the model as it was before the step; with Nesterov's momentum it is not
-        needed.
+        Args:
+            closure: clears the gradients and computes those of the minibatch of that step, with the
+                same random numbers. It is called with the model as it was before the step. Nesterov
+                momentum does not use it.
+
+        Raises:
+            ReversalError: there is no step to reverse, or the result differs from the forward pass.
         """
         if not self._taken:
-            raise ReversalError(0, "no step has been taken that is not undone yet")
+            raise ReversalError(0, "there is no step that can be reversed")
         if changed := self._changed():
-            raise ReversalError(self.exact.num_steps, f"{changed} was changed by others since")
+            raise ReversalError(self.exact.num_steps, f"{changed} was changed outside the "
+                                                      "optimizer since")
         taken = self._taken[-1]
         rate_G = taken.shortened.rates(taken.lr_G)
         if taken.grad_P is not None:
@@ -160,8 +181,8 @@ class ReversibleSGD(torch.optim.Optimizer):
         self._taken.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """With all that going back needs, in tensors, numbers and tuples, which torch.load takes
-        with weights_only.
+        """Return the state with the data for reversal, in types that torch.load accepts with
+        weights_only.
         """
         packed = [(taken.lr_G, taken.momentum_G, taken.decay_G, tuple(taken.shortened),
                    taken.grad_P)
@@ -169,7 +190,7 @@ class ReversibleSGD(torch.optim.Optimizer):
         return {**super().state_dict(), "exact": self.exact.state_dict(), "taken": packed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also sets the parameters: they are part of the state."""
+        """Load a state and its parameters, which are part of it."""
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.exact.load_state_dict(state_dict["exact"])
         self._taken = [_unpacked(taken) for taken in state_dict["taken"]]
@@ -177,20 +198,23 @@ class ReversibleSGD(torch.optim.Optimizer):
             self._write()
 
     def __getstate__(self) -> dict[str, Any]:
-        """`copy.deepcopy` also copies the parameters."""
+        """Return the state for `copy.deepcopy`, with the parameters."""
         attributes = {key: value for key, value in self.__dict__.items()
                       if key not in ("exact", "step", "_taken") and not key.endswith("_hooks")}
         return {**attributes, "_state_dict": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({key: value for key, value in state.items() if key != "_state_dict"})
-        # else torch's load_state_dict calls this
+        # Otherwise torch's load_state_dict is the caller.
         if "_state_dict" in state:
             self.exact = self._exact()
             self.load_state_dict(state["_state_dict"])
 
     def _changed(self) -> str:
-        """The layer whose parameters are not those that the last step wrote; "" if none is seen."""
+        """Return the layer whose parameters changed since the last step.
+
+        "" if no change is detected.
+        """
         parts = self.exact.weights().split([p.numel() for p in self._params])
         index = self.exact.num_steps % len(parts)
         sample = self._params[index].detach().reshape(-1)[:_NUM_LOOKED_AT]
@@ -206,7 +230,7 @@ class ReversibleSGD(torch.optim.Optimizer):
         return ""
 
     def _direction(self, decay_G: list[float]) -> Tensor:
-        """g + weight_decay w, P; the same operations both ways."""
+        """Return g + weight_decay w, P; the same operations in both directions."""
         grad_P = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
                             for p in self._params])
         w_P = self.exact.weights()
@@ -222,8 +246,8 @@ class ReversibleSGD(torch.optim.Optimizer):
             p.copy_(part.view_as(p))
         self._versions = [p._version for p in self._params]
 
-    # Nesterov: the parameters are the point that momentum leads to, so a step moves them by lr
-    # (momentum v - (1 - momentum) g)
+    # Nesterov: the parameters are the point after momentum, so a step changes them by lr (momentum
+    # v - (1 - momentum) g).
 
     def _move(self, taken: _Taken, grad_P: Tensor) -> None:
         rate_G = taken.shortened.rates(taken.lr_G)
@@ -235,7 +259,7 @@ class ReversibleSGD(torch.optim.Optimizer):
         self.exact.shift_x(grad_P, _impulses(taken), -1)
 
     def _norms(self, grad_P: Tensor, momentum_G: list[float]) -> list[float]:
-        """Of each component's change at learning rate 1."""
+        """Return the norm of the update of each component at learning rate 1."""
         if not self.nesterov:
             return self.exact.velocity_norms()
         v_P = self.exact.velocity()
@@ -252,6 +276,6 @@ def _unpacked(taken: Any) -> _Taken:
 
 
 def _impulses(taken: _Taken) -> list[float]:
-    """lr (1 - momentum) of each component, shortened."""
+    """Return lr (1 - momentum) of each component, after limits."""
     rates = taken.shortened.rates(taken.lr_G)
     return [rate * (1.0 - gamma) for rate, gamma in zip(rates, taken.momentum_G, strict=True)]

@@ -1,6 +1,6 @@
 """Descent along hypergradients in a trust region, after a coarse search over two learning rates.
 
-Costs are in plain runs of the proxy: a run costs 1, its way back REVERSE_COST more.
+Costs are in ordinary runs of the proxy: a run costs 1, its reverse pass REVERSE_COST.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from ngsgd.hypergrad.search_space import HyperSpace
 
 # measured: docs/tuning.md
 REVERSE_COST = 3.2
-# of all learning rates, for a longer run
+# Factors of all learning rates for a longer run.
 RATE_MULTIPLIERS = (1.0, 0.5, 0.25)
-# of the coarse search's best rate: gradients near the edge of stability say little
+# Factor of the best rate of the coarse search: gradients near the edge of stability are unreliable.
 _BACK_OFF = 0.5
 _GROW, _SHRINK = 1.2, 0.7
-# steps that stood, the highest of which the next must be below
+# The next step must improve on the worst of this number of accepted steps.
 _WINDOW = 4
-# of the first step, in logarithms: the number whose slope is steepest moves by a factor of 1.6
+# Size of the first step in logarithms: the number with the steepest slope changes by a factor of
+# 1.6.
 _RADIUS = 0.5
-# of the means of slopes and of their squares
+# Decay of the means of slopes and of their squares.
 _MEMORY = 0.5
-# share of the steepest number's slope below which a slope counts as small
+# Slopes below this fraction of the steepest count as small.
 _FLOOR = 0.1
 
 
@@ -41,21 +42,21 @@ class SearchTrial:
 
     # coarse, descent or transfer
     kind: str
-    # plain runs so far, this one included
+    # ordinary runs so far, with this one
     cost: float
-    # validation loss; inf where it diverged
+    # validation loss; inf if it diverged
     value: float
     theta: tuple[float, ...]
-    # the best so far, from which the descent went on
+    # Whether the descent continued from this trial, the best at that time.
     accepted: bool
     report: HypergradientReport | None = None
-    # of the hypergradient, where it was computed
+    # norm of the hypergradient, if computed
     norm: float = 0.0
 
 
 @dataclass
 class SearchResult:
-    """What a search has tried."""
+    """All trials of a search."""
 
     space: HyperSpace
     trials: list[SearchTrial] = field(default_factory=list)
@@ -63,13 +64,15 @@ class SearchResult:
 
     @property
     def best(self) -> SearchTrial:
+        r"""Trial with the lowest loss."""
         return min(self.trials, key=lambda trial: trial.value)
 
     def best_within(self, cost: float) -> float:
-        """The lowest loss that had been seen by that cost."""
+        """Return the lowest loss up to that cost."""
         return min((trial.value for trial in self.trials if trial.cost <= cost), default=math.inf)
 
     def add(self, kind: str, value: float, theta_D: Tensor, *, cost: float = 1.0) -> SearchTrial:
+        """Append a trial."""
         self.spent += cost
         accepted = value < (self.best.value if self.trials else math.inf)
         self.trials.append(SearchTrial(kind, self.spent, value, tuple(theta_D.tolist()), accepted))
@@ -77,12 +80,12 @@ class SearchResult:
 
 
 class EvaluatedRun(Protocol):
-    """A run that has been made; see `ngsgd.hypergrad.HypergradientRun`."""
+    """Interface of a completed run; see `ngsgd.hypergrad.HypergradientRun`."""
 
     value: float
 
     def gradient(self) -> HyperGrad:
-        """Its derivatives."""
+        """Return its gradients."""
 
 
 Evaluate = Callable[[HyperparameterPlan], EvaluatedRun]
@@ -91,7 +94,7 @@ Seeder = Callable[[Callable[[Tensor], float], Tensor, Tensor, int, int], None]
 
 
 def random_seeder(objective: Callable[[Tensor], float], low_2: Tensor, high_2: Tensor, num_trials: int, seed: int) -> None:
-    """Points drawn evenly from the box, after its middle; stands in where Optuna is not installed."""
+    """Sample points uniformly from the box, after its center; used if Optuna is not installed."""
     random = np.random.default_rng(seed)
     for trial in range(num_trials):
         share = torch.full_like(low_2, 0.5) if trial == 0 else torch.from_numpy(random.random(len(low_2)))
@@ -101,11 +104,23 @@ def random_seeder(objective: Callable[[Tensor], float], low_2: Tensor, high_2: T
 def tune_hyperparameters(evaluate: Evaluate, space: HyperSpace, *, budget: float,
                          seed_share: float = 0.25, seeder: Seeder = random_seeder,
          seed: int = 0, watch: TrialCallback | None = None) -> SearchResult:
-    """Searches `space` with `budget` plain runs; `best` of what is returned is the result.
+    """Search `space` with a budget of ordinary runs.
 
-    The first `seed_share` of the budget goes to `seeder`, over initial and final learning rate alone.  From half of its best
-    rates on all numbers move at once along their hypergradient, in a step whose length grows when the loss falls and shrinks
-    when it does not: only measured losses decide.
+    The first part of the budget goes to `seeder`, over initial and final learning rate only. From
+    half of its best rates on, all numbers change together along their hypergradient. The step size
+    grows if the loss falls, and shrinks otherwise: only measured losses decide.
+
+    Args:
+        evaluate: runs a plan; returns loss and gradients.
+        space: the tuned hyperparameters.
+        budget: in ordinary runs.
+        seed_share: fraction of the budget for the coarse search. Default 0.25.
+        seeder: coarse search. Default: random.
+        seed: of the coarse search.
+        watch: called with every trial.
+
+    Returns:
+        All trials; `best` is the result.
     """
     search = SearchResult(space)
     watch = watch or (lambda trial: None)
@@ -120,7 +135,7 @@ def tune_hyperparameters(evaluate: Evaluate, space: HyperSpace, *, budget: float
 def _coarse(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, num_trials: int,
             seeder: Seeder, seed: int,
             watch: TrialCallback) -> Tensor:
-    """The best exponential schedule, backed off."""
+    """Return the best exponential schedule, at half its rates."""
     space = search.space
     reach = math.log(space.rates)
     middle_2 = torch.tensor([math.log(space.settings.lr_initial), math.log(space.settings.lr_final)], dtype=torch.float64)
@@ -135,7 +150,10 @@ def _coarse(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, num_trial
 
 def _descend(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, budget: float,
              watch: TrialCallback) -> None:
-    """Trust-region descent: run first, and back only from a point that is better; where it ends, again from lower rates."""
+    """Trust-region descent.
+
+    Reverse only runs that improve; where it ends, restart from lower rates.
+    """
     radius = _RADIUS
     while search.spent + 1.0 <= budget:
         theta_D = _descend_once(search, evaluate, theta_D, budget, watch, radius)
@@ -146,9 +164,12 @@ def _descend(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, budget: 
 
 def _descend_once(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, budget: float,
                   watch: TrialCallback, radius: float) -> Tensor:
-    """Until the radius is small: a step stands if the loss is below the highest of the last few that stood.
+    """Descend until the radius is small.
 
-    Losses of short runs are rough, and the lowest of them is lucky: to ask for a new lowest at every step would end there.
+    Accept a step that improves on the worst of the last accepted.
+
+    Losses of short runs are noisy and their minimum is optimistically biased. Requiring a new
+    minimum at every step would stop there.
     """
     space, smallest = search.space, radius / 32.0
     value, evaluated = _value(evaluate, space, theta_D)
@@ -159,7 +180,7 @@ def _descend_once(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, bud
         found = evaluated.gradient()
         search.spent += REVERSE_COST
         slope_D = _slope(space, theta_D, found)
-        # sizes grow near the edge of stability, and mean nothing there
+        # Gradient norms diverge near the edge of stability, so only the direction is used.
         unit_D = slope_D / slope_D.norm().clamp(min=1e-30)
         mean_D = _MEMORY * mean_D + (1.0 - _MEMORY) * unit_D
         squares_D = _MEMORY * squares_D + (1.0 - _MEMORY) * unit_D.square()
@@ -179,7 +200,7 @@ def _descend_once(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, bud
 
 def _value(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor) -> tuple[float,
                                                                             EvaluatedRun | None]:
-    """(loss, the run); a run that diverges has an infinite loss."""
+    """Return (loss, the run); the loss is infinite if the run diverges."""
     try:
         evaluated = evaluate(space.build(theta_D))
     except DivergenceError:
@@ -194,19 +215,19 @@ def _slope(space: HyperSpace, theta_D: Tensor, found: HyperGrad) -> Tensor:
 
 def _direction(space: HyperSpace, mean_D: Tensor, squares_D: Tensor,
                report: HypergradientReport) -> Tensor:
-    """Downhill, each number by its mean slope over the root of its mean square; the largest move is 1."""
+    """Return the descent direction: mean slopes over root mean squares; the largest entry is 1."""
     if not report.trusted and "schedule" in space.slices:
-        # chaos: the slope's sign means nothing, but lower rates do away with the cause
+        # Chaos: signs of slopes are unreliable, but lower rates remove the cause.
         direction_D = torch.zeros_like(mean_D)
         direction_D[space.slices["schedule"]] = -1.0
         return direction_D
-    # slopes of l2 are often a hundredth of those of the rates, and worth following all the same
+    # Slopes of l2 are often a hundredth of those of the rates, but still useful.
     scaled_D = -mean_D / (squares_D.sqrt() + _FLOOR * squares_D.sqrt().max() + 1e-30)
     return scaled_D / scaled_D.abs().max().clamp(min=1e-30)
 
 
 def _noted(search: SearchResult, found: HyperGrad, slope_D: Tensor) -> None:
-    """The report goes with the trial that it belongs to, the last that was accepted."""
+    """Attach the report to the last accepted trial, to which it belongs."""
     index = max(i for i, trial in enumerate(search.trials) if trial.kind == "descent" and trial.value == found.value)
     old = search.trials[index]
     search.trials[index] = SearchTrial(old.kind, old.cost, old.value, old.theta, old.accepted,
@@ -215,9 +236,10 @@ def _noted(search: SearchResult, found: HyperGrad, slope_D: Tensor) -> None:
 
 def transfer(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor,
              multipliers: Sequence[float] = RATE_MULTIPLIERS) -> SearchResult:
-    """Tries the learned schedule on a run of another length with all rates multiplied; `space` is that run's.
+    """Evaluate the tuned schedule on a run of another length, with all rates multiplied.
 
-    Rates that are best for a short run are too high for a long one.
+    `space` is that of the other run. Rates that are best for a short run are too high for a long
+    one.
     """
     search = SearchResult(space)
     for factor in multipliers:

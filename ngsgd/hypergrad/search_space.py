@@ -1,4 +1,4 @@
-"""Which hyperparameters are tuned, as one vector of logarithms, and the plan that such a vector stands for.
+"""Tuned hyperparameters as one vector of logarithms, and the plan of such a vector.
 
 Letters: D tuned numbers (theta), K knots of the learning-rate schedule, T steps, G layers.
 """
@@ -18,13 +18,18 @@ from ngsgd.errors import ConfigError
 from ngsgd.hypergrad.hyperparameters import HyperparameterPlan
 
 PARTS = ("schedule", "layer_lr", "l2", "momentum", "max_change", "init_scale")
-# where l2 is tuned from 0: a logarithm needs somewhere to begin
+# Initial value of l2 if it is tuned from 0, which has no logarithm.
 _TINY_L2 = 1e-6
 
 
 @dataclass(frozen=True)
 class BaseHyperparameters:
-    """The hyperparameters before tuning; all of them stay so but for what a space tunes."""
+    """Hyperparameters before tuning; a space changes some of them.
+
+    Example:
+        >>> BaseHyperparameters(lr_initial=0.1, lr_final=0.01).lr_final
+        0.01
+    """
 
     lr_initial: float            # of a job
     lr_final: float
@@ -36,13 +41,16 @@ class BaseHyperparameters:
 
 @dataclass(frozen=True)
 class HyperSpace:
-    """A box around `settings` in the logarithms of what is tuned (of 1 - momentum for momentum).
+    """A box around `settings` in logarithms (of 1 - momentum for momentum).
 
     Args:
-        parts: any of schedule, layer_lr, l2, momentum, max_change, init_scale; layer_lr, l2, max_change and init_scale are a
-            number for each layer.
-        knots: of the schedule, at even distances over the run and geometric between; 2: initial and final rate, exponential.
-        rates: how far, as a factor, learning rates may move from `settings`; `others` likewise for the rest.
+        settings: hyperparameters before tuning.
+        parts: any of schedule, layer_lr, l2, momentum, max_change, init_scale. All but schedule and
+            momentum have one number per layer.
+        knots: number of knots of the schedule, at equal distances with geometric interpolation. 2:
+            initial and final rate, exponential decay.
+        rates: maximum factor between learning rates and those of `settings`.
+        others: the same for other hyperparameters.
     """
 
     settings: BaseHyperparameters
@@ -57,15 +65,18 @@ class HyperSpace:
 
     def __post_init__(self) -> None:
         if unknown := [part for part in self.parts if part not in PARTS]:
-            raise ConfigError(f"tune.space has {', '.join(unknown)}; choose among {', '.join(PARTS)}.")
+            raise ConfigError(f"tune.space has {', '.join(unknown)}; choose from "
+                              f"{', '.join(PARTS)}.")
         if not self.parts or self.knots < 2:
-            raise ConfigError(f"tune.space is {list(self.parts)} with {self.knots} knots; tune something, with at least 2 knots.")
+            raise ConfigError(f"tune.space is {list(self.parts)} with {self.knots} knots; select a "
+                              "part to tune, with at least 2 knots.")
         if "max_change" in self.parts and not self.settings.max_change:
-            raise ConfigError("tune.space has max_change, but optimizer.max_change is 0, no limit; set one to begin with.")
+            raise ConfigError("tune.space has max_change, but optimizer.max_change is 0, no limit; "
+                              "set an initial limit.")
 
     @cached_property
     def slices(self) -> dict[str, slice]:
-        """Where each part lies in theta."""
+        """Position of each part in theta."""
         sizes = {"schedule": self.knots, "momentum": 1}
         found, first = {}, 0
         for part in PARTS:
@@ -77,10 +88,11 @@ class HyperSpace:
 
     @property
     def size(self) -> int:
+        r"""D"""
         return sum(part.stop - part.start for part in self.slices.values())
 
     def names(self) -> list[str]:
-        """Of each of the D numbers."""
+        """Names of the D numbers."""
         def of(part: str) -> list[str]:
             if part == "schedule":
                 return [f"lr at {index / (self.knots - 1):.2f}" for index in range(self.knots)]
@@ -102,14 +114,14 @@ class HyperSpace:
         return self.center()
 
     def reach(self) -> Tensor:
-        """How far each number may move from the centre, D."""
+        """Maximum distance of each number from the center, D."""
         reaches = {"schedule": self.rates, "layer_lr": self.others, "l2": self.others ** 2, "momentum": self.others,
                    "max_change": self.others, "init_scale": self.others ** 0.5}
         return torch.tensor([math.log(reaches[part]) for part, where in self.slices.items()
                              for _ in range(where.stop - where.start)], dtype=torch.float64)
 
     def clamp(self, theta_D: Tensor) -> Tensor:
-        """The nearest point of the box."""
+        """Return the nearest point of the box."""
         center_D, reach_D = self.center(), self.reach()
         clamped_D = torch.minimum(torch.maximum(theta_D, center_D - reach_D), center_D + reach_D)
         if "momentum" in self.slices:
@@ -117,19 +129,19 @@ class HyperSpace:
         return clamped_D
 
     def with_rates(self, theta_D: Tensor, lr_initial: float, lr_final: float) -> Tensor:
-        """Theta with the exponential schedule between two rates."""
+        """Return theta with the exponential schedule between two rates."""
         changed_D = theta_D.clone()
         changed_D[self.slices["schedule"]] = torch.tensor(self._exponential(lr_initial, lr_final), dtype=torch.float64)
         return changed_D
 
     def scaled(self, theta_D: Tensor, factor: float) -> Tensor:
-        """Theta with all learning rates multiplied."""
+        """Return theta with all learning rates multiplied."""
         changed_D = theta_D.clone()
         changed_D[self.slices["schedule"]] += math.log(factor)
         return changed_D
 
     def build(self, theta_D: Tensor) -> HyperparameterPlan:
-        """The plan, differentiable by theta."""
+        """Return the plan, differentiable with respect to theta."""
         layers, s = len(self.layers), self.settings
 
         def full(value: float, *shape: int) -> Tensor:
@@ -146,7 +158,7 @@ class HyperSpace:
             full(s.max_param_change), full(1.0, self.num_outer_iters, self.num_jobs))
 
     def values(self, theta_D: Tensor) -> dict[str, list[float]]:
-        """What is tuned, by part, in plain numbers: rates at the knots, factors, l2, momentum."""
+        """Return the tuned values by part: rates at the knots, factors, l2, momentum."""
         found = {part: theta_D[where].exp().tolist() for part, where in self.slices.items()}
         if "momentum" in found:
             found["momentum"] = [1.0 - found["momentum"][0]]
@@ -157,24 +169,26 @@ class HyperSpace:
         return [first + (last - first) * index / (self.knots - 1) for index in range(self.knots)]
 
     def _schedule(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Logarithms of the rates, T: piecewise linear through the knots."""
+        """Return logarithms of the rates, T: piecewise linear through the knots."""
         s = self.settings
         knots_K = values.get("schedule", torch.tensor(self._exponential(s.lr_initial, s.lr_final), dtype=torch.float64))
         return interpolation(self.num_steps, self.knots) @ knots_K
 
 
 def interpolation(num_steps: int, num_knots: int) -> Tensor:
-    """The matrix (steps x knots) of piecewise linear interpolation between knots at even distances."""
+    """Return the matrix (steps x knots) of piecewise linear interpolation between equidistant
+    knots.
+    """
     at_T = torch.arange(num_steps, dtype=torch.float64) * ((num_knots - 1) / max(1, num_steps - 1))
     distance_TK = (at_T[:, None] - torch.arange(num_knots, dtype=torch.float64)).abs()
     return (1.0 - distance_TK).clamp(min=0.0)
 
 
 def stretched(space: HyperSpace, num_steps: int, num_outer_iters: int | None = None) -> HyperSpace:
-    """The same space for a run of another length: schedules go with the share of the run."""
+    """Return the space for a run of another length; schedules scale with the length."""
     return replace(space, num_steps=num_steps, num_outer_iters=num_outer_iters or space.num_outer_iters)
 
 
 def describe(space: HyperSpace, theta_D: Tensor) -> Sequence[str]:
-    """A line per part, for people."""
+    """Return one readable line per part."""
     return [f"{part:11} " + " ".join(f"{value:.4g}" for value in values) for part, values in space.values(theta_D).items()]

@@ -1,4 +1,7 @@
-"""The limits on change of one step, and what they make of the derivative of its move, in numbers of a layer.  Letters: G layers."""
+"""Update-norm limits of one step, and their derivatives, in numbers per layer.
+
+Letters: G layers.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,20 @@ from typing import NamedTuple
 
 
 class Shortened(NamedTuple):
-    """By what the changes of a step were multiplied."""
+    """Factors of the updates of a step."""
 
     layer_G: tuple[float, ...]  # 1: not limited
     model: float
-    # of the velocities, where there are limits
+    # norms of the velocities, if there are limits
     norm_G: tuple[float, ...]
 
     def rates(self, lr_G: Sequence[float]) -> list[float]:
-        """What each layer's velocity is multiplied by."""
+        """Return the factor of the velocity of each layer."""
         return [self.model * factor * lr for factor, lr in zip(self.layer_G, lr_G, strict=True)]
 
 
 def shorten(norms_G: Sequence[float], lr_G: Sequence[float], max_change_G: Sequence[float], max_param_change: float) -> Shortened:
-    """Factors for velocities of these norms; a limit of 0 is none."""
+    """Compute factors for velocities of these norms; a limit of 0 is none."""
     sizes_G = [lr * norm for lr, norm in zip(lr_G, norms_G, strict=True)]
     layer_G = tuple(limit / size if 0.0 < limit < size else 1.0 for size, limit in zip(sizes_G, max_change_G, strict=True))
     total = math.sqrt(sum((factor * size) ** 2 for factor, size in zip(layer_G, sizes_G, strict=True)))
@@ -29,9 +32,9 @@ def shorten(norms_G: Sequence[float], lr_G: Sequence[float], max_change_G: Seque
 
 
 class MoveAdjoint(NamedTuple):
-    """The derivative by w + S s_l lr_l v_l, dw, brought to what it is made of."""
+    """Backpropagation of dw through w + S s_l lr_l v_l."""
 
-    # lr_l v_l has the derivative by_change_l dw_l - by_velocity_l v_l
+    # lr_l v_l has the gradient by_change_l dw_l - by_velocity_l v_l
     by_change_G: tuple[float, ...]
     by_velocity_G: tuple[float, ...]
     lr_G: list[float]
@@ -40,15 +43,23 @@ class MoveAdjoint(NamedTuple):
 
 
 def move_adjoint(products_G: Sequence[float], lr_G: Sequence[float], shortened: Shortened) -> MoveAdjoint:
-    """`products_G`: <dw_l, v_l>.  Where a layer's limit holds, its change has a fixed length and its learning rate no effect."""
+    """Backpropagate through the limits.
+
+    If the limit of a layer is active, its update has a fixed norm and its learning rate no effect.
+
+    Args:
+        products_G: <dw_l, v_l>.
+        lr_G: learning rates.
+        shortened: factors of the step.
+    """
     S, s_G, n_G = shortened.model, shortened.layer_G, shortened.norm_G
-    # S < 1: unit vector e = s lr v / total of all layers, d_limit = <e, dw>, and what is handed on
-    # is dw' = S (dw - d_limit e)
+    # S < 1: unit vector e = s lr v / total of all layers, d_limit = <e, dw>, and the remaining
+    # gradient is dw' = S (dw - d_limit e).
     total = math.sqrt(sum((s * lr * n) ** 2 for s, lr, n in zip(s_G, lr_G, n_G, strict=True))) if S < 1.0 else 1.0
     d_model = sum(s * lr * p for s, lr, p in zip(s_G, lr_G, products_G, strict=True)) / total if S < 1.0 else 0.0
     change_G, velocity_G, d_lr_G, d_limit_G = [], [], [], []
     for product, lr, s, n in zip(products_G, lr_G, s_G, n_G, strict=True):
-        along = S * d_model * s * lr / total        # of v in dw'
+        along = S * d_model * s * lr / total        # component of v in dw'
         inner = S * product - along * n * n         # <dw', v>
         # <v / n, dw'>, and then s (dw' - d_limit v / n)
         d_limit = inner / n if s < 1.0 else 0.0

@@ -1,4 +1,4 @@
-"""What is trained: a loss that is a pure function of parameters and of where the run stands, and a fixed validation loss.
+"""Tasks: a loss as a pure function of parameters and minibatch index, and a fixed validation loss.
 
 Letters: P parameters, G layers.
 """
@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 
 class MinibatchIndex(NamedTuple):
-    """One minibatch of a run; it decides the data and every random draw."""
+    """Index of a minibatch of a run; it determines the data and all random numbers.
+
+    Example:
+        >>> MinibatchIndex(0, 0, 3).step
+        3
+    """
 
     outer_iter: int
     job: int
@@ -26,29 +31,35 @@ class MinibatchIndex(NamedTuple):
     step: int
 
     def seed(self, run_seed: int) -> int:
-        """For torch's generator."""
+        """Return the seed for torch's generator."""
         return int(np.random.SeedSequence([run_seed, *self]).generate_state(1)[0])
 
 
 class TrainingTask(Protocol):
-    """What `hypergradient` differentiates.  Both losses must be pure: no state of a module may change what they give."""
+    """Interface of the tasks of `hypergradient`.
+
+    Both losses must be pure: no state of a module may change their result.
+    """
 
     seed: int
 
     @property
     def start(self) -> Mapping[str, Tensor]:
-        """The parameters before the first step, all float32 or all float64, in the order of the flat vector."""
+        """Return the initial parameters, all float32 or all float64, in the order of the flat
+        vector.
+        """
 
     @property
     def layers(self) -> Mapping[str, Sequence[str]]:
-        """Layer to its parameters; layers and parameters in the order of `start`."""
+        """Return the parameters of each layer, in the order of `start`."""
 
     def loss(self, parameters: Mapping[str, Tensor], place: MinibatchIndex,
              data_weights: Tensor | None) -> Tensor:
-        """Of the minibatch at `place`; torch's generator has been seeded for it."""
+        """Return the loss of the minibatch at `place`; torch's generator is seeded for it."""
 
     def validation(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """What the hyperparameters are to lower; on fixed data, without random draws."""
+        """Return the loss to minimize over hyperparameters, on fixed data, without random numbers.
+        """
 
 
 Batch = tuple[Tensor, ...]
@@ -56,13 +67,23 @@ LossOf = Callable[[Tensor, Batch, Tensor | None], Tensor]
 
 
 class ModuleTask:
-    """A task of a module: `batch(place)` is called anew whenever that minibatch is needed, and must give the same bits.
+    """Task of a module.
 
     Args:
-        module: its parameters are the start; buffers are as they are now at every minibatch.
-        batch: the minibatch at a place; the module is called with its first tensor.
-        loss: (output, minibatch, data weights) to a number; sum or mean, learning rates go with it.
-        validation: minibatches on which the mean of `loss` is what the hyperparameters are judged by (module in eval mode).
+        module: its parameters are the initial ones; every minibatch uses its current buffers.
+        batch: returns the minibatch at a place. It is called whenever the minibatch is needed, and
+            must be bitwise reproducible. The module is called with its first tensor.
+        loss: (output, minibatch, data weights) -> number; a sum or mean, to which learning rates
+            apply.
+        validation: minibatches of the validation loss, the mean of `loss` with the module in eval
+            mode.
+
+    Example:
+        >>> module = torch.nn.Linear(3, 2)
+        >>> batch = (torch.randn(8, 3), torch.randn(8, 2))
+        >>> task = ModuleTask(module, lambda place: batch, lambda y, b, _: (y - b[1]).square().mean(), [batch])
+        >>> list(task.start)
+        ['weight', 'bias']
     """
 
     def __init__(self, module: nn.Module, batch: Callable[[MinibatchIndex], Batch], loss: LossOf,
@@ -92,8 +113,7 @@ class ModuleTask:
         return torch.stack(losses).sum() / len(losses)
 
     def _call(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        # copies, so that running statistics are the same at every minibatch, on the way there and
-        # back
+        # Copies, so that running statistics are equal at every minibatch, in both directions.
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         output: Tensor = torch.func.functional_call(self.module, {**parameters, **buffers}, (x,))
         return output
@@ -112,43 +132,48 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Flat:
-    """The parameters of a task as one vector, a layer after the other."""
+    """Parameters of a task as one vector, layer by layer."""
 
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     layer_names: tuple[str, ...]
-    # of the vector, by layer
+    # slices of the vector, by layer
     groups: tuple[slice, ...]
 
     @classmethod
     def of(cls, task: TrainingTask) -> Flat:
+        """Create the layout of a task."""
         start, layers = task.start, task.layers
         names = [name for layer in layers.values() for name in layer]
         if names != list(start) or len({p.dtype for p in start.values()}) != 1:
-            raise ValueError("Invalid task: layers must name all parameters in their order, and these must be of one type")
+            raise ValueError("Invalid task: layers must list all parameters in their order, with "
+                             "one dtype")
         ends = list(accumulate(sum(start[name].numel() for name in layer) for layer in layers.values()))
         groups = tuple(slice(first, stop) for first, stop in zip([0, *ends], ends, strict=False))
         return cls(tuple(names), tuple(start[name].shape for name in names), tuple(layers), groups)
 
     @cached_property
     def sizes(self) -> list[int]:
+        r"""Sizes of the layers."""
         return [shape.numel() for shape in self.shapes]
 
     @property
     def size(self) -> int:
+        r"""P"""
         return sum(self.sizes)
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
+        r"""Concatenate tensors to a vector."""
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
     def unflatten(self, vector_P: Tensor) -> list[Tensor]:
-        """Views."""
+        """Return views of the vector in the shapes of the parameters."""
         return [part.view(shape) for part, shape in zip(vector_P.split(self.sizes), self.shapes, strict=True)]
 
     def spread(self, values_G: Tensor) -> Tensor:
-        """Each layer's number at each of its parameters."""
+        """Repeat the number of each layer for each of its parameters."""
         return torch.repeat_interleave(values_G, torch.tensor([group.stop - group.start for group in self.groups]))
 
     def products(self, a_P: Tensor, b_P: Tensor) -> Tensor:
-        """Inner products by layer, G."""
+        """Return inner products by layer, G."""
         return torch.stack([torch.dot(a_P[group], b_P[group]) for group in self.groups])

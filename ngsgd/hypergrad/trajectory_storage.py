@@ -1,4 +1,4 @@
-"""What each engine keeps on the way there, and what it makes of that on the way back.
+"""Data that each engine stores in the forward pass and uses in the reverse pass.
 
 Letters: P parameters, t step.
 """
@@ -16,7 +16,7 @@ from ngsgd.hypergrad.step_limits import Shortened
 
 
 class Carrier(Protocol):
-    """What carries something from step to step; see `ngsgd.hypergrad.job_replay.Gradients`."""
+    """State that is carried between steps; see `ngsgd.hypergrad.job_replay.Gradients`."""
 
     def snapshot(self) -> Any: ...
 
@@ -24,7 +24,7 @@ class Carrier(Protocol):
 
 
 class ReplayableSegment(Protocol):
-    """The job whose steps are kept; see `ngsgd.hypergrad.job_replay.ReplayableSegment`."""
+    """Interface of the job whose steps are stored; see `ngsgd.hypergrad.job_replay.JobSegment`."""
 
     state: ExactMomentum
     ones_G: tuple[float, ...]
@@ -38,7 +38,10 @@ class ReplayableSegment(Protocol):
 
 
 class _Tape(Protocol):
-    """What a step back needs, by engine; asked in this order: new_velocity, old_weights, old_velocity."""
+    """Data of a reversed step, by engine.
+
+    Read in this order: new_velocity, old_weights, old_velocity.
+    """
 
     bytes: int
 
@@ -58,7 +61,7 @@ class _Tape(Protocol):
 
 
 class _Reversible:
-    """Nothing is kept but the state at the end and what was put aside."""
+    """Stores the final state and the dropped bits only."""
 
     def __init__(self, num_steps: int) -> None:
         self.bytes = 0
@@ -118,7 +121,10 @@ class _Store:
 
 
 class _Checkpoint:
-    """The state every so many steps; the steps between are taken again, and stored while they are undone."""
+    """The state at regular intervals.
+
+    The steps between are repeated and stored during the reverse pass.
+    """
 
     def __init__(self, num_steps: int) -> None:
         self._period = max(1, math.isqrt(num_steps))
@@ -160,7 +166,7 @@ class _Checkpoint:
 
 
 class _Nothing(_Reversible):
-    """For the way there alone."""
+    """For a forward pass only."""
 
 
 TAPES: dict[str, type[_Tape]] = {"reversible": _Reversible, "store": _Store, "checkpoint": _Checkpoint, "none": _Nothing}

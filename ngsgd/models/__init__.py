@@ -1,4 +1,4 @@
-"""Acoustic models: plain torch modules."""
+"""Acoustic models as plain torch modules."""
 
 from ngsgd.models.build import build_model
 from ngsgd.models.inputs import DataStatistics, Window

@@ -1,4 +1,4 @@
-"""From the configuration to a model: parts of all kinds, put together."""
+"""Construction of a model from its configuration."""
 
 from __future__ import annotations
 
@@ -22,11 +22,18 @@ from ngsgd.models.tdnn import FactoredTdnn, SplicedTransform, Tdnn, TimeDelayNet
 
 def build_model(config: ModelConfig, num_inputs: int, num_classes: int, seed: int, *, window: Window | None = None,
                 statistics: DataStatistics | None = None) -> nn.Module:
-    """A model from `num_inputs` spliced features to `num_classes` logits, initialised as a function of `seed` alone.
+    """Build a model from `num_inputs` spliced features to `num_classes` logits.
 
-    `window` says how the inputs are made up of frames, which a TDNN and a module of the user's own must know; `statistics`
-    is needed for an input transform, sub-classes and prior scales.  Raises ConfigError for a user's module that does not fit,
-    and for fewer sub-classes than classes.
+    Args:
+        config: the model section.
+        num_inputs: inputs per row.
+        num_classes: outputs.
+        seed: the initialization depends on this only.
+        window: composition of the inputs from frames; required by TDNNs and custom modules.
+        statistics: required by an input transform, sub-classes and prior scales.
+
+    Raises:
+        ConfigError: a custom module does not fit, or there are fewer sub-classes than classes.
     """
     window = window or Window(0, 0, num_inputs)
     statistics = statistics or DataStatistics()
@@ -45,7 +52,7 @@ def build_model(config: ModelConfig, num_inputs: int, num_classes: int, seed: in
 
 def _hidden_layers(config: ModelConfig, num_inputs: int, window: Window,
                    transform: Tensor | None) -> tuple[Layer, list[Layer], int]:
-    """(what comes before them, hidden layers, outputs of the last)."""
+    """Return (modules before them, hidden layers, outputs of the last)."""
     front: Layer = OrderedDict()
     if config.kind not in ("tdnn", "tdnnf"):
         if transform is not None:
@@ -66,7 +73,7 @@ def _hidden_layers(config: ModelConfig, num_inputs: int, window: Window,
 
 
 def _output(name: str, width: int, num_outputs: int, scale: Tensor | None) -> Layer:
-    """The last affine layer, and a fixed scale behind it."""
+    """Return the last affine layer, followed by an optional fixed scale."""
     affine = nn.Linear(width, num_outputs)
     zero(affine)
     layer: Layer = OrderedDict({name: affine})
@@ -79,8 +86,9 @@ def _split(config: ModelConfig, width: int, num_classes: int, statistics: DataSt
     if not config.num_subclasses:
         return None
     if config.num_subclasses <= num_classes:
-        raise ConfigError(f"model.num_subclasses is {config.num_subclasses}, but there are {num_classes} classes; it counts the "
-                          "sub-classes of all of them together, so give more, or 0 for none.")
+        raise ConfigError(f"model.num_subclasses is {config.num_subclasses}, but there are "
+                          f"{num_classes} classes; it is the total over all classes, so increase "
+                          "it, or use 0 for none.")
     targets = split_targets(statistics.class_counts, config.num_subclasses, config.subclass_power)
     modules = _output("subclass_output", width, sum(targets), _scales(config, statistics, targets))
     modules["sum"] = SumSubclasses(targets)
@@ -89,7 +97,7 @@ def _split(config: ModelConfig, width: int, num_classes: int, statistics: DataSt
 
 
 def _scales(config: ModelConfig, statistics: DataStatistics, targets: Sequence[int]) -> Tensor | None:
-    """The prior scale of every row of an output layer; those of one class have the same."""
+    """Return the prior scale of every row of an output layer, equal for the rows of one class."""
     if not config.prior_scale_power:
         return None
     return prior_scale(statistics.class_counts, config.prior_scale_power).repeat_interleave(torch.tensor(targets))

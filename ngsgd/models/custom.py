@@ -1,4 +1,6 @@
-"""Models of the user's own: imported by name, called once in every process, and looked at before the first worker starts."""
+"""Custom models: imported by name, created once per process, and validated before the first worker
+starts.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,17 @@ from ngsgd.optim.layer_options import layer_options
 
 
 def build(config: ModelConfig, *, num_inputs: int, num_classes: int, window: Window, seed: int) -> nn.Module:
-    """What `model._target_` makes of the sizes, the seed and `model.args`.
+    """Create the model of `model._target_` from the sizes, the seed and `model.args`.
 
-    torch's random numbers start from `seed` while it does, and are put back after.  Raises ConfigError for what cannot be
-    imported or called, or does not train as a part of this (see `check`).
+    torch's random state is seeded with `seed` during the call and restored afterwards.
+
+    Raises:
+        ConfigError: it cannot be imported or called, or is not trainable (see `check`).
     """
     factory = find(config)
     sizes = {"num_inputs": num_inputs, "num_classes": num_classes, "left_context": window.left_context,
              "right_context": window.right_context, "feature_dim": window.feature_dim, "seed": seed}
-    # most modules have never heard of it
+    # Most modules do not have this argument.
     if window.side_dim:
         sizes["side_dim"] = window.side_dim
     with torch.random.fork_rng(devices=[]):
@@ -34,26 +38,27 @@ def build(config: ModelConfig, *, num_inputs: int, num_classes: int, window: Win
         try:
             model = factory(**sizes, **(config.args or {}))
         except Exception as error:
-            raise ConfigError(f"model._target_ {config._target_} failed when it was called with {', '.join(sizes)} and model.args "
-                              f"{dict(config.args or {})} ({first_line(error)}); mend it, or the arguments.") from error
+            raise ConfigError(f"model._target_ {config._target_} failed when it was called with {', '.join(sizes)} and "
+                              f"model.args {dict(config.args or {})} ({first_line(error)}); fix it, or the arguments.") from error
     check(model, config._target_, num_inputs, num_classes)
     return model  # type: ignore[no-any-return]
 
 
 def find(config: ModelConfig) -> Callable[..., Any]:
-    """The factory; raises ConfigError, in a sentence, when it is not there."""
+    """Return the factory; raises ConfigError if it is missing."""
     return imports.find(config._target_, config.search_path, "model", "a torch.nn.Module")
 
 
 def check(model: Any, target: str, num_inputs: int, num_classes: int) -> None:
-    """Raises ConfigError unless the model is a module of float32 parameters that turns frames into logits and can be trained."""
+    """Raise ConfigError unless the model is a trainable float32 module that maps frames to logits.
+    """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model._target_ {target} returned a {type(model).__name__}; it must return a torch.nn.Module.")
     wrong = [f"{name} ({str(value.dtype).removeprefix('torch.')})" for name, value in model.state_dict().items()
              if (value.is_floating_point() or value.is_complex()) and value.dtype != torch.float32]
     if wrong:
-        raise ConfigError(f"model._target_ {target} has {', '.join(wrong[:3])}; parameters and buffers must be float32, in which "
-                          "they are averaged.")
+        raise ConfigError(f"model._target_ {target} has {', '.join(wrong[:3])}; parameters and "
+                          "buffers must be float32, the dtype of averaging.")
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(f"model._target_ {target} has no parameter that requires a gradient; there is nothing to train.")
     try:
@@ -65,7 +70,7 @@ def check(model: Any, target: str, num_inputs: int, num_classes: int) -> None:
 
 
 def _check_a_pass(model: nn.Module, target: str, num_inputs: int, num_classes: int) -> None:
-    """Forward and backward on noise, as a minibatch would be; statistics that it leaves in buffers are put back."""
+    """Run forward and backward on noise in the shape of a minibatch; buffers are restored."""
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
@@ -75,12 +80,14 @@ def _check_a_pass(model: nn.Module, target: str, num_inputs: int, num_classes: i
             if shape == (3, num_classes):
                 nn.functional.cross_entropy(logits, torch.zeros(3, dtype=torch.int64), reduction="sum").backward()
         except Exception as error:
-            raise ConfigError(f"model._target_ {target} failed on three frames of {num_inputs} spliced features "
-                              f"({first_line(error)}); mend its forward.") from error
+            raise ConfigError(f"model._target_ {target} failed on three frames of {num_inputs} "
+                              f"spliced features ({first_line(error)}); fix its forward.") from error
     if shape != (3, num_classes):
-        raise ConfigError(f"model._target_ {target} turns three rows of {num_inputs} inputs into a tensor of shape {shape}; it "
-                          f"must be (3, {num_classes}), a logit for each class.")
+        raise ConfigError(f"model._target_ {target} maps three rows of {num_inputs} inputs to a "
+                          f"tensor of shape {shape}; it must be (3, {num_classes}), a logit for "
+                          "each class.")
     if not bool(torch.isfinite(logits).all()):
-        raise ConfigError(f"model._target_ {target} gives logits that are not finite for normal input; see its initialisation.")
+        raise ConfigError(f"model._target_ {target} returns logits that are not finite for normal "
+                          "input; check its initialization.")
     model.load_state_dict(kept)
     model.zero_grad(set_to_none=True)

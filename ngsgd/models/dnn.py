@@ -1,4 +1,4 @@
-"""The feed-forward acoustic models of the paper: affine, nonlinearity, renormalisation."""
+"""Feed-forward acoustic models of the paper: affine layers, nonlinearity, renormalization."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 from ngsgd.config import ModelConfig
 from ngsgd.models.layers import PNorm, normalization
 
-# the modules of one hidden layer, by their names in the model
+# Modules of one hidden layer, by their names in the model.
 Layer = OrderedDict[str, nn.Module]
 
 
 def dnn_layers(config: ModelConfig, num_inputs: int) -> tuple[list[Layer], int]:
-    """(hidden layers, outputs of the last)."""
+    """Return (hidden layers, outputs of the last)."""
     layers = []
     width = num_inputs
     for number in range(1, config.num_layers + 1):
@@ -27,7 +27,7 @@ def dnn_layers(config: ModelConfig, num_inputs: int) -> tuple[list[Layer], int]:
         width = config.hidden_dim if config.kind == "relu" else config.hidden_dim // config.pnorm_group
         layer[f"{config.normalize}{number}"] = normalization(config, width)
         if config.dropout_schedule:
-            # the proportion follows the schedule, in each job
+            # Each job sets the proportion from the schedule.
             layer[f"dropout{number}"] = nn.Dropout(0.0)
         layers.append(layer)
     return layers, width
@@ -35,7 +35,7 @@ def dnn_layers(config: ModelConfig, num_inputs: int) -> tuple[list[Layer], int]:
 
 @torch.no_grad()
 def initialize(layers: Iterable[nn.Module], generator: torch.Generator) -> None:
-    """Kaldi's start (C.7): weights of standard deviation 1/sqrt(inputs), biases of 1."""
+    """Initialize as in Kaldi (C.7): weights of standard deviation 1/sqrt(inputs), biases of 1."""
     for layer in layers:
         for module in layer.modules():
             if isinstance(module, nn.Linear):
@@ -46,6 +46,6 @@ def initialize(layers: Iterable[nn.Module], generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def zero(output: nn.Linear) -> None:
-    """The output layer starts at equal probabilities."""
+    """Set the output layer to zero, for equal probabilities."""
     output.weight.zero_()
     output.bias.zero_()

@@ -1,6 +1,4 @@
-"""A model that grows while it is trained: every part is there from the start, and a stage says
-which are in use.
-"""
+"""Layer-wise training: all parts exist from the start, and a stage selects the active ones."""
 
 from __future__ import annotations
 
@@ -19,7 +17,8 @@ from ngsgd.models.growth_stages import Stage
 from ngsgd.models.subclasses import split_rows
 from ngsgd.models.tdnn import TimeDelayNetwork
 
-# of the output layer after a layer was put before it, over sqrt(inputs); Kaldi's nnet-insert
+# Standard deviation of the output layer after an insertion before it, over sqrt(inputs); Kaldi's
+# nnet-insert.
 _REMADE_STDDEV = 0.1
 
 Make = Callable[[Layer], nn.Module]
@@ -27,19 +26,22 @@ Make = Callable[[Layer], nn.Module]
 
 @dataclass(frozen=True)
 class Split:
-    """An output layer with sub-classes: its modules, and how many of them each class has."""
+    """An output layer with sub-classes.
+
+    Its modules, and the number of sub-classes of each class.
+    """
 
     modules: Layer
     targets: tuple[int, ...]
-    # of each class, that follow the layer; none if empty
+    # of each class, after the layer; empty: none
     scales: tuple[float, ...] = ()
 
 
 class StagedModel(nn.Module):
-    """The modules of a whole model by their names; `at` is the network that a stage makes of them.
+    """All modules of the final model by name; `at` returns the network of a stage.
 
-    Before the split the output layer is "output", after it "subclass_output"; the other one then
-    idles.
+    Before the split the output layer is "output", after it "subclass_output"; the other one is
+    inactive.
     """
 
     def __init__(self, front: Layer, layers: Sequence[Layer], output: Layer, split: Split | None,
@@ -54,11 +56,11 @@ class StagedModel(nn.Module):
             for name, module in part.items():
                 self.add_module(name, module)
         self.stage = Stage(len(layers), split is not None)
-        # of the same modules, so they need no place in the state dict
+        # They share the modules, so they are not part of the state dict.
         self._networks: dict[Stage, nn.Module] = {}
 
     def at(self, stage: Stage) -> nn.Module:
-        """The network of a stage; its modules are this model's own, under their own names."""
+        """Return the network of a stage; it shares the modules and their names."""
         if stage not in self._networks:
             hidden = [name for layer in self._hidden[:stage.num_layers] for name in layer]
             names = [*self._front, *hidden, *(self._split if stage.is_split else self._output)]
@@ -67,18 +69,19 @@ class StagedModel(nn.Module):
         return self._networks[stage]
 
     def forward(self, x_NI: Tensor) -> Tensor:
+        """Return the logits of the current stage."""
         y: Tensor = self.at(self.stage)(x_NI)
         return y
 
     @torch.no_grad()
     def remade(self, state: Mapping[str, Tensor], before: Stage, after: Stage,
                seed: int) -> dict[str, Tensor]:
-        """The entries that change when a model with this state passes from one stage to another;
-        `state` is not modified.
+        """Return the changed entries of a state at the transition between two stages.
 
-        New layers get their start, and the output layer behind them random values of standard
-        deviation 0.1/sqrt(inputs) (C.7); the rows of the output layer become those of its
-        sub-classes (C.5).  `seed` and the stages decide every draw.
+        New layers are initialized. The output layer after them gets random values of standard
+        deviation 0.1/sqrt(inputs) (C.7). Rows of the output layer are split into those of the
+        sub-classes (C.5). All random numbers depend on `seed` and the stages. `state` is not
+        modified.
         """
         entropy = np.random.SeedSequence([seed, after.num_layers, after.is_split])
         generator = torch.Generator().manual_seed(int(entropy.generate_state(1)[0]))
@@ -106,19 +109,20 @@ class StagedModel(nn.Module):
 
 
 def network_at(model: nn.Module, stage: Stage) -> nn.Module:
-    """The network of a stage; a model without stages is one itself."""
+    """Return the network of a stage; a model without stages is returned unchanged."""
     return model.at(stage) if isinstance(model, StagedModel) else model
 
 
 def set_stage(model: nn.Module, stage: Stage) -> None:
-    """Which network the model itself is from now on."""
+    """Select the network that `forward` uses."""
     if isinstance(model, StagedModel):
         model.stage = stage
 
 
 def utterance_logits(model: nn.Module, x_TI: Tensor) -> Tensor:
-    """T x P for the spliced frames of one utterance, in order and without gaps; a TDNN computes
-    each of its frames once.
+    """Return T x P for the spliced frames of one utterance, in order and without gaps.
+
+    A TDNN computes each of its frames once.
     """
     network = network_at(model, model.stage) if isinstance(model, StagedModel) else model
     logits: Tensor = network.utterance(x_TI) if isinstance(network, TimeDelayNetwork) else network(x_TI)

@@ -1,8 +1,9 @@
-"""How much of a model is in use in each outer iteration: layers that are added one after another (C.7 of arXiv 1410.7455),
-and an output layer that is split into sub-classes on the way (C.5).  Numbers only.
+"""Active parts of a model in each outer iteration, as numbers.
 
-The whole model is allocated from the start, so that parameter vectors have one size; the stage is a function of the outer
-iteration alone, and is never kept, averaged or sent.  The iterations are those of Kaldi's nnet2/train_pnorm_fast.sh.
+Layers are added one after another (C.7 of arXiv 1410.7455), and an output layer is split into
+sub-classes (C.5). The complete model is allocated from the start, so that parameter vectors have
+one size. The stage is a function of the outer iteration, and is never stored, averaged or sent. The
+iterations are those of Kaldi's nnet2/train_pnorm_fast.sh.
 """
 
 from __future__ import annotations
@@ -15,29 +16,32 @@ from ngsgd.errors import ConfigError
 
 @dataclass(frozen=True)
 class Stage:
-    """What of a model is in use."""
+    """Active part of a model."""
 
-    # hidden ones, from the input on
+    # hidden layers, from the input on
     num_layers: int
-    # the output layer has sub-classes
+    # whether the output layer has sub-classes
     is_split: bool = False
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The stage of every outer iteration, and which of them are early ones."""
+    """Stage of every outer iteration."""
 
     num_layers: int = 1
     # outer iterations between two additions; 0: all layers from the start
     add_layers_period: int = 0
-    # the first outer iteration with sub-classes
+    # first outer iteration with sub-classes
     first_split: int | None = None
-    # A6's rules for early outer iterations
+    # rules of A6 for early outer iterations
     halves_early: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig, schedule: ScheduleConfig, num_outer_iters: int) -> Stages:
-        """Those of a run; raises ConfigError for one that would end before the model is whole."""
+        """Create the stages of a run.
+
+        Raises ConfigError for a run that ends before the model is complete.
+        """
         finish = model.num_layers * model.add_layers_period
         last_addition = 1 + (model.num_layers - 2) * model.add_layers_period if model.num_layers > 1 else 0
         if model.add_layers_period and last_addition >= num_outer_iters:
@@ -52,13 +56,15 @@ class Stages:
         return cls(model.num_layers, model.add_layers_period, first_split, schedule.early_rules == "kaldi")
 
     def at(self, outer_iter: int) -> Stage:
-        """The stage in which an outer iteration trains; before the first it is that of the first."""
+        """Return the stage of an outer iteration; before the first it is that of the first."""
         num_layers = self.num_layers
-        # the second layer comes with outer iteration 1, as in Kaldi
+        # The second layer is added in outer iteration 1, as in Kaldi.
         if self.add_layers_period:
             num_layers = min(num_layers, 2 + (outer_iter - 1) // self.add_layers_period if outer_iter > 0 else 1)
         return Stage(num_layers, self.first_split is not None and outer_iter >= self.first_split)
 
     def is_early(self, outer_iter: int) -> bool:
-        """Only the best job is kept: averaging makes worse what changes too fast."""
+        """Return whether to keep only the best job, because averaging harms rapidly changing
+        models.
+        """
         return self.halves_early and (outer_iter == 0 or self.at(outer_iter).num_layers > self.at(outer_iter - 1).num_layers)

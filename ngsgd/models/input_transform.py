@@ -1,7 +1,9 @@
-"""The fixed affine transform of the input (C.6 of arXiv 1410.7455): decorrelates, and shrinks what tells no classes apart.
+"""Fixed affine transform of the input (C.6 of arXiv 1410.7455).
 
-An LDA that keeps all dimensions by default, with a mild floor in place of LDA's full whitening; Kaldi's
-nnet2/get-feature-transform.cc.  Letters: D inputs, K outputs, P classes; T total, B between-class, W within-class covariance.
+It decorrelates the input and down-weights non-discriminative dimensions: an LDA that keeps all
+dimensions by default, with a mild floor instead of full whitening; Kaldi's
+nnet2/get-feature-transform.cc. Letters: D inputs, K outputs, P classes; T total, B between-class, W
+within-class covariance.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ClassStatistics:
-    """Of rows that have classes; float64."""
+    """Statistics of rows with classes; float64."""
 
     count_P: Array
     # covariance of all rows
@@ -31,7 +33,7 @@ class ClassStatistics:
 
 
 def class_statistics(minibatches: Iterable[Minibatch], num_classes: int, columns: npt.NDArray[np.int64]) -> ClassStatistics:
-    """Over all rows, of these columns of them; a row counts by its weight."""
+    """Compute statistics over all rows for these columns, weighted by the weight of each row."""
     dim = len(columns)
     count_P, sum_PD, square_DD = np.zeros(num_classes), np.zeros((num_classes, dim)), np.zeros((dim, dim))
     for x_ND, pdf_N, weight_N in minibatches:
@@ -51,11 +53,23 @@ def class_statistics(minibatches: Iterable[Minibatch], num_classes: int, columns
 
 def lda_transform(total_DD: Array, between_DD: Array, mean_D: Array, *, within_class_factor: float = 0.001,
                   max_singular_value: float = 5.0, dim: int = 0) -> Array:
-    """The transform, K x (D + 1) with the offset last; the sign of each row is arbitrary.
+    """Compute the transform, K x (D + 1) with the offset last.
 
-    With W = T - B = L L^T and the eigenvalues l of L^-1 B L^-T = U diag(l) U^T, descending, row i of U^T L^-1 is scaled by
-    sqrt((f + l_i) / (1 + l_i)), f the `within_class_factor`.  Singular values above `max_singular_value` are lowered to it
-    (0: none are).  `dim` rows are kept, 0 for all.  Raises DataError where W is singular.
+    The sign of each row is arbitrary.
+
+    With W = T - B = L L^T and the eigenvalues l of L^-1 B L^-T = U diag(l) U^T, descending, row i
+    of U^T L^-1 is scaled by sqrt((f + l_i) / (1 + l_i)).
+
+    Args:
+        total_DD: covariance of all rows.
+        between_DD: covariance of the class means.
+        mean_D: mean of all rows.
+        within_class_factor: f.
+        max_singular_value: upper limit of the singular values; 0: none.
+        dim: number of rows to keep; 0: all.
+
+    Raises:
+        DataError: W is singular.
     """
     try:
         L_DD = np.linalg.cholesky(total_DD - between_DD)
@@ -64,7 +78,8 @@ def lda_transform(total_DD: Array, between_DD: Array, mean_D: Array, *, within_c
                         "class; use more data, or set model.input_transform=none.") from None
     half_DD = np.linalg.solve(L_DD, between_DD)
     l_D, U_DD = np.linalg.eigh(np.linalg.solve(L_DD, half_DD.T))
-    kept = slice(None, None, -1) if dim == 0 else slice(None, -dim - 1, -1)  # eigh's are ascending
+    # eigh returns ascending eigenvalues.
+    kept = slice(None, None, -1) if dim == 0 else slice(None, -dim - 1, -1)
     l_K, M_KD = np.maximum(l_D[kept], 0.0), np.linalg.solve(L_DD.T, U_DD[:, kept]).T  # U^T L^-1
     M_KD *= np.sqrt((within_class_factor + l_K) / (1.0 + l_K))[:, None]
     if max_singular_value > 0.0:

@@ -1,4 +1,4 @@
-"""What a model is told about its input."""
+"""Description of the input of a model."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from torch import Tensor
 
 
 class Window(NamedTuple):
-    """What an input row is made of: frames with their context, laid end to end, and what goes beside them."""
+    """Composition of an input row: concatenated frames with context, then side values."""
 
     left_context: int     # frames
     right_context: int    # frames
     feature_dim: int      # of one frame
-    # of what is not spliced, such as an i-vector; at the end of the row
+    # values that are not spliced, such as an i-vector, at the end of the row
     side_dim: int = 0
 
     @property
     def num_inputs(self) -> int:
+        r"""Length of a row."""
         return (self.left_context + 1 + self.right_context) * self.feature_dim + self.side_dim
 
 
 @dataclass(frozen=True)
 class DataStatistics:
-    """What a model takes from the training examples before the first minibatch (`ngsgd.models.statistics`)."""
+    """Statistics of the training examples that a model needs (`ngsgd.models.statistics`)."""
 
     # frames of each class
     class_counts: tuple[float, ...] = ()

@@ -15,7 +15,9 @@ from ngsgd.ops import nonlinearities
 
 
 class _PNorm(torch.autograd.Function):
-    """y and dy/dx; the first derivative has the same bits whether a second one is recorded or not."""
+    """y and dy/dx; the first derivative is bitwise identical with and without a graph for the
+    second.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
@@ -32,7 +34,7 @@ class _PNorm(torch.autograd.Function):
 
 
 class _PNormGradient(torch.autograd.Function):
-    """dX = x dY / y, for each group, and its derivatives in torch operations, which can be differentiated in turn."""
+    """dX = x dY / y, for each group, with derivatives in differentiable torch operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, dY: Tensor, group: int) -> Tensor:
@@ -50,7 +52,7 @@ class _PNormGradient(torch.autograd.Function):
 
 
 class _Renormalize(torch.autograd.Function):
-    """Likewise; it keeps x and not its norms, so that they are differentiated again."""
+    """The same for row norms; it saves x instead of the norms, for the second derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target_rms: float) -> Tensor:
@@ -66,7 +68,9 @@ class _Renormalize(torch.autograd.Function):
 
 
 class _RenormalizeGradient(torch.autograd.Function):
-    """dX = r dY - c (x^T dY) x with r = (x^T x / s)^(-1/2) and c = r^3 / s for each row, and its derivatives likewise."""
+    """dX = r dY - c (x^T dY) x with r = (x^T x / s)^(-1/2) and c = r^3 / s for each row, and
+    derivatives.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dY: Tensor, target_rms: float) -> Tensor:
@@ -85,9 +89,10 @@ class _RenormalizeGradient(torch.autograd.Function):
 
 
 class PNorm(nn.Module):
-    """y_j = (sum over group j of |x_i|^2)^(1/2): the p-norm nonlinearity with p = 2 (Zhang et al. 2014).
+    """P-norm nonlinearity with p = 2: y_j = (sum over group j of |x_i|^2)^(1/2).
 
-    Input (..., D), output (..., D / group); groups are consecutive.  The derivative is 0 where the output is 0.
+    Input (..., D), output (..., D / group); groups are consecutive. The derivative is 0 if the
+    output is 0. Source: Zhang et al. 2014.
     """
 
     def __init__(self, group: int) -> None:
@@ -95,6 +100,7 @@ class PNorm(nn.Module):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the norms of the groups."""
         y: Tensor = _PNorm.apply(x, self.group)  # type: ignore[no-untyped-call]
         return y
 
@@ -103,15 +109,19 @@ class PNorm(nn.Module):
 
 
 class Renormalize(nn.Module):
-    """Scales each row to root mean square `target_rms`; keeps p-norm and ReLU activations from growing."""
+    """Scale each row to root mean square `target_rms`, to keep p-norm and ReLU activations from
+    growing.
+    """
 
     def __init__(self, target_rms: float = 1.0) -> None:
         super().__init__()
         self.target_rms = target_rms
 
     def forward(self, x_ND: Tensor) -> Tensor:
+        """Return the scaled rows."""
         if not x_ND.is_cpu:
-            # one kernel of torch each way; the floor is added there, 1e-20 that no row notices
+            # One kernel of torch in each direction, which adds the floor; 1e-20 has no effect on
+            # any row.
             of_one: Tensor = nn.functional.rms_norm(x_ND, x_ND.shape[-1:], None,
                                                     nonlinearities.MIN_MEAN_SQUARE)
             return of_one if self.target_rms == 1.0 else of_one * self.target_rms
@@ -123,16 +133,18 @@ class Renormalize(nn.Module):
 
 
 class BatchNorm(nn.BatchNorm1d):
-    """Kaldi's batch normalisation: eps 1e-3, no scale and offset of its own, statistics that forget by 0.8 per minibatch.
+    """Kaldi's batch normalization: eps 1e-3, no scale and offset, decay 0.8 per minibatch.
 
-    Any leading dimensions; the last one is normalised over all rows.  A minibatch of a single row, which has no variance,
-    is normalised with the statistics so far and does not enter them.
+    Accepts any leading dimensions; the last one is normalized over all rows. A minibatch of a
+    single row, which has no variance, is normalized with the current statistics and does not update
+    them.
     """
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, eps=1e-3, momentum=1.0 - 0.8, affine=False)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
+        """Return the normalized input."""
         x_ND = input.reshape(-1, input.shape[-1])
         if self.training and len(x_ND) == 1:
             y_ND = nn.functional.batch_norm(x_ND, self.running_mean, self.running_var, eps=self.eps)
@@ -142,18 +154,23 @@ class BatchNorm(nn.BatchNorm1d):
 
 
 class FixedAffine(nn.Module):
-    """y = A x + b with numbers that no training changes: neither parameters nor part of the state dict."""
+    """y = A x + b with constants, which are neither parameters nor part of the state dict."""
 
     weight: Tensor
     bias: Tensor
 
     def __init__(self, transform: Tensor) -> None:
-        """`transform` is (outputs x inputs + 1), the offset last, as Kaldi keeps it."""
+        """Create the layer.
+
+        Args:
+            transform: outputs x inputs + 1, the offset last, as in Kaldi.
+        """
         super().__init__()
         self.register_buffer("weight", transform[:, :-1].float().contiguous(), persistent=False)
         self.register_buffer("bias", transform[:, -1].float().contiguous(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        r"""Return A x + b."""
         return nn.functional.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
@@ -161,7 +178,7 @@ class FixedAffine(nn.Module):
 
 
 class FixedScale(nn.Module):
-    """y = s * x element by element, s fixed."""
+    """y = s * x elementwise, with constant s."""
 
     scale: Tensor
 
@@ -170,9 +187,10 @@ class FixedScale(nn.Module):
         self.register_buffer("scale", scale.float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        r"""Return s * x."""
         return x * self.scale
 
 
 def normalization(config: ModelConfig, dim: int) -> nn.Module:
-    """What follows each nonlinearity of `dim` values."""
+    """Return the normalization after a nonlinearity of `dim` values."""
     return BatchNorm(dim) if config.normalize == "batchnorm" else Renormalize()

@@ -1,4 +1,4 @@
-"""A trained network, rebuilt from its description (`model.json`) and its parameters."""
+"""Reconstruction of a trained network from its description (`model.json`) and its parameters."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def rebuild(
 
     Args:
         about: content of model.json.
-        settings: those of the model in it, or those that replace them.
+        settings: model settings in it, or replacements.
         state: parameters and buffers by name.
-        transform: the fixed first layer, where the network has one.
+        transform: the fixed first layer, if the network has one.
 
     Returns:
         (network in evaluation mode, prior of each class).
@@ -37,7 +37,7 @@ def rebuild(
         ValueError: values that are not finite, or a description that does not fit the parameters.
         KeyError, TypeError, RuntimeError, AttributeError: an incomplete or damaged description.
     """
-    # parameters that are not finite would decode without an error
+    # Decoding would not detect non-finite parameters.
     wrong = [
         name
         for name, values in {**state, "input_transform": transform}.items()
@@ -63,7 +63,7 @@ def rebuild(
 
 
 def window_of(about: Mapping[str, Any]) -> Window:
-    """Frames and values of the network's input."""
+    """Return the window of the network input."""
     return Window(
         about["left_context"],
         about["right_context"],
@@ -73,7 +73,9 @@ def window_of(about: Mapping[str, Any]) -> Window:
 
 
 def least_parameters(model: ModelConfig, num_inputs: int, num_classes: int) -> int:
-    """A lower bound of the weights in the affine layers, as an exact integer of any size."""
+    """Return a lower bound of the number of weights in affine layers, as an exact integer of any
+    size.
+    """
     width, outputs = model.hidden_dim, model.hidden_dim
     if model.kind == "pnorm":
         outputs = max(1, width // model.pnorm_group)

@@ -1,7 +1,7 @@
-"""A model as one function of consecutive frames, for export: splicing and priors are part of it.
+"""Model as one function of consecutive frames, including splicing and priors, for export.
 
 Letters: N sequences, T frames with context, F output frames, W frames of a window, D feature
-dimension, S values beside the features, P pdfs.
+dimension, S values beyond the features, P pdfs.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from ngsgd.models.tdnn import TimeDelayNetwork, TimeLayer
 
 
 class _Slices(NamedTuple):
-    """Splicing of consecutive frames as slices, whose length is free: `Splice` has fixed indices."""
+    """Splicing of consecutive frames as slices of any length; `Splice` has fixed indices."""
 
-    # of each spliced frame, in the input
+    # start of each spliced frame in the input
     starts: tuple[int, ...]
     num_frames: int | torch.SymInt
 
     def __call__(self, x_NTD: Tensor) -> Tensor:
-        """N x frames x (K D)."""
+        """Return N x frames x (K D)."""
         return torch.cat([x_NTD.narrow(1, start, self.num_frames) for start in self.starts], dim=2)
 
 
 class _LayerPlan(NamedTuple):
-    """Splices of a time layer: where each begins, and how many frames it gives beyond the output's."""
+    """Splices of a time layer.
+
+    Their starts, and the number of frames beyond those of the output.
+    """
 
     starts: tuple[tuple[int, ...], ...]
     num_extra: tuple[int, ...]
@@ -66,12 +69,11 @@ class StandaloneNetwork(nn.Module):
             if isinstance(self.network, TimeDelayNetwork) else (0, [])
 
     def forward(self, frames_NTD: Tensor, beside_NS: Tensor | None = None) -> Tensor:
-        """N x F x P, F = T - left context - right context.
+        """Compute log likelihoods, N x F x P, F = T - left context - right context.
 
         Args:
             frames_NTD: normalized features with their context on both sides.
-            beside_NS: i-vectors, each for all frames of its sequence; only where the window has
-                any.
+            beside_NS: i-vectors, one for all frames of a sequence; only if the window has any.
         """
         num_frames = frames_NTD.shape[1] - self.window.left_context - self.window.right_context
         rows = (self._in_time if self._plans else self._spliced)(frames_NTD, beside_NS, num_frames)
@@ -79,18 +81,18 @@ class StandaloneNetwork(nn.Module):
         return loglik.reshape(frames_NTD.shape[0], num_frames, loglik.shape[1])
 
     def _spliced(self, frames_NTD: Tensor, beside_NS: Tensor | None, num_frames: int) -> Tensor:
-        """Rows of logits of a model that takes windows."""
+        """Return rows of logits of a model with windows as input."""
         width = self.window.left_context + 1 + self.window.right_context
         x_NFI = _Slices(tuple(range(width)), num_frames)(frames_NTD)
         if beside_NS is not None:
-            # `expand` would bind an exported program to more than one frame
+            # `expand` would limit an exported program to more than one frame.
             beside_NFS = beside_NS[:, None] * beside_NS.new_ones(1, num_frames, 1)
             x_NFI = torch.cat([x_NFI, beside_NFS], dim=2)
         logits: Tensor = self.network(x_NFI.flatten(0, 1))
         return logits
 
     def _in_time(self, frames_NTD: Tensor, beside_NS: Tensor | None, num_frames: int) -> Tensor:
-        """Rows of logits of a TDNN, which computes each frame of its hidden layers once."""
+        """Return rows of logits of a TDNN, which computes each frame of its hidden layers once."""
         children = list(self.network.children())
         layers = [child for child in children if isinstance(child, TimeLayer)]
         num_inputs = self._plans[0].num_extra[-1] + num_frames
@@ -105,8 +107,8 @@ class StandaloneNetwork(nn.Module):
 
 
 def _plans(network: TimeDelayNetwork, window: Window) -> tuple[int, list[_LayerPlan]]:
-    """(the first frame needed of the input, plans of the input and of each time layer)."""
-    # enough output frames for the needed ones to have no gaps
+    """Return (first required input frame, plans of the input and of each time layer)."""
+    # With this number of output frames, the required frames have no gaps.
     num_frames = window.left_context + 1 + window.right_context
     times, plans = np.arange(num_frames), []
     for layer in reversed([child for child in network.children() if isinstance(child, TimeLayer)]):

@@ -1,4 +1,5 @@
-"""What models take from the training examples before the first minibatch, computed once and kept beside the archives."""
+"""Statistics of the training examples that models need, computed once and stored with the archives.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +27,17 @@ from ngsgd.models.inputs import DataStatistics, Window
 from ngsgd.schedules import Shard
 
 _ROWS_AT_ONCE = 8192
-# raise it when the same settings would give other numbers
+# Increase it when equal settings would yield other numbers.
 _FORMAT = 1
-# defaults of lda_transform and "all rows": file names of earlier versions hold them
+# Defaults of lda_transform and "all rows", which are part of the file names of earlier versions.
 _OF_LDA = [0.001, 5.0, 0]
 
 
 def model_for(config: RunConfig, reader: EgsReader) -> nn.Module:
-    """The run's model for these examples, initialised as a function of the run's seed."""
+    """Create the model of a run for these examples.
+
+    Its initialization depends on the seed of the run.
+    """
     info = reader.info
     model = build_model(config.model, info.num_inputs, info.num_classes, config.seed,
                         window=Window(info.left_context, info.right_context, info.feature_dim, info.side_dim),
@@ -54,14 +58,15 @@ def _scale_start(model: nn.Module, config: ModelConfig) -> None:
 
 
 def needs_statistics(config: ModelConfig) -> bool:
-    """Whether the model takes anything from the training examples beforehand."""
+    """Return whether the model needs statistics of the training examples."""
     return config.input_transform != "none" or config.num_subclasses > 0 or config.prior_scale_power != 0.0
 
 
 def statistics_for(config: ModelConfig, reader: EgsReader) -> DataStatistics | None:
-    """None where the model needs none; else from the file beside the archives, which is made if it is not there.
+    """Return the statistics, or None if the model needs none.
 
-    Whoever comes first makes it (the coordinator, before any worker starts), so that all use the same bits.
+    They are read from the file next to the archives, or computed and stored there. The coordinator
+    does this before any worker starts, so that all use identical values.
     """
     if not needs_statistics(config):
         return None
@@ -74,7 +79,10 @@ def statistics_for(config: ModelConfig, reader: EgsReader) -> DataStatistics | N
 
 
 def _key(config: ModelConfig, reader: EgsReader) -> str:
-    """Of all that the numbers depend on, but for the examples: those belong to the directory."""
+    """Return a key of all settings that affect the numbers.
+
+    The examples belong to the directory.
+    """
     wanted: list[object] = [_FORMAT, config.input_transform]
     if config.input_transform == "lda":
         wanted += _OF_LDA
@@ -83,7 +91,7 @@ def _key(config: ModelConfig, reader: EgsReader) -> str:
 
 
 def _columns(config: ModelConfig, reader: EgsReader) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The inputs that are transformed: the whole row, of a TDNN what its first layer sees."""
+    """Return the transformed inputs: complete rows, or the input of the first layer of a TDNN."""
     info = reader.info
     columns = np.arange(info.num_spliced).reshape(-1, info.feature_dim)
     if config.kind in ("tdnn", "tdnnf"):
@@ -102,7 +110,7 @@ def _compute(config: ModelConfig, reader: EgsReader) -> DataStatistics:
 
 
 def _all_rows(reader: EgsReader) -> Iterator[Minibatch]:
-    """Every frame of the examples once."""
+    """Yield every frame of the examples once."""
     for archive, frame in itertools.product(range(reader.info.num_archives), range(reader.info.frames_per_eg)):
         yield from reader.minibatches(Shard(archive, frame), _ROWS_AT_ONCE, seed=0, outer_iter=0, job=0)
 
@@ -113,7 +121,7 @@ def _read(path: Path, num_classes: int) -> DataStatistics | None:
         with safe_open(path, framework="np") as file:
             expected = (file.metadata() or {}).get(DIGEST)
     except (OSError, SafetensorError):
-        # not there, or damaged: made again either way
+        # Missing or damaged; it is created again in both cases.
         return None
     if expected is not None and expected != _digest(arrays):
         return None
@@ -136,4 +144,5 @@ def _write(path: Path, statistics: DataStatistics) -> None:
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
-        raise DataError(f"{path} could not be written ({error}); make room, or fix the permissions of that folder.") from error
+        raise DataError(f"{path} could not be written ({error}); free space, or fix the "
+                        "permissions of that folder.") from error

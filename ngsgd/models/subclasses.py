@@ -1,7 +1,8 @@
-"""Sub-classes (mixture components) in the output layer: C.5 of arXiv 1410.7455; Kaldi's nnet2/mixup-nnet.cc.
+"""Sub-classes (mixture components) in the output layer.
 
-The softmax runs over sub-classes and is summed for each class; the objective is the logarithm of the sum.
-Letters: N rows, P classes, S sub-classes, H inputs of the output layer.
+The softmax runs over sub-classes and is summed for each class; the objective is the logarithm of
+the sum. Sources: C.5 of arXiv 1410.7455; Kaldi's nnet2/mixup-nnet.cc. Letters: N rows, P classes, S
+sub-classes, H inputs of the output layer.
 """
 
 from __future__ import annotations
@@ -13,23 +14,34 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-# Kaldi's floor on what the logarithm is taken of
+# Kaldi's floor of the argument of the logarithm.
 _MIN_POSTERIOR = 1e-20
-# standard deviation of what tells two halves of a row apart
+# Standard deviation of the perturbation that separates two halves of a row.
 _PERTURBATION = 0.01
 
 
 def split_targets(counts: Sequence[float], num_subclasses: int, power: float = 0.25, min_count: float = 10.0) -> list[int]:
-    """Sub-classes of each class, `num_subclasses` in all or fewer: GetSplitTargets of Kaldi's gmm/model-common.cc.
+    """Distribute sub-classes over classes.
 
-    The class with the largest count^power / sub-classes gets one more, unless the new number times `min_count` would reach
-    its count: then it gets no more at all.
+    The class with the largest count^power / sub-classes gets one more. If the new number times
+    `min_count` would reach its count, it gets no more at all. Source: GetSplitTargets of Kaldi's
+    gmm/model-common.cc.
 
-    >>> split_targets([100.0, 10000.0], 6, power=0.5)
-    [1, 5]
+    Args:
+        counts: frames of each class.
+        num_subclasses: maximum total.
+        power: exponent of the counts.
+        min_count: minimum frames per sub-class.
+
+    Returns:
+        Sub-classes of each class.
+
+    Example:
+        >>> split_targets([100.0, 10000.0], 6, power=0.5)
+        [1, 5]
     """
     targets = [1] * len(counts)
-    # equal ones in the order of the classes; which of them gets the last sub-class matters little
+    # Ties are resolved in class order.
     queue = [(-(count ** power), pdf) for pdf, count in enumerate(counts)]
     heapq.heapify(queue)
     num_left = num_subclasses - len(counts)
@@ -43,17 +55,21 @@ def split_targets(counts: Sequence[float], num_subclasses: int, power: float = 0
 
 
 def classes_of_subclasses(targets: Sequence[int]) -> list[int]:
-    """The class of each sub-class; those of one class stand together."""
+    """Return the class of each sub-class; those of one class are adjacent."""
     return [pdf for pdf, number in enumerate(targets) for _ in range(number)]
 
 
 def split_rows(weight_PH: Tensor, bias_P: Tensor, targets: Sequence[int], generator: torch.Generator, *,
                scales: Sequence[float] = (), perturbation: float = _PERTURBATION) -> tuple[Tensor, Tensor]:
-    """(weight S x H, bias S): every class's row split until it has its number of sub-classes.
+    """Split the row of every class into its number of sub-classes.
 
-    A split halves the row's probability (bias + log 0.5) and moves its two copies apart by +- `perturbation` * randn; the
-    row of a class that was split least often goes first.  Without perturbation the classes' posteriors do not change, also
-    where a fixed scale of each class follows the layer: `scales`, empty for none.
+    A split halves the probability of the row (bias + log 0.5) and moves its two copies apart by +-
+    `perturbation` * randn. The row with the fewest splits of a class is next. Without perturbation
+    the posteriors of the classes do not change, even with a fixed scale of each class after the
+    layer (`scales`, empty for none).
+
+    Returns:
+        (weight S x H, bias S).
     """
     weights: list[Tensor] = []
     biases: list[Tensor] = []
@@ -72,17 +88,20 @@ def split_rows(weight_PH: Tensor, bias_P: Tensor, targets: Sequence[int], genera
 
 
 def prior_scale(counts: Sequence[float], power: float, smoothing: float = 0.01) -> Tensor:
-    """(count + smoothing * mean count)^power of each class, rescaled to mean 1: Kaldi's pre-softmax FixedScale (-0.25)."""
+    """Return (count + smoothing * mean count)^power, rescaled to mean 1.
+
+    Kaldi's pre-softmax FixedScale (-0.25).
+    """
     counts_P = torch.tensor(counts, dtype=torch.float64)
     scale_P = (counts_P + smoothing * counts_P.mean()) ** power
     return scale_P / scale_P.mean()
 
 
 class SumSubclasses(nn.Module):
-    """log sum over each class's sub-classes of their softmax, N x S to N x P; exponentials of a row sum to one.
+    """Log of the sum over the sub-classes of each class of their softmax, N x S to N x P.
 
-    The value is floored at log 1e-20.  The floor has no part in the derivative, as in Kaldi: a frame that is far off still
-    says where to go.
+    The exponentials of a row sum to one. The value is floored at log 1e-20. As in Kaldi, the
+    derivative ignores the floor, so that very unlikely frames still have a gradient.
     """
 
     class_S: Tensor
@@ -93,9 +112,11 @@ class SumSubclasses(nn.Module):
         self.register_buffer("class_S", torch.tensor(classes_of_subclasses(targets)), persistent=False)
 
     def forward(self, z_NS: Tensor) -> Tensor:
+        """Return log probabilities of the classes."""
         index_NS = self.class_S.expand_as(z_NS)
         nothing_NP = z_NS.new_zeros(z_NS.shape[0], self.num_classes)
-        # each class against its own largest: against the row's, a class far behind would underflow
+        # Each class relative to its largest value; relative to that of the row, unlikely classes
+        # would underflow.
         top_NP = nothing_NP.scatter_reduce(1, index_NS, z_NS.detach(), "amax", include_self=False)
         sum_NP = nothing_NP.index_add(1, self.class_S, (z_NS - top_NP.gather(1, index_NS)).exp())
         log_y_NP = sum_NP.log() + top_NP - z_NS.logsumexp(dim=1, keepdim=True)

@@ -1,13 +1,16 @@
-"""Time-delay networks (TDNN; Peddinti et al. 2015) and their factored form (TDNN-F; Povey et al. 2018).
+"""Time-delay networks (TDNN.
 
-A layer sees the frames at its offsets around each of its output frames: Kaldi's TdnnComponent, a dilated convolution written
-as splicing and an affine layer.  Only frames that the output depends on are computed, so training on single frames costs
-what the offsets say and not what the window is wide; a whole utterance is computed once for all of its frames.
+Peddinti et al. 2015) and factored ones (TDNN-F; Povey et al. 2018).
 
-What goes beside the features of a frame, such as an i-vector, is an input of the first layer and the same at all of the frames
-that an output depends on, as in Kaldi (ReplaceIndex).
+A layer reads the frames at its offsets around each of its output frames: Kaldi's TdnnComponent, a
+dilated convolution implemented as splicing and an affine layer. Only frames that the output depends
+on are computed. The cost of training on single frames therefore depends on the offsets instead of
+the window width. A complete utterance is computed once for all of its frames.
 
-Letters: N rows (examples or utterances), T frames, K offsets, D dimension, S values beside the features.
+Side values of a frame, such as an i-vector, are an input of the first layer. As in Kaldi
+(ReplaceIndex), they are equal at all frames that an output depends on.
+
+Letters: N rows (examples or utterances), T frames, K offsets, D dimension, S side values.
 """
 
 from __future__ import annotations
@@ -29,20 +32,20 @@ Times = npt.NDArray[np.int64]   # ascending
 
 
 class Splice(NamedTuple):
-    """Which frames of its input (by index) each output frame of a splicing layer sees."""
+    """Indices of the input frames of each output frame of a splicing layer."""
 
     index_TK: Tensor
 
     def __call__(self, x_NTD: Tensor) -> Tensor:
-        """N x T x (K D)."""
+        """Return N x T x (K D)."""
         spliced: Tensor = x_NTD.index_select(1, self.index_TK.flatten()).unflatten(1, self.index_TK.shape).flatten(2)
         return spliced
 
 
 class _FramePlan(NamedTuple):
-    """How a network computes certain output frames, on one device."""
+    """Plan of a network for certain output frames, on one device."""
 
-    # which frames of a row's window, or of an utterance, it needs
+    # required frames of a window, or of an utterance
     needed: Tensor
     # of each time layer
     splices: list[tuple[Splice, ...]]
@@ -52,12 +55,12 @@ class TimeLayer(nn.Module):
     """A layer that computes output frames from input frames at other times."""
 
     def plan(self, times: Times) -> tuple[Times, tuple[Splice, ...]]:
-        """(the input frames that the outputs at `times` need, how to find them)."""
+        """Return (input frames that the outputs at `times` need, their indices)."""
         raise NotImplementedError
 
 
 class SplicedTransform(TimeLayer):
-    """The fixed transform of the first layer's spliced input."""
+    """Fixed transform of the spliced input of the first layer."""
 
     def __init__(self, transform: Tensor, offsets: Sequence[int]) -> None:
         super().__init__()
@@ -69,12 +72,13 @@ class SplicedTransform(TimeLayer):
         return needed, (splice,)
 
     def forward(self, x_NTD: Tensor, splices: Sequence[Splice], side_NS: Tensor | None = None) -> Tensor:
+        """Return the transformed frames."""
         y: Tensor = self.fixed(_beside(splices[0](x_NTD), side_NS))
         return y
 
 
 class Tdnn(TimeLayer):
-    """Affine layer over spliced frames, ReLU, normalisation."""
+    """Affine layer over spliced frames, ReLU, normalization."""
 
     def __init__(self, config: ModelConfig, num_inputs: int, offsets: Sequence[int], side_dim: int = 0) -> None:
         super().__init__()
@@ -87,6 +91,7 @@ class Tdnn(TimeLayer):
         return needed, (splice,)
 
     def forward(self, x_NTD: Tensor, splices: Sequence[Splice], side_NS: Tensor | None = None) -> Tensor:
+        """Return the output frames."""
         y: Tensor = self.rest(self.affine(_beside(splices[0](x_NTD), side_NS)))
         return y
 
@@ -95,9 +100,10 @@ class Tdnn(TimeLayer):
 
 
 class FactoredTdnn(TimeLayer):
-    """Semi-orthogonal factor over the past offsets, affine layer over the future ones, ReLU, normalisation, bypass.
+    """Factored TDNN layer: semi-orthogonal factor, affine layer, ReLU, normalization, bypass.
 
-    y = rest(affine(factor(x))) + bypass_scale * x, as Kaldi's tdnnf-layer; an offset 0 belongs to both halves.
+    The factor covers the past offsets, the affine layer the future ones; an offset 0 belongs to
+    both. y = rest(affine(factor(x))) + bypass_scale * x, as Kaldi's tdnnf-layer.
     """
 
     def __init__(self, config: ModelConfig, num_inputs: int, offsets: Sequence[int]) -> None:
@@ -111,7 +117,9 @@ class FactoredTdnn(TimeLayer):
 
     @property
     def layer_options(self) -> dict[str, dict[str, Any]]:
-        """For the optimiser: the factor's rows are kept orthogonal, at a scale of their own (Kaldi's constraint -1)."""
+        """Optimizer options: the rows of the factor are orthogonal with a free scale (Kaldi's
+        constraint -1).
+        """
         return {"factor": {"orthonormal_constraint": -1.0}}
 
     def plan(self, times: Times) -> tuple[Times, tuple[Splice, ...]]:
@@ -120,6 +128,7 @@ class FactoredTdnn(TimeLayer):
         return needed, (_splice(needed, middle, self.past), second, _splice(needed, times, (0,)))
 
     def forward(self, x_NTD: Tensor, splices: Sequence[Splice]) -> Tensor:
+        """Return the output frames."""
         first, second, same = splices
         y: Tensor = self.rest(self.affine(second(self.factor(first(x_NTD)))))
         return torch.add(y, same(x_NTD), alpha=self.bypass_scale) if self.bypass_scale else y
@@ -129,10 +138,12 @@ class FactoredTdnn(TimeLayer):
 
 
 class TimeDelayNetwork(nn.Sequential):
-    """Time layers, then layers that work frame by frame; takes rows of spliced frames, as feed-forward networks do.
+    """Time layers, then frame-by-frame layers.
 
-    `forward` gives the output for the middle frame of each row's window; `utterance` the same numbers for the consecutive
-    frames of one utterance, each computed once.
+    Its input is rows of spliced frames, as for other networks.
+
+    `forward` returns the output for the middle frame of the window of each row. `utterance` returns
+    the same numbers for the consecutive frames of one utterance, each computed once.
     """
 
     def __init__(self, children: OrderedDict[str, nn.Module], window: Window) -> None:
@@ -141,6 +152,7 @@ class TimeDelayNetwork(nn.Sequential):
         self._plan_of_one: _FramePlan | None = None
 
     def forward(self, x_NI: Tensor) -> Tensor:
+        """Return N x outputs for the middle frames."""
         x_NWD, side_NS = self._parts(x_NI)
         plan = self._plan_of_one
         if plan is None or plan.needed.device != x_NI.device:
@@ -148,9 +160,10 @@ class TimeDelayNetwork(nn.Sequential):
         return self._run(x_NWD, plan, side_NS).squeeze(1)
 
     def utterance(self, x_TI: Tensor) -> Tensor:
-        """T x outputs from the spliced frames of one utterance, in order and without gaps.
+        """Return T x outputs from the spliced frames of one utterance, in order and without gaps.
 
-        Frames that differ in what goes beside them share no hidden layer, so each run of alike ones is computed by itself.
+        Frames with different side values share no hidden layer, so each sequence of equal ones is
+        computed separately.
         """
         side_TS = self._parts(x_TI)[1]
         if side_TS is None:
@@ -159,14 +172,14 @@ class TimeDelayNetwork(nn.Sequential):
         return torch.cat([self._alike(run) for run in x_TI.tensor_split(ends.cpu())])
 
     def _alike(self, x_TI: Tensor) -> Tensor:
-        """Of consecutive frames with the same beside them."""
+        """Return the outputs of consecutive frames with equal side values."""
         x_TWD, side_TS = self._parts(x_TI)
         frames = torch.cat([x_TWD[0], x_TWD[1:, -1]])[None]  # each frame once
         plan = self._plan(np.arange(len(x_TI)), x_TI.device)
         return self._run(frames, plan, None if side_TS is None else side_TS[:1]).squeeze(0)
 
     def _parts(self, x_NI: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(frames of the window, what goes beside them)."""
+        """Return (frames of the window, side values)."""
         if not self.window.side_dim:
             return x_NI.unflatten(1, (-1, self.window.feature_dim)), None
         spliced_NI, side_NS = x_NI.split([x_NI.shape[1] - self.window.side_dim, self.window.side_dim], dim=1)
@@ -176,7 +189,7 @@ class TimeDelayNetwork(nn.Sequential):
         return [layer for layer in self.children() if isinstance(layer, TimeLayer)]
 
     def _plan(self, times: Times, device: torch.device) -> _FramePlan:
-        """What the outputs at `times` need."""
+        """Return the plan of the outputs at `times`."""
         splices = []
         for layer in reversed(self._time_layers()):
             times, of_layer = layer.plan(times)
@@ -199,13 +212,13 @@ class TimeDelayNetwork(nn.Sequential):
 def _rest(config: ModelConfig) -> nn.Sequential:
     modules: OrderedDict[str, nn.Module] = OrderedDict(nonlinearity=nn.ReLU(), normalize=normalization(config, config.hidden_dim))
     if config.dropout_schedule:
-        # the proportion follows the schedule, in each job
+        # Each job sets the proportion from the schedule.
         modules["dropout"] = nn.Dropout(0.0)
     return nn.Sequential(modules)
 
 
 def _beside(x_NTD: Tensor, side_NS: Tensor | None) -> Tensor:
-    """Every frame's features with what goes beside those of its row."""
+    """Concatenate the features of every frame with the side values of its row."""
     return x_NTD if side_NS is None else torch.cat([x_NTD, side_NS[:, None].expand(-1, x_NTD.shape[1], -1)], dim=2)
 
 

@@ -1,1 +1,1 @@
-"""Tensor functions: natural gradient, matrix products, averaging, update-norm limits, compression."""
+"""Tensor functions: natural gradient, GEMMs, averaging, update-norm limits and compression."""

@@ -1,4 +1,4 @@
-"""Averages of parameters: sums run in float64, so the result hardly depends on the order of the workers."""
+"""Averages of parameters in float64, so that results hardly depend on the order of the workers."""
 
 from __future__ import annotations
 
@@ -12,36 +12,41 @@ from torch import Tensor, nn
 
 from ngsgd.errors import DataError
 
-# elements; the float64 copies stay in the cache
+# Elements; the float64 copies fit into the cache.
 CHUNK = 1 << 15
 
 
 class AveragingError(DataError, ValueError):
-    """Models that have no average: other keys, shapes or dtypes, or numbers that are not finite."""
+    """Models cannot be averaged.
+
+    Different keys, shapes or dtypes, or numbers that are not finite.
+    """
 
 
 def average_parameters(models: Sequence[Mapping[str, Tensor] | nn.Module],
                        weights: Sequence[float] | None = None) -> dict[str, Tensor]:
-    """The weighted mean of models of the same shape; equal weights if `weights` is None.
+    """Return the weighted mean of models of the same shape.
 
-    Weights are normalised to sum to one (give the number of samples each model was trained on).  The running variances of batch
-    normalisations are pooled with their running means, so that they are those of all data together.  Integer entries, such as
-    counters, are taken from the first model.
+    Weights are normalized to sum to one; use the number of samples of each model. Running variances
+    of batch normalization are pooled with their running means, which gives the variance of all data
+    together. Integer entries, such as counters, are those of the first model.
 
     Args:
-        models: state dicts, or modules, whose state dicts are taken.
-        weights: one for each model, at least 0.
+        models: state dicts, or modules.
+        weights: one per model, at least 0; default equal weights.
 
     Returns:
-        A state dict with the dtypes of the first model, on its devices.
+        A state dict with the dtypes and devices of the first model.
 
     Raises:
-        AveragingError: keys, shapes or dtypes differ, an entry is no tensor or not finite, or the weights have no sum.
+        AveragingError: keys, shapes or dtypes differ, an entry is no tensor or not finite, or the
+            weights sum to 0.
 
-    >>> import torch
-    >>> first, second = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 6.0])}
-    >>> average_parameters([first, second], weights=[3, 1])["w"]
-    tensor([1.5000, 3.0000])
+    Example:
+        >>> import torch
+        >>> first, second = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 6.0])}
+        >>> average_parameters([first, second], weights=[3, 1])["w"]
+        tensor([1.5000, 3.0000])
     """
     states = [_state(model, index) for index, model in enumerate(models)]
     shares = shares_of(len(states), weights)
@@ -69,12 +74,15 @@ def _require_like(state: Mapping[str, Tensor], first: Mapping[str, Tensor], inde
                              "average models of the same class and options.")
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
-            raise AveragingError(f"entry {name} of state dict {index} is a {type(tensor).__name__} and no tensor; leave it out.")
+            raise AveragingError(f"entry {name} of state dict {index} is a "
+                                 f"{type(tensor).__name__}, not a tensor; remove it.")
         if tensor.shape != first[name].shape or tensor.dtype != first[name].dtype:
-            raise AveragingError(f"entry {name} of state dict {index} is {_described(tensor)}, and of state dict 0 "
-                                 f"{_described(first[name])}; average models of the same shapes and dtypes.")
+            raise AveragingError(f"entry {name} of state dict {index} is {_described(tensor)}, and "
+                                 f"of state dict 0 {_described(first[name])}; average models of "
+                                 "the same shapes and dtypes.")
         if not bool(tensor.isfinite().all()):
-            raise AveragingError(f"entry {name} of state dict {index} has numbers that are not finite; leave that model out.")
+            raise AveragingError(f"entry {name} of state dict {index} has numbers that are not "
+                                 "finite; exclude that model.")
 
 
 def _described(tensor: Tensor) -> str:
@@ -82,7 +90,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def weighted_mean(vectors: Sequence[npt.NDArray[np.float32]], weights: Sequence[float]) -> npt.NDArray[np.float32]:
-    """The weighted mean of flat float32 parameter vectors, summed in the order given."""
+    """Return the weighted mean of flat float32 parameter vectors, summed in the given order."""
     shares = shares_of(len(vectors), weights)
     mean = np.empty_like(vectors[0])
     for first in range(0, len(mean), CHUNK):
@@ -93,10 +101,16 @@ def weighted_mean(vectors: Sequence[npt.NDArray[np.float32]], weights: Sequence[
 
 def pool_variances(model: npt.NDArray[Any], vectors: Sequence[npt.NDArray[Any]], weights: Sequence[float],
                    parts: Sequence[tuple[slice, slice]]) -> None:
-    """Sets the variances of `model` to those of the data of all vectors together, in place.
+    """Set the variances of `model` to those of the data of all vectors together, in place.
 
-    `parts` are (mean, variance) of each normalisation layer.  The mean of variances alone would miss how far the means lie
-    apart; pooled counts, sums and sums of squares, as Kaldi's batch normalisation keeps them, give the same.
+    The mean of the variances alone would ignore the distance of the means. Pooled counts, sums and
+    sums of squares, as in Kaldi's batch normalization, give the same result.
+
+    Args:
+        model: vector to change.
+        vectors: vectors of the jobs.
+        weights: one per vector.
+        parts: (mean, variance) slices of each normalization layer.
     """
     shares = shares_of(len(vectors), weights)
     for mean, variance in parts:
@@ -107,9 +121,9 @@ def pool_variances(model: npt.NDArray[Any], vectors: Sequence[npt.NDArray[Any]],
 
 
 def mean_of_chunk(vectors: Sequence[npt.NDArray[Any]], shares: Sequence[float], part: slice) -> npt.NDArray[np.float64]:
-    """The mean of one part of the vectors in float64; `shares` sum to one."""
-    # converted first: a Python float times float32 stays float32, and NumPy is slow at converting
-    # as it multiplies
+    """Return the mean of one part of the vectors in float64; `shares` sum to one."""
+    # Convert first: a Python float times float32 stays float32, and conversion within a product is
+    # slow.
     total: npt.NDArray[np.float64] = vectors[0][part].astype(np.float64)
     total *= shares[0]
     for share, vector in zip(shares[1:], vectors[1:], strict=True):
@@ -131,7 +145,7 @@ def _mean_tensor(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 
 def _pooled(means: Sequence[Tensor], variances: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """`pool_variances` of one normalisation layer."""
+    """Pool the variances of one normalization layer."""
     C = variances[0].numel()
     vectors = [torch.cat([mean.reshape(-1), variance.reshape(-1)]).double().cpu().numpy()
                for mean, variance in zip(means, variances, strict=True)]
@@ -141,12 +155,12 @@ def _pooled(means: Sequence[Tensor], variances: Sequence[Tensor], shares: Sequen
 
 
 def shares_of(count: int, weights: Sequence[float] | None) -> list[float]:
-    """Weights that sum to one; AveragingError (a ValueError) for weights that cannot."""
+    """Return weights that sum to one; AveragingError (a ValueError) for invalid weights."""
     if count == 0:
         raise AveragingError("there is nothing to average; give at least one model.")
     weights = [1.0] * count if weights is None else weights
     total = float(sum(weights))
     if len(weights) != count or min(weights) < 0.0 or not 0.0 < total < float("inf"):
-        raise AveragingError(f"Invalid weights: {list(weights)} for {count} models; give one number for each, at least 0 and not "
-                             "all 0.")
+        raise AveragingError(f"Invalid weights: {list(weights)} for {count} models; give one "
+                             "number for each, at least 0 and not all 0.")
     return [weight / total for weight in weights]

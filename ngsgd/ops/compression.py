@@ -1,24 +1,31 @@
-"""Codecs that make the moves of jobs smaller on the wire, and error feedback that gives later what they leave out.
+"""Compression of parameter deltas, and error feedback that adds the losses to the next delta.
 
-For moves only (parameters minus the broadcast model), never for parameters: what is lost of a move is lost once, relative
-to a small number, and comes back with the next move.
+Use codecs for deltas only (parameters minus the broadcast model), not for parameters. A loss is
+then relative to a small number, and the next delta includes it.
 
-| codec | element                                                | bytes per element | error of an element x in a row of peak p  |
-|-------|--------------------------------------------------------|-------------------|-------------------------------------------|
-| bf16  | sign, 8-bit exponent, 7-bit mantissa                   | 2                 | abs(x) / 2^8 + 2^-134                     |
-| int8  | -127..127, in units of p / 127                         | 1 + 4 / row       | 0.5001 p / 127 + 2^-150                   |
-| e3m0  | sign, 3-bit exponent: 0, p / 64, p / 32, .., p         | 1/2 + 4 / row     | max(0.3334 abs(x), p / 128) + 2^-150      |
+| codec | element                            | bytes per element | error of x, with row peak p     |
+|-------|------------------------------------|-------------------|---------------------------------|
+| bf16  | sign, 8-bit exponent, 7-bit        | 2                 | abs(x) / 2^8 + 2^-134           |
+|       | mantissa                           |                   |                                 |
+| int8  | -127..127, in units of p / 127     | 1 + 4 / row       | 0.5001 p / 127 + 2^-150         |
+| e3m0  | sign, 3-bit exponent: 0, p / 64,   | 1/2 + 4 / row     | max(abs(x) / 3, p / 128)        |
+|       | p / 32, .., p                      |                   | + 2^-150, with 0.3334 for 1/3   |
 
-The peak of a row is its largest magnitude, and is sent as it is; it survives int8 and e3m0, and zeros survive all three.
-Why these bounds: all three take the nearest number that they have.  bf16 has 8 significant bits, so its numbers about x are
-no more than abs(x) / 2^7 apart, or 2^-133 below 2^-126.  int8's are p / 127 apart.  e3m0's are a factor of two apart, so x
-is at worst in the middle of 2/3 x and 4/3 x, or below p / 64 in the middle of 0 and p / 64.  The last digits are float32's:
-two roundings of 2^-24 on the way there and two on the way back, and 2^-150 where the decoded number is subnormal.
+The peak of a row is its largest magnitude, sent in float32. int8 and e3m0 preserve it, and all
+three preserve zeros.
 
-Hence no error exceeds a share c of its row's peak, c = 0.004, 0.004 and 0.2501, and error feedback stays bounded: with moves
-of at most m, an error that is at most c m / (1 - c) stays so, since c (m + c m / (1 - c)) is the same number.
+Derivation of the bounds: all codecs round to nearest. bf16 has 8 significant bits, so its numbers
+near x are at most abs(x) / 2^7 apart, or 2^-133 below 2^-126. Numbers of int8 are p / 127 apart.
+Numbers of e3m0 differ by a factor of two. In the worst case x is midway between 2/3 x and 4/3 x,
+or, below p / 64, midway between 0 and p / 64. The last digits are those of float32: two roundings
+of 2^-24 in encoding, two in decoding, and 2^-150 if the decoded number is subnormal.
 
-Sources: error feedback, Seide and others, Interspeech 2014; 4-bit E3M0 moves, Streaming DiLoCo, arXiv 2501.18512.
+No error therefore exceeds a fraction c of the peak of its row, c = 0.004, 0.004 and 0.2501. Error
+feedback stays bounded: with deltas of at most m, the error stays at most c m / (1 - c), because c
+(m + c m / (1 - c)) is the same number.
+
+Sources: error feedback, Seide and others, Interspeech 2014; 4-bit E3M0 deltas, Streaming DiLoCo,
+arXiv 2501.18512.
 """
 
 from __future__ import annotations
@@ -34,13 +41,13 @@ import numpy.typing as npt
 Vector = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 Codec = Literal["bf16", "int8", "e3m0"]
-# elements that share a peak: 4 bytes for 1024 elements
+# Elements that share a peak: 4 bytes for 1024 elements.
 ROW_LENGTH = 1024
-# elements worked on at a time, whole rows; the temporary copies stay in the cache
+# Elements processed together (complete rows); temporary copies fit into the cache.
 _CHUNK = 1 << 15
 
-# what the 4 bits mean, in peaks: a sign bit and 0, 2^-6 .. 2^0; two to a byte, the first element in
-# the low bits
+# Values of the 4-bit codes, in peaks: a sign bit and 0, 2^-6 .. 2^0. A byte holds two codes, the
+# first in the low bits.
 _E3M0 = np.array([sign * level for sign in (1.0, -1.0) for level in (0.0, *(2.0 ** (e - 7) for e in range(1, 8)))], np.float32)
 # looked up as one number
 _E3M0_PAIRS = np.stack([np.tile(_E3M0, 16), np.repeat(_E3M0, 16)], axis=1).view(np.uint64)[:, 0]
@@ -49,7 +56,7 @@ _INT8 = (np.arange(256, dtype=np.uint8).view(np.int8) / 127.0).astype(np.float32
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A vector as it travels: numbers and raw bytes, nothing that would have to be unpickled."""
+    """Encoded vector: numbers and raw bytes, without pickled objects."""
 
     codec: Codec
     size: int                    # elements
@@ -61,23 +68,31 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
+        r"""Size of codes and peaks in bytes."""
         return self.codes.nbytes + self.peaks.nbytes
 
     @property
     def ratio(self) -> float:
-        """Bytes over those of the float32 vector; 1 for an empty one."""
+        """Size relative to the float32 vector; 1 for an empty vector."""
         return self.nbytes / (4 * self.size) if self.size else 1.0
 
 
 def encode(vector: Vector, codec: Codec, *, rows: int | Sequence[int] = ROW_LENGTH) -> Encoded:
-    """A flat float32 vector in the codec's bytes; `rows` are the length of the rows, or the lengths of all of them.
+    """Encode a flat float32 vector.
 
-    Raises ValueError for NaN and Inf, which no codec may pass on or hide, for rows that are not as long as the vector, and
-    for what is not a flat float32 vector.
+    Args:
+        vector: finite float32 numbers.
+        codec: "bf16", "int8" or "e3m0".
+        rows: length of the rows, or the lengths of all of them. Default 1024.
 
-    >>> encoded = encode(np.array([0.0, 1.0, -2.5], np.float32), "e3m0")
-    >>> decode(encoded).tolist(), encoded.nbytes
-    ([0.0, 1.25, -2.5], 6)
+    Raises:
+        ValueError: NaN or Inf, row lengths that do not sum to the length of the vector, or another
+            type or shape.
+
+    Example:
+        >>> encoded = encode(np.array([0.0, 1.0, -2.5], np.float32), "e3m0")
+        >>> decode(encoded).tolist(), encoded.nbytes
+        ([0.0, 1.25, -2.5], 6)
     """
     if vector.dtype != np.float32 or vector.ndim != 1 or codec not in get_args(Codec):
         raise ValueError(f"a {vector.dtype} array of shape {vector.shape} cannot be encoded in {codec!r}; give a flat float32 "
@@ -92,14 +107,14 @@ def encode(vector: Vector, codec: Codec, *, rows: int | Sequence[int] = ROW_LENG
     quantise = _int8_codes if codec == "int8" else _e3m0_codes
     for group, part in _groups(lengths):
         peaks[group] = _peaks(vector[part], lengths[group])
-        # a row of zeros has no peak to divide by
+        # A row of zeros has no peak to divide by.
         divisors = np.where(peaks[group] > 0.0, peaks[group], np.float32(1.0))
         codes[part] = quantise(vector[part] / np.repeat(divisors, lengths[group]))
     return Encoded(codec, len(vector), kept_rows, codes[:len(vector)] if codec == "int8" else _two_to_a_byte(codes), peaks)
 
 
 def decode(encoded: Encoded) -> Vector:
-    """The float32 vector; ValueError where the bytes are not as many as they should be."""
+    """Return the float32 vector; ValueError if the number of bytes is wrong."""
     size, codes, peaks = encoded.size, encoded.codes, encoded.peaks
     lengths = _row_lengths(encoded.rows, size) if encoded.codec != "bf16" else np.empty(0, np.int64)
     expected = {"bf16": 2 * size, "int8": size, "e3m0": (size + 1) // 2}[encoded.codec]
@@ -115,28 +130,31 @@ def decode(encoded: Encoded) -> Vector:
 
 
 class ErrorFeedback:
-    """One sender's codec with memory: what a move lost in encoding is added to the next one.
+    """Codec of one sender with memory: the loss of a delta is added to the next one.
 
-    The sum of what was sent is the sum of the moves less `error`, whatever the number of moves: the losses telescope.
-    Call `reset` where the sender does not carry on from its own last move, as a worker that replaces another.
+    The sum of the sent deltas is the sum of the deltas minus `error`, for any number of them. Call
+    `reset` if the sender does not continue from its last delta, such as a worker that replaces
+    another.
     """
 
     def __init__(self, codec: Codec, *, rows: int | Sequence[int] = ROW_LENGTH) -> None:
         self.codec: Codec = codec
         self.rows = rows
-        # move minus decoded, over all moves so far; None before the first
+        # sum over all deltas of delta minus decoded delta; None before the first
         self.error: Vector | None = None
 
     def encode(self, move: Vector) -> Encoded:
-        """The move and what is owed, encoded; what that loses is owed next.  A refused move changes nothing."""
+        """Encode the delta plus the error; a rejected delta changes nothing."""
         if self.error is not None and self.error.shape != move.shape:
-            raise ValueError(f"a move of {len(move)} elements follows moves of {len(self.error)}; reset() begins anew")
+            raise ValueError(f"a delta of {len(move)} elements follows deltas of "
+                             f"{len(self.error)}; call reset() first")
         wanted = move.copy() if self.error is None else move + self.error
         encoded = encode(wanted, self.codec, rows=self.rows)
         self.error = np.subtract(wanted, decode(encoded), out=wanted)
         return encoded
 
     def reset(self) -> None:
+        """Discard the error."""
         self.error = None
 
 
@@ -145,10 +163,9 @@ def _to_bf16(vector: Vector) -> Bytes:
     for first in range(0, len(vector), _CHUNK):
         part = slice(first, first + _CHUNK)
         bits = vector[part].view(np.uint32)
-        # the upper half, and one more if the lower half is more than its half; ties go to the even
-        # number
+        # The upper half, plus one if the lower half is larger than half a unit; ties go to even.
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-        # what rounds up to infinity is the largest number instead: it was finite
+        # Rounding up to infinity gives the largest finite number instead.
         codes[part] = rounded - ((rounded & 0x7FFF) == 0x7F80)
     return codes.view(np.uint8)
 
@@ -161,12 +178,12 @@ def _int8_codes(in_peaks: Vector) -> Bytes:
 def _e3m0_codes(in_peaks: Vector) -> Bytes:
     bits = in_peaks.view(np.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
-    # adding half a mantissa carries into the exponent from 1.5 on, where the next power of two is
-    # the nearer one
+    # Adding half a mantissa carries into the exponent from 1.5 on, where the next power of two is
+    # nearer.
     exponent = (magnitude + np.uint32(1 << 22)) >> 23
-    # 2^-6, with biased exponent 121, is level 1
+    # 2^-6, with biased exponent 121, is level 1.
     level = np.maximum(exponent, np.uint32(120)) - np.uint32(120)
-    # below that the neighbour is zero, and nearer only below 2^-7
+    # Below it the neighbor is zero, which is nearer only below 2^-7.
     level += (level == 0) & (magnitude >= np.uint32(120 << 23))
     codes: Bytes = (level | ((bits >> 31) << 3)).astype(np.uint8)
     return codes
@@ -174,14 +191,14 @@ def _e3m0_codes(in_peaks: Vector) -> Bytes:
 
 def _two_to_a_byte(codes: Bytes) -> Bytes:
     pairs = codes.view("<u2")
-    # the upper byte goes
+    # The cast drops the upper byte.
     packed: Bytes = (pairs | (pairs >> 4)).astype(np.uint8)
     return packed
 
 
 def _peaks(vector: Vector, lengths: npt.NDArray[np.int64]) -> Vector:
     peaks = np.zeros(len(lengths), np.float32)
-    # reduceat would give an empty row the first element of the next
+    # reduceat would give an empty row the first element of the next.
     filled = lengths > 0
     starts = (np.cumsum(lengths) - lengths)[filled]
     if len(starts):
@@ -193,7 +210,8 @@ def _row_lengths(rows: int | Sequence[int], size: int) -> npt.NDArray[np.int64]:
     if not isinstance(rows, int):
         lengths = np.array(rows, np.int64)
         if lengths.sum() != size or (lengths < 0).any():
-            raise ValueError(f"{len(lengths)} rows of {lengths.sum()} elements together do not make a vector of {size}")
+            raise ValueError(f"{len(lengths)} rows with {lengths.sum()} elements in total do not "
+                             f"match a vector of {size}")
         return lengths
     if rows < 1:
         raise ValueError(f"rows of {rows} elements; a row has at least 1")
@@ -201,7 +219,7 @@ def _row_lengths(rows: int | Sequence[int], size: int) -> npt.NDArray[np.int64]:
 
 
 def _groups(lengths: npt.NDArray[np.int64]) -> Iterator[tuple[slice, slice]]:
-    """(rows, elements) of about a chunk each; at least one row."""
+    """Yield (rows, elements) of about a chunk each, at least one row."""
     ends = np.cumsum(lengths)
     borders = [0]
     while borders[-1] < len(lengths):

@@ -1,4 +1,4 @@
-"""Numbers on their way to a device, without a wait of the host."""
+"""Transfer of numbers to a device without blocking the host."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from torch import Tensor
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host on `device`; through pinned memory, so that the host does not wait.
+    """Copy numbers of the host to `device`, through pinned memory, so that the host does not wait.
 
-    >>> to_device(torch.ones(2), torch.device("cpu"))
-    tensor([1., 1.])
+    Example:
+        >>> to_device(torch.ones(2), torch.device("cpu"))
+        tensor([1., 1.])
     """
     if device.type == "cpu":
         return numbers

@@ -1,9 +1,11 @@
-"""Project minibatch rows onto the low-rank Fisher factor W: H = X W^T, X - H W and squared norms in one pass on a CPU.
+"""Project minibatch rows onto the low-rank Fisher factor W.
 
-The products are thin (R is 20 to 80 where D is hundreds or thousands), so that in separate operations their time goes into
-reading X four times and writing it once.  `kernels/fisher_projection.cpp` takes about 40 rows at a time, which stay in
-the cache from one to the next.
-Without a compiler, in float64 and on other devices the same is said in torch operations; sums come in another order there.
+H = X W^T, X - H W and squared norms.
+
+The GEMMs are thin (R is 20 to 80, D is hundreds or thousands). As separate operations they are
+limited by memory: they read X four times and write it once. `kernels/fisher_projection.cpp`
+processes about 40 rows at a time in the cache, in one pass on a CPU. Without a compiler, in float64
+and on other devices, torch operations compute the same with another summation order.
 
 Letters as in `ngsgd.ops.natural_gradient`.
 """
@@ -22,20 +24,20 @@ from ngsgd.ops import gemm
 from ngsgd.ops.kernels import native
 from ngsgd.ops.packed_gemm import PackedMatrix
 
-# as torch names what they can do; the C++ is written for these
+# torch's names of the instruction sets that the C++ supports
 PROCESSORS = ("AVX512", "AVX2")
 SOURCE = Path(__file__).with_name("kernels") / "fisher_projection.cpp"
 _Squares = ctypes.c_double * 2
 
 
 class Projection(NamedTuple):
-    """What comes of it; the last three are None where Xhat was not asked for."""
+    """Result of a projection; the last three are None if Xhat was not requested."""
 
-    # tr X X^T: a number on the host, 0-d on a device that must not be waited for
+    # tr X X^T: a number on the host, or 0-d on a device to avoid a sync
     sum_sq: Tensor | float
     H_NR: Tensor                        # X W^T
-    Xhat_ND: Tensor | PackedMatrix | None = None   # X - H W, not yet rescaled
-    # its last column, where a 1 was appended
+    Xhat_ND: Tensor | PackedMatrix | None = None   # X - H W, before rescaling
+    # its last column, if a 1 was appended
     one_hat_N: Tensor | None = None
     sum_sq_hat: Tensor | float | None = None
 
@@ -43,7 +45,10 @@ class Projection(NamedTuple):
 def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None,
             scratch: Tensor | PackedMatrix | None = None, *,
          corrects: bool = True) -> Projection:
-    """Contiguous rows [X | one] and the estimate's W; Xhat, if wanted, in `scratch` where that is quicker, or is panels."""
+    """Project contiguous rows [X | one] onto W of the estimate.
+
+    Xhat, if requested, uses `scratch` if that is faster than new memory, or if it is packed.
+    """
     if not _is_native(X_ND, W_RD, one_N):
         projection = Projection(sum_of_squares(X_ND, one_N), coefficients(X_ND, W_RD, one_N))
         return with_residual(projection, X_ND, W_RD, one_N, scratch) if corrects else projection
@@ -64,7 +69,7 @@ def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None,
 
 def with_residual(projection: Projection, X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None,
                   scratch: Tensor | PackedMatrix | None = None) -> Projection:
-    """With Xhat and what belongs to it: rows multiplied by beta_t G_t^-1 (36, 80), not yet rescaled."""
+    """Add Xhat, the rows times beta_t G_t^-1 (36, 80) before rescaling, to a projection."""
     if projection.Xhat_ND is not None:
         return projection
     Xhat_ND = gemm.sub_matmul(X_ND, projection.H_NR, W_RD[:, :X_ND.shape[1]],
@@ -80,7 +85,10 @@ def with_residual(projection: Projection, X_ND: Tensor, W_RD: Tensor, one_N: Ten
 
 
 def sum_of_squares(X_ND: Tensor, one_N: Tensor | None = None) -> Tensor | float:
-    """tr X X^T of contiguous rows: a number on the host, 0-d on a device that must not be waited for."""
+    """Return tr X X^T of contiguous rows.
+
+    A number on the host, or 0-d on a device to avoid a sync.
+    """
     flat = X_ND.view(-1)
     total = torch.dot(flat, flat)
     if one_N is not None:
@@ -89,14 +97,14 @@ def sum_of_squares(X_ND: Tensor, one_N: Tensor | None = None) -> Tensor | float:
 
 
 def coefficients(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None) -> Tensor:
-    """H_t (79), made as its transpose: a few long rows are faster to form than many short ones."""
+    """Return H_t (79), computed as its transpose: few long rows are faster than many short ones."""
     if one_N is None:
         return gemm.mm(W_RD, X_ND.T).T
     return gemm.mm(W_RD[:, :-1], X_ND.T).addr_(W_RD[:, -1], one_N).T
 
 
 def is_native() -> bool:
-    """Whether there is compiled code for this processor; compiles it if need be."""
+    """Return whether there is compiled code for this processor; compiles it if necessary."""
     return load_library() is not None
 
 
@@ -108,11 +116,13 @@ def _is_native(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None) -> bool:
 
 @functools.cache
 def workspace_size(num_columns: int, rank: int, threads: int) -> int:
+    r"""Return the number of floats that the kernel needs."""
     return int(load_library().work_size(num_columns, rank, threads))
 
 
 @functools.cache
 def load_library() -> Any:
+    """Load the kernel; None without a compiler or on other processors."""
     if native.capability() not in PROCESSORS:
         return None
     a, n = native.ADDRESS, native.NUMBER

@@ -1,10 +1,11 @@
-"""Products of large float32 matrices on a CPU, by the faster of the two libraries that torch brings.
+"""GEMMs of large float32 matrices on a CPU, by the faster of the two libraries in torch.
 
-torch's own products call MKL, which keeps to AVX2 on AMD's processors.  oneDNN, there for convolutions and for what Inductor makes
-of affine layers, takes AVX-512 wherever it is: on Zen 5 that is twice as many multiplications a second, at the same precision.
+torch's matrix products call MKL, which is limited to AVX2 on AMD processors. oneDNN, which torch
+uses for convolutions and for affine layers of Inductor, uses AVX-512 on all processors. On Zen 5 it
+does twice as many multiplications per second, at the same precision.
 
-Which one multiplies is decided by the processor and the sizes alone, so a run repeated on a machine has the same bits.
-`torch.backends.mkldnn.flags(enabled=False)` leaves all to MKL.
+The choice depends only on the processor and the sizes, so a repeated run is bitwise identical.
+`torch.backends.mkldnn.flags(enabled=False)` selects MKL for everything.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ from torch import Tensor
 
 from ngsgd.ops.kernels import native
 
-# multiplications; below, a call of oneDNN costs as much as it saves
+# Multiplications; below, the overhead of oneDNN exceeds the gain.
 MIN_PRODUCTS = 1 << 21
 BLOCK_ROWS = 256       # rows
 thread_buffers = threading.local()
 
 
 def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
-    """a b, as torch.mm; written to `out` a few rows at a time, so that nothing of its size is made beside it.
+    """Return a b, as torch.mm.
 
-    >>> mm(torch.ones(2, 3), torch.ones(3, 1))
-    tensor([[3.],
-            [3.]])
+    Writes to `out` in blocks of rows, without a temporary of its size.
+
+    Example:
+        >>> mm(torch.ones(2, 3), torch.ones(3, 1))
+        tensor([[3.],
+                [3.]])
     """
     if not _is_for_onednn(a_MK, b_KN):
         return torch.mm(a_MK, b_KN, out=out)
@@ -44,27 +48,30 @@ def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: Tensor | float) -> Tensor:
-    """scale a b; may overwrite b, where MKL does not multiply by a number in passing."""
+    """Return scale a b; may overwrite b if MKL cannot scale within the product."""
     if isinstance(scale, Tensor) or not b_KN.is_cpu or _is_for_onednn(a_MK, b_KN):
         return mm(a_MK, b_KN.mul_(scale))
     return torch.addmm(_nothing(b_KN.dtype), a_MK, b_KN, beta=0.0, alpha=scale)
 
 
 def scaled_mv(a_MK: Tensor, b_K: Tensor, scale: Tensor | float) -> Tensor:
-    """scale a b; may overwrite b likewise."""
+    """Return scale a b; may overwrite b."""
     if isinstance(scale, Tensor) or not b_K.is_cpu:
         return torch.mv(a_MK, b_K.mul_(scale))
     return torch.addmv(_nothing(b_K.dtype), a_MK, b_K, beta=0.0, alpha=scale)
 
 
 def sub_matmul(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """c - a b; in the memory of `scratch` where that is quicker than new memory; in that of c where `scratch` is c."""
+    """Return c - a b.
+
+    Uses `scratch` if that is faster than new memory; works in place if `scratch` is c.
+    """
     if not _is_for_onednn(a_MK, b_KN) or not c_MN.is_contiguous() or c_MN.dtype != a_MK.dtype:
         return torch.addmm(c_MN, a_MK, b_KN, alpha=-1, out=scratch)
     b_KN = _plain(b_KN)
-    # the sign goes to the smaller
+    # Negate the smaller factor.
     if a_MK.numel() < b_KN.numel():
-        # by rows, which is quicker
+        # Row-major is faster.
         a_MK = torch.neg(a_MK, out=a_MK.new_empty(a_MK.shape))
     else:
         b_KN = -b_KN
@@ -78,12 +85,15 @@ def sub_matmul(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None 
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """All leading dimensions as one; itself where there is one, since on a CPU a view costs as much as a small product."""
+    """Flatten all leading dimensions, without a view if there is one.
+
+    On a CPU it costs as much as a small GEMM.
+    """
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """x W^T + b, as torch.nn.functional.linear; without a backward pass."""
+    """Return x W^T + b, as torch.nn.functional.linear, without a backward pass."""
     x_NI = rows_of(x)
     if not is_faster() or not _is_for_onednn(x_NI, weight_OI.T):
         return torch.nn.functional.linear(x, weight_OI, bias_O)
@@ -92,24 +102,24 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 
 def input_gradient(dY: Tensor, weight_OI: Tensor) -> Tensor:
-    """dY W, in the type of dY: what the backward pass of `linear` sends to x."""
+    """Return dY W in the dtype of dY: the gradient of `linear` with respect to x."""
     dX_NI = mm(rows_of(dY), weight_OI if weight_OI.dtype == dY.dtype else weight_OI.to(dY.dtype))
     return dX_NI if dY.ndim == 2 else dX_NI.view(*dY.shape[:-1], -1)
 
 
 def add_mm(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, keep: float, scale: float) -> None:
-    """total <- keep total + scale a b."""
+    """Compute total <- keep total + scale a b in place."""
     if not _is_for_onednn(a_MK, b_KN):
         torch.addmm(total_MN, a_MK, b_KN, beta=keep, alpha=scale, out=total_MN)
     elif keep == 0.0:
-        # total may hold anything
+        # With keep = 0 the contents of total are undefined.
         torch.mul(mm(a_MK, b_KN), scale, out=total_MN)
     else:
         total_MN.mul_(keep).add_(mm(a_MK, b_KN), alpha=scale)
 
 
 def forget_copies() -> None:
-    """Lets go of the memory that this thread keeps for copies; the next that is needed takes it anew."""
+    """Free the copy buffers of this thread; they are allocated again when needed."""
     vars(thread_buffers).clear()
 
 
@@ -121,20 +131,23 @@ def _is_for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """The right factor, without gaps, by rows or by columns: with gaps oneDNN may take its slowest way, 600 times slower."""
+    """Return the right factor contiguous, by rows or columns.
+
+    With gaps oneDNN may be 600 times slower.
+    """
     return x if x.is_contiguous() or x.T.is_contiguous() else _copied(x, "right")
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """The left factor."""
+    """Return the left factor contiguous."""
     return x if x.is_contiguous() else _copied(x, "left")
 
 
 def _copied(x: Tensor, which: str) -> Tensor:
-    """In memory that is kept: new copies at every step leave holes in the heap."""
+    """Return a copy in a reused buffer: new copies at every step would fragment the heap."""
     kept: Tensor | None = getattr(thread_buffers, which, None)
     if kept is None or kept.numel() < x.numel():
-        # else it could be written to in that mode alone
+        # A buffer created in inference mode could only be written to in that mode.
         with torch.inference_mode(False):
             kept = x.new_empty(x.numel())
         setattr(thread_buffers, which, kept)
@@ -143,21 +156,24 @@ def _copied(x: Tensor, which: str) -> Tensor:
 
 @functools.cache
 def _nothing(dtype: torch.dtype) -> Tensor:
-    """What a product that is multiplied by a number is added to, times 0."""
+    """Return the addend, times 0, of a scaled product."""
     with torch.inference_mode(False):
         return torch.zeros((), dtype=dtype)
 
 
 @functools.cache
 def _operators() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """(x, W, b, ..) -> x W^T + b, and (x, y, W, b, ..) -> x W^T + b + y: Inductor's, which may change."""
+    """Return the operators (x, W, b, ..) -> x W^T + b, and (x, y, W, b, ..) -> x W^T + b + y.
+
+    They belong to Inductor and may change.
+    """
     name = torch.ops.mkldnn._linear_pointwise
     return name.default, name.binary
 
 
 @functools.cache
 def is_there() -> bool:
-    """Whether this torch has the operators."""
+    """Return whether this version of torch has the operators."""
     if not torch.backends.mkldnn.is_available():
         return False
     ones = torch.ones(2, 2)
@@ -171,5 +187,5 @@ def is_there() -> bool:
 
 @functools.cache
 def is_faster() -> bool:
-    """Whether oneDNN takes instructions that MKL does not."""
+    """Return whether oneDNN uses instructions that MKL does not."""
     return native.is_made_by("AuthenticAMD") and native.capability() == "AVX512" and is_there()

@@ -1,6 +1,7 @@
-"""Linear algebra of preconditioners: inverses, roots and solutions that survive float32, quasi-Newton updates.
+"""Linear algebra of preconditioners: inverses, roots, linear systems, quasi-Newton updates.
 
-What float32 cannot see through is done again in float64; what is not finite even then raises DivergenceError.
+Operations that fail in float32 are repeated in float64. If the result is still not finite, they
+raise DivergenceError.
 
 Letters: D dimension, N rows (samples), X any number of columns.
 """
@@ -15,31 +16,43 @@ from torch import Tensor
 from ngsgd.errors import DivergenceError
 from ngsgd.ops import gemm
 
-# rows of a triangular matrix that are multiplied at a time
+# Rows of a triangular matrix per block.
 _BLOCK = 256
 
 
 def damped_inverse(factor_DD: Tensor, damping: float, *, overwrite: bool = False) -> Tensor:
-    """(factor + damping I)^-1 of a symmetric positive semidefinite matrix, by Cholesky; with `overwrite` in the factor's memory.
+    """Return (factor + damping I)^-1 of a symmetric positive semidefinite matrix, by Cholesky.
 
-    >>> damped_inverse(torch.tensor([[3.0]]), 1.0)
-    tensor([[0.2500]])
+    Args:
+        factor_DD: the matrix.
+        damping: added to the diagonal.
+        overwrite: reuse the memory of the factor.
+
+    Raises:
+        DivergenceError: the sum is not positive definite.
+
+    Example:
+        >>> damped_inverse(torch.tensor([[3.0]]), 1.0)
+        tensor([[0.2500]])
     """
     if overwrite and factor_DD.is_contiguous() and factor_DD.ndim == 2:
         factor_DD.diagonal().add_(damping)
         root_DD, failure = torch.linalg.cholesky_ex(factor_DD)
         if not bool(failure):
-            # by columns, as LAPACK writes
+            # column-major, as LAPACK writes
             torch.cholesky_inverse(root_DD, out=factor_DD.mT)
             return factor_DD
-        # it is in the factor
+        # The factor already includes it.
         damping = 0.0
-    # the transpose of what is symmetric lies row by row, and so need not be copied to
+    # The transpose of the symmetric result is row-major, which avoids a copy.
     return torch.cholesky_inverse(damped_cholesky(factor_DD, damping)).to(factor_DD.dtype).mT
 
 
 def damped_cholesky(factor_DD: Tensor, damping: float) -> Tensor:
-    """The lower root of factor + damping I; float64 where float32 does not see that it is positive definite."""
+    """Return the lower root of factor + damping I.
+
+    In float64 if it is not positive definite in float32.
+    """
     for dtype in (factor_DD.dtype, torch.float64):
         damped_DD = factor_DD.to(dtype, copy=True)
         damped_DD.diagonal(dim1=-2, dim2=-1).add_(damping)
@@ -47,12 +60,16 @@ def damped_cholesky(factor_DD: Tensor, damping: float) -> Tensor:
         if not bool(failure.any()):
             found: Tensor = root_DD
             return found
-    raise DivergenceError(f"a curvature factor of dimension {factor_DD.shape[-1]} with damping {damping:g} is not positive "
-                          "definite; the loss may have left the finite numbers: lower the learning rate or raise the damping.")
+    raise DivergenceError(f"a curvature factor of dimension {factor_DD.shape[-1]} with damping "
+                          f"{damping:g} is not positive definite; the loss may be NaN or Inf: "
+                          "lower the learning rate or raise the damping.")
 
 
 def eigh(factor_DD: Tensor) -> tuple[Tensor, Tensor]:
-    """(eigenvalues in rising order, eigenvectors as columns); in float64 where float32 does not converge."""
+    """Return (ascending eigenvalues, eigenvectors as columns).
+
+    In float64 if float32 does not converge.
+    """
     for dtype in (factor_DD.dtype, torch.float64):
         try:
             values_D, vectors_DD = torch.linalg.eigh(factor_DD.to(dtype))
@@ -60,12 +77,15 @@ def eigh(factor_DD: Tensor) -> tuple[Tensor, Tensor]:
             continue
         if bool(values_D.isfinite().all()):
             return values_D.to(factor_DD.dtype), vectors_DD.to(factor_DD.dtype)
-    raise DivergenceError(f"the eigenvalues of a curvature factor of dimension {len(factor_DD)} cannot be found; the gradients may "
-                          "have left the finite numbers: lower the learning rate.")
+    raise DivergenceError(f"the eigenvalues of a curvature factor of dimension {len(factor_DD)} "
+                          "cannot be found; gradients may be NaN or Inf: lower the learning rate.")
 
 
 def inverse_root(factor_DD: Tensor, root: int, ridge: float) -> Tensor:
-    """(factor + ridge lmax I)^(-1/root) by eigenvalues, which rounding may have made negative: those count as 0."""
+    """Return (factor + ridge lmax I)^(-1/root) by eigenvalues.
+
+    Negative ones from rounding count as 0.
+    """
     values_D, U_DD = eigh(factor_DD)
     values_D = values_D.clamp(min=0.0)
     damped_D = values_D + ridge * values_D[-1].clamp(min=torch.finfo(values_D.dtype).tiny)
@@ -73,9 +93,14 @@ def inverse_root(factor_DD: Tensor, root: int, ridge: float) -> Tensor:
 
 
 def inverse_root_newton(factor_DD: Tensor, root: int, ridge: float, *, tolerance: float = 1e-6, max_steps: int = 100) -> Tensor:
-    """The same by the coupled Newton iteration (Guo and Higham 2006): products only, once more in float64 if it does not converge.
+    """Return the same by the coupled Newton iteration.
 
-    Raises DivergenceError if float64 does not converge either.
+    GEMMs only, again in float64 if necessary.
+
+    Source: Guo and Higham 2006.
+
+    Raises:
+        DivergenceError: float64 does not converge either.
     """
     for dtype in (factor_DD.dtype, torch.float64):
         A_DD = factor_DD.to(dtype, copy=True)
@@ -105,7 +130,11 @@ def _newton(A_DD: Tensor, root: int, tolerance: float, max_steps: int) -> Tensor
 
 
 def largest_eigenvalue(A_DD: Tensor, *, tolerance: float = 1e-7, max_steps: int = 200) -> Tensor:
-    """Of a symmetric positive semidefinite matrix, by power iteration from a vector that no symmetry of A can be orthogonal to."""
+    """Return the largest eigenvalue of a symmetric positive semidefinite matrix, by power
+    iteration.
+
+    No symmetry of A can make the start vector orthogonal to the eigenvector.
+    """
     v_D = torch.linspace(1.0, 2.0, len(A_DD), dtype=A_DD.dtype, device=A_DD.device).sin_()
     v_D /= v_D.norm()
     value = v_D.new_zeros(())
@@ -119,26 +148,30 @@ def largest_eigenvalue(A_DD: Tensor, *, tolerance: float = 1e-7, max_steps: int 
 
 
 def woodbury_rows(U_ND: Tensor, root_NN: Tensor, damping: float, x_XD: Tensor) -> Tensor:
-    """x (U^T U + damping I)^-1, given the Cholesky root of U U^T + damping I: cheap where N < D."""
+    """Return x (U^T U + damping I)^-1 from the Cholesky root of U U^T + damping I.
+
+    Cheap for N < D.
+    """
     inner_NX = torch.cholesky_solve(gemm.mm(U_ND, x_XD.T).to(root_NN.dtype), root_NN).to(x_XD.dtype)
     return gemm.sub_matmul(x_XD, inner_NX.T, U_ND) / damping
 
 
 def less_upper_product(Q_DD: Tensor, t_DD: Tensor) -> None:
-    """Q <- Q - t Q of upper triangular matrices, a third of a product's operations, in the memory of Q.
+    """Compute Q <- Q - t Q of upper triangular matrices in place, with a third of the GEMM
+    operations.
 
-    By torch's products, which take a part of a matrix where it lies; oneDNN's would copy it.
+    Uses torch's GEMM, which accepts a part of a matrix in place; oneDNN would copy it.
     """
-    # from above: of Q the rows of the block and those below, which are old still
+    # From the top: a block needs its rows of Q and those below, which are still unchanged.
     for first in range(0, len(Q_DD), _BLOCK):
         rows = slice(first, first + _BLOCK)
         Q_DD[rows, first:].sub_(t_DD[rows, first:] @ Q_DD[first:, first:])
 
 
 def upper_gram(Q_DD: Tensor, out_DD: Tensor) -> Tensor:
-    """Q^T Q of an upper triangular matrix, a sixth of a product's operations, in the memory of `out_DD`.
+    """Compute Q^T Q of an upper triangular matrix in `out_DD`, with a sixth of the GEMM operations.
 
-    Exactly symmetric on every processor.
+    The result is exactly symmetric on every processor.
     """
     for first in range(0, len(Q_DD), _BLOCK):
         rows, end = slice(first, first + _BLOCK), min(first + _BLOCK, len(Q_DD))
@@ -150,17 +183,22 @@ def upper_gram(Q_DD: Tensor, out_DD: Tensor) -> Tensor:
 
 def _mirror_upper(block_BB: Tensor) -> None:
     """Copy the upper triangle of a matrix to its lower one."""
-    # a GEMM may sum entry (i, j) in another order than (j, i): MKL does on AMD processors
+    # A GEMM may sum entry (i, j) in another order than (j, i); MKL does on AMD processors.
     is_lower_BB = torch.ones_like(block_BB, dtype=torch.bool).tril_(-1)
     block_BB.copy_(torch.where(is_lower_BB, block_BB.T, block_BB))
 
 
 def conjugate_gradients(product: Callable[[Tensor], Tensor], right_D: Tensor, *, start_D: Tensor | None = None, max_steps: int = 50,
                         tolerance: float = 1e-6) -> tuple[Tensor, int]:
-    """(x with A x = right, products taken) for v -> A v of a symmetric matrix (Hestenes and Stiefel 1952).
+    """Solve A x = right for a symmetric matrix given as v -> A v.
 
-    Ends when the residual is at most `tolerance` times the right side, or where the curvature along a direction is not
-    positive: x is then the last point before, and the right side itself if there is none (Steihaug 1983, without a trust region).
+    Ends when the residual is at most `tolerance` times the right side, or at a direction without
+    positive curvature. x is then the last iterate, and the right side itself if there is none.
+
+    Source: Hestenes and Stiefel 1952; Steihaug 1983, without a trust region.
+
+    Returns:
+        (x, number of products).
     """
     x_D = torch.zeros_like(right_D) if start_D is None else start_D.clone()
     r_D = right_D.clone() if start_D is None else right_D - product(x_D)
@@ -185,13 +223,17 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], right_D: Tensor, *,
 
 
 def doubly_damped(s_D: Tensor, y_D: Tensor, Hy_D: Tensor, *, least: float, damping: float) -> tuple[Tensor, Tensor]:
-    """A pair (s, y) that keeps a BFGS inverse H positive definite (Goldfarb, Ren and Bahamou 2020, algorithm 3).
+    """Damp a pair (s, y) so that a BFGS inverse H stays positive definite.
 
-    Powell's damping moves s to H y until s^T y is `least` of y^T H y; then y <- y + damping s, the curvature of a damped function.
+    Powell's damping moves s to H y until s^T y is `least` of y^T H y. Then y <- y + damping s, the
+    curvature of a damped function.
 
-    >>> s, y = doubly_damped(torch.tensor([-1.0]), torch.tensor([2.0]), torch.tensor([2.0]), least=0.2, damping=0.0)
-    >>> bool(torch.isclose(s @ y, torch.tensor(0.8)))      # 0.2 of y^T H y = 4
-    True
+    Source: Goldfarb, Ren and Bahamou 2020, algorithm 3.
+
+    Example:
+        >>> s, y = doubly_damped(torch.tensor([-1.0]), torch.tensor([2.0]), torch.tensor([2.0]), least=0.2, damping=0.0)
+        >>> bool(torch.isclose(s @ y, torch.tensor(0.8)))      # 0.2 of y^T H y = 4
+        True
     """
     yHy, sy = y_D @ Hy_D, s_D @ y_D
     if bool(sy < least * yHy):
@@ -201,16 +243,20 @@ def doubly_damped(s_D: Tensor, y_D: Tensor, Hy_D: Tensor, *, least: float, dampi
 
 
 def bfgs_inverse(H_DD: Tensor, s_D: Tensor, y_D: Tensor) -> bool:
-    """H <- (I - r s y^T) H (I - r y s^T) + r s s^T with r = 1 / s^T y > 0, after which H y = s; in the memory of H.
+    """Update a BFGS inverse in place; then H y = s.
 
-    False, and H stays, where s^T y is not positive or a number would not be finite.
+    H <- (I - r s y^T) H (I - r y s^T) + r s s^T with r = 1 / s^T y > 0.
 
-    >>> H = torch.eye(1)
-    >>> bfgs_inverse(H, torch.tensor([1.0]), torch.tensor([4.0])), H
-    (True, tensor([[0.2500]]))
+    Returns:
+        False, with H unchanged, if s^T y is not positive or a number would not be finite.
+
+    Example:
+        >>> H = torch.eye(1)
+        >>> bfgs_inverse(H, torch.tensor([1.0]), torch.tensor([4.0])), H
+        (True, tensor([[0.2500]]))
     """
     Hy_D, sy = H_DD @ y_D, s_D @ y_D
-    # the sum is  H + s w^T + w s^T:  no matrix is made beside it
+    # The sum is H + s w^T + w s^T, which needs no temporary matrix.
     w_D = (0.5 * (y_D @ Hy_D / sy + 1.0) * s_D - Hy_D) / sy
     largest = 2.0 * s_D.abs().max() * w_D.abs().max() + H_DD.aminmax().max.abs() + H_DD.aminmax().min.abs()
     if not (bool(sy > 0.0) and bool(largest.isfinite())):

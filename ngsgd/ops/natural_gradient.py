@@ -1,15 +1,17 @@
 """Online natural gradient: the arithmetic of one call, as pure functions.
 
-Appendix B of arXiv 1410.7455 as Kaldi runs it (nnet3/natural-gradient-online.cc); equation numbers are the paper's.
-Where paper and Kaldi differ, Kaldi is followed: that is what people have trained with.
+Appendix B of arXiv 1410.7455 as Kaldi implements it (nnet3/natural-gradient-online.cc); equation
+numbers are those of the paper. Where the paper and Kaldi differ, this follows Kaldi.
 
 Letters: N rows (frames) of a minibatch, D their dimension, R the rank of the Fisher estimate
     F_t = R_t^T D_t R_t + rho_t I            (18)
-held as W = E^(1/2) R_t (R x D), d = diag(D_t) (R) and rho.  Products of the size of the minibatch run on its device and in
-its dtype.  Everything R x R runs on the host in float64: it costs next to nothing there, and a GPU waits for it once at most.
 
-Rows of an affine layer end in a 1 for the bias.  That column `one_N` is kept apart, so that nobody copies the rows to append
-it; W has its entries in the last column.
+It is stored as W = E^(1/2) R_t (R x D), d = diag(D_t) (R) and rho. GEMMs of the size of the
+minibatch run on its device and in its dtype. R x R algebra runs on the host in float64, where it is
+cheap; a GPU is synchronized at most once.
+
+Rows of an affine layer end in a 1 for the bias. That column `one_N` is a separate argument, to
+avoid a copy of the rows; W has its entries in the last column.
 """
 
 from __future__ import annotations
@@ -28,21 +30,21 @@ from ngsgd.ops.devices import to_device
 
 Array = npt.NDArray[np.float64]
 
-# of largest to smallest eigenvalue of Z; beyond it float32 rows of R lose orthogonality
+# ratio of the extreme eigenvalues of Z beyond which float32 rows of R lose orthogonality
 _REORTHOGONALIZE_RATIO = 1e6
-# largest |R R^T - I| that is left alone
+# largest |R R^T - I| without correction
 _ORTHOGONALITY_ERROR = 1e-3
-# smallest floor: rows of 1e-10, as those of a mean over 1e9 samples.  Squares of its square still
-# fit into float64 and float32
+# Smallest floor, for rows of 1e-10, such as those of a mean over 1e9 samples. Squares of its square
+# still fit into float64 and float32.
 SMALLEST_EIGENVALUE = 1e-20
-# larger elements of the inverse factor mean that O is too near singular to be used
+# Larger elements of the inverse factor mean that O is nearly singular.
 _CHOLESKY_LIMIT = 100.0
 
 
 class FisherState(NamedTuple):
     """The low-rank Fisher estimate F_t."""
 
-    # E^(1/2) R_t, where and in the dtype of the rows it meets
+    # E^(1/2) R_t, on the device and in the dtype of the rows
     W_RD: Tensor
     # on the host, as is rho
     d_R: Array
@@ -54,27 +56,27 @@ class Smoothing(NamedTuple):
 
     # weight of the identity in G_t, in units of the mean eigenvalue (19)
     alpha: float
-    # absolute floor of d and rho (30), and their value at the start
+    # absolute floor of d and rho (30), and their initial value
     epsilon: float
-    # floor of d and rho relative to the largest eigenvalue; Kaldi's, not in the paper
+    # floor of d and rho relative to the largest eigenvalue; in Kaldi only
     delta: float
-    # small rows lower the absolute floor and the start
+    # Small rows lower the absolute floor and the initial value.
     is_relative: bool = False
 
 
 class Moments(NamedTuple):
-    """What an update needs of the minibatch, on the host."""
+    """Moments of a minibatch that an update needs, on the host."""
 
     K_RR: Array
     L_RR: Array
     sum_sq: float    # tr X X^T
     num_rows: float  # N, without masked rows
-    # what the rows carry that the estimate must not: a loss scale
+    # factor of the rows that must not enter the estimate: a loss scale
     scale: float
 
 
 class UpdateProblem(NamedTuple):
-    """One estimate, what an update needs of its minibatch, and its constants."""
+    """An estimate, the moments of its minibatch, and its constants."""
 
     state: FisherState
     moments: Moments
@@ -84,7 +86,7 @@ class UpdateProblem(NamedTuple):
 
 
 class FisherUpdate(NamedTuple):
-    """Where the estimate goes: W' = A (J + diag(b) W), and the new eigenvalues."""
+    """New estimate: W' = A (J + diag(b) W), and the new eigenvalues."""
 
     A_RR: Array
     b_R: Array
@@ -94,7 +96,10 @@ class FisherUpdate(NamedTuple):
 
 
 def initial_state(dim: int, rank: int, smoothing: Smoothing, like: Tensor) -> FisherState:
-    """Kaldi's fixed start before any data: rank `rank` < `dim`, rows spread over all columns, no random numbers."""
+    """Create Kaldi's initial estimate.
+
+    `rank` < `dim`, rows spread over all columns, no random numbers.
+    """
     R_RD = torch.zeros(rank, dim, dtype=torch.float64)
     row = torch.arange(rank)
     column = torch.arange(dim)
@@ -107,11 +112,13 @@ def initial_state(dim: int, rank: int, smoothing: Smoothing, like: Tensor) -> Fi
 
 
 def with_relative_start(state: FisherState, moments: Moments, dim: int, smoothing: Smoothing) -> tuple[FisherState, Smoothing]:
-    """Lower the start of an estimate with a relative floor, where it outweighs the first rows that are not all zero.
+    """Lower the initial value of an estimate with a relative floor, if it exceeds the first nonzero
+    rows.
 
-    The start is then delta times the mean eigenvalue of these rows.  It would outweigh rows as small as the derivatives of a mean
-    over thousands of samples.  Before them the floor stays absolute, as in Kaldi: layers below one that starts at zero have zero
-    derivatives in the first minibatch, and ordinary ones from then on.
+    The new initial value is delta times the mean eigenvalue of these rows. The absolute one would
+    dominate small rows, such as derivatives of a mean over thousands of samples. Until then the
+    floor stays absolute, as in Kaldi: layers below a zero-initialized layer have zero derivatives
+    in the first minibatch only.
     """
     epsilon = smoothing.epsilon
     if state.rho != epsilon or (state.d_R != epsilon).any():
@@ -124,14 +131,14 @@ def with_relative_start(state: FisherState, moments: Moments, dim: int, smoothin
 
 
 def forgetting_rate(num_rows: float, num_samples_history: float, num_minibatches_history: float) -> float:
-    """eta of (78); capped at 0.9 so that one large minibatch never erases the past."""
+    """Return eta of (78), at most 0.9, so that one large minibatch never replaces the past."""
     if num_minibatches_history > 0.0:
         return 1.0 / num_minibatches_history
     return min(0.9, 1.0 - math.exp(-num_rows / num_samples_history))
 
 
 def rescaling(sum_sq: Tensor | float, sum_sq_hat: Tensor | float) -> Tensor | float:
-    """gamma of (38), from tr X X^T and tr Xhat Xhat^T; 1 where there is nothing to rescale."""
+    """Return gamma of (38) from tr X X^T and tr Xhat Xhat^T; 1 if there is nothing to rescale."""
     if isinstance(sum_sq, Tensor) or isinstance(sum_sq_hat, Tensor):
         return torch.nan_to_num(torch.as_tensor(sum_sq / sum_sq_hat).sqrt(), nan=1.0, posinf=1.0)
     gamma = math.sqrt(max(sum_sq, 0.0) / sum_sq_hat) if sum_sq_hat > 0.0 else 1.0
@@ -139,7 +146,7 @@ def rescaling(sum_sq: Tensor | float, sum_sq_hat: Tensor | float) -> Tensor | fl
 
 
 def project_back(X_ND: Tensor, H_NR: Tensor, one_N: Tensor | None = None) -> Tensor:
-    """J_t = H^T X (81)."""
+    """Return J_t = H^T X (81)."""
     if one_N is None:
         return gemm.mm(H_NR.T, X_ND)
     J_RD = X_ND.new_empty(H_NR.shape[1], X_ND.shape[1] + 1)
@@ -149,7 +156,7 @@ def project_back(X_ND: Tensor, H_NR: Tensor, one_N: Tensor | None = None) -> Ten
 
 
 def moment_products(J_RD: Tensor, H_NR: Tensor) -> Tensor:
-    """K = J J^T and L = H^T H (84), stacked."""
+    """Return K = J J^T and L = H^T H (84), stacked."""
     rank = J_RD.shape[0]
     KL_2RR = J_RD.new_empty(2, rank, rank)
     gemm.mm(J_RD, J_RD.T, out=KL_2RR[0])
@@ -158,16 +165,20 @@ def moment_products(J_RD: Tensor, H_NR: Tensor) -> Tensor:
 
 
 def wide_moments(J_RD: Tensor, moments: Moments) -> Moments:
-    """The moments with K made in float64: it holds fourth powers, which pass float32's range at |x| of 5e8."""
+    """Return the moments with K in float64.
+
+    Its fourth powers exceed the float32 range at |x| of 5e8.
+    """
     J64_RD = J_RD.double()
     return moments._replace(K_RR=(J64_RD @ J64_RD.T).cpu().numpy())
 
 
 def compute_updates(problems: Sequence[UpdateProblem]) -> list[FisherUpdate | None]:
-    """From F_t to F_{t+1} for B estimates of one rank.
+    """Compute F_{t+1} from F_t for B estimates of one rank.
 
-    None where a product is not finite, so that nothing bad ever enters an estimate.  The numbers are
-    those of B single updates, bit for bit; narrow layers would spend their time on the calls.
+    The result is None if a product is not finite, so that an estimate stays valid. Results are
+    bitwise identical to those of B single updates; for narrow layers, batching reduces call
+    overhead.
     """
     states, moments, dims, etas, smoothings = zip(*problems, strict=True)
     d_BR = np.stack([state.d_R for state in states])
@@ -201,9 +212,10 @@ def compute_updates(problems: Sequence[UpdateProblem]) -> list[FisherUpdate | No
     sqrt_c_BR = np.sqrt(c_BR)
     trace_T_B = share_B * sum_sq_B + (1.0 - eta_B) * (dim_B * rho_B + d_BR.sum(axis=1))
     rho_next_B = (trace_T_B - sqrt_c_BR.sum(axis=1)) / (dim_B - d_BR.shape[1])  # (59)
-    # epsilon is the larger one where all eigenvalues are below 2e-7, and flattens the estimate
+    # With all eigenvalues below 2e-7, epsilon is larger than delta's floor and flattens the
+    # estimate.
     floor_B = np.maximum(epsilon_B, delta_B * sqrt_c_BR.max(axis=1))
-    # d comes from rho as it was before flooring, as in Kaldi; (60) read literally would differ
+    # d uses rho before flooring, as in Kaldi; (60) taken literally would differ.
     d_next_BR = np.maximum(sqrt_c_BR - rho_next_B[:, None], floor_B[:, None])  # (60)
     rho_next_B = np.maximum(rho_next_B, floor_B)                              # (61)
     e_next_BR = _e(d_next_BR, rho_next_B, dim_B, alpha_B)  # (62, 63)
@@ -225,7 +237,7 @@ def compute_updates(problems: Sequence[UpdateProblem]) -> list[FisherUpdate | No
 
 def apply_update(state: FisherState, J_RD: Tensor, step: FisherUpdate,
                  smoothing: Smoothing) -> FisherState:
-    """F_{t+1}; overwrites J and the W of `state`, for memory's sake."""
+    """Return F_{t+1}; overwrites J and the W of `state` to save memory."""
     W_RD = state.W_RD
     b_R1 = torch.from_numpy(step.b_R).to(W_RD)[:, None]
     A_RR = torch.from_numpy(step.A_RR).to(W_RD)
@@ -239,9 +251,10 @@ def apply_update(state: FisherState, J_RD: Tensor, step: FisherUpdate,
 def apply_updates_together(
     states: Sequence[FisherState], all_J_RD: Sequence[Tensor], steps: Sequence[FisherUpdate],
     smoothings: Sequence[Smoothing]) -> list[FisherState]:
-    """`apply_update` for L estimates of one rank and dimension, in few operations of a device.
+    """Apply updates to L estimates of one rank and dimension in few device operations.
 
-    Overwrites each W, whose memory a captured CUDA graph may read.  The host waits for nothing.
+    Overwrites each W, whose memory a captured CUDA graph may read. There is no host
+    synchronization.
     """
     W_LRD = torch.stack([state.W_RD for state in states])
     J_LRD = torch.stack(list(all_J_RD))
@@ -266,14 +279,14 @@ def apply_updates_together(
 
 
 def resmoothed(state: FisherState, old: Smoothing, new: Smoothing) -> FisherState:
-    """The same estimate for another alpha."""
+    """Return the same estimate for another alpha."""
     W_RD = state.W_RD
     ratio_R = np.sqrt(spectrum(state, new) / spectrum(state, old))
     return state._replace(W_RD=torch.from_numpy(ratio_R).to(W_RD)[:, None] * W_RD)
 
 
 def spectrum(state: FisherState, smoothing: Smoothing) -> Array:
-    """e_i (43), descending: how far each of the R directions is shortened, 0 not at all, 1 to nothing."""
+    """Return e_i (43), descending: 0 keeps a direction unchanged, 1 removes it."""
     rho_1, dim_1, alpha_1 = (
         np.array([number], dtype=np.float64)
         for number in (state.rho, state.W_RD.shape[1], smoothing.alpha)
@@ -290,7 +303,7 @@ def _e(d_BR: Array, rho_B: Array, dim_B: Array, alpha_B: Array) -> Array:
 def _z(
     K_BRR: Array, L_BRR: Array, e_BR: Array, d_rho_BR: Array, share_B: Array, eta_B: Array
 ) -> Array:
-    """Z_t = Y_t Y_t^T by (56, 57), from R x R products alone."""
+    """Compute Z_t = Y_t Y_t^T by (56, 57), from R x R products only."""
     sqrt_e_BR = np.sqrt(e_BR)
     whiten_BR = share_B[:, None] / sqrt_e_BR
     keep_BR = (1.0 - eta_B)[:, None] * d_rho_BR
@@ -305,21 +318,20 @@ def _z(
 
 
 def _descending_eigh(Z_BRR: Array) -> tuple[Array, Array]:
-    # Kaldi divides by the trace before the decomposition: keeps huge inputs away from the overflow
-    # of LAPACK
+    # Kaldi divides by the trace before the decomposition, which avoids overflow in LAPACK.
     size_B = np.maximum(1.0, np.trace(Z_BRR, axis1=1, axis2=2))
-    # torch's LAPACK keeps to the threads torch was given; one by one, since the bits depend on
-    # where in memory a matrix begins
+    # torch's LAPACK respects torch's number of threads. One matrix at a time, because the bits
+    # depend on its memory alignment.
     found = [torch.linalg.eigh(Z_RR) for Z_RR in torch.from_numpy(Z_BRR / size_B[:, None, None])]
     c_BR, U_BRR = (np.stack([pair[i].numpy() for pair in found]) for i in range(2))
     return c_BR[:, ::-1] * size_B[:, None], U_BRR[:, :, ::-1]
 
 
 def reorthogonalized_without_wait(W_FRD: Tensor, e_FR: Tensor) -> Tensor:
-    """`reorthogonalized` for F estimates on a device, which decides itself what to do.
+    """Reorthogonalize F estimates on a device without a host synchronization.
 
-    Where O is too near singular for its Cholesky factor, that of O + s I makes the rows less
-    dependent; the next update is then flagged again.
+    If O is nearly singular, the Cholesky factor of O + s I makes the rows less dependent; the next
+    update is then flagged again.
     """
     W64_FRD, e_FR = W_FRD.double(), e_FR.double()
     root_FR1, inverse_root_FR1 = e_FR.sqrt()[:, :, None], e_FR.rsqrt()[:, :, None]
@@ -338,7 +350,10 @@ def reorthogonalized_without_wait(W_FRD: Tensor, e_FR: Tensor) -> Tensor:
 
 
 def reorthogonalized(W_RD: Tensor, e_R: Tensor) -> Tensor:
-    """W with the rows of R = E^(-1/2) W made orthonormal again (71, 72), where rounding has spoilt them."""
+    """Orthonormalize the rows of R = E^(-1/2) W again (71, 72), which rounding has perturbed.
+
+    Return W.
+    """
     W64_RD: Tensor = W_RD.double()
     O_RR = e_R.rsqrt()[:, None] * (W64_RD @ W64_RD.T) * e_R.rsqrt()
     error = (O_RR - torch.eye(len(e_R), dtype=O_RR.dtype, device=O_RR.device)).abs().max()
@@ -350,8 +365,8 @@ def reorthogonalized(W_RD: Tensor, e_R: Tensor) -> Tensor:
         if C_inverse_RR.abs().max() < _CHOLESKY_LIMIT:
             W64_RD = (e_R.sqrt()[:, None] * C_inverse_RR * e_R.rsqrt()) @ W64_RD
             return W64_RD.to(W_RD)
-    # Householder QR in place of Kaldi's Gram-Schmidt: the same rows up to rounding, and zero rows
-    # get a direction too
+    # Householder QR instead of Kaldi's Gram-Schmidt: the same rows up to rounding, and zero rows
+    # get a direction.
     Q_DR, T_RR = torch.linalg.qr(W64_RD.T)
     sign_R = torch.where(T_RR.diagonal() < 0.0, -1.0, 1.0)
     orthonormal_RD: Tensor = (Q_DR * sign_R).T

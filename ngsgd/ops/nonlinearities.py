@@ -1,8 +1,8 @@
 """P-norms and row norms, forward and backward, in one pass over memory each on a CPU.
 
-In torch operations each is three to ten passes, which for a p-norm network of Kaldi's recipes adds up to a tenth of a training
-step.  `nonlinearities.cpp` is for float32; in other types, on other devices, where a graph is recorded or compiled, and without
-a compiler the same is said in torch operations.
+As torch operations each takes three to ten passes, which adds up to a tenth of a training step in
+Kaldi's p-norm recipe. `nonlinearities.cpp` is for float32. In other dtypes, on other devices, in
+recorded or compiled graphs, and without a compiler, torch operations compute the same.
 
 Letters: N rows of D numbers; any leading dimensions make rows.
 """
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ngsgd.ops.kernels import native
 
-# of the input relative to target_rms^2; Kaldi's floor
+# relative to target_rms^2; Kaldi's floor
 MIN_MEAN_SQUARE = 2.0**-66
 SOURCE = Path(__file__).with_name("kernels") / "nonlinearities.cpp"
 
 
 def p_norm(x: Tensor, group: int) -> Tensor:
-    """2-norms of consecutive groups of the last dimension."""
+    """Return 2-norms of consecutive groups of the last dimension."""
     groups = x.unflatten(-1, (-1, group))
     if not _is_native(x):
         y: Tensor = torch.linalg.vector_norm(groups, dim=-1)
@@ -35,7 +35,10 @@ def p_norm(x: Tensor, group: int) -> Tensor:
 
 
 def p_norm_gradient(x: Tensor, y: Tensor, dY: Tensor, group: int) -> Tensor:
-    """The derivative by x, given y = p_norm(x); 0 where the output is 0, as in Kaldi."""
+    """Return the gradient with respect to x, given y = p_norm(x).
+
+    0 for a zero output, as in Kaldi.
+    """
     if not _is_native(x, y, dY):
         share = torch.where(y > 0.0, dY / y, 0.0)
         dX: Tensor = (x.unflatten(-1, (-1, group)) * share.unsqueeze(-1)).flatten(-2)
@@ -47,7 +50,7 @@ def p_norm_gradient(x: Tensor, y: Tensor, dY: Tensor, group: int) -> Tensor:
 
 
 def renormalize(x: Tensor, target_rms: float) -> Tensor:
-    """x * r for each row, r = 1 / max(rms(x) / target, floor)."""
+    """Return x * r for each row, r = 1 / max(rms(x) / target, floor)."""
     if not _is_native(x):
         return (x * inverse_rms(x, target_rms)[0]).to(x.dtype)
     y = torch.empty_like(x)
@@ -57,7 +60,7 @@ def renormalize(x: Tensor, target_rms: float) -> Tensor:
 
 
 def renormalize_gradient(x: Tensor, dY: Tensor, target_rms: float) -> Tensor:
-    """The derivative by x; that of a constant r where the floor holds."""
+    """Return the gradient with respect to x; r counts as constant if the floor is active."""
     if not _is_native(x, dY):
         r, c = inverse_rms(x, target_rms)
         along = c * torch.linalg.vecdot(x, dY).unsqueeze(-1)
@@ -69,9 +72,11 @@ def renormalize_gradient(x: Tensor, dY: Tensor, target_rms: float) -> Tensor:
 
 
 def inverse_rms(x: Tensor, target_rms: float) -> tuple[Tensor, Tensor]:
-    """(r, c) for each row: target_rms over its root mean square, floored, and -c x = dr/dx, where the floor holds 0.
+    """Return (r, c) for each row.
 
-    Half precision would overflow in the sum of squares.
+    Target_rms over its floored root mean square, and c with -c x = dr/dx.
+
+    c is 0 if the floor is active. Half precision would overflow in the sum of squares.
     """
     size = _size(x, target_rms)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -80,17 +85,17 @@ def inverse_rms(x: Tensor, target_rms: float) -> tuple[Tensor, Tensor]:
 
 
 def is_native() -> bool:
-    """Whether there is compiled code for this processor; compiles it if need be."""
+    """Return whether there is compiled code for this processor; compiles it if necessary."""
     return load_library() is not None
 
 
 def _size(x: Tensor, target_rms: float) -> float:
-    """Sum of squares of a row at its target."""
+    """Return the sum of squares of a row at its target."""
     return x.shape[-1] * target_rms**2
 
 
 def _shape(x: Tensor) -> tuple[int, int]:
-    """(N, D) with all leading dimensions as one."""
+    """Return (N, D), with all leading dimensions flattened."""
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
@@ -105,6 +110,7 @@ def _is_native(*tensors: Tensor) -> bool:
 
 @functools.cache
 def load_library() -> Any:
+    """Load the kernel; None without a compiler."""
     a, n, real, threads = native.ADDRESS, native.NUMBER, native.REAL, native.THREADS
     return native.threaded(SOURCE, p_norm=(None, a, n, n, a, threads), p_norm_gradient=(None, a, a, a, n, n, a, threads),
                            renormalize=(None, a, n, n, real, real, a, threads),

@@ -1,8 +1,9 @@
-"""Weight gradients from the rows of a minibatch, dW = dY^T X, by our own C++ where that is quicker than a library's product.
+"""Weight gradients dW = dY^T X by custom C++, on processors where it is faster than a library.
 
-X lies in panels of 48 columns, in which `ngsgd.ops.fisher_projection` writes its rows first: a library's GEMM would copy
-them so first.  The bias gradient, and a correction of R rows that follow the others, come along in the same
-pass over dW.  On Intel's processors with AVX-512; on AMD's `ngsgd.ops.gemm` has the quicker product.
+X is packed in panels of 48 columns, which `ngsgd.ops.fisher_projection` writes directly; a library
+GEMM would first copy it. The bias gradient, and a rank-R correction in R additional rows, take no
+further pass over dW. It is used on Intel processors with AVX-512; on AMD processors
+`ngsgd.ops.gemm` is faster.
 
 Letters: N rows, I inputs, O outputs, R rank.
 """
@@ -18,51 +19,55 @@ from torch import Tensor
 
 from ngsgd.ops.kernels import native
 
-# columns of a panel, as in the sources in kernels/
+# Columns of a panel, as in the sources in kernels/.
 WIDTH = 48
 MIN_PRODUCTS = 1 << 21   # multiplications
-# below so many rows, and times the inputs, writing dW takes the time, and MKL is level
+# With fewer rows (and outputs relative to inputs), writing dW dominates, and MKL is equally fast.
 MANY_ROWS, _MANY_OUTPUTS = 256, 4
 SOURCE = Path(__file__).with_name("kernels") / "packed_gemm.cpp"
 
 
 class PackedMatrix(NamedTuple):
-    """A matrix by 48 columns and then the next 48; after its rows there may be room for more."""
+    """A matrix in panels of 48 columns, with space for additional rows."""
 
-    # panels x (rows and room) x 48; numbers past the last column may be anything
+    # panels x (rows and space) x 48; numbers past the last column are undefined
     memory: Tensor
     num_rows: int
     num_columns: int
 
     @classmethod
     def over(cls, memory: Tensor, num_rows: int, num_columns: int, room: int = 0) -> PackedMatrix:
-        """In flat memory of `size(num_rows + room, num_columns)` numbers."""
+        """Create it in flat memory of `size(num_rows + room, num_columns)` numbers."""
         return cls(memory.view(-1, num_rows + room, WIDTH), num_rows, num_columns)
 
     def rows(self) -> Tensor:
-        """The matrix."""
+        """Return the unpacked matrix."""
         return self.memory[:, :self.num_rows].transpose(0, 1).reshape(self.num_rows, -1)[:, :self.num_columns]
 
     def fill(self, rows_NI: Tensor, first: int = 0, *, factor: float = 1.0) -> None:
-        """Copies contiguous rows, times `factor`, to those from `first` on."""
+        """Copy contiguous rows, times `factor`, to the rows from `first` on."""
         load_library().fill(rows_NI.data_ptr(), rows_NI.stride(0), len(rows_NI), self.num_columns, factor, self.memory.data_ptr(),
                         self.memory.shape[1], first, torch.get_num_threads())
 
 
 class LowRankCorrection(NamedTuple):
-    """What is still to be taken off the derivatives, dYhat = dY - H W, where R rows more cost less than that."""
+    """Pending correction of the derivatives, dYhat = dY - H W, applied through R additional rows.
+    """
 
     H_NR: Tensor
     W_RO: Tensor
 
 
 def size(num_rows: int, num_columns: int) -> int:
-    """Numbers that panels take."""
+    """Return the number of floats of the panels."""
     return -(-num_columns // WIDTH) * WIDTH * num_rows
 
 
 def should_use(dY_NO: Tensor, X_NI: Tensor) -> bool:
-    """Whether `product` is the quicker way to dY^T X here; decided by processor, types and sizes alone, so bits repeat."""
+    """Return whether `product` is faster for dY^T X.
+
+    Depends on processor, dtypes and sizes only.
+    """
     (N, O), I = dY_NO.shape, X_NI.shape[1]  # noqa: E741  the letters of above
     return (N * O * I >= MIN_PRODUCTS and (N >= MANY_ROWS or O >= _MANY_OUTPUTS * I)
             and dY_NO.dtype == torch.float32 == X_NI.dtype and dY_NO.is_cpu and X_NI.is_cpu
@@ -70,16 +75,18 @@ def should_use(dY_NO: Tensor, X_NI: Tensor) -> bool:
 
 
 def is_native() -> bool:
-    """Whether `product` is used on this processor; compiles it if need be."""
+    """Return whether `product` is used on this processor; compiles it if necessary."""
     return is_faster() and load_library() is not None
 
 
 def product(dY: Tensor | PackedMatrix, X: PackedMatrix, scale: float, one_N: Tensor | None = None,
             correction: LowRankCorrection | None = None) -> tuple[Tensor, Tensor | None]:
-    """(scale dY^T X, scale dY^T one or None); with `correction`, of dY - H W in the place of dY.
+    """Return (scale dY^T X, scale dY^T one or None).
 
-    With a correction X must have room for R rows more, which are overwritten: dY^T X - W^T (H^T X) is then one product, of dY and
-    W with X and -H^T X.
+    With `correction`, of dY - H W instead of dY.
+
+    With a correction X must have space for R more rows, which are overwritten. Then one product, of
+    dY and W with X and -H^T X, computes dY^T X - W^T (H^T X).
     """
     more_RO = None
     if correction is not None:
@@ -101,7 +108,7 @@ def product(dY: Tensor | PackedMatrix, X: PackedMatrix, scale: float, one_N: Ten
 
 
 def _place(dY: Tensor | PackedMatrix) -> tuple[int, int, int, int]:
-    """(address, numbers from row to row, rows of a panel or 0, columns)."""
+    """Return (address, row stride, rows of a panel or 0, columns)."""
     if isinstance(dY, PackedMatrix):
         return dY.memory.data_ptr(), WIDTH, dY.memory.shape[1], dY.num_columns
     return dY.data_ptr(), dY.stride(0), 0, dY.shape[1]
@@ -109,12 +116,13 @@ def _place(dY: Tensor | PackedMatrix) -> tuple[int, int, int, int]:
 
 @functools.cache
 def is_faster() -> bool:
-    """Whether the processor is one on which this has been measured to be."""
+    """Return whether the kernel was measured to be faster on this kind of processor."""
     return native.capability() == "AVX512" and native.is_made_by("GenuineIntel")
 
 
 @functools.cache
 def load_library() -> Any:
+    """Load the kernel; None without a compiler."""
     if native.capability() != "AVX512":
         return None
     a, n, real, threads = native.ADDRESS, native.NUMBER, native.REAL, native.THREADS

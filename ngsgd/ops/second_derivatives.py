@@ -1,4 +1,7 @@
-"""Passes that are differentiated twice: attention kernels that can be, and errors that name an operation that cannot."""
+"""Support for passes that are differentiated twice.
+
+Selects attention kernels with a second derivative, and names operations that have none in errors.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ngsgd.errors import ConfigError
 
 REENTRANT = ("needs gradients of gradients, which reentrant activation checkpointing does not "
-             "have; use checkpoint(.., use_reentrant=False).")
+             "support; use checkpoint(.., use_reentrant=False).")
 
 
 def twice_differentiable() -> contextlib.AbstractContextManager[None]:
-    """For forward passes: `scaled_dot_product_attention` runs its MATH kernel, the only one with a second derivative."""
+    """Context for forward passes in which `scaled_dot_product_attention` runs its MATH kernel.
+
+    It is the only kernel with a second derivative.
+    """
     return sdpa_kernel(SDPBackend.MATH)
 
 
 @contextlib.contextmanager
 def naming_missing(who: str) -> Iterator[None]:
-    """For products with second derivatives: ConfigError instead of torch's RuntimeError where an operation has none."""
+    """Context that raises ConfigError, with its name, for an operation without a second derivative.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -30,6 +37,6 @@ def naming_missing(who: str) -> Iterator[None]:
         missing = re.search(r"derivative for (\S+) is not implemented", str(error))
         if missing is None:
             raise
-        raise ConfigError(f"{who} needs second derivatives, and torch has none for {missing[1]}; write that operation with "
-                          "others, leave the kernel of an attention to torch (MATH has them), or choose a method of first "
-                          "derivatives, such as KFAC.") from error
+        raise ConfigError(f"{who} needs second derivatives, and torch has none for {missing[1]}; "
+                          "replace that operation, let torch choose the kernel of an attention "
+                          "(MATH has them), or choose a first-order method, such as KFAC.") from error

@@ -1,6 +1,9 @@
-"""The "simple" natural gradient: each row is multiplied by the inverse Fisher matrix of the other rows of its minibatch.
+"""The "simple" natural gradient.
 
-Appendix A of arXiv 1410.7455 (nnet2/nnet-precondition.cc); equation numbers are the paper's.  Letters: N rows, D dimension.
+Multiply each row by the inverse Fisher matrix of the other rows.
+
+Appendix A of arXiv 1410.7455 (nnet2/nnet-precondition.cc); equation numbers are those of the paper.
+Letters: N rows, D dimension.
 """
 
 from __future__ import annotations
@@ -14,15 +17,30 @@ _MIN_TRACE = 1e-20  # of X X^T; Kaldi's floor
 
 
 def precondition_simple(X_ND: Tensor, alpha: float = 4.0) -> Tensor:
-    """Xbar: the rows times the inverse of G_i = sum over j != i of x_j x_j^T / (N - 1) + lambda I, with the norm of X.
+    """Precondition each row with the other rows of the minibatch, and restore the norm of X.
 
-    X is N x D and is not modified.  One row, or rows of zeros, come back as they are.  The inverse is D x D or N x N,
-    whichever is smaller.  Raises DivergenceError for rows that are not finite, or so badly scaled that no inverse exists.
+    Row i is multiplied by the inverse of G_i = sum over j != i of x_j x_j^T / (N - 1) + lambda I.
+    The inverse is computed as D x D or N x N, whichever is smaller.
 
-    >>> X = torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, 0.0]])
-    >>> Xbar = precondition_simple(X)
-    >>> torch.allclose(Xbar.norm(), X.norm())
-    True
+    Source: arXiv 1410.7455, Appendix A.
+
+    Args:
+        X_ND: rows, not modified.
+        alpha: smoothing towards the identity, in units of the mean eigenvalue. Default 4, as in
+            Kaldi.
+
+    Returns:
+        Xbar, N x D. A single row, or rows of zeros, are returned unchanged.
+
+    Raises:
+        ValueError: alpha is not positive.
+        DivergenceError: rows are not finite, or so badly scaled that no inverse exists.
+
+    Example:
+        >>> X = torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, 0.0]])
+        >>> Xbar = precondition_simple(X)
+        >>> torch.allclose(Xbar.norm(), X.norm())
+        True
     """
     if not alpha > 0.0:
         raise ValueError(f"Invalid alpha: {alpha}; it must be greater than 0")
@@ -41,7 +59,7 @@ def precondition_simple(X_ND: Tensor, alpha: float = 4.0) -> Tensor:
 
 
 def column_space(X_ND: Tensor, lam: Tensor) -> Tensor:
-    """Q = X G^-1 (14), G = X^T X / (N - 1) + lambda I (13)."""
+    """Return Q = X G^-1 (14), with G = X^T X / (N - 1) + lambda I (13)."""
     X_ND = X_ND.double()
     G_DD = X_ND.T @ X_ND / (len(X_ND) - 1)
     G_DD.diagonal().add_(lam)
@@ -49,7 +67,7 @@ def column_space(X_ND: Tensor, lam: Tensor) -> Tensor:
 
 
 def row_space(X_ND: Tensor, lam: Tensor) -> Tensor:
-    """The same Q by an N x N inverse, for fewer rows than columns."""
+    """Return the same Q by an N x N inverse, for fewer rows than columns."""
     X_ND = X_ND.double()
     G_NN = X_ND @ X_ND.T / (len(X_ND) - 1)
     G_NN.diagonal().add_(lam)
@@ -57,11 +75,13 @@ def row_space(X_ND: Tensor, lam: Tensor) -> Tensor:
 
 
 def _held_out(X_ND: Tensor, Q_ND: Tensor) -> Tensor:
-    """Xhat: takes each row's own part out of the G it meets, by the Sherman-Morrison formula."""
+    """Return Xhat: remove the contribution of each row from its G, by the Sherman-Morrison formula.
+    """
     a_N = (X_ND * Q_ND).sum(dim=1)                         # (15)
     b_N = 1.0 + a_N / (len(X_ND) - 1 - a_N)                # (16)
     if bool((a_N < 0.0).any() | ~(b_N > 0.0).all()):
-        raise DivergenceError("the simple natural gradient lost all digits on a minibatch; use a larger alpha.")
+        raise DivergenceError("a minibatch of the simple natural gradient is numerically singular; "
+                              "use a larger alpha.")
     Xhat_ND: Tensor = b_N[:, None] * Q_ND                  # (17)
     return Xhat_ND
 

@@ -1,4 +1,4 @@
-"""Optimisers for one machine and anybody's training loop."""
+"""Optimizers for any training loop in one process."""
 
 from ngsgd.optim.natural_muon import NaturalMuon
 from ngsgd.optim.ngsgd import NGSGD

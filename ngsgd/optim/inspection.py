@@ -1,4 +1,4 @@
-"""How healthy the Fisher estimates of an optimiser are, and which ranks would suit them."""
+"""Diagnostics of the Fisher estimates of an optimizer, and suggested ranks."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ from ngsgd.ops.natural_gradient import spectrum
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
-# of the smallest e_i: below, directions are kept that matter little; above, some are missing
+# Healthy range of the smallest e_i. Below it the rank is larger than necessary, above it too small.
 _HEALTHY = (0.05, 0.2)
 _RANK_OF = {"input": "rank_in", "output": "rank_out"}
 
 
 @dataclass(frozen=True)
 class EstimateHealth:
-    """One Fisher estimate; letters as in `ngsgd.ops.natural_gradient`."""
+    """Diagnostics of one Fisher estimate; letters as in `ngsgd.ops.natural_gradient`."""
 
     dim: int                      # D
     rank: int                     # R
-    # e_i (43), descending: 0 leaves a direction as it is, 1 takes it out
+    # e_i (43), descending; 0 keeps a direction unchanged, 1 removes it.
     e: tuple[float, ...]
-    # (sum of eigenvalues)^2 / sum of their squares, 1 to D: how many directions carry the Fisher
+    # (sum of eigenvalues)^2 / sum of squared eigenvalues, 1 to D: number of dominant directions.
     effective_rank: float
-    # share of the trace in the R directions kept, 0 to 1
+    # Fraction of the trace in the R directions of the estimate, 0 to 1.
     captured: float
 
     @property
     def suggested_rank(self) -> int:
-        """A rank whose last e_i would lie between 0.05 and 0.2; twice the present one where that cannot be seen yet."""
+        """Rank whose smallest e_i would lie between 0.05 and 0.2.
+
+        Twice the current rank, at most D / 2, if the smallest e_i is larger than 0.2.
+        """
         low, high = _HEALTHY
         if self.e[-1] > high:
             return min(2 * self.rank, max(self.dim // 2, self.rank))
@@ -39,29 +42,37 @@ class EstimateHealth:
 
 @dataclass(frozen=True)
 class LayerHealth:
-    """One preconditioned layer."""
+    """Diagnostics of one preconditioned layer."""
 
-    # "input", "output" of a Linear
+    # By side; "input" and "output" for a Linear.
     estimates: dict[str, EstimateHealth]
-    # share of steps that max_change shortened since `reset_activity`, 0 to 1; NaN: the layer has
-    # only parameters that another one counts for
+    # Fraction of steps that max_change shortened since `reset_activity`, 0 to 1. NaN if all
+    # parameters of the layer are counted with another layer.
     limited: float
-    # between the preconditioned and the plain gradient when last measured; NaN: never
+    # Cosine of the preconditioned and the plain gradient at the last measurement; NaN: never
+    # measured.
     cosine: float
 
 
 def inspect(optimizer: NGSGD) -> dict[str, LayerHealth]:
-    """The state of every preconditioned layer that has seen data, by name; waits for the device once.
+    """Return diagnostics of every preconditioned layer that has processed data.
 
-    Costs a few microseconds per layer.  The cosine is only there if the optimiser was made with `cosine_period`.
+    Costs a few microseconds per layer and one synchronization with the device.
 
-    >>> import torch, ngsgd
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8))
-    >>> optimizer = ngsgd.NGSGD(model, lr=1e-3)
-    >>> model(torch.randn(16, 4)).square().sum().backward()
-    >>> optimizer.step()
-    >>> inspect(optimizer)["0"].estimates["input"].rank
-    2
+    Args:
+        optimizer: the optimizer; it measures cosines only if it was created with `cosine_period`.
+
+    Returns:
+        By layer name: its Fisher estimates, the fraction of clipped steps, and the cosine.
+
+    Example:
+        >>> import torch, ngsgd
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8))
+        >>> optimizer = ngsgd.NGSGD(model, lr=1e-3)
+        >>> model(torch.randn(16, 4)).square().sum().backward()
+        >>> optimizer.step()
+        >>> inspect(optimizer)["0"].estimates["input"].rank
+        2
     """
     shares = optimizer.activity().layer_share
     found = {}
@@ -74,9 +85,13 @@ def inspect(optimizer: NGSGD) -> dict[str, LayerHealth]:
 
 
 def suggest_ranks(optimizer: NGSGD) -> dict[str, dict[str, int]]:
-    """Ranks for `layer_options`, as {"affine1": {"rank_in": 20, "rank_out": 40}}, from the spectra of the estimates so far.
+    """Suggest ranks for `layer_options` from the current spectra of the Fisher estimates.
 
-    Ask after some hundred minibatches.  A rank is right when the last e_i lies between 0.05 and 0.2.
+    Call it after at least 100 minibatches. With a suitable rank, the smallest e_i lies between 0.05
+    and 0.2.
+
+    Returns:
+        For example {"affine1": {"rank_in": 20, "rank_out": 40}}.
     """
     ranks = {name: {_RANK_OF[side]: estimate.suggested_rank for side, estimate in layer.estimates.items() if side in _RANK_OF}
              for name, layer in inspect(optimizer).items()}
@@ -84,7 +99,11 @@ def suggest_ranks(optimizer: NGSGD) -> dict[str, dict[str, int]]:
 
 
 def figures(optimizer: NGSGD) -> dict[str, float]:
-    """The same as flat numbers for a log: "affine1/input_last_e", "affine1/input_effective_rank", "affine1/limited" .."""
+    """Return the same diagnostics as flat numbers for a log.
+
+    Keys are "affine1/limited", "affine1/cosine", "affine1/input_last_e" and
+    "affine1/input_effective_rank", for example.
+    """
     numbers: dict[str, float] = {}
     for name, layer in inspect(optimizer).items():
         numbers[f"{name}/limited"] = layer.limited

@@ -14,47 +14,60 @@ from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.optim.sgd import _laid_out, _StepInputs, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
-# of Muon's fifth-order polynomial (Jordan et al. 2024), which takes singular values to between 0.7 and 1.2
+# Coefficients of Muon's fifth-order polynomial (Jordan et al. 2024). It maps singular values to
+# between 0.7 and 1.2.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-# A step then has the root mean square that AdamW's steps have (Moonshot's Muon)
+# Steps then have the root mean square of AdamW steps (Moonshot's Muon).
 _RMS = 0.2
 _LIMITS = ("max_change", "orthonormal_constraint")
 
 
 class NaturalMuon(NGSGD):
-    """Muon (Jordan et al. 2024) with Fisher estimates of Kaldi's kind between its momentum and its orthogonalization.
+    """Muon with Fisher estimates between its momentum and its orthogonalization.
 
-    For the weight of each nn.Linear and TDNN layer (nn.Conv1d with one group)
+    For the weight of each nn.Linear and TDNN layer (nn.Conv1d with one group):
 
         m <- momentum m + G;   u = G + momentum m
-        u <- (1 - Wo^T Wo) u (1 - Wi^T Wi)        with the estimates of output derivatives and inputs after this minibatch
+        u <- (1 - Wo^T Wo) u (1 - Wi^T Wi)
         W <- (1 - lr weight_decay) W - lr 0.2 sqrt(max(O, I)) orthogonalized(u)
 
-    Weights of other convolutions take the same steps without estimates.  Biases, embeddings, normalization layers and all else
-    are trained by AdamW.  `p.grad` holds the plain gradient.  The scale of the loss has no influence, so that `lr` serves sums and
-    means alike; it has the size of AdamW's.  Use warm-up and a decay of the rate.
+    Wo and Wi are the Fisher estimates of output derivatives and inputs after this minibatch.
+    Weights of other convolutions take the same steps without estimates. All other parameters
+    (biases, embeddings, normalization layers) are trained by AdamW. `p.grad` holds the plain
+    gradient.
 
-    On small character transformers it is ahead of Muon, NGSGD and AdamW at equal steps; on speech frames NGSGD
-    is level with it at a third of the time (`docs/natural-gradient.md`).
+    Steps do not depend on the scale of the loss, so one `lr` serves summed and mean losses. It has
+    the magnitude of an AdamW learning rate. Use warm-up and learning-rate decay.
+
+    On small character transformers it is better than Muon, NGSGD and AdamW after equal numbers of
+    steps. On speech frames NGSGD reaches the same loss in a third of the time
+    (`docs/natural-gradient.md`).
+
+    Source: Jordan et al. 2024 (Muon); arXiv 1410.7455 (Fisher estimates).
 
     Args:
-        model: the module to train.  Its layers change class in place; `detach` undoes it.
+        model: the module to train. Layer classes are replaced in place; `detach` restores them.
         lr: learning rate of the matrices; 0.004 to 0.032 were best in three tasks.
-        momentum: of the gradients, as in torch.optim.Muon with nesterov.
-        weight_decay: share of a matrix that a step with learning rate 1 takes off, as in torch.optim.AdamW.
+        momentum: momentum of the gradients, as in torch.optim.Muon with nesterov.
+        weight_decay: decoupled weight decay, as in torch.optim.AdamW.
         alpha, rank_in, rank_out, update_period, num_samples_history: see `NGSGD`.
-        ns_steps: iterations of the orthogonalization.
+        ns_steps: Newton-Schulz iterations of the orthogonalization.
         adamw_lr_factor: learning rate of AdamW relative to `lr`.
-        layer_options: as for `NGSGD`, but for its limits on change; rule is "natural" or "adamw".
+        layer_options: as for `NGSGD`, without max_change and orthonormal_constraint; rule is
+            "natural" or "adamw".
         grad_scaler, on_nonfinite: see `NGSGD`.
 
-    >>> import torch, ngsgd
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-    >>> optimizer = ngsgd.NaturalMuon(model, lr=0.004)
-    >>> x, y = torch.randn(16, 4), torch.randint(3, (16,))
-    >>> optimizer.zero_grad()
-    >>> torch.nn.functional.cross_entropy(model(x), y).backward()
-    >>> optimizer.step()
+    Raises:
+        ConfigError: layer_options set a limit that fixed-length steps do not support.
+
+    Example:
+        >>> import torch, ngsgd
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> optimizer = ngsgd.NaturalMuon(model, lr=0.004)
+        >>> x, y = torch.randn(16, 4), torch.randint(3, (16,))
+        >>> optimizer.zero_grad()
+        >>> torch.nn.functional.cross_entropy(model(x), y).backward()
+        >>> optimizer.step()
     """
 
     _rules: tuple[str, ...] = ("natural", "adamw")
@@ -66,8 +79,9 @@ class NaturalMuon(NGSGD):
                  on_nonfinite: str = "skip") -> None:
         require_non_negative(ns_steps=ns_steps)
         if limited := [name for name, own in (layer_options or {}).items() if set(own) & set(_LIMITS)]:
-            raise ConfigError(f"layer_options of {', '.join(limited)} set a limit on change, which NaturalMuon does not have; its "
-                              "steps have a fixed length, so set lr_factor.")
+            raise ConfigError(f"layer_options of {', '.join(limited)} set an update-norm limit, "
+                              "which NaturalMuon does not support; its steps have a fixed length. "
+                              "Set lr_factor instead.")
         self.ns_steps = ns_steps
         super().__init__(
             model,
@@ -94,9 +108,10 @@ class NaturalMuon(NGSGD):
         super()._attach(model)
 
     def _moving(self, scale: float, num_samples: int | None) -> _StepInputs:
-        """The matrices; AdamW moves all else."""
+        """Update the other parameters with AdamW and return the matrices."""
         if scale != 1.0:
-            raise ConfigError("NaturalMuon has no backstitch, since the length of its steps is fixed; use NGSGD.")
+            raise ConfigError("NaturalMuon does not support backstitch, because its steps have a "
+                              "fixed length; use NGSGD.")
         matrices = [(index, [p for p in group["params"] if p.ndim > 1 and p.grad is not None])
                     for index, group in enumerate(self.param_groups) if group["rule"] == "natural"]
         chosen = [(index, params) for index, params in matrices if params]
@@ -105,7 +120,7 @@ class NaturalMuon(NGSGD):
 
     def _adamw_groups(self) -> list[dict[str, Any]]:
         matrices = [{**group, "params": [p for p in group["params"] if p.ndim > 1]} for group in super()._adamw_groups()]
-        # biases and gains do not decay
+        # Biases and scales do not decay.
         vectors = [{**group, "params": [p for p in group["params"] if p.ndim <= 1], "weight_decay": 0.0}
                    for group in self.param_groups]
         return [*matrices, *vectors]
@@ -131,7 +146,7 @@ class NaturalMuon(NGSGD):
             lr = group["lr"] * group["lr_factor"]
             for p, gradient in zip(params, gradients, strict=True):
                 direction = self._direction(group, p, gradient).masked_fill_(~is_finite, 0.0)
-                # nothing decays in a minibatch that is skipped
+                # A skipped minibatch must not decay the weights.
                 p.mul_(1.0 - lr * group["weight_decay"] * is_finite)
                 p.sub_(direction.view_as(p), alpha=lr)
                 self.state[p]["velocity"].masked_fill_(~is_finite, 0.0)
@@ -141,7 +156,7 @@ class NaturalMuon(NGSGD):
         return (~is_finite).to(torch.float32)
 
     def _direction(self, group: dict[str, Any], p: Tensor, gradient: Tensor) -> Tensor:
-        """What a step with learning rate 1 takes off a matrix, O x I."""
+        """Return the direction, O x I, that a step with learning rate 1 subtracts."""
         if self.state[p].get("velocity") is None:
             self.state[p]["velocity"] = torch.zeros_like(p)
         velocity = self.state[p]["velocity"].mul_(group["momentum"]).add_(gradient)
@@ -154,7 +169,7 @@ class NaturalMuon(NGSGD):
 
 
 def orthogonalized(u_OI: Tensor, num_steps: int = 5) -> Tensor:
-    """Newton-Schulz iterations: the matrix with its singular values moved to about 1, in bfloat16 on a GPU."""
+    """Move the singular values to about 1 by Newton-Schulz iterations, in bfloat16 on a GPU."""
     x = u_OI.bfloat16() if u_OI.is_cuda else u_OI.float()
     x = x / (torch.linalg.matrix_norm(x) + 1e-7)
     is_tall = len(x) > x.shape[1]
@@ -167,7 +182,7 @@ def orthogonalized(u_OI: Tensor, num_steps: int = 5) -> Tensor:
 
 
 def _without_large_directions(u_OI: Tensor, outputs: OnlineNaturalGradient, inputs: OnlineNaturalGradient) -> Tensor:
-    """The inverse Fisher matrices of both sides, times u, up to a factor."""
+    """Multiply u by the inverse Fisher matrices of both sides, up to a factor."""
     x_OI = u_OI.float()
     if (state := inputs.state) is not None:
         W_RI = state.W_RD.to(x_OI)

@@ -1,4 +1,4 @@
-"""NG-SGD: SGD on gradients that an online Fisher estimate has preconditioned, layer by layer."""
+"""NG-SGD: SGD on gradients that online Fisher estimates precondition layer by layer."""
 
 from __future__ import annotations
 
@@ -32,64 +32,81 @@ from ngsgd.preconditioners.online import OnlineNaturalGradient
 _log = logging.getLogger(__name__)
 _SETTINGS = tuple(field.name for field in fields(FisherSettings))
 _STATE = "natural_gradient"
-_MANY_FALLBACKS = 0.3  # of the parameters
+_MANY_FALLBACKS = 0.3  # fraction of all parameters
 _DEFAULT_LR = 0.024
 
 
 class NGSGD(SGD):
-    """Natural-gradient SGD of Povey, Zhang and Khudanpur (arXiv 1410.7455), as Kaldi's nnet3 runs it.
+    """Natural-gradient SGD with clipped update norms, as in Kaldi's nnet3.
 
-    `lr` is per sample.  With `loss_reduction="mean"`, gradients are multiplied by the number of samples, so that the same rate
-    serves losses that are summed and losses that are averaged over the minibatch.  `NGSGD(model)` takes torch's losses as they
-    are by default: a mean, and a rate that suits many models.  After `backward`, `p.grad` holds the preconditioned gradient,
-    so anything that acts on gradients (clipping, accumulation) acts on that.
+    Update-norm clipping is on by default: `max_change` for each layer and `max_param_change` for
+    the model. `lr` is per sample. With `loss_reduction="mean"`, gradients are multiplied by the
+    number of samples, so one rate serves summed and mean losses. `NGSGD(model)` expects a mean loss
+    and uses a rate that suits many models. After `backward`, `p.grad` holds the preconditioned
+    gradient. Gradient clipping and accumulation therefore act on preconditioned gradients.
 
-    Preconditioned are, by exact class: nn.Linear (input rows with the 1 of the bias appended,
-    output-derivative rows); the projections of nn.MultiheadAttention and the Conv1D of Hugging Face, as Linear;
-    nn.Conv1d with one group likewise, on spliced frames (TDNN); nn.Conv2d, nn.Conv3d and grouped convolutions (rows of the
-    gradient, then of its transpose); LayerNorm, RMSNorm, GroupNorm and BatchNorm (per-frame rows of scale and offset).
-    `preconditioned` names them.  All other parameters (Embedding, LSTM, tied weights of layers of
-    different kinds) are trained as `fallback` says: `fallbacks` names them, and a log line says so.
+    Preconditioned layers, by exact class:
 
-    Every backward pass that adds to the gradients of a layer is one minibatch to its estimates: a module used twice counts twice,
-    and gradients that are accumulated over several passes are sums of preconditioned gradients.  `torch.autograd.grad` and
-    `torch.func` return plain gradients and leave the estimates alone.  Passes whose gradients are cleared without a step do not
-    count.
+    - nn.Linear: input rows with an appended 1 for the bias, and output-derivative rows.
+    - The projections of nn.MultiheadAttention and the Conv1D of Hugging Face: as nn.Linear.
+    - nn.Conv1d with one group: as nn.Linear on spliced frames (TDNN).
+    - nn.Conv2d, nn.Conv3d and grouped convolutions: rows of the gradient, then of its transpose.
+    - LayerNorm, RMSNorm, GroupNorm and BatchNorm: per-frame rows of scale and offset.
 
-    The model is plain again after `detach` and once the optimizer is garbage collected; its copies and pickles are plain.  A second
-    NGSGD on a layer takes it over, and the first one raises ConfigError at its next step.
+    `preconditioned` lists them. `fallback` trains all other parameters, such as Embedding, LSTM,
+    and weights tied between layers of different kinds. `fallbacks` lists those, and a log line
+    reports them.
+
+    Every backward pass that adds to the gradients of a layer is one minibatch to its estimates. A
+    module that is used twice therefore counts twice, and accumulated gradients are sums of
+    preconditioned gradients. `torch.autograd.grad` and `torch.func` return plain gradients and do
+    not update the estimates. Passes whose gradients are cleared without a step do not count.
+
+    `detach` restores the plain layers, as does garbage collection of the optimizer; copies and
+    pickles of the model are plain. A second NGSGD on a layer takes it over, and the first one
+    raises ConfigError at its next step.
+
+    Source: Povey, Zhang and Khudanpur, arXiv 1410.7455.
 
     Args:
-        model: the module to train.  Its layers change class in place; `detach` undoes it.
-        lr: learning rate per sample; 0.024 with a loss that is a mean if not given.
-        loss_reduction: "sum" or "mean" over the samples of the minibatch; "sum" if only `lr` is given.  The number of samples
-            is `num_samples` of `step`, or the number of rows (positions of sequences included) of the layer next to the loss,
-            since the last step.
-        fallback: "adamw" or "sgd" for parameters without natural gradient; AdamW if not given, with a
-            warning where they are more than 30 % of all.
+        model: the module to train. Layer classes are replaced in place; `detach` restores them.
+        lr: learning rate per sample; default 0.024 with a mean loss.
+        loss_reduction: "sum" or "mean" over the samples of the minibatch; "sum" if only `lr` is
+            given. The number of samples is `num_samples` of `step`. Without it, NGSGD counts the
+            rows (with positions of sequences) of the layer next to the loss since the last step.
+        fallback: "adamw" or "sgd" for parameters without natural gradient. Default: AdamW, with a
+            warning if they are more than 30 % of all.
         adamw_lr_factor: learning rate of AdamW relative to `lr`.
-        rank_in, rank_out: Fisher ranks; lowered to (dim + 1) / 2.
+        rank_in, rank_out: ranks of the Fisher estimates, at most (dim + 1) / 2.
         update_period: minibatches between updates of the Fisher estimates, after the first 11.
-        num_samples_history: rows after which the past counts 1/e.
+        num_samples_history: time constant of the Fisher estimates in rows; older rows have weight
+            1/e.
         alpha: smoothing of the Fisher estimates towards the identity.
         momentum, max_change, max_param_change, weight_decay, on_nonfinite: see `SGD`.
-        layer_options: as for `SGD`, with rank_in, rank_out, update_period, num_samples_history and alpha besides; rule is
-            "natural", "sgd" or "adamw".
-        max_change_per_sample: the paper's limit (C.3; nnet2), on a layer's sum of row-norm products; 0 = none, Kaldi's scripts
-            use 0.075.  A layer's limit is this times the rows of the minibatch.
-        schedule: "nnet3", or "nnet2" for the paper's update schedule.
-        ignore_zero_rows: rows whose derivative is zero, as those of padding and masked frames, do not enter the estimates.
-        grad_scaler: the torch.amp.GradScaler in use, so that the estimates do not mix its loss scales.
-        cosine_period: steps between two measurements of the cosine of each Linear's and TDNN's weight gradient to the plain one,
-            which cost a plain weight gradient (`ngsgd.optim.inspection`); 0 = never.
+        layer_options: as for `SGD`, and also rank_in, rank_out, update_period, num_samples_history
+            and alpha; rule is "natural", "sgd" or "adamw".
+        max_change_per_sample: limit of the paper (C.3; nnet2) on the sum of row-norm products of a
+            layer, per row of the minibatch; 0 = none. Kaldi's scripts use 0.075.
+        schedule: "nnet3", or "nnet2" for the update schedule of the paper.
+        ignore_zero_rows: exclude rows with zero derivative, such as padding and masked frames, from
+            the estimates.
+        grad_scaler: the torch.amp.GradScaler in use, so that the estimates do not mix its loss
+            scales.
+        cosine_period: steps between measurements of the cosine of preconditioned and plain weight
+            gradient, for Linear and TDNN layers; 0 = never. Each one costs a plain weight gradient
+            (`ngsgd.optim.inspection`).
 
-    >>> import torch, ngsgd
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-    >>> optimizer = ngsgd.NGSGD(model, lr=1e-3)
-    >>> x, y = torch.randn(16, 4), torch.randint(3, (16,))
-    >>> optimizer.zero_grad()
-    >>> torch.nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
-    >>> optimizer.step()
+    Raises:
+        ConfigError: sharded or uninitialized parameters, or an unsupported option of a layer.
+
+    Example:
+        >>> import torch, ngsgd
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+        >>> optimizer = ngsgd.NGSGD(model, lr=1e-3)
+        >>> x, y = torch.randn(16, 4), torch.randint(3, (16,))
+        >>> optimizer.zero_grad()
+        >>> torch.nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+        >>> optimizer.step()
     """
 
     _rules: tuple[str, ...] = ("natural", "sgd", "adamw")
@@ -160,7 +177,7 @@ class NGSGD(SGD):
                 self._warn_once(
                     "fallbacks",
                     f"{share:.0%} of the parameters take {rule} steps, without natural gradient; "
-                    'optimizer.fallbacks names them, and fallback="adamw" says that this is intended.',
+                    'optimizer.fallbacks lists them, and fallback="adamw" confirms that this is intended.',
                 )
 
     def _init_groups(self, model: nn.Module, defaults: dict[str, Any],
@@ -168,7 +185,8 @@ class NGSGD(SGD):
         super()._init_groups(model, {**defaults, **self._settings}, layer_options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of `SGD`; layers whose weights are added take natural-gradient steps from the next forward pass on."""
+        """Add parameters as `SGD` does; layers are preconditioned from their next forward pass on.
+        """
         super().add_param_group(param_group)
         if "_detach" in self.__dict__:
             self._attach(self._model)
@@ -180,7 +198,7 @@ class NGSGD(SGD):
         owners = {id(p): group["name"] for group in self.param_groups for p in group["params"]}
         mixed = _weights_of_mixed_kinds(model)
         others = {group["name"] for group in self.param_groups if group["rule"] != "natural"}
-        # of attention layers; torch's own do not call theirs
+        # Torch does not call these submodules of its attention layers.
         uncalled = {
             id(layer.out_proj)
             for layer in model.modules()
@@ -195,7 +213,7 @@ class NGSGD(SGD):
                 and key not in self._layers
                 and id(layer) not in uncalled
             ):
-                # a weight that several layers share is in the group of the first of them
+                # A weight that several layers share is in the group of the first of them.
                 group = owners[weight] if _layer_of(owners[weight]) == key or key not in settings else key
                 if group in others:
                     continue
@@ -204,7 +222,7 @@ class NGSGD(SGD):
                     self._layers[key], self._preconditioners[key] = layer, preconditioner
                     for side, estimate in preconditioner.sides.items():
                         estimate.name = f"{key}.{side}"
-            # modules come before their parts
+            # modules() yields a module before its submodules.
             if isinstance(layer, NaturalGradientMultiheadAttention):
                 uncalled.discard(id(layer.out_proj))
 
@@ -214,78 +232,88 @@ class NGSGD(SGD):
         return list(self._layers)
 
     def preconditioners(self) -> Iterator[tuple[str, OnlineNaturalGradient]]:
-        """(name, object) of every Fisher estimate, as "<layer>.input" and "<layer>.output" of a Linear."""
+        """Yield (name, estimate) of every Fisher estimate.
+
+        Names of a Linear are "<layer>.input" and "<layer>.output".
+        """
         for layer, preconditioner in self._preconditioners.items():
             for side, estimate in preconditioner.sides.items():
                 yield f"{layer}.{side}", estimate
 
     def layer_preconditioners(self) -> dict[str, LayerPreconditioner]:
-        """The preconditioner of every layer in `preconditioned`, by name."""
+        """Return the preconditioner of every layer in `preconditioned`, by name."""
         return dict(self._preconditioners)
 
     def freeze(self, frozen: bool = True) -> None:
-        """Stops the Fisher estimates from moving, or lets them go on; backstitch freezes them in its first step."""
+        """Stop or resume updates of the Fisher estimates; backstitch freezes them in its first
+        step.
+        """
         for _, preconditioner in self.preconditioners():
             preconditioner.freeze(frozen)
 
     def reset_estimates(self) -> None:
-        """Starts all Fisher estimates again from the next minibatch.
+        """Reset all Fisher estimates; they start with the next minibatch.
 
-        For a model that is replaced by an average, or gets a new task.  Velocities and moments of AdamW
-        stay.
+        Use it after parameter averaging or a change of the task. Velocities and AdamW moments
+        remain.
         """
         for _, estimate in self.preconditioners():
             estimate.reset()
 
     def detach(self) -> None:
-        """Gives the model its plain layers back; `step` then raises ConfigError."""
+        """Restore the plain layers of the model; `step` then raises ConfigError."""
         self._detach()
-        self._context.retired = self._context.retired or "detach() gave the model its plain layers back"
+        self._context.retired = self._context.retired or "detach() restored the plain layers of the model"
         self._layers.clear()
         self._preconditioners.clear()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Read by an enabled torch.amp.GradScaler in its `step`, and by nobody else."""
+        """Flag that an enabled torch.amp.GradScaler reads in its `step`."""
         if self._context.grad_scaler is None:
-            self._warn_once("grad_scaler", "a GradScaler is in use that it was not made with, and the estimates mix its loss "
-                                           "scales; give NGSGD(..., grad_scaler=scaler).")
+            self._warn_once("grad_scaler", "this NGSGD was created without the GradScaler in use, "
+                                           "and its estimates mix loss scales; give NGSGD(..., "
+                                           "grad_scaler=scaler).")
         return False
 
     @torch.no_grad()
     def _apply(self, scale: float, num_samples: int | None) -> None:
         if self._context.retired:
-            raise ConfigError(f"this NGSGD cannot step any more: {self._context.retired}; use one optimizer for a model.")
+            raise ConfigError(f"this NGSGD cannot step any more: {self._context.retired}; use one "
+                              "optimizer for a model.")
         if self.loss_reduction == "mean":
             num_samples = num_samples or max(1, self._context.num_loss_rows)
             self._gradient_scale = float(num_samples)
         elif self._context.looks_like_mean is not None and bool(self._context.looks_like_mean):
-            self._warn_once("mean loss", f"the loss looks like a mean over {self._context.num_loss_rows} samples, and lr is taken "
-                            "for that of a sum; give loss_reduction=\"mean\" if lr is per sample, \"sum\" if this is intended.")
+            self._warn_once("mean loss", "the loss seems to be a mean over "
+                                         f"{self._context.num_loss_rows} samples, but lr applies "
+                                         "to a summed loss; give loss_reduction=\"mean\" if lr is "
+                                         "per sample, \"sum\" if this is intended.")
         self._context.looks_like_mean = None
         super()._apply(scale, num_samples)
         if not self._context.num_passes and any(weight.grad is not None for _, weight,
                                                 _ in self._estimates()):
-            self._warn_once("plain gradients", "no backward pass has added to the gradients of its layers since the last step, "
-                                               "so they are plain or were used before; call loss.backward() (torch.autograd.grad "
-                                               "returns plain gradients).")
+            self._warn_once("plain gradients", "no backward pass has added to the gradients of its "
+                                               "layers since the last step, so they are plain or "
+                                               "already used; call loss.backward() "
+                                               "(torch.autograd.grad returns plain gradients).")
         self._context.num_passes = self._context.num_loss_rows = 0
         self._context.loss_layer = self._context.loss_task = None
         self._context.num_steps += 1
-        # first: these updates belong to the settings so far
+        # Queued updates must use the settings under which they were recorded.
         self._context.queue.flush()
         self._follow_groups()
         self._context.measures_cosine = self.cosine_period > 0 and self._step_count % self.cosine_period == 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; the sums for max_change_per_sample start again too."""
+        """Clear gradients as torch does, and the sums for max_change_per_sample."""
         super().zero_grad(set_to_none)
         self._follow_groups()
         for preconditioner in self._preconditioners.values():
             preconditioner.pop_row_products()
 
     def _own_factors(self, moving: _StepInputs) -> Tensor | None:
-        """The limit of C.3 on each component; 1 where there is none."""
+        """Return the factor of limit C.3 for each component; 1 without a limit."""
         if not self.max_change_per_sample:
             return None
         p = moving.params[0][0]
@@ -302,7 +330,9 @@ class NGSGD(SGD):
                                   self.max_change_per_sample)
 
     def _follow_groups(self) -> None:
-        """Settings changed in `param_groups` hold from the next `zero_grad` or `step` on; the ranks stay."""
+        """Apply settings changed in `param_groups` from the next `zero_grad` or `step` on, except
+        ranks.
+        """
         for group in self.param_groups:
             preconditioner = self._preconditioners.get(_layer_of(group["name"]))
             if preconditioner is not None:
@@ -310,10 +340,11 @@ class NGSGD(SGD):
                                                     group["num_samples_history"])
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state plus "natural_gradient": the Fisher estimates, in their own dtype whatever the parameters'.
+        """Return torch's state plus "natural_gradient": the Fisher estimates in their dtype.
 
-        The same tensors are in `state` of each weight, as "natural_gradient/<estimate>/W", since torch.distributed.checkpoint keeps
-        nothing else.  There an estimate that has not begun is of zeros.
+        `state` of each weight has the same tensors as "natural_gradient/<estimate>/W", because
+        torch.distributed.checkpoint saves nothing else. There an estimate without data consists of
+        zeros.
         """
         state = super().state_dict()
         state[_STATE] = {name: estimate.state_dict() for name, estimate in self.preconditioners()}
@@ -326,7 +357,7 @@ class NGSGD(SGD):
 
     def _prepare_state(self) -> None:
         super()._prepare_state()
-        # no layer is attached yet
+        # No layer is attached yet.
         if "_detach" not in self.__dict__:
             return
         for name, weight, _ in self._estimates():
@@ -334,45 +365,53 @@ class NGSGD(SGD):
 
     def _find_parameters(self, changed: str = "") -> list[_ParameterSlot]:
         places = super()._find_parameters(changed)
-        # none while the optimizer is made
+        # The constructor calls this before the layers exist.
         for name, layer in self.__dict__.get("_layers", {}).items():
             if weight_of(layer) is not self._preconditioners[name].weight:
                 raise ConfigError(
-                    f"the weight of {name} is no longer its parameter, as after a parametrization or pruning; make "
-                    "the optimizer after that."
+                    f"the weight of {name} is no longer its parameter, as after a parametrization "
+                    "or pruning; create the optimizer after that."
                 )
         return places
 
     def _estimates(self) -> Iterator[tuple[str, Tensor, OnlineNaturalGradient]]:
-        """(name, weight of the layer, estimate)."""
+        """Yield (name, weight of the layer, estimate)."""
         for layer, preconditioner in self._preconditioners.items():
             assert preconditioner.weight is not None
             for side, estimate in preconditioner.sides.items():
                 yield f"{layer}.{side}", preconditioner.weight, estimate
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues bit for bit where the state was taken; raises OptimizerStateError for that of other layers."""
+        """Continue training bitwise identically from a saved state.
+
+        Raises:
+            OptimizerStateError: the state belongs to other layers.
+        """
         saved = self._state_by_parameter(state_dict)
         fisher = state_dict.get(_STATE) or _unpacked(values for _, values in saved)
         mine = dict(self.preconditioners())
         if fisher.keys() != mine.keys():
-            raise OptimizerStateError("the state is of other layers or has no Fisher estimates; load that of an NGSGD on the "
-                                      f"same model (not in both: {', '.join(sorted(fisher.keys() ^ mine.keys()))}).")
+            raise OptimizerStateError("the state belongs to other layers or has no Fisher "
+                                      "estimates; load the state of an NGSGD on the same model "
+                                      "(not in both: "
+                                      f"{', '.join(sorted(fisher.keys() ^ mine.keys()))}).")
         for name, estimate in mine.items():
             if "W" in fisher[name] and estimate.dim not in (None, fisher[name]["W"].shape[1]):
-                raise OptimizerStateError(f"the state of {name} is for rows of dimension {fisher[name]['W'].shape[1]}, this "
-                                          f"model has {estimate.dim}; load it with the same model.")
+                raise OptimizerStateError(f"the state of {name} has rows of dimension "
+                                          f"{fisher[name]['W'].shape[1]}, this model "
+                                          f"{estimate.dim}; load it with the same model.")
         super().load_state_dict(state_dict)
         self._follow_groups()
         for name, estimate in mine.items():
             estimate.load_state_dict(fisher[name])
 
     def __getstate__(self) -> dict[str, Any]:
-        raise ConfigError("an NGSGD cannot be copied or pickled, as it belongs to the layers of its model; make a new one on a "
-                          "copy of the model, and give it the state_dict() of this one.")
+        raise ConfigError("an NGSGD cannot be copied or pickled, because it is attached to the "
+                          "layers of its model; create a new one on a copy of the model and load "
+                          "the state_dict() of this one.")
 
     def _set_fallback_rule(self) -> list[str]:
-        """Give the layers that have no natural gradient their rule; returns the names of their parameters."""
+        """Set the rule of layers without natural gradient; return the names of their parameters."""
         covered = {id(p) for layer in self._layers.values() for p in layer.parameters(recurse=False)}
         for group in self.param_groups:
             if group["rule"] == "natural" and not any(id(p) in covered for p in group["params"]):
@@ -381,29 +420,35 @@ class NGSGD(SGD):
 
 
 def _layer_of(group: str) -> str:
-    """The layer whose parameters are in a param group, from the group's name."""
+    """Return the layer whose parameters are in a param group, from the name of the group."""
     return group.partition("#")[0]
 
 
 def _path(name: str) -> str:
-    """The key of an estimate in `state`; a dot would nest, where torch.distributed.checkpoint flattens the state."""
+    """Return the key of an estimate in `state`.
+
+    It has no dot, because torch.distributed.checkpoint would read a dot as nesting.
+    """
     return f"{_STATE}.{name}".replace(".", "/")
 
 
 def _unpacked(states: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Fisher estimates by name, from `state` of all parameters."""
+    """Return Fisher estimates by name, from `state` of all parameters."""
     fisher: dict[str, dict[str, Any]] = {}
     for values in states:
         for key, value in values.items():
             if key.startswith(f"{_STATE}/") and value is not None:
                 _, *path, part = key.split("/")
                 fisher.setdefault(".".join(path), {})[part] = value
-    # rho is above 0 in every estimate that has begun
+    # rho is positive in every estimate that has processed data.
     return {name: state if state.get("rho", 0.0) > 0.0 else {"t": state["t"]} for name, state in fisher.items()}
 
 
 def _weights_of_mixed_kinds(model: nn.Module) -> set[int]:
-    """Ids of parameters that also belong to a layer that gets its plain gradient: the two would not fit in size."""
+    """Return ids of parameters that also belong to a layer with a plain gradient.
+
+    Their scales would differ.
+    """
     return {
         id(p)
         for module in model.modules()

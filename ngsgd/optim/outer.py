@@ -1,8 +1,9 @@
-"""Outer optimisers: what turns the mean of the jobs' models into the next model.
+"""Outer optimizers: compute the next model from the weighted mean of the models of the jobs.
 
-B broadcast model (jobs start from it), W the model that is evaluated and saved.  A rule (`ngsgd.optim.outer_rules`) works
-element by element, so the engine may cut the model into chunks and share them among threads without changing a bit; the
-arithmetic is float64, the stored copies float32, and the sum over jobs runs in the order of the jobs.
+B is the broadcast model (jobs start from it), W the model that is evaluated and saved. A rule
+(`ngsgd.optim.outer_rules`) works element by element, so chunks of the model can be processed by any
+number of threads with bitwise identical results. Arithmetic is float64, stored copies are float32,
+and the sum over jobs runs in job order.
 
 Source of the moving average of models: arXiv 1703.01024.
 """
@@ -32,29 +33,38 @@ from ngsgd.optim.outer_rules import (
 
 __all__ = ["Average", "BlockMomentum", "Bmuf", "DiLoCo", "OuterInfo", "OuterOptimizer", "OuterRule", "make_rule"]
 
-# (part of the model, where the jobs' vectors hold it)
+# (part of the model, its place in the vectors of the jobs)
 Pieces = Sequence[tuple[slice, slice]]
 _T = TypeVar("_T")
 
 
 class OuterOptimizer:
-    """A rule and its state: the model, the rule's buffers, and, on the side, a moving average of the model.
+    """An outer rule with its state: the model, the buffers of the rule, and a moving average.
 
-    The state has the dtype of `model`, in a run float32.  A step needs memory for at most a dozen chunks in float64 for
-    each thread: on one thread less than a tenth of a model of a million elements.  A rule with `center` also needs the
-    chunks of all jobs.
+    The state has the dtype of `model`, which is float32 in a run. A step needs memory for at most
+    12 chunks in float64 per thread; on one thread less than a tenth of a model of a million
+    elements. A rule with `center` also needs the chunks of all jobs.
+
+    Example:
+        >>> import numpy as np
+        >>> from ngsgd.optim.outer_rules import Average, OuterInfo
+        >>> outer = OuterOptimizer(Average(), np.zeros(2, np.float32))
+        >>> info = OuterInfo(outer_iter=0, num_outer_iters=1, num_jobs=2, lr=0.1)
+        >>> outer.step([np.ones(2, np.float32), np.full(2, 3, np.float32)], [1.0, 1.0], info)
+        >>> outer.eval_model()
+        array([2., 2.], dtype=float32)
     """
 
     def __init__(self, rule: OuterRule, model: Array, *, ema_decay: float = 0.0, num_threads: int = 1) -> None:
         _require_vector(model, "the model")
         if isinstance(rule, type) or not hasattr(rule, "coefficients"):
-            raise ConfigError(f"the rule of OuterOptimizer is {rule!r}; give it a rule with its settings, such as Bmuf(2.0), and "
-                              "then the model.")
+            raise ConfigError(f"the rule of OuterOptimizer is {rule!r}; give a rule with its "
+                              "settings, such as Bmuf(2.0), then the model.")
         self.rule = rule
-        # E = decay E + (1 - decay) W, never broadcast; 0 = none
+        # E = decay E + (1 - decay) W, which is never broadcast; 0 = none
         self.ema_decay = ema_decay
         self.num_threads = num_threads
-        # elements; changes the speed, never a bit
+        # Elements; it changes the speed, never the result.
         self.chunk_size = _chunk_size(len(model))
         self.numbers: dict[str, float] = {}
         self.arrays: dict[str, Array] = {"model": model.copy()}
@@ -62,22 +72,22 @@ class OuterOptimizer:
             self.arrays[name] = np.full_like(model, value)
         if ema_decay:
             self.arrays["ema"] = model.copy()
-        # glibc hands freed memory back, to be taken again page by page for every chunk, until it
-        # has seen a block as large as
-        # a chunk's temporaries go: ten times slower
+        # Until it has freed one block of this size, glibc returns freed memory to the system and
+        # every chunk faults its pages again: ten times slower.
         np.empty(12 * self.chunk_size)
 
     def broadcast(self, out: Array | None = None) -> Array:
-        """B, in `out` if given."""
+        """Return B, in `out` if given."""
         model = self.arrays["model"]
         found = np.empty_like(model) if out is None else out
         if found.shape != model.shape:
-            raise ValueError(f"the model has {len(model)} elements, and what it should be written to {found.shape}")
+            raise ValueError(f"the model has {len(model)} elements, but the output array "
+                             f"{found.shape}")
 
         def write(part: slice) -> None:
             found[part] = self.rule.broadcast(self._read(part), self.numbers)
         nothing = self._read(slice(0, 0))
-        # jobs start from W, which is float32 already
+        # Jobs start from W, which is already float32.
         if self.rule.broadcast(nothing, self.numbers) is nothing["model"]:
             np.copyto(found, model)
         else:
@@ -86,24 +96,34 @@ class OuterOptimizer:
 
     @property
     def takes_mean(self) -> bool:
-        """Whether the step is a function of the jobs' weighted mean, so that the mean alone may stand for the vectors."""
+        """Whether the step is a function of the weighted mean, so that workers may send the mean
+        only.
+        """
         return not hasattr(self.rule, "center")
 
     def eval_model(self) -> Array:
-        """W: what is evaluated and saved; a view, which the next step changes."""
+        """Return W, the model that is evaluated and saved, as a view that the next step changes."""
         return self.arrays["model"]
 
     def final_model(self) -> Array:
-        """What is shipped: the moving average where there is one."""
+        """Return the model to export: the moving average if there is one, else W."""
         return self.arrays.get("ema", self.arrays["model"])
 
     def step(self, vectors: Sequence[Array], weights: Sequence[float], info: OuterInfo, *, pieces: Pieces | None = None,
              statistics: Sequence[slice] = (), returns: Literal["parameters", "move"] = "parameters") -> None:
-        """Takes the mean of `vectors` (weighted, summed in the order given), or the rule's `center`, into the model, in place.
+        """Apply the rule to the weighted mean of `vectors`, or to `center` of the rule, in place.
 
-        `pieces` are for vectors that hold only a fragment; the rest of the model stays as it is.  `statistics` are parts of
-        the model that take the mean itself.  `returns` says what the vectors are: the jobs' parameters, or their moves.
-        Raises ValueError, and changes nothing, where vectors, weights and pieces do not fit the model.
+        Args:
+            vectors: flat vectors of the jobs, summed in this order.
+            weights: one weight per vector; normalized to sum 1.
+            info: the outer iteration.
+            pieces: parts of the model that the vectors hold; the rest is unchanged. None: the
+                complete model.
+            statistics: parts of the model that take the mean itself.
+            returns: whether the vectors are "parameters" or parameter deltas ("move").
+
+        Raises:
+            ValueError: vectors, weights and pieces do not fit the model; nothing is changed.
         """
         for index, vector in enumerate(vectors):
             _require_vector(vector, f"vector {index}")
@@ -130,27 +150,32 @@ class OuterOptimizer:
             self._move_average(info.outer_iter)
 
     def put(self, part: slice, values: Array) -> None:
-        """Sets a part of the model to something else altogether: no momentum leads there, and no average remembers what was."""
+        """Replace a part of the model and reset its momentum and moving average."""
         for name, array in self.arrays.items():
             array[part] = self.rule.buffers.get(name, values)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"arrays": name to vector, "numbers": name to float}; views, not copies."""
+        """Return {"arrays": name to vector, "numbers": name to float}; views, not copies."""
         return {"arrays": dict(self.arrays), "numbers": dict(self.numbers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a state of the same rule, size and dtype; raises ValueError for another's."""
+        """Load a state of the same rule, size and dtype.
+
+        Raises:
+            ValueError: the state belongs to another rule, size or dtype.
+        """
         found = {name: f"{vector.dtype}{list(vector.shape)}" for name, vector in state["arrays"].items()}
         wanted = {name: f"{vector.dtype}{list(vector.shape)}" for name, vector in self.arrays.items()}
         if found != wanted:
-            raise ValueError(f"this is another outer optimiser's state: it has {found}, expected {wanted}")
+            raise ValueError(f"the state belongs to another outer optimizer: it has {found}, "
+                             f"expected {wanted}")
         for name, vector in state["arrays"].items():
             self.arrays[name][:] = vector
         self.numbers = dict(state["numbers"])
 
     def _move_average(self, outer_iter: int) -> None:
-        # the plain mean of the models until there are enough of them, so that the first one, which
-        # is random, has no part
+        # A plain mean over the first models; otherwise the random initial model would keep a
+        # weight.
         decay = min(self.ema_decay, 1.0 - 1.0 / (outer_iter + 1))
         model, average = self.arrays["model"], self.arrays["ema"]
 
@@ -162,14 +187,17 @@ class OuterOptimizer:
         return {name: self.arrays[name][part].astype(np.float64) for name in ("model", *self.rule.buffers)}
 
     def _as_received(self, start: Array, model: Array) -> Array:
-        """Jobs start from B in the dtype that it travels in; what it was rounded by is not their move."""
+        """Round B to the dtype in transit, so that rounding is not counted as a change by the jobs.
+        """
         return start if start is model else start.astype(self.arrays["model"].dtype).astype(np.float64)
 
     def _chunks(self, part: slice) -> list[slice]:
         return [slice(first, min(first + self.chunk_size, part.stop)) for first in range(part.start, part.stop, self.chunk_size)]
 
     def _share(self, work: Callable[[_T], None], tasks: Sequence[_T]) -> None:
-        """Elements are independent, so any number of threads gives the same bits; NumPy computes without the GIL."""
+        """Process elements in threads, with identical results for any number; NumPy releases the
+        GIL.
+        """
         if self.num_threads == 1 or len(tasks) == 1:
             for task in tasks:
                 work(task)
@@ -181,22 +209,27 @@ class OuterOptimizer:
 def _require_vector(vector: Any, what: str) -> None:
     if not isinstance(vector, np.ndarray) or vector.ndim != 1:
         shape = f" of shape {list(vector.shape)}" if hasattr(vector, "shape") else ""
-        raise ConfigError(f"{what} is a {type(vector).__name__}{shape}; OuterOptimizer takes flat NumPy vectors: "
-                          "torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu().numpy(), and "
-                          "vector_to_parameters() of the result to get back.")
+        raise ConfigError(f"{what} is a {type(vector).__name__}{shape}; OuterOptimizer takes flat "
+                          "NumPy vectors. Convert with "
+                          "torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu().numpy() "
+                          "and back with vector_to_parameters().")
 
 
 def _chunk_size(size: int) -> int:
-    """A power of two: large enough to drown the calls, small enough for the cache and for a tenth of the model."""
+    """Return a power of two: large against call overhead, small for the cache, at most 1/10 of the
+    model.
+    """
     return int(1 << min(max((size // 150).bit_length() - 1, 12), 16))
 
 
 def _pieces_that_fit(pieces: Pieces | None, size: int, vectors: Sequence[Array]) -> Pieces:
-    """The pieces in the order of the model; ValueError unless each is there, and no element is met twice."""
+    """Return the pieces in the order of the model; ValueError if one is missing or pieces overlap.
+    """
     lengths = {len(vector) for vector in vectors}
     if len(lengths) > 1 or (pieces is None and lengths != {size}):
-        raise ValueError(f"the jobs' vectors have {sorted(lengths)} elements, the model {size}")
-    # while no pieces at all are an empty fragment
+        raise ValueError(f"the vectors of the jobs have {sorted(lengths)} elements, the model "
+                         f"{size}")
+    # An empty list of pieces, unlike None, is an empty fragment.
     if pieces is None:
         return [(slice(0, size), slice(0, size))]
     (length,), filled = lengths, 0
@@ -204,14 +237,17 @@ def _pieces_that_fit(pieces: Pieces | None, size: int, vectors: Sequence[Array])
     for part, source in ordered:
         is_there = part.start <= part.stop <= size and 0 <= source.start <= source.stop <= length
         if not is_there or part.stop - part.start != source.stop - source.start or part.start < filled:
-            raise ValueError(f"elements {part.start} to {part.stop} of a model of {size} cannot come from {source.start} to "
-                             f"{source.stop} of vectors of {length}; pieces before it reach to {filled}")
+            raise ValueError(f"elements {part.start} to {part.stop} of a model of {size} cannot "
+                             f"come from {source.start} to {source.stop} of vectors of {length}; "
+                             f"earlier pieces end at {filled}")
         filled = part.stop
     return ordered
 
 
 def _stretches(pieces: Pieces, statistics: Sequence[slice]) -> Iterator[tuple[slice, int, bool]]:
-    """(part of the model, offset of the jobs' vectors against it, whether it is a statistic), disjoint."""
+    """Yield disjoint (part of the model, offset in the vectors of the jobs, whether it is a
+    statistic).
+    """
     edges = {edge for part in statistics for edge in (part.start, part.stop)}
     for part, source in pieces:
         inner = {edge for edge in edges if part.start < edge < part.stop}

@@ -1,8 +1,9 @@
-"""The rules of the outer optimisers: one step each, as pure functions of float64 arrays.
+"""Rules of the outer optimizers: one step each, as pure functions of float64 arrays.
 
-B broadcast model (jobs start from it), W the model that is evaluated and saved, G mean move of the jobs from B,
-D block momentum.  With constant G a rule moves the model by gain * G per outer iteration in the end, and a job's learning
-rate is the effective one times num_jobs / gain: averaging divides, gain multiplies.
+B broadcast model (jobs start from it), W the model that is evaluated and saved, G mean parameter
+delta of the jobs from B (pseudo-gradient), D block momentum. With constant G, a rule finally moves
+the model by gain * G per outer iteration. The learning rate of a job is the effective one times
+num_jobs / gain: averaging divides, gain multiplies.
 
 Sources: Kaldi's nnet3-average; BMUF, Chen and Huo, ICASSP 2016; DiLoCo, arXiv 2311.08105.
 """
@@ -22,52 +23,59 @@ from ngsgd.config import OuterConfig
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 Numbers = Mapping[str, float]
-# momentum needs this many times its time constant of outer iterations, or it never pays back
+# Momentum pays off only after this many time constants, in outer iterations.
 _FILL = 5
 
 
 @dataclass(frozen=True)
 class OuterInfo:
-    """What a rule may know about the outer iteration that it closes."""
+    """The outer iteration that a rule closes."""
 
     outer_iter: int
     num_outer_iters: int
-    # whose results are in the mean
+    # number of results in the mean
     num_jobs: int
-    # of the jobs, per frame
+    # learning rate of the jobs, per frame
     lr: float
 
 
 class OuterRule(Protocol):
-    """One way to take the outer step.  `broadcast` and `update` are pure functions of arrays of the same shape.
+    """Interface of an outer rule.
 
-    A rule that needs more than the jobs' mean, such as a median, also has a method
-    `center(vectors: Sequence[Array], shares: Sequence[float], part: slice) -> Array`. For the slice
-    `part` of the jobs' vectors it returns, in float64, what `update` gets as `mean`; `shares` are
-    the weights of the jobs and sum to 1. The result must be memory of its own, because it is
-    changed. Under `ngsgd train` such a rule gets the vectors of all jobs with every exchange;
-    `ngsgd.LocalSGD` refuses it.
+    `broadcast` and `update` are pure functions of arrays of equal shape. A rule that needs more
+    than the mean of the jobs, such as a median, also has a method `center`:
+
+        center(vectors: Sequence[Array], shares: Sequence[float], part: slice) -> Array
+
+    It receives the slice `part` of the vectors of the jobs and their weights `shares`, which sum to
+    1. It returns the argument `mean` of `update` in float64. The returned array must be newly
+    allocated, because `update` changes it. `ngsgd train` passes the vectors of all jobs to such a
+    rule with every exchange; `ngsgd.LocalSGD` rejects it.
     """
 
     @property
     def buffers(self) -> Mapping[str, float]:
-        """Names of the arrays kept beside "model", with their start values; no two kinds of momentum share a name."""
+        """Return names and start values of the arrays stored next to "model".
+
+        They are unique to a kind of momentum.
+        """
 
     def gain(self, num_jobs: int, num_outer_iters: int) -> float:
-        """Outer iterations' worth of a constant mean move that the model makes in one, once momentum has filled."""
+        """Return the factor by which momentum, once filled, multiplies a constant mean delta."""
 
     def coefficients(self, info: OuterInfo, last: Numbers) -> dict[str, float]:
-        """The numbers of this step; they are kept, and given to the next step as `last`."""
+        """Return the numbers of this step; they are stored and passed to the next step as `last`.
+        """
 
     def broadcast(self, arrays: Arrays, last: Numbers) -> Array:
-        """B, from the state that a step with coefficients `last` left."""
+        """Return B from the state after a step with coefficients `last`."""
 
     def update(self, arrays: Arrays, start: Array, mean: Array, now: Numbers) -> dict[str, Array]:
-        """The new arrays; `start` is B as the jobs received it."""
+        """Return the new arrays; `start` is B as the jobs received it."""
 
 
 class _Rule:
-    """What most rules have in common: jobs start from the model that is evaluated."""
+    """Base class of rules whose jobs start from the model that is evaluated."""
 
     @property
     def buffers(self) -> Mapping[str, float]:
@@ -84,14 +92,16 @@ class _Rule:
 
 
 class Average(_Rule):
-    """W = the mean: Kaldi's averaging."""
+    """Set W to the mean: Kaldi's averaging."""
 
     def update(self, arrays: Arrays, start: Array, mean: Array, now: Numbers) -> dict[str, Array]:
+        r"""Return the mean."""
         return {"model": mean}
 
 
 class _BlockMomentum(_Rule):
-    """Blockwise model-update filtering: D = eta D + zeta G; W += D; B = W + eta D, or W without Nesterov's look ahead."""
+    """Blockwise model-update filtering: D = eta D + zeta G; W += D; B = W + eta D (Nesterov) or W.
+    """
 
     zeta: float = 1.0
     nesterov: bool = True
@@ -106,69 +116,78 @@ class _BlockMomentum(_Rule):
 
     def update(self, arrays: Arrays, start: Array, mean: Array, now: Numbers) -> dict[str, Array]:
         momentum = now["eta"] * arrays["block_momentum"] + self.zeta * (mean - start)
-        # without momentum the mean itself: adding a difference back would round
+        # Without momentum return the mean itself; adding a difference to B would round.
         is_average = not now["eta"] and self.zeta == 1.0 and start is arrays["model"]
         return {"model": mean if is_average else arrays["model"] + momentum, "block_momentum": momentum}
 
 
 @dataclass(frozen=True)
 class BlockMomentum(_BlockMomentum):
-    """BMUF with the paper's own two numbers, in Nesterov's form (NBM) or the classical one (CBM).
+    """BMUF with the two parameters of the paper, in Nesterov's form (NBM) or the classical one
+    (CBM).
 
-    NBM's B goes the way of torch's Nesterov SGD on -G with lr zeta and momentum eta, which is DiLoCo; CBM's W that of
-    torch's plain momentum.
+    B of NBM follows Nesterov SGD of torch on -G with lr zeta and momentum eta, which is DiLoCo. W
+    of CBM follows plain momentum of torch.
     """
 
-    # 0 up to, not including, 1; the paper takes 1 - 1/num_jobs
+    # block momentum, in [0, 1); the paper uses 1 - 1/num_jobs
     eta: float = 0.9
     zeta: float = 1.0        # block learning rate
     nesterov: bool = True
 
     def gain(self, num_jobs: int, num_outer_iters: int) -> float:
+        r"""Return zeta / (1 - eta)."""
         return self.zeta / (1.0 - self.eta)
 
     def coefficients(self, info: OuterInfo, last: Numbers) -> dict[str, float]:
+        r"""Return eta."""
         return {"eta": self.eta}
 
 
 @dataclass(frozen=True)
 class Bmuf(_BlockMomentum):
-    """BMUF (NBM, zeta 1) steered by one knob, its gain g: eta = 1 - 1/g.
+    """BMUF (NBM, zeta 1) with one parameter, the gain g: eta = 1 - 1/g.
 
-    g = 1 is averaging bit for bit, g = num_jobs the paper's BMUF; 0 takes sqrt(num_jobs), which shares the num_jobs-fold
-    gain evenly between the jobs' learning rate and the momentum.
+    g = 1 is bitwise identical to averaging, g = num_jobs is the BMUF of the paper. g = 0 selects
+    sqrt(num_jobs), which divides the num_jobs-fold gain evenly between the learning rate of the
+    jobs and the momentum.
     """
 
     fixed_gain: float = 0.0
 
     def gain(self, num_jobs: int, num_outer_iters: int) -> float:
+        """Return the gain, between 1 and num_jobs."""
         wanted = self.fixed_gain or min(math.sqrt(num_jobs), num_outer_iters / _FILL)
         return min(max(wanted, 1.0), float(num_jobs))
 
     def coefficients(self, info: OuterInfo, last: Numbers) -> dict[str, float]:
+        """Return eta for the current iteration."""
         gain = self.gain(info.num_jobs, info.num_outer_iters)
         if gain > max(1.0, info.num_outer_iters / _FILL):
-            # the user wants more than the run has time to fill: momentum grows with what there is
-            # to remember
+            # The requested gain is larger than the run can fill: increase momentum with its
+            # history.
             gain = min(gain, float(info.outer_iter + 1))
         return {"eta": 1.0 - 1.0 / gain}
 
 
 @dataclass(frozen=True)
 class DiLoCo(_Rule):
-    """Nesterov's SGD on -G, as torch.optim.SGD takes it: D = mu D + G; W += lr (G + mu D)."""
+    """Nesterov SGD on -G, as in torch.optim.SGD: D = mu D + G; W += lr (G + mu D)."""
 
     lr: float = 0.7
     momentum: float = 0.9
 
     @property
     def buffers(self) -> Mapping[str, float]:
+        r"""Return the momentum buffer D."""
         return {"nesterov_momentum": 0.0}
 
     def gain(self, num_jobs: int, num_outer_iters: int) -> float:
+        r"""Return lr / (1 - mu)."""
         return self.lr / (1.0 - self.momentum)
 
     def update(self, arrays: Arrays, start: Array, mean: Array, now: Numbers) -> dict[str, Array]:
+        """Return W and D after the step."""
         move = mean - start
         momentum = self.momentum * arrays["nesterov_momentum"] + move
         return {"model": arrays["model"] + self.lr * (move + self.momentum * momentum), "nesterov_momentum": momentum}
@@ -176,16 +195,18 @@ class DiLoCo(_Rule):
 
 @dataclass(frozen=True)
 class TakeMean(_Rule):
-    """For statistics of the data, whatever the run's rule: momentum on a variance could make it negative."""
+    """Take the mean of data statistics under every rule; momentum could make a variance negative.
+    """
 
     buffers_of_run: Mapping[str, float]
 
     def update(self, arrays: Arrays, start: Array, mean: Array, now: Numbers) -> dict[str, Array]:
+        r"""Return the mean."""
         return {"model": mean, **{name: np.full_like(mean, value) for name, value in self.buffers_of_run.items()}}
 
 
 def make_rule(config: OuterConfig) -> OuterRule:
-    """The rule that a run's configuration asks for."""
+    """Create the rule of a configuration."""
     makers: dict[str, Callable[[], OuterRule]] = {
         "average": Average,
         "bmuf": lambda: Bmuf(config.gain),

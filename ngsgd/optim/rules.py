@@ -1,4 +1,7 @@
-"""Kaldi's other update rules: what happens around a step (nnet3-train; see also `SGD` and `ngsgd.ops.orthonormal`)."""
+"""Kaldi's backstitch and proportional shrinkage, which act around a step (nnet3-train).
+
+See also `SGD` and `ngsgd.ops.orthonormal`.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,34 @@ from ngsgd.errors import ConfigError
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.optim.sgd import SGD
 
-# Kaldi refuses to shrink a model further at once
+# Kaldi rejects a smaller factor.
 _MIN_SHRINKAGE = 0.5
 
 
 def backstitch_step(optimizer: SGD, closure: Callable[[], Tensor], scale: float, *, num_samples: int | None = None) -> Tensor:
-    """One minibatch with backstitch (Wang et al. 2017): a step back by `scale`, then one forward by 1 + `scale`.
+    """Train on one minibatch with backstitch: a step of -scale, then one of 1 + scale.
 
-    `closure` clears the gradients, runs forward and backward and returns the loss; it is called twice, on the same minibatch.
-    The Fisher estimates are frozen in the step back, the limits on change go with the step, weight decay is applied once.
-    Returns the loss before the step back.  Momentum must be 0.
+    The Fisher estimates are frozen in the first step, update-norm limits scale with the step, and
+    weight decay is applied once.
+
+    Source: Wang et al. 2017.
+
+    Args:
+        optimizer: SGD or NGSGD with momentum 0.
+        closure: clears the gradients, runs forward and backward, and returns the loss. It is called
+            twice on the same minibatch.
+        scale: greater than 0; Kaldi uses 0.3 to 1.
+        num_samples: number of samples in the minibatch; see `SGD.step`.
+
+    Returns:
+        The loss before the first step.
+
+    Raises:
+        ConfigError: momentum is not 0, or scale is not positive.
     """
     if optimizer.momentum:
-        raise ConfigError(f"backstitch needs momentum 0, not {optimizer.momentum}; set one of the two to 0.")
+        raise ConfigError(f"backstitch needs momentum 0, not {optimizer.momentum}; set one of the "
+                          "two to 0.")
     if not scale > 0.0:
         raise ConfigError(f"the backstitch scale is {scale}; it must be greater than 0 (Kaldi uses 0.3 to 1).")
     freeze = optimizer.freeze if isinstance(optimizer, NGSGD) else _nothing
@@ -39,19 +57,26 @@ def backstitch_step(optimizer: SGD, closure: Callable[[], Tensor], scale: float,
 
 
 def _nothing(frozen: bool) -> None:
-    """Plain SGD has no Fisher estimates."""
+    """Accept the call for plain SGD, which has no Fisher estimates."""
 
 
 @torch.no_grad()
 def shrink(model: nn.Module, proportional_shrink: float, lr: float) -> float:
-    """Multiplies every parameter by 1 - proportional_shrink * lr, at the start of a job (Kaldi's l2 for chain models).
+    """Multiply every parameter by 1 - proportional_shrink * lr at the start of a job.
 
-    Returns the factor.  Raises ConfigError where it would not be above 0.5.
+    This is Kaldi's l2 regularization for chain models.
+
+    Returns:
+        The factor.
+
+    Raises:
+        ConfigError: the factor is not above 0.5.
     """
     factor = 1.0 - proportional_shrink * lr
     if not _MIN_SHRINKAGE < factor <= 1.0:
-        raise ConfigError(f"proportional_shrink {proportional_shrink} at learning rate {lr} would multiply the model by {factor}; "
-                          f"the factor must be above {_MIN_SHRINKAGE} and at most 1, so lower proportional_shrink.")
+        raise ConfigError(f"proportional_shrink {proportional_shrink} at learning rate {lr} would "
+                          f"multiply the model by {factor}; the factor must be above "
+                          f"{_MIN_SHRINKAGE} and at most 1, so lower proportional_shrink.")
     if factor < 1.0:
         torch._foreach_mul_([p for p in model.parameters() if p.requires_grad], factor)
     return factor

@@ -1,7 +1,7 @@
-"""SGD with Kaldi's limits on parameter change: the update rule that NG-SGD shares.
+"""SGD with Kaldi's update-norm limits, the base class of NG-SGD.
 
-Learning rates are per sample on a loss that is *summed* over the minibatch: with a mean-reduced loss, multiply them by
-the minibatch size.
+Learning rates are per sample on a loss that is *summed* over the minibatch. For a mean-reduced
+loss, multiply them by the minibatch size.
 """
 
 from __future__ import annotations
@@ -30,91 +30,109 @@ from ngsgd.optim.layers.fast_linear import attach_fast_linear, detach_fast_linea
 
 # name of a group of such parameters
 _OUTSIDE = "(outside of the model)"
-# made again where they are needed; `step` is what a scheduler puts there
+# Recreated when needed; a scheduler replaces `step`.
 _NOT_COPIED = ("step", "_places", "_constants")
-# steps whose hits are added up together
+# Steps whose clipping counts are summed in one operation.
 _MANY_UNCOUNTED = 64
-# a layer is pulled back every fourth step; Kaldi draws lots with probability 1/4
+# Constrain a layer every fourth step; Kaldi does it at random with probability 1/4.
 _ORTHONORMAL_PERIOD = 4
-# a warning comes after so many steps, if limits shortened more than these shares of them
+# Warn after so many steps if limits shortened more than these fractions of them.
 _MANY_STEPS = 64
 _MOST_LAYER_STEPS, _MOST_MODEL_STEPS = 0.5, 0.9
 
 
 @dataclass(frozen=True)
 class StepActivity:
-    """How often the limits were active since the last `reset_activity`."""
+    """How often update-norm limits were active since the last `reset_activity`."""
 
     num_steps: int
-    # steps left out because a gradient was not finite
+    # steps skipped because of a non-finite gradient
     num_skipped: int
-    # component -> share of steps its max_change shortened, 0 to 1
+    # component -> fraction of steps that its max_change shortened, 0 to 1
     layer_share: dict[str, float]
-    # share of steps max_param_change shortened, 0 to 1
+    # fraction of steps that max_param_change shortened, 0 to 1
     model_share: float
 
 
 class _StepInputs(NamedTuple):
-    """The components that have gradients in this step: C components, P parameters."""
+    """Components with gradients in this step: C components, P parameters."""
 
-    # of the param groups, C
+    # indices of the param groups, C
     indices: list[int]
-    params: list[list[Tensor]]     # C x its parameters
-    # the change, but for the rate below
+    params: list[list[Tensor]]     # C lists of parameters
+    # update before multiplication by the rate below
     directions: list[list[Tensor]]
-    rates: tuple[float, ...]       # C: change = rate * direction
-    # of the first component; the rates of the others are relative to it
+    rates: tuple[float, ...]       # C: update = rate * direction
+    # learning rate of the first component; the others are relative to it
     momentum: float
 
 
-# torch decorates them with an import of torch._dynamo, which takes longer than that of torch
+# Torch decorates the method with an import of torch._dynamo, which is slower than `import torch`.
 _add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 _zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
 
 class _ParameterSlot(NamedTuple):
-    """Where a parameter was found in the model."""
+    """Location of a parameter in the model."""
 
-    parameters: dict[str, Any]     # of its module
+    parameters: dict[str, Any]     # dictionary of its module
     name: str
     p: Tensor
     shape: torch.Size
 
 
 class SGD(torch.optim.Optimizer):
-    """Plain SGD on the parameters of `model`, with momentum, l2 and limits on the change per minibatch.
+    """SGD with momentum, l2 regularization and limits on the norm of updates.
 
-    A component is a module that owns parameters; each is one param group, named by its module path, so that a
-    component's `lr`, `momentum`, `lr_factor`, `max_change`, `weight_decay` or `orthonormal_constraint` can be set in
-    `param_groups`.  `lr` has the meaning of torch's lr * (1 - momentum), and `weight_decay` takes
-    2 * num_samples * weight_decay * lr * p off.
+    A component is a module that owns parameters. Each is one param group, named by its module path.
+    Settings of a component can be changed in `param_groups`: `lr`, `momentum`, `lr_factor`,
+    `max_change`, `weight_decay` and `orthonormal_constraint`. `lr` corresponds to lr * (1 -
+    momentum) in torch, and `weight_decay` subtracts 2 * num_samples * weight_decay * lr * p.
 
     Args:
-        model: the module to train; frozen parameters are left alone.
-        lr: per sample, on a loss summed over the minibatch.
-        momentum: the velocity is multiplied by 1 - momentum when applied (Kaldi), so lr keeps its meaning.
-        max_change: limit on the L2 norm of one component's change per minibatch; 0 = none.
-        max_param_change: limit on the L2 norm of the whole model's change per minibatch; 0 = none.
-        weight_decay: Kaldi's l2; adds weight_decay * |p|^2 per sample to the loss.  `step` then needs `num_samples` with a summed
-            loss; without, the loss is taken for a mean, and a warning says so once.
-        layer_options: settings of single components by name or pattern, as {"output": {"max_change": 1.5}}; later entries win.
-            Keys: lr_factor (multiplies lr), max_change, weight_decay, orthonormal_constraint (0 none, > 0 the scale that the
-            rows of the weight are pulled to, < 0 a scale of their own; Kaldi's semi-orthogonal layers), and rule: "adamw" trains
-            the layer with AdamW at lr * lr_factor * adamw_lr_factor, without limits on its change, with betas, eps and
-            weight_decay as in torch.
-        adamw_lr_factor: learning rate of these layers relative to `lr`.
-        on_nonfinite: what a gradient with NaN or Inf does: "skip" leaves the minibatch out and counts it, "raise" raises
-            DivergenceError, for which every step waits for the device.
-        fast_gemm: on processors where `ngsgd.ops.gemm` is faster than torch's GEMM, change the class of each
-            `nn.Linear` in place so that it uses that GEMM, as under NG-SGD; the last bits of gradients differ.
+        model: the module to train; frozen parameters are not changed.
+        lr: learning rate per sample, on a loss summed over the minibatch.
+        momentum: 0 to below 1. The velocity is multiplied by 1 - momentum when applied (Kaldi), so
+            the effective rate does not depend on it.
+        max_change: maximum L2 norm of the update of a component per minibatch; 0 = none.
+        max_param_change: maximum L2 norm of the update of the complete model per minibatch; 0 =
+            none.
+        weight_decay: Kaldi's l2; adds weight_decay * |p|^2 per sample to the loss. With a summed
+            loss, `step` needs `num_samples`; without it, the loss is treated as a mean, with one
+            warning.
+        layer_options: settings of components by name or pattern, such as {"output": {"max_change":
+            1.5}}; later entries win. Keys are lr_factor (multiplies lr), max_change, weight_decay,
+            orthonormal_constraint and rule. The key orthonormal_constraint makes the rows of a
+            weight semi-orthogonal, as in Kaldi; > 0 is a fixed scale, < 0 a free scale, 0 off. The
+            key rule="adamw" trains the layer with AdamW at lr * lr_factor * adamw_lr_factor, with
+            betas, eps and weight_decay as in torch. AdamW layers have no update-norm limits.
+        adamw_lr_factor: learning rate of AdamW layers relative to `lr`.
+        on_nonfinite: reaction to a gradient with NaN or Inf. "skip" skips and counts the minibatch.
+            "raise" raises DivergenceError, which makes every step wait for the device.
+        fast_gemm: on processors where `ngsgd.ops.gemm` is faster than torch, replace the class of
+            each `nn.Linear` in place to use it. Gradients then differ in the last bits.
+
+    Raises:
+        ConfigError: `model` is no module, has sharded or uninitialized parameters, or none to
+            train.
+        ValueError: a negative number or an unknown option.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> optimizer = SGD(model, lr=1e-3)
+        >>> model(torch.randn(16, 4)).square().sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.activity().num_skipped
+        0
     """
 
     _counts: Tensor
-    # limits of the last steps, which `_counts` does not have yet
+    # limits of the last steps, which `_counts` does not include yet
     _uncounted: list[tuple[list[int], Limits]]
-    # of a component; the first is the default
+    # rules of a component; the first is the default
     _rules: tuple[str, ...] = ("sgd", "adamw")
-    # number of samples of the minibatch where the loss is their mean
+    # number of samples of the minibatch if the loss is their mean
     _gradient_scale = 1.0
 
     def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.0, max_change: float = 0.75,
@@ -138,14 +156,14 @@ class SGD(torch.optim.Optimizer):
         if fast_gemm:
             owner = object()
             layers = attach_fast_linear(model.modules(), owner)
-            # not kept in the object, which can be copied
+            # The finalizer is not an attribute, because those are copied.
             weakref.finalize(self, detach_fast_linear, layers, owner).atexit = False
 
     def _init_groups(self, model: nn.Module, defaults: dict[str, Any],
                      layer_options: Mapping[str, Mapping[str, Any]] | None) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"{type(self).__name__} takes the module, not {type(model).__name__}: it limits the change "
-                            "of each layer, and parameters alone do not say which belong together")
+            raise TypeError(f"{type(self).__name__} takes the module, not {type(model).__name__}: "
+                            "update-norm limits need to know which parameters form a layer")
         _require_whole_parameters(model, type(self).__name__)
         self._model = model
         self._places: list[_ParameterSlot] | None = None
@@ -164,14 +182,19 @@ class SGD(torch.optim.Optimizer):
 
     @property
     def momentum(self) -> float:
-        """The largest of the components; each has its own in `param_groups`."""
+        """Largest momentum of the components; each component has its value in `param_groups`."""
         return max(float(group["momentum"]) for group in self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters of the model, as of layers that are unfrozen; those of each layer become a group of their own.
+        """Add parameters of the model, such as those of unfrozen layers.
 
-        Settings that `param_group` does not give have the values of the constructor.  A second group of a layer is named
-        "<layer>#2".  Raises ConfigError for frozen parameters.
+        Each layer becomes a group.
+
+        Missing settings have the values of the constructor. A second group of a layer is named
+        "<layer>#2".
+
+        Raises:
+            ConfigError: a parameter is frozen.
         """
         for group in [param_group] if "name" in param_group else self._by_layer(param_group):
             _add_param_group(self, group)
@@ -183,13 +206,14 @@ class SGD(torch.optim.Optimizer):
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """Clear the gradients as torch does."""
         _zero_grad(self, set_to_none)
 
     def _prepare_state(self) -> None:
-        """Gives `state` of each parameter the keys that `state_dict` fills.
+        """Create the keys in `state` of each parameter that `state_dict` fills.
 
-        torch.distributed.checkpoint loads no others, and takes a step with gradients of zero where `state` is empty.
+        torch.distributed.checkpoint loads no others, and takes a step with zero gradients if
+        `state` is empty.
         """
         for group in self.param_groups:
             for p in group["params"]:
@@ -217,11 +241,18 @@ class SGD(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None, *, scale: float = 1.0,  # type: ignore[override]
              num_samples: int | None = None) -> float | None:
-        """Applies the gradients, shortened where a limit asks for it; skips the minibatch if one is not finite.
+        """Apply the gradients, shortened to the limits; skip the minibatch if one is not finite.
 
-        `scale` multiplies the change and the limits; backstitch training takes a step of -alpha, then, on fresh gradients, one
-        of 1 + alpha.  Weight decay is not multiplied, and is left out of a step back.  `num_samples` is the number of samples
-        summed in the loss; 1 for a mean.  Raises ConfigError where the parameters are no longer the model's.
+        Args:
+            closure: reevaluates the model and returns the loss.
+            scale: multiplies the update and the limits. Backstitch takes a step of -alpha, then one
+                of 1 + alpha on new gradients. Weight decay is not multiplied, and not applied if
+                scale is negative.
+            num_samples: number of samples summed in the loss; 1 for a mean.
+
+        Raises:
+            ConfigError: the parameters are no longer those of the model.
+            DivergenceError: a gradient is not finite and on_nonfinite is "raise".
         """
         loss = None
         if closure is not None:
@@ -245,9 +276,10 @@ class SGD(torch.optim.Optimizer):
         if self.on_nonfinite == "raise" and bool(is_skipped):
             bad = [group["name"] for group in self.param_groups
                    if any(p.grad is not None and not _norms([p.grad])[0].isfinite() for p in group["params"])]
-            raise DivergenceError(f"the gradient of {', '.join(bad)} is not finite; lower the learning rate or skip such "
-                                  "minibatches with on_nonfinite=\"skip\".")
-        # once per minibatch, also with backstitch
+            raise DivergenceError(f"the gradient of {', '.join(bad)} is not finite; lower the "
+                                  "learning rate or skip such minibatches with "
+                                  "on_nonfinite=\"skip\".")
+        # Once per minibatch, also with backstitch.
         if scale > 0.0:
             adamw.step(adamw_groups, self.state, is_skipped)
             self._constrain(self.param_groups[index] for index in moving.indices)
@@ -257,7 +289,8 @@ class SGD(torch.optim.Optimizer):
 
     def _step_with_limits(self, moving: _StepInputs, scale: float,
                           others_finite: Tensor | None) -> Tensor:
-        """Move what AdamW does not move; returns 1 (0-d float32) if nothing moved, since a gradient is not finite."""
+        """Update all components without AdamW; return 1 (0-d float32) if the minibatch was skipped.
+        """
         norms_C = self._norms(moving)
         own_C = self._own_factors(moving)
         if own_C is not None:
@@ -271,30 +304,30 @@ class SGD(torch.optim.Optimizer):
             limits = limits._replace(
                 total=torch.where(others_finite.to(norms_C.device), limits.total, math.nan))
         factors_C = limits.factors_C if own_C is None else limits.factors_C * own_C
-        # the fused step subtracts, hence the sign
+        # The fused step subtracts.
         steps_C = factors_C * self._constant(norms_C, *(-rate for rate in moving.rates))
-        # no host synchronization: the kernel does nothing where this is not 0
+        # No host synchronization: the kernel has no effect if this is not 0.
         found_inf = torch.ne(limits.total, limits.total,
                              out=torch.empty((), dtype=torch.float32, device=norms_C.device))
         for params, directions, step in zip(moving.params, moving.directions, steps_C.unbind(), strict=True):
             torch._fused_sgd_(params, directions, [], weight_decay=0.0, momentum=0.0, lr=step,
                               dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
                               grad_scale=None, found_inf=found_inf)
-            # fused kernels leave that out, and autograd would not see stale tensors
+            # Fused kernels do not increment the version; autograd would not detect stale tensors.
             torch.autograd.graph.increment_version(params)
-        # velocities, and copies that nobody sees again
+        # Velocities and temporary copies may be changed in place.
         own = [direction for params, directions in zip(moving.params, moving.directions, strict=True)
                if directions[0] is not params[0].grad for direction in directions]
         if own:
             is_skipped = found_inf.bool()
             for direction in own:
-                # after a skipped minibatch the velocity starts again from zero, as in Kaldi
+                # After a skipped minibatch the velocity restarts from zero, as in Kaldi.
                 direction.masked_fill_(is_skipped, 0.0)
         self._count(limits, moving.indices)
         return found_inf
 
     def _moving(self, scale: float, num_samples: int | None) -> _StepInputs:
-        """What to add, but for the limits; p.grad is left as it is."""
+        """Return the updates before limits; p.grad is not changed."""
         indices, params, directions, rates = [], [], [], []
         common = float(self.param_groups[0]["momentum"])
         for index, group in enumerate(self.param_groups):
@@ -314,18 +347,22 @@ class SGD(torch.optim.Optimizer):
         return _StepInputs(indices, params, directions, tuple(rates), common)
 
     def _decay(self, group: dict[str, Any], scale: float, num_samples: int | None) -> float:
-        """The multiple of p that weight decay takes off, before `scale` is applied."""
+        """Return the multiple of p that weight decay subtracts, before `scale`."""
         if not group["weight_decay"] or scale <= 0.0:
             return 0.0
         if num_samples is None:
             num_samples = 1
-            self._warn_once("weight decay", "weight_decay is per sample and step() was called without num_samples: the loss is "
-                                            "taken for a mean over the minibatch, num_samples=1; with a sum call "
+            self._warn_once("weight decay", "weight_decay is per sample and step() was called "
+                                            "without num_samples: the loss is treated as a mean "
+                                            "over the minibatch, num_samples=1; with a sum call "
                                             "step(num_samples=...).")
         return float(2.0 * num_samples * group["weight_decay"] * group["lr"] * group["lr_factor"] / scale)
 
     def _delta(self, p: Tensor, lr: float, decay: float, momentum: float) -> Tensor:
-        """The change of `p` before any limit, in the direction that lowers the loss; with momentum, the velocity itself."""
+        """Return the update of `p` before limits, in the descent direction.
+
+        With momentum, the velocity itself.
+        """
         assert p.grad is not None
         if not momentum:
             return torch.add(p.grad * -lr, p, alpha=-decay)
@@ -336,7 +373,7 @@ class SGD(torch.optim.Optimizer):
         return velocity.add_(p, alpha=-decay) if decay else velocity
 
     def _norms(self, moving: _StepInputs) -> Tensor:
-        """L2 norm of each component's change."""
+        """Return the L2 norm of the update of each component."""
         norms = iter(_norms([d for ds in moving.directions for d in ds]))
         most = max(map(len, moving.directions))
         rows = [[next(norms) for _ in ds] for ds in moving.directions]
@@ -346,14 +383,14 @@ class SGD(torch.optim.Optimizer):
         return norms_C * self._constant(norms_P, *map(abs, moving.rates))
 
     def _own_factors(self, moving: _StepInputs) -> Tensor | None:
-        """Factors of a subclass on the change of each component, before the limits."""
+        """Return factors of a subclass on the update of each component, before the limits."""
         return None
 
     def _constant(self, like: Tensor, *values: float, dtype: torch.dtype | None = None) -> Tensor:
-        """Numbers on the device, sent there only when they change."""
+        """Return numbers on the device; they are copied only when they change."""
         key = (values, dtype or like.dtype, like.device)
         if key not in self._constants:
-            # rates of a scheduler that are past
+            # Remove learning rates of past scheduler steps.
             if len(self._constants) > 1000:
                 self._constants.clear()
             self._constants[key] = torch.tensor(values, dtype=dtype or like.dtype, device=like.device)
@@ -365,7 +402,7 @@ class SGD(torch.optim.Optimizer):
                                 or len(self._uncounted) >= _MANY_UNCOUNTED):
             self._count_all()
         self._uncounted.append((indices, limits))
-        # rarely, as it waits for the device
+        # Rare, because it waits for the device.
         if (
             self._num_steps & (self._num_steps - 1) == 0
             and not {"skipped", "limits"} <= self._warned
@@ -373,7 +410,7 @@ class SGD(torch.optim.Optimizer):
             self._warn_of_activity([self.param_groups[index]["name"] for index in indices])
 
     def _count_all(self) -> None:
-        """Adds up the steps that `_count` has put aside: many in few operations, and on the device."""
+        """Sum the counts that `_count` has collected, on the device in few operations."""
         if not self._uncounted:
             return
         (indices, *_), all_limits = self._uncounted[0], [limits for _, limits in self._uncounted]
@@ -403,9 +440,9 @@ class SGD(torch.optim.Optimizer):
         ):
             self._warn_once(
                 "limits",
-                f"max_change shortened {layers:.0%} of the steps of layers and max_param_change "
-                f"{model:.0%} of those of the model: these limits set the length of a step, and lr hardly does; "
-                "lower lr, or raise the limits (0: none).",
+                f"max_change shortened {layers:.0%} of the layer updates and max_param_change "
+                f"{model:.0%} of the model updates; update-norm limits rather than lr determine "
+                "the step length. Lower lr, or raise the limits (0: none).",
             )
 
     def _warn_once(self, subject: str, message: str) -> None:
@@ -414,7 +451,8 @@ class SGD(torch.optim.Optimizer):
             warnings.warn(f"{type(self).__name__}: {message}", stacklevel=_stack_level())
 
     def _require_own_parameters(self) -> None:
-        """Raises ConfigError where a parameter has left the model, or was sharded; warns of layers that nobody added."""
+        """Raise ConfigError if a parameter was replaced or sharded; warn of layers unfrozen later.
+        """
         if self._places is None:
             self._places = self._find_parameters()
         for parameters, name, p, shape in self._places:
@@ -424,8 +462,9 @@ class SGD(torch.optim.Optimizer):
         if any(p.requires_grad for _, p in self._frozen):
             names = [name for name, p in self._frozen if p.requires_grad]
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
-            self._warn_once("unfrozen", f"{', '.join(names)} were unfrozen after the optimizer was made and are not trained; "
-                            "call add_param_group with them.")
+            self._warn_once("unfrozen", f"{', '.join(names)} were unfrozen after the optimizer was "
+                                        "created and are not trained; call add_param_group with "
+                                        "them.")
 
     def _find_parameters(self, changed: str = "") -> list[_ParameterSlot]:
         _require_whole_parameters(self._model, type(self).__name__)
@@ -435,13 +474,14 @@ class SGD(torch.optim.Optimizer):
         own = [p for group in self.param_groups if not group["name"].startswith(_OUTSIDE) for p in group["params"]]
         places = [found[id(p)] for p in own if id(p) in found]
         if len(places) < len(own) or any(p.shape != shape for _, _, p, shape in places):
-            raise ConfigError(f"parameters of this {type(self).__name__} are no longer the model's ({changed or 'all'}), "
-                              "as after fully_shard, FSDP or load_state_dict(assign=True); make the optimizer after that (FSDP and "
-                              "DTensor are not supported).")
+            raise ConfigError(f"parameters of this {type(self).__name__} are no longer those of "
+                              f"the model ({changed or 'all'}), as after fully_shard, FSDP or "
+                              "load_state_dict(assign=True); create the optimizer after that "
+                              "(FSDP and DTensor are not supported).")
         return places
 
     def _constrain(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Pulls the weights of semi-orthogonal layers back, one layer after the other."""
+        """Constrain the weights of semi-orthogonal layers, one layer per step."""
         self._step_count += 1
         for index, group in enumerate(groups):
             if group["orthonormal_constraint"] and (self._step_count + index) % _ORTHONORMAL_PERIOD == 0:
@@ -450,7 +490,7 @@ class SGD(torch.optim.Optimizer):
                         constrain_orthonormal(p, group["orthonormal_constraint"])
 
     def activity(self) -> StepActivity:
-        """How often each limit was active; reading it waits for the device once."""
+        """Return how often each limit was active; waits for the device once."""
         self._count_all()
         num_skipped, model_hits, *layer_hits = self._counts.tolist()
         steps = max(self._num_steps, 1)
@@ -460,10 +500,11 @@ class SGD(torch.optim.Optimizer):
                             model_hits / steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state plus "step_count", which says whose turn it is among semi-orthogonal layers, and settings of the model.
+        """Return torch's state plus "step_count" and settings of the model.
 
-        "step" of each parameter is the same count, and velocities are there before the first step, for
-        torch.distributed.checkpoint, which keeps and fills what it finds in `state`.
+        "step_count" selects the next semi-orthogonal layer; "step" of each parameter is the same
+        count. Velocities exist before the first step, because torch.distributed.checkpoint fills
+        only existing entries of `state`.
         """
         for group in self.param_groups:
             for p in group["params"]:
@@ -478,7 +519,11 @@ class SGD(torch.optim.Optimizer):
         return bool(group["momentum"]) and group["rule"] != "adamw"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues where the state was taken, with its settings; raises OptimizerStateError for that of another model."""
+        """Load a state and its settings.
+
+        Raises:
+            OptimizerStateError: the state belongs to another model.
+        """
         saved = self._state_by_parameter(state_dict)
         names = [group["name"] for group in self.param_groups]
         step_count = state_dict.get("step_count", saved[0][1].get("step", 0))
@@ -487,7 +532,7 @@ class SGD(torch.optim.Optimizer):
         super().load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
         self._step_count = int(step_count or 0)
         for p, values in saved:
-            # torch has cast it to the dtype of the parameter
+            # Torch has cast it to the dtype of the parameter.
             if "num_adamw_steps" in values:
                 self.state[p]["num_adamw_steps"] = torch.as_tensor(values["num_adamw_steps"]).to(p.device, torch.float32)
         self.max_param_change = state_dict.get("max_param_change", self.max_param_change)
@@ -499,26 +544,33 @@ class SGD(torch.optim.Optimizer):
         self._prepare_state()
 
     def _state_by_parameter(self, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
-        """(parameter, its saved state) in order; raises OptimizerStateError where the two do not fit."""
+        """Return (parameter, saved state) in order; raise OptimizerStateError if they do not fit.
+        """
         groups, kind = state_dict["param_groups"], type(self).__name__
         if any("name" not in group for group in groups):
-            raise OptimizerStateError(f"this is not a state of {kind}: its param_groups have no names, as those of torch's "
-                                      f"optimizers; load the state_dict of {kind}, or begin afresh without it.")
+            raise OptimizerStateError(f"this is not a state of {kind}: its param_groups have no "
+                                      "names, as those of torch optimizers; load the state_dict "
+                                      f"of {kind}, or start without it.")
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
-            raise OptimizerStateError(f"the state is of the layers {', '.join(group['name'] for group in groups)}, this {kind} of "
-                                      f"{', '.join(group['name'] for group in self.param_groups)}; load it with the same model.")
+            raise OptimizerStateError("the state is of the layers "
+                                      f"{', '.join(group['name'] for group in groups)}, this "
+                                      f"{kind} of "
+                                      f"{', '.join(group['name'] for group in self.param_groups)}; "
+                                      "load it with the same model.")
         found = []
         for group, saved in zip(self.param_groups, groups, strict=True):
             for p, index in zip(group["params"], saved["params"], strict=True):
                 values = state_dict["state"].get(index, {})
                 if "velocity" in values and values["velocity"].shape != p.shape:
-                    raise OptimizerStateError(f"the state of {saved['name']} is of shape {tuple(values['velocity'].shape)}, the "
-                                              f"parameter of shape {tuple(p.shape)}; load it with the same model.")
+                    raise OptimizerStateError(f"the state of {saved['name']} is of shape "
+                                              f"{tuple(values['velocity'].shape)}, the parameter "
+                                              f"of shape {tuple(p.shape)}; load it with the same "
+                                              "model.")
                 found.append((p, values))
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but hooks and what is made again; `copy.deepcopy` also copies the model."""
+        """Return all but hooks and cached objects; `copy.deepcopy` also copies the model."""
         self._count_all()
         return {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED and not key.endswith("_hooks")}
 
@@ -526,13 +578,15 @@ class SGD(torch.optim.Optimizer):
         super().__setstate__({**state, "_places": None, "_constants": {}})
 
     def reset_activity(self) -> None:
+        """Set the counts of `activity` to zero."""
         self._num_steps = 0
         self._uncounted = []
         self._counts = torch.zeros(2 + len(self.param_groups), dtype=torch.int64)
 
 
 def _require_whole_parameters(model: nn.Module, kind: str) -> None:
-    """Refuses sharded and uninitialized parameters: limits, and rows of a layer, need the complete ones."""
+    """Reject sharded and uninitialized parameters: limits and rows of a layer need complete ones.
+    """
     sharded = sys.modules.get("torch.distributed.tensor")
     for name, module in model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
@@ -543,12 +597,12 @@ def _require_whole_parameters(model: nn.Module, kind: str) -> None:
                 raise ConfigError(f"{kind} does not support FSDP2 and other DTensor parameters ({name or 'the model'}): it needs "
                                   "the complete parameters of a layer; use DistributedDataParallel.")
             if p is not None and nn.parameter.is_lazy(p):
-                raise ConfigError(f"{name or 'the model'} has a parameter that is not initialized; run the model once before "
-                                  f"{kind}.")
+                raise ConfigError(f"{name or 'the model'} has an uninitialized parameter; run the "
+                                  f"model once before creating {kind}.")
 
 
 def _stack_level() -> int:
-    """That of the first frame outside of this package and of torch, for warnings."""
+    """Return the level of the first frame outside this package and torch, for warnings."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("ngsgd", "torch"):
         level, frame = level + 1, frame.f_back
@@ -556,7 +610,7 @@ def _stack_level() -> int:
 
 
 def _laid_out(p: Tensor) -> Tensor:
-    """The gradient with the strides of the parameter, as the fused step needs it; itself where it has them."""
+    """Return the gradient with the strides of the parameter; without a copy if they are equal."""
     grad = p.grad
     assert grad is not None
     if grad.is_sparse or grad.stride() != p.stride():
@@ -565,7 +619,7 @@ def _laid_out(p: Tensor) -> Tensor:
 
 
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    # half precision would overflow in the sum of squares
+    # Half precision would overflow in the sum of squares.
     upcast = functools.reduce(
         torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32
     )
@@ -573,7 +627,10 @@ def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def components(model: nn.Module) -> list[dict[str, Any]]:
-    """One param group per module that owns trainable parameters; a shared parameter belongs to its first owner."""
+    """Return one param group per module with trainable parameters.
+
+    Shared ones belong to the first owner.
+    """
     groups, seen = [], set[int]()
     for name, module in model.named_modules():
         params = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
@@ -584,11 +641,12 @@ def components(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def name_of(model: nn.Module) -> str:
-    """What a model that is a single layer is called: its class, also while that is changed."""
+    """Return the name of a model that is a single layer: its class before replacement."""
     return getattr(model, "plain_class", type(model)).__name__
 
 
 def set_options(groups: list[dict[str, Any]], layer_options: Mapping[str, Mapping[str, Any]], known: set[str]) -> None:
+    """Apply `layer_options` to the groups whose names match."""
     names = [group["name"] for group in groups]
     for pattern, options in layer_options.items():
         if unknown := sorted(set(options) - known):
@@ -602,7 +660,7 @@ def set_options(groups: list[dict[str, Any]], layer_options: Mapping[str, Mappin
 
 
 def require_non_negative(**values: float) -> None:
-    """Refuses negative numbers and NaN, in torch's words."""
+    """Reject negative numbers and NaN with torch's message."""
     for name, value in values.items():
         if not value >= 0.0:
             raise ValueError(f"Invalid {name}: {value}")

@@ -1,4 +1,6 @@
-"""From a configuration to a trained, decoded and scored model; `build_run` is the one composition root.
+"""Training pipeline: from a configuration to a trained, decoded and scored model.
+
+`build_run` is the only composition root.
 
     run = build_run(recipe("yesno", data={"source": "waves_yesno.tar.gz"}))
     report = run.train()

@@ -1,9 +1,10 @@
-"""Alignment: which HMM state each frame belongs to, from the transcripts alone or by a trained model.
+"""Alignment of frames with HMM states, from the transcripts alone or by a trained model.
 
-Flat start: every utterance is cut into equal parts, one for each state of its words.  Then, several times over, a model is made
-of those labels, and the best path through every transcript's graph is found with it: first one Gaussian a state, in closed
-form, then a small network, by the library's own trainer.  One thread, and no draw but those that the seed decides: the same
-data and settings give the same file.
+Flat start: every utterance is divided into equal parts, one for each state of its words. Then
+training on these labels alternates with re-alignment, which finds the best path through the graph
+of every transcript. The first model is one Gaussian per state, in closed form; the second is a
+small network. It uses one thread and only random numbers derived from the seed, so the same data
+and settings give the same file.
 """
 
 from __future__ import annotations
@@ -39,35 +40,37 @@ from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.worker import never
 
-# of the small networks, per frame
+# learning rates of the small networks, per frame
 LR_INITIAL, LR_FINAL = 0.005, 0.0005
-# of all frames; another pass would move as few
+# fraction of all frames; another pass would change as few
 FEW_CHANGES = 0.005
-# raise it when the same settings would give another alignment
+# increase it if the same settings would give another alignment
 RECIPE_VERSION = 1
 
 Report = Callable[[str], None]
-# T x P of each utterance, by utt_id
+# utt_id -> T x P scores
 Logliks = dict[str, npt.NDArray[np.float32]]
 
 
 def with_alignment(config: RunConfig, cache_root: Path, report: Report) -> DataConfig:
-    """The run's data settings; where they ask for a flat start, or the corpus comes without labels, with an alignment made."""
+    """Return the data settings, with a new alignment if labels are needed."""
     if not corpus.needs_alignment(config.data):
         return config.data
     return replace(config.data, alignment=str(make(config, cache_root, report)))
 
 
 def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
-    """The file of the alignment; made unless it is there already from the same data and settings.
+    """Return the file of the alignment for these data and settings; compute it if needed.
 
     Raises:
-        ConfigError: data.graph numbers the HMM states, and a flat start numbers them by the lexicon.
+        ConfigError: data.graph numbers the HMM states, but a flat start numbers them by the
+            lexicon.
     """
     if config.data.graph:
-        raise ConfigError(f"data.graph is {config.data.graph}, which numbers its HMM states itself, and a flat start makes "
-                          "the numbers of the lexicon's phones; give data.alignment=FILE in the graph's numbers, such as Kaldi's "
-                          "ali.*.gz with its tid2pdf, or leave data.graph empty.")
+        raise ConfigError(f"data.graph is {config.data.graph}, which defines the numbers of its "
+                          "HMM states, but a flat start uses the numbers of the phones of the "
+                          "lexicon; set data.alignment=FILE with the numbers of the graph, such as "
+                          "ali.*.gz of Kaldi with its tid2pdf, or leave data.graph empty.")
     speech = corpus.prepare_unaligned(config.data, config.features, cache_root, report)
     settings = _settings(config)
     key = {"version": RECIPE_VERSION, "digest": speech.digest, "settings": asdict(settings)}
@@ -83,19 +86,21 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report) ->
     states = _sorted_out(speech, settings, report)
     num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(states)
     if num_short:
-        report(f"align: {num_short} utterances have fewer frames than their words have states and are left out")
+        report(f"align: {num_short} utterances are skipped, because they have fewer frames than "
+               "their words have states")
     lost: tuple[str, ...] = ()
     for number in range(1, a.num_passes + 1):
         (folder / str(number)).mkdir()
         done = forced_alignment.realign(speech, states, _learn(speech, states, settings, folder / str(number)), oov)
-        report(f"align: network {number}/{a.num_passes}: {forced_alignment.share_changed(states, done.states):.1%} of the frames "
-               f"have changed their state{f', {len(done.lost)} utterances have no path' if done.lost else ''}")
+        report(f"align: network {number}/{a.num_passes}: "
+               f"{forced_alignment.share_changed(states, done.states):.1%} of the frames changed "
+               f"their state{f', {len(done.lost)} utterances have no path' if done.lost else ''}")
         states, lost = done.states, done.lost
     return {utt_id: pdf_T for utt_id, pdf_T in states.items() if utt_id not in lost}
 
 
 def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> States:
-    """Two flat starts, moved by Gaussians until they hardly change; the one that describes the speech better."""
+    """Re-align two flat starts by Gaussians until they converge; return the more likely one."""
     found = []
     for name, start in (("equal parts", forced_alignment.flat_start), ("equal parts of speech", forced_alignment.silence_start)):
         moved = _moved_by_gaussians(speech, start(speech, settings.data.oov_word), settings)
@@ -116,7 +121,9 @@ def _moved_by_gaussians(speech: Corpus, states: States, settings: RunConfig) -> 
 
 
 def _settings(config: RunConfig) -> RunConfig:
-    """All that decides an alignment: the small network and its schedule, one job after another, nothing that is only for speed."""
+    """Settings that determine an alignment: the small network and its schedule, one job at a
+    time.
+    """
     a = config.align
     return RunConfig(
         seed=config.seed, align=a, features=config.features, data=DataConfig(oov_word=config.data.oov_word),
@@ -128,7 +135,7 @@ def _settings(config: RunConfig) -> RunConfig:
 
 
 def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) -> Logliks:
-    """The log-likelihoods of all utterances by a network that has learnt these states."""
+    """Train a network on these states and return the log-likelihoods of all utterances."""
     train, valid = speech.train.labelled(states), speech.valid.labelled(states)
     egs = prepare_archives(train.frames, valid.frames, settings.egs, num_classes=speech.num_pdfs, digest="", cache_root=folder)
     reader = EgsReader(egs)
@@ -144,7 +151,7 @@ def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) ->
 
 
 def _train(model: torch.nn.Module, reader: EgsReader, settings: RunConfig, folder: Path) -> npt.NDArray[np.float32]:
-    """Parameters after training with one worker in this process; Ctrl-C stops it at once."""
+    """Train with one worker in this process and return the parameters; Ctrl-C stops immediately."""
     layout = FlatLayout.of(model)
     spec = SpeechTaskSpec(settings, str(reader.directory))
     (folder / "checkpoints").mkdir()
@@ -154,14 +161,28 @@ def _train(model: torch.nn.Module, reader: EgsReader, settings: RunConfig, folde
 
 
 def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report, *, trust: bool = False) -> States:
-    """HMM states of all frames: the best path through every transcript's graph by a run's final model.
+    """Align all frames by the final model of a run, with the best path of every transcript.
 
-    Every pronunciation of a word and every pause between words may be taken, so the labels fit the speech better than those
-    that the model learnt from.
+    All pronunciations and optional pauses are allowed, so the labels fit the speech better than the
+    training labels of the model.
+
+    Args:
+        config: settings of the run.
+        folder: folder of the run.
+        cache_root: folder of prepared corpora.
+        report: receives progress messages.
+        trust: import the module of a custom network.
+
+    Returns:
+        utt_id -> states of its frames.
+
+    Raises:
+        ConfigError: the corpus is spliced from labeled recordings.
     """
     if config.data.corpus in ("digits", "fsdd"):
-        raise ConfigError(f"recipe={config.data.corpus} splices its speech from labelled recordings, which a model of the whole "
-                          "strings cannot label; use ngsgd align without --model.")
+        raise ConfigError(f"recipe={config.data.corpus} splices its speech from labeled "
+                          "recordings, which a model of complete strings cannot align; use ngsgd "
+                          "align without --model.")
     model, prior_P = load_final(folder, trust=trust)
     speech = corpus.prepare_unaligned(config.data, config.features, cache_root, report)
     if config.ivectors.dim:
@@ -171,10 +192,10 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
                zip(one.frames.utt_ids, log_likelihoods(one, config.egs, model, prior_P), strict=True)}
     before: States = {utt_id: pdf_T for one in sets
                       for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)}
-    # the states of a graph that came with the data have its own numbers, which may be tied
+    # the states of a graph of the data have separate numbers, and may be tied
     given = graphs.read(speech.language.given) if config.data.graph and speech.language.given else None
     done = forced_alignment.realign(speech, before, logliks, config.data.oov_word, given)
     states = {utt_id: pdf_T for utt_id, pdf_T in done.states.items() if utt_id not in done.lost}
-    report(f"align: {len(states)} utterances, {len(done.lost)} without a path left out; "
+    report(f"align: {len(states)} utterances, {len(done.lost)} without a path skipped; "
            f"log-likelihood {-done.cost_per_frame:.3f} per frame")
     return states

@@ -1,4 +1,4 @@
-"""`ngsgd.train` and `ngsgd.load`: the service from Python."""
+"""`ngsgd.train` and `ngsgd.load`: training from Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ngsgd.pipeline.services import Services
 from ngsgd.pipeline.task_run import TaskOrFunction, TaskRun, new_task_run, task_spec
 from ngsgd.tasks.spec import FROM_PYTHON, name_of
 
-# packages that progress lines, Ray, MLflow and plots need
+# packages for progress lines, Ray, MLflow and plots
 _OF_SERVICE = ("hydra", "ray", "mlflow", "rich", "matplotlib", "psutil")
 # names of ngsgd.train that set several options
 _LR = ("lr", "learning_rate")
@@ -31,40 +31,46 @@ def train(task: TaskOrFunction, *, num_workers: int = 2, cluster: str | Mapping[
           resume: str | Path | None = None, quiet: bool = False, services: Services | None = None, **settings: Any) -> TaskRun:
     """Train a model on several workers whose parameters are averaged every outer iteration.
 
-    A worker that dies is replaced and its job repeated, with the same bits. A run that was stopped, or
-    whose process was killed, is continued with `resume`.
+    A worker that dies is replaced, and its job is retried with a bitwise identical result. A run
+    that was stopped or killed is continued with `resume`.
 
     Scripts need the line `if __name__ == "__main__":` before the call, as for `multiprocessing`.
 
     Args:
-        task: `ngsgd.tasks.DatasetTask` or another `ngsgd.training.task.Task`, or a function that returns one. Worker
-            processes get a copy.
-        num_workers: Workers, and jobs of an outer iteration.
-        cluster: "local" (processes of this machine), "in_process", or "ray" (needs `pip install ngsgd[service]`); or the
-            options of the cluster, such as {"kind": "local", "ranks_per_worker": 2}.
-        resume: Folder or name of a run of this task to continue; settings are then those of the run.
-        quiet: Print incidents and the result only.
-        services: Replaces progress lines, trackers and the worker pool.
-        **settings: Options of `ngsgd train`. Sections are mappings, such as schedule={"num_epochs": 3}; a section with a
-            kind also takes its name, such as optimizer="kfac" or outer="diloco". Single options: lr, num_epochs,
-            batch_size, seed, name, output_dir. `lr` is the initial and final learning rate per example of the summed
-            loss: torch's rate for a mean loss, divided by the batch size.
+        task: `ngsgd.tasks.DatasetTask` or another `ngsgd.training.task.Task`, or a function that
+            returns one. Worker processes get a copy.
+        num_workers: number of workers, and of jobs per outer iteration. Default: 2.
+        cluster: "local" (processes of this machine), "in_process", or "ray" (needs `pip install
+            ngsgd[service]`); or the options of the cluster, such as {"kind": "local",
+            "ranks_per_worker": 2}. Default: "local".
+        resume: folder or name of a run of this task to continue with its own settings. Default:
+            None, a new run.
+        quiet: print only incidents and the result. Default: False.
+        services: replacements of progress lines, trackers and the worker pool.
+        **settings: options of `ngsgd train`. Sections are mappings, such as schedule={"num_epochs":
+            3}; a section with a kind also accepts its name, such as optimizer="kfac" or
+            outer="diloco". Single options: lr, num_epochs, batch_size, seed, name, output_dir. `lr`
+            is the initial and final learning rate per example of the summed loss: the rate in torch
+            for a mean loss, divided by the batch size.
 
     Returns:
-        The run: `model`, `metrics`, `folder`.
+        The run, with `model`, `metrics` and `folder`.
 
     Raises:
-        ConfigError: The task or a setting is wrong; nothing was started.
-        RunInterrupted: Ctrl-C; the message says how to continue.
+        ConfigError: the task or a setting is wrong; nothing was started.
+        RunInterrupted: Ctrl-C; the message contains the command to continue.
 
     Example:
-        run = ngsgd.train(make_task, num_workers=4, num_epochs=3)
-        print(run.metrics["valid/loss"])
-        torch.save(run.model.state_dict(), "model.pt")
+        In a script with a function `make_task`, under `if __name__ == "__main__":`:
+
+            run = ngsgd.train(make_task, num_workers=4, num_epochs=3)
+            print(run.metrics["valid/loss"])
+            torch.save(run.model.state_dict(), "model.pt")
     """
     if resume is not None:
         if settings:
-            raise ConfigError(f"resume= continues a run with its own settings; leave out {', '.join(settings)}.")
+            raise ConfigError("resume= continues a run with its own settings; remove "
+                              f"{', '.join(settings)}.")
         run = _open(resume, task, services, num_workers, quiet)
     else:
         config = _config(settings, num_workers, cluster, name_of(task))
@@ -78,18 +84,28 @@ def load(run: str | Path, task: TaskOrFunction | None = None) -> BaseRun:
     """Open a finished or stopped run, without Hydra, Ray or MLflow.
 
     Args:
-        run: The run folder, or its name under runs/.
-        task: The task of a run that `ngsgd.train` made; not needed to read `metrics` and `folder`.
+        run: the run folder, or its name under runs/.
+        task: the task of a run of `ngsgd.train`; not needed for `metrics` and `folder`. Default:
+            None.
+
+    Returns:
+        The run, with `model`, `metrics` and `folder`.
 
     Raises:
-        ConfigError: There is no such run.
-        CheckpointError: Its configuration is damaged.
+        ConfigError: the run does not exist.
+        CheckpointError: its configuration is damaged.
+
+    Example:
+        With a finished run in runs/RUN:
+
+            run = ngsgd.load("runs/RUN")
+            print(run.metrics)
     """
     folder = RunFolder.open(find_run(str(run)))
     config = read_config(folder.config)
     if config.task._target_:
         return TaskRun(config, folder, given=task)
-    # brings speech recognition
+    # imports speech recognition
     from ngsgd.pipeline.run import build_run
 
     return build_run(config, folder=folder)
@@ -105,7 +121,7 @@ def _open(run: str | Path, task: TaskOrFunction, services: Services | None, num_
 
 
 def _services(config: RunConfig, quiet: bool) -> Services:
-    """Progress lines and, if asked for, Ray and MLflow, which only the service has."""
+    """Progress lines and, if configured, Ray and MLflow, which only the launcher has."""
     missing = [name for name in _OF_SERVICE if importlib.util.find_spec(name) is None]
     if missing and (config.cluster.kind == "ray" or config.tracking.kind != "none"):
         raise ConfigError(f"{missing[0]} is not installed, which cluster=ray and tracking need; install ngsgd[service].")
@@ -120,7 +136,7 @@ def _ignore(_line: str) -> None:
 
 
 def _config(settings: Mapping[str, Any], num_workers: int, cluster: str | Mapping[str, Any], name: str) -> RunConfig:
-    """A complete configuration; raises one ConfigError for everything wrong."""
+    """Return a complete configuration; raise one ConfigError for all problems."""
     given, problems = _nested(settings)
     schedule = given.get("schedule", {})
     of_cluster = {"kind": cluster} if isinstance(cluster, str) else {"kind": "local", **cluster}
@@ -138,7 +154,7 @@ def _config(settings: Mapping[str, Any], num_workers: int, cluster: str | Mappin
 
 
 def _nested(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Settings by section, from those of `ngsgd.train`."""
+    """Convert the settings of `ngsgd.train` to sections."""
     sections = {spec.name: getattr(RunConfig(), spec.name) for spec in fields(RunConfig)}
     by_name = {path.rpartition(".")[2]: path for path in reversed(paths()) if not of_speech(path)}
     found: dict[str, Any] = {}

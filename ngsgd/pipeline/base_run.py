@@ -1,6 +1,4 @@
-"""What every run has: a folder, a lock, checkpoints, trackers, and outer iterations on injected
-workers.
-"""
+"""Base class of runs: a folder, a lock, checkpoints, trackers, and training on injected workers."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ class Training:
 
 
 class BaseRun(ABC):
-    """A run of the engine; subclasses say what is trained and what the last model becomes."""
+    """A training run; subclasses define the task and the final model."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, services: Services | None = None,
                  fingerprint: FingerprintCheck | None = None, *, is_new: bool = False) -> None:
@@ -53,7 +51,15 @@ class BaseRun(ABC):
         self._purpose = "train" if is_new else "resume"
 
     def train(self) -> FinalReport:
-        """Train from the last checkpoint to the end, and make the final model."""
+        """Train from the last checkpoint to the end, and write the final model.
+
+        Returns:
+            The final report.
+
+        Raises:
+            RunInterrupted: a stop was requested.
+            NgsgdError: the run cannot continue.
+        """
         with self._training() as training:
             end = self._iterate(training)
             report = self._finish(training, end)
@@ -61,7 +67,7 @@ class BaseRun(ABC):
         return report
 
     def train_only(self) -> Checkpoint:
-        """Run the remaining outer iterations; without final model and decoding."""
+        """Run the remaining outer iterations, without final model and decoding."""
         with self._training() as training:
             return self._iterate(training)
 
@@ -75,7 +81,7 @@ class BaseRun(ABC):
     def metrics(self) -> dict[str, Any]:
         """Scores of the final model, by name."""
 
-    # What differs between runs --------------------------------------------------------------------
+    # Abstract steps -------------------------------------------------------------------------------
 
     @abstractmethod
     def _spec(self) -> TaskSpec:
@@ -83,11 +89,11 @@ class BaseRun(ABC):
 
     @abstractmethod
     def _kept_models(self, task: Task, schedule: Schedule) -> Sequence[int]:
-        """The outer iterations whose models the final combination needs."""
+        """Outer iterations whose models the final combination needs."""
 
     @abstractmethod
     def _finish(self, training: Training, end: Checkpoint) -> FinalReport:
-        """Make the final model from the last checkpoint, and score it."""
+        """Build the final model from the last checkpoint, and score it."""
 
     def _initial_parameters(self, task: Task) -> Vector:
         model = seeded_model(task, self.config.seed)
@@ -97,7 +103,7 @@ class BaseRun(ABC):
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[Training]:
-        """Lock the folder, open checkpoints and trackers, and report how the run ended."""
+        """Lock the folder, open checkpoints and trackers, and report the status at the end."""
         with self.folder.locked(self._purpose, self.services.warn) as lock, self._disk_errors():
             training = self._open(lock)
             status = "FAILED"
@@ -107,21 +113,20 @@ class BaseRun(ABC):
                 status = "FINISHED"
             except (RunInterrupted, KeyboardInterrupt) as interrupt:
                 status = "KILLED"
-                raise RunInterrupted(f"{interrupt or 'interrupted'}; go on with: ngsgd resume "
+                raise RunInterrupted(f"{interrupt or 'interrupted'}; continue with: ngsgd resume "
                                      f"{self.folder.path}") from interrupt
             finally:
                 training.trackers.close(status)
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Turn a full or failing disk into one message."""
+        """Convert errors of a full or failing disk to one message."""
         try:
             yield
         except OSError as error:
             raise CheckpointError(f"{error.filename or self.folder.path} could not be written "
-                                  f"({error.strerror}); make room or fix "
-                                  "the permissions, then go on with: ngsgd resume "
-                                  f"{self.folder.path}") from error
+                                  f"({error.strerror}); free disk space or fix the permissions, "
+                                  f"then continue with: ngsgd resume {self.folder.path}") from error
 
     def _open(self, lock: RunLock) -> Training:
         config, folder = self.config, self.folder
@@ -147,7 +152,7 @@ class BaseRun(ABC):
         fingerprint = self._fingerprint or FingerprintCheck.of_resumed_run(config, folder, services.report, allow_other_bits=False)
         torch.set_num_threads(fingerprint.num_threads)
         size = training.checkpoints.layout.size
-        # the model, and next to it at most two buffers of the outer optimizer and a moving average
+        # the model, at most two buffers of the outer optimizer, and a moving average
         require_room(folder.path,
                      4 * size
                      * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
@@ -160,8 +165,9 @@ class BaseRun(ABC):
         def on_start() -> None:
             fingerprint.keep(start.progress.outer_iter + 1)
             for line in fingerprint.differences:
-                training.trackers.incident(Incident("other_bits", "other bits from here on, as "
-                                                                  f"was allowed: {line}",
+                training.trackers.incident(Incident("other_bits", "results are not bitwise "
+                                                                  "identical from here on, as was "
+                                                                  f"allowed: {line}",
                                                     start.progress.outer_iter + 1,
                                                     elapsed_s=start.progress.elapsed_s))
 
@@ -172,6 +178,6 @@ class BaseRun(ABC):
     def _start(self, training: Training) -> Checkpoint:
         if training.latest is None:
             return first_checkpoint(self._initial_parameters(training.task))
-        self.services.report("going on after outer iteration "
+        self.services.report("continuing after outer iteration "
                              f"{training.latest.progress.outer_iter + 1}")
         return training.latest

@@ -1,6 +1,4 @@
-"""Decoding any transcribed data with a trained model: WER with other words, language models and
-decoding settings.
-"""
+"""Decoding of transcribed data with a trained model, other words, language models and settings."""
 
 from __future__ import annotations
 
@@ -31,21 +29,21 @@ from ngsgd.files import new_directory, read_regular_text, write_text
 
 FRAME_S = 0.01
 _MAX_ARPA_BYTES = 1 << 32
-# lower bounds of the groups of utterances by their words
+# lower bounds of the groups of utterances by number of words
 _LENGTHS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
 class DecodeRequest:
-    """What to decode, and with what.
+    """Data and settings of a decoding.
 
     Attributes:
-        data: folder of a Kaldi data directory or lhotse's manifests.
-        vocabulary: what takes the place of the model's words.
-        acoustic_scale, word_penalty: None is that of the model, or the tuned one.
-        tune_on: folder of the data that scale and penalty (those that are None) are chosen on.
-        rescore_lm: ARPA file of the language model that lattices are rescored with.
-        confidences: also recognize words with confidences, and compare these with the references.
+        data: folder of a Kaldi data directory or manifests of lhotse.
+        vocabulary: replacements for the words of the model.
+        acoustic_scale, word_penalty: None uses those of the model, or tuned ones.
+        tune_on: folder of the data on which scale and penalty (if None) are tuned.
+        rescore_lm: ARPA file of the language model for lattice rescoring.
+        confidences: also compute confidences of words, and compare them with the references.
     """
 
     data: Path
@@ -59,19 +57,19 @@ class DecodeRequest:
 
 @dataclass(frozen=True)
 class DataResult:
-    """WER of the data, and what it was found with.
+    """WER of the data, and the settings used.
 
     Attributes:
         weights: acoustic scale and word penalty.
-        tuned: errors of the set that they were chosen on; None if they were not.
+        tuned: errors of the set that they were tuned on; None if they were not tuned.
         total: errors.
         interval: 95 % bootstrap interval of the WER.
         first_pass: errors before rescoring; None without rescoring.
         unknown: words of the references that cannot be recognized.
         rows: errors of each utterance.
-        speakers: who speaks in each utterance.
+        speakers: speaker of each utterance.
         hypotheses: words with confidences; empty without `confidences`.
-        calibration: map that the confidences were made with.
+        calibration: map used for the confidences.
         reliability: words grouped by their confidence.
     """
 
@@ -91,16 +89,23 @@ class DataResult:
 def decode_data(bundle: Bundle, request: DecodeRequest) -> DataResult:
     """Decode the data of a request.
 
+    Args:
+        bundle: the model.
+        request: data and settings.
+
+    Returns:
+        The errors.
+
     Raises:
-        ConfigError: parts of the request that exclude each other.
-        DataError: data, words or language models that cannot be used.
+        ConfigError: parts of the request exclude each other.
+        DataError: data, words or language models cannot be used.
     """
     if request.vocabulary.grammar and (request.vocabulary.arpa or request.rescore_lm):
         raise ConfigError(
-            "a grammar takes the place of the language model; give a grammar, or language models."
+            "a grammar replaces the language model; use either a grammar or language models."
         )
     language, rules = vocabulary.of_model(bundle.language, request.vocabulary)
-    # the small files first: a mistake there need not wait for the speech
+    # the small files first: an error there is reported before the speech is read
     rescorer = _Rescorer.read(request.rescore_lm, language) if request.rescore_lm else None
     graph = _graph(bundle, language, rules)
     speech = test_set.read(bundle, request.data)
@@ -117,7 +122,7 @@ def decode_data(bundle: Bundle, request: DecodeRequest) -> DataResult:
         total, rows = scoring.score(speech.texts, hypotheses, speech.utt_ids)
     found: tuple[Hypothesis, ...] = ()
     bins: Sequence[ReliabilityBin] = ()
-    # the model's own holds for its own decoding weights
+    # the calibration of the model applies only to its decoding weights
     calibrated = bundle.calibration if weights == bundle.weights else Calibration()
     if request.confidences:
         calibrated = recognizer.calibration(tuning_set) if tuning_set else calibrated
@@ -139,7 +144,7 @@ def decode_data(bundle: Bundle, request: DecodeRequest) -> DataResult:
 
 
 def as_json(result: DataResult) -> dict[str, Any]:
-    """The result as a tree of texts and numbers, utterances apart."""
+    """Convert the result to JSON values, without utterances."""
     return {
         **asdict(result.weights),
         "wer": result.total.wer,
@@ -171,14 +176,14 @@ def write(folder: Path, result: DataResult) -> None:
 
 
 def by_speaker(result: DataResult) -> dict[str, WordErrors]:
-    """The errors of each speaker, in the order of their names."""
+    """Return the errors of each speaker, in the order of their names."""
     return _grouped(
         dict.fromkeys(sorted(set(result.speakers))), zip(result.speakers, result.rows, strict=True)
     )
 
 
 def by_length(rows: Sequence[UtteranceErrors]) -> dict[str, WordErrors]:
-    """The errors of utterances of 0, 1, 2 to 3, 4 to 7, ... words."""
+    """Return the errors of utterances of 0, 1, 2 to 3, 4 to 7, ... words."""
     names = [
         "0",
         *(
@@ -203,7 +208,7 @@ def _grouped(names: Mapping[str, None], rows: Any) -> dict[str, WordErrors]:
 
 
 def _graph(bundle: Bundle, language: Language, rules: Grammar | None) -> Graph:
-    """The graph without a word penalty."""
+    """Return the graph without a word penalty."""
     is_own = language is bundle.language
     return evaluation.build_graph(
         language, bundle.decode if is_own else replace(bundle.decode, graph="made"), rules
@@ -217,7 +222,7 @@ def _weights(
     language: Language,
     tuning_set: ScoredSet | None,
 ) -> tuple[DecodingWeights, WordErrors | None]:
-    """The given weights, completed by those of the model or tuned ones."""
+    """Return the given weights, completed by those of the model or tuned ones."""
     scale, penalty = request.acoustic_scale, request.word_penalty
     if tuning_set is None or (scale is not None and penalty is not None):
         own = bundle.weights
@@ -244,25 +249,26 @@ def _weights(
 
 @dataclass(frozen=True)
 class _Rescorer:
-    """The difference of two language models."""
+    """Cost difference of two language models."""
 
     old: ngram.NgramModel | None
     new: ngram.NgramModel
-    # log of the words of a loop, where there is no old model
+    # log of the number of words in a loop, if there is no old model
     loop_cost: float
 
     @staticmethod
     def read(path: Path, language: Language) -> _Rescorer:
         if language.given:
             raise DataError(
-                "the graph that came with the model hides its language model, so its lattices cannot be rescored; "
-                "give the first language model with --lm FILE."
+                "the graph of the model hides its language model, so its lattices cannot be "
+                "rescored; specify the first language model with --lm FILE."
             )
         try:
             text = read_regular_text(path, _MAX_ARPA_BYTES)
         except (OSError, UnicodeError) as error:
             raise DataError(
-                f"the language model {path} cannot be read ({error}); give a text file in ARPA's format."
+                f"the language model {path} cannot be read ({error}); use a text file in ARPA "
+                "format."
             ) from error
         loop_cost = math.log(len(language.topology.words))
         return _Rescorer(
@@ -274,8 +280,8 @@ class _Rescorer:
         return max(self.new.order, self.old.order if self.old else 1)
 
     def difference(self, history: Sequence[str], word: str | None) -> float:
-        """Cost under the new model minus that under the old one; None is the end."""
-        # a history that is shorter reaches the beginning
+        """Cost under the new model minus that under the old one; word None is the end."""
+        # a shorter history reaches the beginning
         context = history if len(history) >= self.order - 1 else (ngram.BEGIN, *history)
         then = ngram.END if word is None else word
         old = self.old.cost(context, then) if self.old else self.loop_cost * (word is not None)
@@ -284,7 +290,7 @@ class _Rescorer:
 
 @dataclass(frozen=True)
 class _DataRecognizer:
-    """Words of a set, by three kinds of search."""
+    """Recognition of a set by three kinds of search."""
 
     bundle: Bundle
     language: Language
@@ -301,7 +307,7 @@ class _DataRecognizer:
         )
 
     def rescored(self, speech: ScoredSet, rescorer: _Rescorer) -> tuple[tuple[str, ...], ...]:
-        """The best words of the lattices under the new language model."""
+        """Return the best words of the lattices under the new language model."""
         names = self.graph.words
 
         def cost(history: tuple[int, ...], label: int | None) -> float:
@@ -321,7 +327,7 @@ class _DataRecognizer:
         return tuple(found)
 
     def recognized(self, speech: ScoredSet, calibrated: Calibration) -> tuple[Hypothesis, ...]:
-        """The best hypothesis of each utterance."""
+        """Return the best hypothesis of each utterance."""
         return tuple(
             recognized(
                 self.graph,
@@ -335,7 +341,7 @@ class _DataRecognizer:
         )
 
     def calibration(self, speech: ScoredSet) -> Calibration:
-        """The map from posteriors to the share of correct words of this set."""
+        """Fit the map from posteriors to the fraction of correct words of this set."""
         return calibrate(
             self.graph,
             speech.logliks,
@@ -346,7 +352,7 @@ class _DataRecognizer:
 
 
 def _ctm(result: DataResult) -> str:
-    """Lines "utterance 1 start duration word confidence", times in seconds."""
+    """Format lines "utterance 1 start duration word confidence", times in seconds."""
     return "".join(
         f"{row.utt_id} 1 {word.start_s:.2f} {word.end_s - word.start_s:.2f} {word.word} {word.confidence:.3f}\n"
         for row, one in zip(result.rows, result.hypotheses, strict=True)

@@ -1,4 +1,4 @@
-"""The end of a run: combination of the last models, the final model on disk, its WER."""
+"""End of a run: combination of the last models, the final model on disk, its WER."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from ngsgd.asr.bundle import INDEX
+from ngsgd.asr.bundle_files import INDEX
 from ngsgd.config import RunConfig
 from ngsgd.data.reader import EgsReader
 from ngsgd.models.growing import set_stage
@@ -31,14 +31,15 @@ from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
 
 def finish(folder: RunFolder, data: PreparedData, spec: SpeechTaskSpec, checkpoints: CheckpointStore, end: Checkpoint,
            services: Services) -> FinalReport:
-    """Combine the last models, write the final one, decode with it, and plot the learning curve."""
+    """Combine the last models, write and decode the final model, and plot the learning curve."""
     config, reader = spec.config, spec.frames()
     model, scratch = model_for(config, reader), model_for(config, reader)
     for one in (model, scratch):
         set_stage(one, stages_of(config, spec.shards()).at(end.progress.outer_iter))
     missing = checkpoints.missing_candidates(end.progress.outer_iter)
     if missing:
-        services.report(f"the models of outer iterations {', '.join(str(one + 1) for one in missing)} are missing in "
+        services.report("the models of outer iterations "
+                        f"{', '.join(str(one + 1) for one in missing)} are missing in "
                         f"{checkpoints.models}; the final model is combined from the others")
     checkpoints.layout.load(model, final_parameters(config, end, checkpoints, scratch, reader, services.report))
     save_final(folder, config, model, reader)
@@ -58,7 +59,7 @@ def finish(folder: RunFolder, data: PreparedData, spec: SpeechTaskSpec, checkpoi
 
 
 def wanted_for_combination(config: RunConfig, schedule: Schedule, stages: Stages) -> tuple[int, ...]:
-    """The outer iterations whose models a run must keep to its end: those of a model that was whole."""
+    """Outer iterations whose complete models a run must keep for the final combination."""
     ships_one = config.combination.kind == "none" or config.outer.ema_decay > 0
     found = () if ships_one else candidates(schedule, config.combination.max_models)
     return tuple(outer_iter for outer_iter in found if stages.at(outer_iter) == stages.at(schedule.num_outer_iters - 1))
@@ -66,7 +67,7 @@ def wanted_for_combination(config: RunConfig, schedule: Schedule, stages: Stages
 
 def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore, scratch: nn.Module, reader: EgsReader,
                      report: Callable[[str], None]) -> Vector:
-    """What is shipped: the moving average where there is one, else the combination of the last models."""
+    """Return the final parameters: the moving average if it exists, else the combination."""
     kept = store.kept()
     if "ema" in end.buffers or config.combination.kind == "none" or not kept:
         return end.buffers.get("ema", end.parameters)

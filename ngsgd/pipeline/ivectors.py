@@ -1,4 +1,7 @@
-"""The i-vectors of a run: the extractor trained or found, every set's i-vectors from the cache or made, both kept with the run."""
+"""i-vectors of a run: extractor and i-vectors of all sets, from the cache or computed.
+
+Both are stored with the run.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,20 @@ from ngsgd.config import RunConfig, with_removed
 from ngsgd.data.frames import Side
 from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
 
-# raise it when the same settings would give other i-vectors
+# increase it if the same settings would give other i-vectors
 RECIPE_VERSION = 1
 _SETS = ("train", "valid", "test")
 _INDEX = "index.json"
 _OF_TRAINING = ("dim", "num_gaussians", "context", "pca_dim", "ubm_frames", "max_utterances", "num_iters", "num_gselect",
                 "min_post", "posterior_scale", "train_utterances")
-# consecutive utterances that share the state of a speaker, as nnet3's recipes do; 0: all
+# consecutive utterances that share the state of a speaker, as in nnet3 recipes; 0: all
 _UTTERANCES = {"train": TRAIN_UTTERANCES, "valid": 0, "test": 0}
 
 Report = Callable[[str], None]
 
 
 def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Report, folder: RunFolder | None) -> Path:
-    """The file of the extractor: the run's own, that of the run it starts from, or one trained on the training set."""
+    """Return the extractor of the run or of its initial model, or train one on the training set."""
     if folder is not None and folder.ivectors.exists():
         return folder.ivectors
     if config.init_model and (given := folder_of_model(config.init_model) / "final" / RunFolder.IVECTORS).exists():
@@ -53,12 +56,12 @@ def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Re
 
 
 def _all_settings(config: RunConfig) -> dict[str, Any]:
-    """Those of earlier versions included, so that what they prepared is found."""
+    """Include settings of earlier versions, so that their prepared data are found."""
     return with_removed("ivectors", asdict(config.ivectors))
 
 
 def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root: Path, report: Report = print) -> Corpus:
-    """The corpus with an i-vector beside every frame; its digest tells which extractor made them."""
+    """Add an i-vector to every frame of the corpus; its digest identifies the extractor."""
     key = {"version": RECIPE_VERSION, "digest": corpus.digest, "extractor": extractor_file.digest(extractor),
            **with_removed("features", {}), "ivectors": _all_settings(config)}
     folder = cache_root / f"ivectors-{cache.short_hash(key)}"
@@ -93,7 +96,9 @@ def _is_there(folder: Path, corpus: Corpus, config: RunConfig, report: Report) -
 
 
 def _check(folder: Path, corpus: Corpus, config: RunConfig) -> None:
-    """Raises for files that do not match their digests or the corpus; folders of before have no index."""
+    """Raise for files that do not match their digests (missing in earlier versions) or the
+    corpus.
+    """
     if (folder / _INDEX).exists():
         digests = files.unsealed(files.read_json(folder / _INDEX))[0]["sha256"]
         for name in _SETS:

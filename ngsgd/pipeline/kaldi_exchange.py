@@ -1,4 +1,6 @@
-"""Exchange with Kaldi: models, features, alignments, the lexicon and examples of a run, and nnet3 models back."""
+"""Exchange with Kaldi: export of models, features, alignments, lexicon and examples; model
+import.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def export_model(run: Run, output: Path, *, trust: bool) -> list[Path]:
 
 
 def updates_of(model: nn.Module, config: RunConfig) -> dict[str, Updates]:
-    """The settings that a run's last jobs updated each layer with; the learning rate is the effective one, that of a single job."""
+    """Settings of the last jobs for each layer, with the effective learning rate."""
     optimizer = make_optimizer(model, config.optimizer, config.schedule.lr_final, 1.0)
     is_natural = isinstance(optimizer, NGSGD)
     if isinstance(optimizer, NGSGD):
@@ -60,13 +62,14 @@ def updates_of(model: nn.Module, config: RunConfig) -> dict[str, Updates]:
 
 
 def import_model(content: bytes, priors: bytes, output: Path) -> None:
-    """Write a final model from an nnet3 model and its priors; without priors all classes are equally likely."""
+    """Write a final model from an nnet3 model and its priors; the default is equal priors."""
     network = model_from_bytes(content)
     made = rebuild(network)
     prior_P = vector_from_bytes(priors).astype(np.float64) if priors else np.full(made.num_classes, 1.0 / made.num_classes)
     if len(prior_P) != made.num_classes or prior_P.min() <= 0.0:
-        raise DataError(f"The priors are {len(prior_P)} numbers from {prior_P.min():g} on, and the model has {made.num_classes} "
-                        "classes; give one number above 0 for each.")
+        raise DataError(f"The priors are {len(prior_P)} numbers with minimum {prior_P.min():g}, "
+                        f"but the model has {made.num_classes} classes; write one number above 0 "
+                        "for each class.")
     window = made.window
     about = {"model": asdict(made.config), "num_inputs": window.num_inputs,
              "num_classes": made.num_classes, **window._asdict(), "priors": prior_P.tolist(), "stage": None, "class_counts": [],
@@ -89,7 +92,10 @@ def export_data(run: Run, output: Path) -> list[Path]:
 
 
 def export_language(language: Language, sets: Mapping[str, SpeechSet], output: Path, *, of_graph: bool) -> list[Path]:
-    """The lexicon, and the alignment of all sets with the table of its pdfs, which is also put next to each set's alignment."""
+    """Write the lexicon, and the alignment of all sets with the table of its pdfs.
+
+    The table is also written next to the alignment of each set.
+    """
     topology = language.topology
     write_text(output / "lexicon.txt", "".join(f"{word} {' '.join(phones)}\n" for word, spoken in topology.lexicon.items()
                                                for phones in spoken))
@@ -103,7 +109,9 @@ def export_language(language: Language, sets: Mapping[str, SpeechSet], output: P
 
 
 def export_set(speech: SpeechSet, place: Path, *, ivector_period: int) -> None:
-    """feats.ark and .scp before normalisation and what normalises them, ali.ark, text, utt2spk, i-vectors where there are any."""
+    """Write features before normalization, their statistics, ali.ark, text, utt2spk and
+    i-vectors.
+    """
 
 
     place.mkdir(exist_ok=True)
@@ -122,10 +130,11 @@ def export_set(speech: SpeechSet, place: Path, *, ivector_period: int) -> None:
 
 
 def _export_cmvn(speech: SpeechSet, place: Path) -> None:
-    """cmvn.ark and .scp, by utterance or speaker.
+    """Write cmvn.ark and .scp, by utterance or speaker.
 
-    With causal means it is the statistics of all training speech for apply-cmvn-online, which takes means off alone, its spk2utt
-    in the order in which speakers talk, and the fixed scale as a matrix for transform-feats.
+    With online means these are the statistics of all training speech for apply-cmvn-online, which
+    only subtracts means. Also written are its spk2utt in the order of utterances, and the fixed
+    scale as a matrix for transform-feats.
     """
 
 
@@ -164,5 +173,5 @@ def _examples(reader: EgsReader, archive: int) -> Iterator[Nnet3Example]:
         width = info.left_context + num_frames + info.right_context
         yield Nnet3Example(f"{example.utt_id}-{archive}-{index}", example.features_WD[:width], info.left_context,
                            example.pdf_F[:num_frames], example.weight_F[:num_frames], info.num_classes,
-                           # an example has one there, and the frame in its middle is as good as any
+                           # an example has a single i-vector; that of its middle frame is used
                            None if example.side_FS is None else example.side_FS[num_frames // 2])

@@ -1,4 +1,4 @@
-"""Data of a run: alignment, features, i-vectors and archives of training examples, prepared or read from the cache."""
+"""Preparation of the data of a run: alignment, features, i-vectors and archives, with a cache."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class PreparedData:
 
 
 def check_data(config: RunConfig) -> None:
-    """Raise what is wrong with the settings of data and model, without reading data."""
+    """Check the settings of data and model without reading data."""
     limits.require_memory(config.model)
     corpora.check_source(config.data)
 
 
 def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder | None = None) -> PreparedData:
-    """Prepare the data of a run; the i-vector extractor is that of `folder` where the run has begun."""
+    """Prepare the data of a run; a started run uses the i-vector extractor in `folder`."""
     check_data(config)
     cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
     remove_abandoned(cache_root)
@@ -52,6 +52,7 @@ def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder 
                                          groups=corpus.train.speakers, silence_classes=corpus.language.topology.silence_pdfs,
                                          report=report)
     except OSError as error:
-        raise DataError(f"the prepared data could not be written under {cache_root} ({error.strerror or error}); make room, or "
-                        "choose another place with data.cache_dir=PATH.") from error
+        raise DataError(f"the prepared data could not be written under {cache_root} "
+                        f"({error.strerror or error}); free disk space, or choose another folder "
+                        "with data.cache_dir=PATH.") from error
     return PreparedData(corpus, egs_directory, cache_root, extractor)

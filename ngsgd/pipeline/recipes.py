@@ -1,4 +1,4 @@
-"""Recipes without Hydra: a configuration from conf/recipe/NAME.yaml and the caller's own settings."""
+"""Recipes without Hydra: a configuration from conf/recipe/NAME.yaml and additional settings."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from ngsgd.errors import ConfigError
 
 
 def recipe(name: str, **settings: Any) -> RunConfig:
-    """The configuration of a recipe with settings on top, as `ngsgd train recipe=NAME` composes it.
+    """Return the configuration of a recipe with settings on top, like `ngsgd train recipe=NAME`.
 
-    Workers are processes of this machine (cluster.kind=local), and nothing is tracked.
+    Workers are processes of this machine (cluster.kind=local), and tracking is off.
 
     Args:
         name: a file of conf/recipe, such as "yesno".
         **settings: values of the configuration; those of a section as a mapping.
 
+    Returns:
+        The complete configuration.
+
     Raises:
-        ConfigError: everything wrong with the settings, at once.
+        ConfigError: all problems of the settings at once.
 
     Example:
-        recipe("yesno", data={"source": "waves_yesno.tar.gz"}, seed=1)
+        >>> recipe("yesno", data={"source": "waves_yesno.tar.gz"}, seed=1).seed
+        1
     """
     import yaml
 
@@ -50,13 +54,13 @@ def recipe(name: str, **settings: Any) -> RunConfig:
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with texts instead of paths."""
+    """Convert paths in settings to strings."""
     return {name: _plain(value) if isinstance(value, Mapping) else str(value) if isinstance(value, Path) else value
             for name, value in settings.items()}
 
 
 def _resolved(written: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with its references to data.source resolved."""
+    """Resolve references of the recipe to data.source."""
     source = str(settings.get("data", {}).get("source", ""))
     for section in written.values():
         for name, value in section.items():
@@ -66,7 +70,7 @@ def _resolved(written: dict[str, Any], settings: Mapping[str, Any]) -> dict[str,
 
 
 def _with_jobs(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """One job per worker, unless the caller sets the number of jobs."""
+    """Set one job per worker, unless the number of jobs is given."""
     given, schedule, num_workers = settings.get("schedule", {}), config.schedule, config.cluster.num_workers
     return replace(config, schedule=replace(
         schedule,

@@ -1,5 +1,4 @@
-"""The composition root: `build_run` makes a run of a configuration, for every command, test and
-Python script.
+"""The composition root: `build_run` builds a run for every command, test and Python script.
 
     run = build_run(recipe("yesno", data={"source": "waves_yesno.tar.gz"}))
     run.train()              # outer iterations, final model, decoding
@@ -52,23 +51,25 @@ def build_run(config: RunConfig, services: Services | None = None, *,
               folder: RunFolder | None = None,
               fingerprint: FingerprintCheck | None = None, trust: bool = False,
               allow_other_bits: bool = False) -> BaseRun:
-    """Make a new run, or continue the one in `folder`.
+    """Build a new run, or continue the one in `folder`.
 
-    A new run prepares its data and builds its model before it makes a folder, so that an error
+    A new run prepares its data and builds its model before it creates a folder, so that an error
     leaves no folder behind.
 
     Args:
         config: complete configuration of the run.
-        services: trackers, worker pool and so on; by default the run is silent and stays on this
-            machine.
-        folder: folder of a run that has begun; None makes a new one under config.output_dir.
-        fingerprint: numeric fingerprint of the run that has begun; None takes it from its folder.
-        trust: import a module that only `folder` or the model to start from names.
-        allow_other_bits: accept workers whose results agree to rounding only.
+        services: trackers, worker pool and so on. Default: a silent run on this machine.
+        folder: folder of a run that has begun; None creates a new one under config.output_dir.
+        fingerprint: numeric fingerprint of the run that has begun; None reads it from its folder.
+        trust: import a module that only `folder` or the initial model names. Default: False.
+        allow_other_bits: accept workers whose results agree only up to rounding. Default: False.
+
+    Returns:
+        A `Run` for speech, or a `TaskRun` if task._target_ is set.
 
     Raises:
-        ConfigError: settings that cannot be carried out.
-        DataError: data that cannot be read or written.
+        ConfigError: the settings cannot be used.
+        DataError: data cannot be read or written.
     """
     services = services or Services()
     if folder is not None:
@@ -110,7 +111,14 @@ class Run(BaseRun):
         self._data = data
 
     def decode(self, *, trust: bool = False) -> DecodingResult:
-        """Decode valid and test with the final model."""
+        """Decode the validation and the test set with the final model.
+
+        Args:
+            trust: import the module that the run names. Default: False.
+
+        Returns:
+            Words, WER and the chosen decoding weights.
+        """
         with self.folder.locked("decode", self.services.warn):
             model, prior_P = load_final(self.folder, trust=trust)
             result = decode_and_score(self.folder, self.config, self.data.corpus, model, prior_P)
@@ -119,12 +127,15 @@ class Run(BaseRun):
 
     def evaluate(self, outer_iter: int | None = None, *,
                  trust: bool = False) -> dict[str, dict[str, float] | None]:
-        """Objective per frame and frame accuracy of valid and test.
+        """Compute objective per frame and frame accuracy of the validation and the test set.
 
         Args:
             outer_iter: evaluate the checkpoint after this outer iteration, counted from 1; None
                 evaluates the final model.
-            trust: import the module that the run names.
+            trust: import the module that the run names. Default: False.
+
+        Returns:
+            "valid" and "test" -> scores; None for a set without alignment.
         """
         if outer_iter is None:
             model, prior_P = load_final(self.folder, trust=trust)
@@ -146,8 +157,8 @@ class Run(BaseRun):
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Content of decode/wer.json: WER of valid and test, frame scores, the setting chosen on
-        valid.
+        """Content of decode/wer.json: WER and frame scores of valid and test, and decoding
+        weights.
         """
         found: dict[str, Any] = read_json(self.folder.decode / "wer.json")
         return found
@@ -191,9 +202,7 @@ def _prepared(config: RunConfig, services: Services, folder: RunFolder | None = 
 
 
 def _with_search_path(config: RunConfig) -> RunConfig:
-    """Find a custom module before any data is made, and record its folder for the other processes
-    of the run.
-    """
+    """Find a custom module before data are prepared, and record its folder for other processes."""
     if not config.model._target_:
         return config
     search_path = os.path.abspath(config.model.search_path or os.getcwd())
@@ -203,9 +212,7 @@ def _with_search_path(config: RunConfig) -> RunConfig:
 
 
 def require_model(config: RunConfig, reader: EgsReader, report: Report) -> None:
-    """Raise what is wrong with the model for these data; statistics that it needs are kept next to
-    the archives.
-    """
+    """Check the model for these data; its statistics are stored next to the archives."""
     if needs_statistics(config.model):
         report("statistics of the training examples, for the model")
     model_for(config, reader)

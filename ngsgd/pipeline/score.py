@@ -1,4 +1,4 @@
-"""Decoding and scoring: log likelihoods of the held-out sets, words, WER, objective and frame accuracy."""
+"""Decoding and scoring of the held-out sets: words, WER, objective and frame accuracy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ngsgd.training.records import SubsetScore
 
 def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model: nn.Module,
                      prior_P: npt.NDArray[np.float64]) -> DecodingResult:
-    """Decodes valid and test; scale and penalty are chosen on valid and used on test.  Leaves decode/ in the folder."""
+    """Decode valid and test with scale and penalty tuned on valid; write decode/ in the folder."""
     logliks = {name: log_likelihoods(speech, config.egs, model, prior_P) for name, speech in _held_out(corpus).items()}
     result = tune_and_decode(corpus.language, config.decode, valid=corpus.valid, valid_logliks=logliks["valid"], test=corpus.test,
                              test_logliks=logliks["test"])
@@ -52,7 +52,7 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
 
 def score_held_out(config: RunConfig, corpus: Corpus, model: nn.Module,
                    prior_P: npt.NDArray[np.float64]) -> dict[str, SubsetScore | None]:
-    """Objf per frame and accuracy of valid and test, all of them."""
+    """Compute objf per frame and accuracy of valid and test."""
     return {name: score_frames(speech, log_likelihoods(speech, config.egs, model, prior_P), prior_P)
             for name, speech in _held_out(corpus).items()}
 
@@ -62,7 +62,7 @@ def _held_out(corpus: Corpus) -> dict[str, SpeechSet]:
 
 
 def _oracle(result: DecodingResult) -> dict[str, object]:
-    """What Kaldi's RESULTS report: the setting is chosen on the test set itself, so it is no result of ours."""
+    """Oracle result, as in RESULTS of Kaldi: the weights are tuned on the test set itself."""
     if result.oracle is None:
         return {}
     setting, errors = result.oracle
@@ -71,7 +71,7 @@ def _oracle(result: DecodingResult) -> dict[str, object]:
 
 def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]],
                  prior_P: npt.NDArray[np.float64]) -> SubsetScore | None:
-    """Objf per frame and accuracy over the whole set; None where the states of its frames are not known."""
+    """Objf per frame and accuracy over the complete set; None without alignment."""
     if not speech.is_aligned:
         return None
     log_posterior_TP = np.concatenate(list(logliks)) + np.log(prior_P)
@@ -83,7 +83,7 @@ def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]],
 @torch.no_grad()
 def log_likelihoods(speech: SpeechSet, egs: EgsConfig, model: nn.Module,
                     prior_P: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float32]]:
-    """Per utterance, T x P: log posterior minus log prior, which is the log likelihood up to a constant per frame."""
+    """T x P per utterance: log posterior minus log prior, the log likelihood up to a constant."""
     log_prior_P = torch.from_numpy(np.log(prior_P)).float()
     return [(utterance_logits(model, torch.from_numpy(x_TD)).log_softmax(dim=1) - log_prior_P).numpy()
             for x_TD in spliced_utterances(speech.frames, egs.left_context, egs.right_context)]

@@ -1,7 +1,6 @@
-"""What sequence objectives need of a run: the model to start from, the denominator, archives of
-whole utterances.
+"""Inputs of sequence objectives: initial model, denominator, and archives of complete utterances.
 
-All of it is kept in the run folder or the cache, so that a run resumes though the one it started
+All of them are stored in the run folder or the cache, so a run resumes even if the run it started
 from is gone.
 """
 
@@ -34,17 +33,17 @@ Report = Callable[[str], None]
 
 
 def require_init_model(config: RunConfig) -> None:
-    """Raises unless the run to start from is there and has ended, where one is needed."""
+    """Raise if the required initial model does not exist or its run has not ended."""
     if config.objective.kind not in ("ce", "lfmmi") and not config.init_model:
-        raise ConfigError(f"objective.kind is {config.objective.kind}, which starts from a model "
-                          "trained with cross-entropy; name its run with init_model=RUN.")
+        raise ConfigError(f"objective.kind is {config.objective.kind}, which needs an initial "
+                          "model trained with cross-entropy; set init_model=RUN.")
     if config.init_model and not (folder_of_model(config.init_model) / "final" / "model.json").is_file():
         raise ConfigError(f"init_model is {config.init_model}, which has no final model yet; "
                           f"finish it with: ngsgd resume {config.init_model}")
 
 
 def keep_init_model(config: RunConfig, folder: RunFolder) -> None:
-    """Copies the model to start from into a new run's folder."""
+    """Copy the initial model to the folder of a new run."""
     if config.init_model:
         with new_directory(folder.init_model) as temporary:
             shutil.copytree(folder_of_model(config.init_model) / "final", temporary,
@@ -52,20 +51,20 @@ def keep_init_model(config: RunConfig, folder: RunFolder) -> None:
 
 
 def starting_parameters(config: RunConfig, folder: RunFolder, model: nn.Module) -> Vector:
-    """Those of the model that training starts from, or the model's own random ones."""
+    """Parameters of the initial model, or random ones."""
     layout = FlatLayout.of(model)
     if not config.init_model:
         return layout.flatten(model.state_dict())
     start, _ = open_final(folder.init_model, own=config.model)
     if FlatLayout.of(start) != layout or not _same_buffers(start, model):
         raise ConfigError(f"init_model is {config.init_model}, whose model has other layers or "
-                          "another input transform than this run's; train with the same recipe, "
+                          "another input transform than this run; train with the same recipe, "
                           "model=, features. and egs. settings.")
     return layout.flatten(start.state_dict())
 
 
 def _same_buffers(one: nn.Module, other: nn.Module) -> bool:
-    """What is no parameter, such as the input transform."""
+    """Compare buffers that are not parameters, such as the input transform."""
     return all(torch.equal(a, b) for (_, a),
                (_, b) in zip(one.named_buffers(), other.named_buffers(), strict=True)
                if a.is_floating_point() and not _is_statistic(a, one))
@@ -77,7 +76,7 @@ def _is_statistic(buffer: torch.Tensor, model: nn.Module) -> bool:
 
 def sequence_data(config: RunConfig, folder: RunFolder, corpus: Corpus, cache_root: Path,
                   report: Report) -> SequenceData | None:
-    """None for objectives of single frames."""
+    """Prepare the data of a sequence objective; None for objectives of single frames."""
     if config.objective.kind == "ce":
         return None
     if folder.denominator.exists():
@@ -109,19 +108,19 @@ def _kept_denominator(path: Path) -> Denominator:
         return Denominator.from_arrays(load_file(path))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); remove it and "
-                              f"{path.with_suffix('.sha256').name}, and the resumed run "
-                              "makes it again from its data.") from error
+                              f"{path.with_suffix('.sha256').name}, then resume to create it again "
+                              "from the data.") from error
 
 
 def report_skipped(spec: SpeechTaskSpec, report: Report) -> None:
-    """Says how many training sequences cannot be used, if any."""
+    """Report how many training sequences cannot be used, if any."""
     shards = spec.shards()
     if isinstance(shards, SequenceReader) and shards.index.num_left_out:
         total = sum(shards.index.num_sequences) + shards.index.num_left_out
-        report(f"{shards.index.num_left_out} of {total} training sequences are left out, as their "
-               "labels have no path through the denominator graph")
+        report(f"{shards.index.num_left_out} of {total} training sequences are skipped, because "
+               "their labels have no path through the denominator graph")
 
 
 def uniform_priors(num_pdfs: int) -> npt.NDArray[np.float64]:
-    """Of a model whose outputs are scores already."""
+    """Priors of a model whose outputs are scores."""
     return np.full(num_pdfs, 1.0 / num_pdfs)

@@ -32,15 +32,15 @@ class PoolRequest:
     num_parameters: int
     # for the output of worker processes
     log_directory: Path
-    # the numeric fingerprint that every worker must have
+    # numeric fingerprint required of every worker
     agreement: Agreement
     should_stop: Callable[[], bool]
-    # takes lines of progress
+    # receives progress lines
     report: Report
 
 
 def local_pool(request: PoolRequest) -> WorkerPool:
-    """Workers on this machine, in this process (cluster.kind=in_process) or one process each (local)."""
+    """Workers in this process (cluster.kind=in_process) or in local processes (local)."""
     spec, cluster = request.spec, request.spec.settings.cluster
     if cluster.kind == "in_process":
         return InProcessPool(spec, cluster.num_workers, request.num_threads, request.should_stop, request.agreement)
@@ -49,7 +49,8 @@ def local_pool(request: PoolRequest) -> WorkerPool:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         return ProcessPool(spec, cluster.num_workers, request.num_threads, request.num_parameters,
                            log_directory=request.log_directory, agreement=request.agreement)
-    raise ConfigError(f"cluster.kind is {cluster.kind}, which needs the command line; from Python, choose local or in_process.")
+    raise ConfigError(f"cluster.kind is {cluster.kind}, which needs the command line; from Python, "
+                      "choose local or in_process.")
 
 
 def _silent(_line: str) -> None:
@@ -70,19 +71,20 @@ def _no_plot(_events: Path, _picture: Path) -> None:
 
 @dataclass(frozen=True)
 class Services:
-    """What is injected into a run; with the defaults a run is silent and stays on this machine."""
+    """Injected parts of a run; with the defaults a run is silent and stays on this machine."""
 
-    # progress of the preparation, line by line
+    # receives progress of the preparation, line by line
     report: Report = _silent
     warn: Report = _silent
-    # called when the settings are checked and data are about to be prepared: workers may get ready meanwhile
+    # called after the settings are checked and before data are prepared: workers may start
+    # meanwhile
     begin: Callable[[RunConfig], None] = _no_start
     make_pool: Callable[[PoolRequest], WorkerPool] = local_pool
-    # gets the numbers of jobs of all outer iterations
+    # receives the numbers of jobs of all outer iterations
     make_trackers: Callable[[RunConfig, RunFolder, Sequence[int]], Sequence[Tracker]] = _no_trackers
     stop: StopSignal = field(default_factory=NeverStop)
     # active while outer iterations run; Ctrl-C raises KeyboardInterrupt outside of it
     catch_signals: Callable[[], AbstractContextManager[None]] = nullcontext
-    # from events.jsonl to the learning curve
+    # plots the learning curve from events.jsonl
     plot: Callable[[Path, Path], None] = _no_plot
     clock: Callable[[], float] = time.monotonic

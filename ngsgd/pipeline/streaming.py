@@ -1,6 +1,4 @@
-"""Streaming decoding: the test set frame by frame, compared with the decoding of complete
-utterances.
-"""
+"""Streaming decoding of the test set, compared with decoding of complete utterances."""
 
 from __future__ import annotations
 
@@ -31,37 +29,37 @@ from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.score import log_likelihoods
 
 FRAME_S = 0.01
-# half a frame's window: audio after its centre that a frame waits for
+# half of the window of a frame: audio after its center that it needs
 WINDOW_S = 0.0125
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """The test set, streamed on one thread."""
+    """Result of streaming the test set on one thread."""
 
     wer: str
     num_utterances: int
-    # utterances with the words that decoding them whole gives
+    # utterances with the same words as in offline decoding
     num_same: int
-    # seconds of computing, features apart, per second of speech; with causal means and i-vectors
+    # computing seconds per second of speech, excluding features; including online means and
+    # i-vectors
     real_time_factor: float
-    # from a frame to the search having passed it, at most: what is waited for
+    # maximum waiting time from a frame to its search
     latency_ms: float
-    # and beside it what the slowest of a hundred chunks takes
+    # additional computing time, 99 % quantile over chunks
     compute_ms: float
-    # that computing was for
+    # stages included in the computing time
     what: str
 
     def __str__(self) -> str:
-        return (f"streaming  {self.wer}\n"
-                f"the same words as whole utterances: {self.num_same} of {self.num_utterances}\n"
-                f"real-time factor {self.real_time_factor:.3f} on one thread ({self.what}, "
-                f"features apart)\nlatency at most {self.latency_ms:.0f} ms of waiting and "
-                f"{self.compute_ms:.1f} ms of computing (99 % of chunks)")
+        return (f"streaming  {self.wer}\nsame words as offline decoding: {self.num_same} of "
+                f"{self.num_utterances}\nreal-time factor {self.real_time_factor:.3f} on one "
+                f"thread ({self.what}, excluding features)\nlatency at most {self.latency_ms:.0f} "
+                f"ms of waiting and {self.compute_ms:.1f} ms of computing (99 % of chunks)")
 
 
 def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
-    """Decode the test set both ways with the setting chosen on valid, and write
+    """Decode the test set both ways with the weights tuned on valid; write
     decode/streaming.json.
     """
     config, folder = run.config, run.folder
@@ -69,11 +67,10 @@ def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
         setting = read_json(folder.decode / "wer.json")
         if not isinstance(setting, dict) or not setting.keys() >= {"word_penalty",
                                                                    "acoustic_scale"}:
-            raise ValueError("wer.json has no setting")
+            raise ValueError("wer.json has no decoding weights")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder.path} has not been decoded yet ({error}); finish it with: "
-                              "ngsgd resume "
-                              f"{folder.path}") from error
+                              f"ngsgd resume {folder.path}") from error
     model, prior_P = load_final(folder, trust=trust)
     corpus = run.data.corpus
     torch.set_num_threads(1)
@@ -107,18 +104,18 @@ def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
 
 @dataclass(frozen=True)
 class _Front:
-    """An utterance's frames as they come, and what is made of them on the way to the network."""
+    """The frames of an utterance in order, and their processing before the network."""
 
     raw_TD: npt.NDArray[np.float32]
-    # where features were normalised beforehand
+    # if features were normalized beforehand
     normal_TD: npt.NDArray[np.float32] | None
-    # else: taken away on the way
+    # otherwise the mean is subtracted online
     mean: OnlineMean | None
     deviation_D: npt.NDArray[np.float64] | None
     ivectors: IvectorStream | None
 
     def frame(self, t: int) -> npt.NDArray[np.float32]:
-        """1 x D: the frame as the network takes it."""
+        """1 x D: the frame as input of the network."""
         raw_1D = self.raw_TD[t:t + 1]
         if self.ivectors is not None:
             self.ivectors.accept(raw_1D)
@@ -130,7 +127,7 @@ class _Front:
 
 
 def _fronts(config: RunConfig, folder: RunFolder, speech: SpeechSet) -> Iterator[_Front]:
-    """Of every utterance in turn; what is known of a speaker goes from one to the next."""
+    """Yield every utterance; the state of a speaker is passed to the next utterance."""
     extractor = read(folder.ivectors, config.ivectors) if config.ivectors.dim else None
     means: SpeakerMemory[CmnState] = SpeakerMemory(0)
     known: SpeakerMemory[SpeakerState] = SpeakerMemory(0)
@@ -151,7 +148,7 @@ def _fronts(config: RunConfig, folder: RunFolder, speech: SpeechSet) -> Iterator
 
 
 def _streamed(decoder: StreamingDecoder, front: _Front) -> tuple[tuple[str, ...], list[float]]:
-    """(words, seconds of each call), the frames coming one by one."""
+    """Return (words, seconds of each call) for frame-by-frame input."""
     seconds: list[float] = []
     for t in range(len(front.raw_TD)):
         began, before = time.perf_counter(), decoder.num_decoded

@@ -1,4 +1,4 @@
-"""Runs of a task of the user's own: any model, data and loss, with the engine's fault tolerance."""
+"""Runs of custom tasks: any model, data and loss, with the same fault tolerance."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ TaskOrFunction = Task | Callable[[], Task]
 
 def new_task_run(config: RunConfig, services: Services, given: TaskOrFunction | None = None, *,
                  allow_other_bits: bool = False) -> TaskRun:
-    """Check the task, and make the folder of a run.
+    """Check the task, and create the folder of a run.
 
     Args:
         config: complete configuration; `task._target_` names the task.
         services: trackers, worker pool and so on.
-        given: a task, or a function that makes one, from a Python program.
-        allow_other_bits: accept workers whose results agree to rounding only.
+        given: a task, or a function that returns one, from a Python program.
+        allow_other_bits: accept workers whose results agree only up to rounding.
+
+    Returns:
+        The run.
 
     Raises:
         ConfigError: the task or the settings cannot be used.
@@ -53,7 +56,8 @@ def new_task_run(config: RunConfig, services: Services, given: TaskOrFunction | 
     if given is None:
         config = with_module(config)
     if config.combination.kind == "generalized":
-        raise ConfigError("combination.kind is generalized, which needs a speech model; choose none or mean.")
+        raise ConfigError("combination.kind is generalized, which needs a speech model; choose "
+                          "none or mean.")
     spec = task_spec(config, given)
     _check(spec, config)
     folder = RunFolder.create(config, to_yaml(config))
@@ -65,20 +69,20 @@ def new_task_run(config: RunConfig, services: Services, given: TaskOrFunction | 
 
 
 def with_module(config: RunConfig) -> RunConfig:
-    """The configuration with the folder of the module that a command line names, which may be imported from now on."""
+    """Add the folder of the module on the command line, and allow its import."""
     config = replace(config, task=replace(config.task, search_path=os.path.abspath(config.task.search_path or os.getcwd())))
     permission.allow(config.task)
     return config
 
 
 def task_spec(config: RunConfig, given: TaskOrFunction | None) -> TaskSpec:
-    """Describe the task to the workers; raises ConfigError for a task of Python that was not given again."""
+    """Describe the task to the workers; raise ConfigError if a Python task was not given again."""
     settings = EngineSettings.of(config)
     if given is None:
         if config.task._target_.startswith(FROM_PYTHON):
             name = config.task._target_.removeprefix(FROM_PYTHON)
-            raise ConfigError(f"the task of this run, {name}, came from a Python program; continue the run there, with "
-                              "ngsgd.train(task, resume=RUN).")
+            raise ConfigError(f"the task of this run, {name}, came from a Python program; continue "
+                              "the run there, with ngsgd.train(task, resume=RUN).")
         return ImportedTask(settings, config.task)
     spec = GivenTask(settings, given)
     if config.cluster.kind != "in_process":
@@ -87,7 +91,7 @@ def task_spec(config: RunConfig, given: TaskOrFunction | None) -> TaskSpec:
 
 
 class TaskRun(BaseRun):
-    """A run of a task of the user's own."""
+    """A run of a custom task."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, services: Services | None = None,
                  fingerprint: FingerprintCheck | None = None, *, given: TaskOrFunction | None = None,
@@ -104,10 +108,12 @@ class TaskRun(BaseRun):
         try:
             model.load_state_dict(load_file(path / "model.safetensors"))
         except OSError as error:
-            raise CheckpointError(f"{self.folder.path} has no final model that can be read ({error}); finish it with "
-                                  f"ngsgd resume {self.folder.path}.") from error
+            raise CheckpointError(f"{self.folder.path} has no readable final model ({error}); "
+                                  f"finish it with ngsgd resume {self.folder.path}.") from error
         except (SafetensorError, RuntimeError) as error:
-            raise CheckpointError(f"the final model in {path} does not fit the task ({imports.first_line(error)}).") from error
+            raise CheckpointError(f"the final model in {path} does not match the task "
+                                  f"({imports.first_line(error)}); use the task of the "
+                                  "run.") from error
         return model.eval()
 
     @property
@@ -117,7 +123,7 @@ class TaskRun(BaseRun):
         return found
 
     def evaluate(self) -> dict[str, float]:
-        """Score the final model on the task's held-out examples."""
+        """Score the final model on the held-out examples of the task."""
         with torch.no_grad():
             return metrics_of(self._task().evaluate(self.model))
 
@@ -151,7 +157,7 @@ class TaskRun(BaseRun):
                            {label: str(path) for label, path in files.items() if path.exists()}, metrics)
 
     def _final_parameters(self, training: Training, end: Checkpoint, model: nn.Module, layout: FlatLayout) -> Vector:
-        """The moving average where there is one, else the mean of the last models that is best on held-out examples."""
+        """Return the moving average if it exists, else the best mean of the last models."""
         store, kept = training.checkpoints, training.checkpoints.kept()
         if "ema" in end.buffers or self.config.combination.kind == "none" or not kept:
             return end.buffers.get("ema", end.parameters)
@@ -169,7 +175,7 @@ class TaskRun(BaseRun):
 
 
 def metrics_of(scores: Evaluation) -> dict[str, float]:
-    """The scores of a model by name; losses are means over the examples."""
+    """Scores of a model by name; losses are means over the examples."""
     return {"train/loss": -scores.train.objf, "valid/loss": -scores.valid.objf, **scores.figures}
 
 
@@ -180,12 +186,13 @@ def _check(spec: TaskSpec, config: RunConfig) -> None:
     shard = task.shards().schedule(config.schedule).shard(0)
     batch = next(iter(task.batches(shard, config.schedule.minibatch_size, seed=(config.seed, 0, 0), first=0, stop=1)), None)
     if batch is None:
-        raise ConfigError("the first shard of the task has no minibatch.")
+        raise ConfigError("the first shard of the task has no minibatch; add examples.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         loss = task.loss(model.train(), batch.data).total
     if not loss.requires_grad:
-        raise ConfigError("the task's loss does not depend on the model's parameters.")
+        raise ConfigError("the loss of the task does not depend on the parameters of the model; "
+                          "correct the loss function.")
     if not bool(torch.isfinite(loss)):
         raise ConfigError(f"the loss of the first minibatch is {float(loss)}; check the data and the initial model.")
     task.prepare_evaluation(model.eval())

@@ -34,7 +34,7 @@ def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start:
         start: the checkpoint to continue from.
         ledger: path of the write-ahead record of shards.
         tracker: receives the records of outer iterations.
-        stop: request to stop after the current outer iteration, or at once.
+        stop: request to stop after the current outer iteration, or immediately.
         clock: seconds; simulated time in a simulation.
         on_start: called when the workers are ready.
         catch_signals: context that is active while outer iterations run.

@@ -1,4 +1,4 @@
-"""Recordings to words: finds the files, and recognizes them in this process or in several."""
+"""Transcription of recordings in this process or in several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ngsgd.pipeline.runs.recognizer import open_bundle
 
 @dataclass(frozen=True)
 class Outcome:
-    """A recording's transcript, or the message of its failure."""
+    """The transcript of a recording, or the message of its failure."""
 
     audio: Path
     transcript: Transcript | None
@@ -30,17 +30,18 @@ class Outcome:
 
 
 def open_recognizer(model: str, *, trust: bool = False) -> Recognizer:
-    """The recognizer of a bundle, a run folder, or a run by its name under runs/.
+    """Open the recognizer of a bundle, a run folder, or a run by its name under runs/.
 
-    A custom network is imported where this user began the run, or with `trust` (see
+    A custom network is imported if this user began the run, or with `trust` (see
     docs/own-model.md).
     """
     return Recognizer(open_bundle(model, trust=trust))
 
 
 def find_audio(names: Sequence[str]) -> list[Path]:
-    """The files that names, folders and patterns stand for; a folder means all audio files below
-    it, in order of their names.
+    """Resolve names, folders and patterns to files.
+
+    A folder is searched recursively for audio files, in order of their names.
     """
     found: list[Path] = []
     for name in names:
@@ -51,8 +52,8 @@ def find_audio(names: Sequence[str]) -> list[Path]:
             )
             if not inside:
                 raise DataError(
-                    f"{path} holds no audio file ({' '.join(SUFFIXES)}); give another folder, or "
-                    f"the files themselves."
+                    f"{path} contains no audio file ({' '.join(SUFFIXES)}); choose another folder, "
+                    "or name the files."
                 )
             found += inside
         elif not path.exists() and glob.has_magic(name):
@@ -75,7 +76,7 @@ def transcribe_all(
     num_processes: int = 1,
     trust: bool = False,
 ) -> Iterator[Outcome]:
-    """Recognize recordings, in their order; one that fails has a message instead of a transcript.
+    """Recognize recordings, in order; a failed one has a message instead of a transcript.
 
     Args:
         recognizer: the model.
@@ -101,8 +102,7 @@ def transcribe_all(
     except BrokenProcessPool as error:
         raise DataError(
             "a process that recognized recordings died, from lack of memory or on a damaged file; "
-            "find the file with "
-            "--processes 1."
+            "find the file with --processes 1."
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Preconditioners that a worker applies to its gradients."""
+"""Preconditioners of gradients for any optimizer."""
 
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.gradient_maker import DummyObject, GradientMaker
@@ -12,7 +12,7 @@ from ngsgd.preconditioners.methods.seng_smw import SENG, SMWNG
 from ngsgd.preconditioners.methods.shampoo import SOAP, Shampoo
 from ngsgd.preconditioners.methods.torch_optimizers import Adam, AdamW, Muon
 
-# by the name that `optimizer=` takes
+# The key is the value of `optimizer=`.
 METHODS: dict[str, type[Preconditioner]] = {
     "kfac": KFAC,
     "skfac": SKFAC,

@@ -1,13 +1,14 @@
-"""The protocol of all preconditioners: what turns the gradient g into P g between `backward()` and a step of any optimiser.
+"""Interface of all preconditioners, which replace the gradient g by P g before an optimizer step.
 
     preconditioner = KFAC(model, damping=1e-3)
     loss = preconditioner.evaluate(lambda: loss_fn(model(x), y))    # forward and backward pass
     preconditioner.step()                                           # p.grad <- P p.grad
     optimizer.step()
 
-A method is two or three functions of one layer: `measure` (rows or gradients to statistics that can be averaged), `invert`
-(statistics to what is applied), `direction`.  A method without statistics of layers, such as Adam, overrides
-`update_curvature` and `apply` instead.  The rest is here: intervals, moving averages with bias correction, limits, state.
+A method consists of two or three functions for one layer. `measure` maps rows or gradients to
+statistics that can be averaged, `invert` maps statistics to the inverse, and `direction` applies
+it. A method without layer statistics, such as Adam, overrides `update_curvature` and `apply`
+instead. This class implements intervals, moving averages with bias correction, limits, and state.
 
 Letters: O outputs, I inputs (with the 1 of the bias).
 """
@@ -36,38 +37,56 @@ from ngsgd.preconditioners.fisher_recorder import FisherRecorder, FisherSample, 
 from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options
 from ngsgd.preconditioners.states import OWN, State, kept, mean_state, own
 
-# share of the parameters whose plain gradient is worth a warning
+# Fraction of parameters with plain gradient that triggers a warning.
 _MUCH = 0.3
 
 
 class Preconditioner:
-    """What the methods share; see each method for its formula.
+    """Base class of the preconditioners; each method documents its formula.
 
-    Layers whose curvature is not known to a method that looks at rows (normalisations, embeddings, grouped convolutions) get
-    the diagonal of their Fisher matrix: g / (F + damping).  Parameters of skipped layers keep their gradient.
+    Methods that need rows cannot treat normalizations, embeddings and grouped convolutions. These
+    layers get the diagonal of their Fisher matrix: g / (F + damping). Parameters of skipped layers
+    keep their gradient.
 
     Args:
         model: the module whose parameters' `.grad` are preconditioned.
-        options: those of the method's `Options`.
+        damping: added to the curvature of the mean loss per row; above 0, typically 1e-4 to 1.
+            Default 1e-2.
+        curvature_interval: steps between curvature updates: a number, ((from step, number), ..) or
+            a function of the step. Default 1.
+        inverse_interval: steps between inverses (roots, bases), as above. Default 1.
+        ema_decay: decay of the moving average of the curvature, in [0, 1); 0 uses the last
+            minibatch only. Default 0.95.
+        kl_clip: limit on lr^2 <P g, g>, for which `step` needs lr; 0 = none (default). kfac-pytorch
+            uses 1e-3.
+        max_grad_norm: limit on the L2 norm of the preconditioned gradient; 0 = none (default).
+        graft: "gradient" scales the direction of each layer to the norm of its plain gradient;
+            default "none".
+        skip: modules (by name, pattern or class) and parameters (by name or pattern) that keep
+            their gradient.
+        layer_options: damping and ema_decay of single layers by name or pattern, such as
+            {"output*": {"damping": 0.1}}; later entries win.
+        averaging: curvature after parameter averaging: "reset" (default), "keep" or "average".
+        seed: seed of random samples. Default 0.
 
     Raises:
-        ConfigError: an option is unknown or out of range.
+        ConfigError: an option is unknown or out of range, or parameters are sharded.
     """
 
     Options: ClassVar[type[Options]] = Options
-    # the statistics of several workers have a mean that means something
+    # The mean of the statistics of several workers is meaningful.
     has_mean: ClassVar[bool] = True
-    # weight and bias of an affine layer are one block
+    # Weight and bias of an affine layer form one block.
     joins_bias: ClassVar[bool] = True
-    # has statistics with a mean over ranks, and inverses layer by layer
+    # Statistics have a mean over ranks, and layers can be inverted separately.
     splits_work: ClassVar[bool] = False
-    # is the same on all ranks that average their gradients, without exchanging anything
+    # Ranks that average their gradients agree without another exchange.
     agrees_over_ranks: ClassVar[bool] = False
-    # inverts one layer after the other, from the statistics alone
+    # Inverts layers one by one, from the statistics only.
     passes_on: ClassVar[bool] = False
-    # looks at the curvature need no gradient multiplied out
+    # Curvature updates do not need the gradient itself.
     looks_at_held: ClassVar[bool] = False
-    # the direction comes from the curvature of the steps before
+    # The direction uses the curvature of earlier steps.
     applies_first: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
@@ -76,31 +95,31 @@ class Preconditioner:
         if self.options.averaging == "average":
             self._require_mean()
         self.num_steps = 0
-        # looks at the curvature that were left out because they were not finite
+        # curvature updates skipped because of non-finite values
         self.num_skipped = 0
         self._last: dict[str, int | None] = {"curvature": None, "inverse": None}
         # by weight: sums of the moving averages
         self.statistics: dict[str, State] = {}
-        # their weights, for the bias correction
+        # their total weights, for the bias correction
         self.weights: dict[str, float] = {}
-        self.inverses: dict[str, State] = {}     # what is applied
-        # of this step's passes
+        self.inverses: dict[str, State] = {}     # inverses to apply
+        # of the passes of this step
         self._watched: FisherRecorder | None = None
         self._signal: FisherSample | None = None
         self._holding: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._ranks: ProcessGroupComm | None = None
-        # what a method is given (a gradient, statistics) may be written over
+        # Whether a method may overwrite its arguments (a gradient, statistics).
         self._overwrites = False
-        # by weight: this step's gradients that are not multiplied out
+        # by weight: factored gradients of this step
         self._held: dict[str, FactoredGrad] = {}
         self._skipped = skipped_parameters(model, self.options.skip)
         self._bias_of = _biases(model, self._skipped) if type(self).joins_bias else {}
-        # weights of inputs x outputs
+        # weights of shape inputs x outputs
         self._transposed = {f"{name}.weight".lstrip(".") for name, module in model.named_modules()
                             if has_transposed_weight(module)}
         device = next(model.parameters()).device
         self.generator = torch.Generator(device).manual_seed(self.options.seed)
-        # DistributedDataParallel averages the gradients
+        # Set if DistributedDataParallel averages the gradients.
         self._is_replicated = False
         refuse_sharded(model, type(self).__name__)
         for module in model.modules():
@@ -108,21 +127,27 @@ class Preconditioner:
                 self._replicate(module.process_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy or a pickle: all but the current minibatch, whose graph cannot be copied."""
+        """Return the state of a copy or pickle, without the current minibatch, whose graph cannot
+        be copied.
+        """
         return {**vars(self), "_watched": None, "_signal": None, "_holding": contextlib.nullcontext(), "_held": {}}
 
     # one step
 
     def evaluate(self, closure: Callable[[], Tensor], *, num_rows: int | None = None) -> Tensor:
-        """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`.
+        """Run the forward and backward pass of a minibatch; gradients are added to `.grad`.
 
-        Methods that look at a minibatch again after the optimiser's step keep the closure till then and call it once more: for the
-        same parameters it must return the same loss.  Autocast belongs inside of it.
+        Methods that evaluate a minibatch again after the optimizer step keep the closure and call
+        it once more. It must then return the same loss for the same parameters. Use autocast inside
+        the closure.
 
         Args:
             closure: runs the model and returns the loss.
-            num_rows: how many rows (frames, samples) the loss is a mean over, for losses that are
-                not recognized; see `watch`.
+            num_rows: number of rows (frames, samples) that the loss is a mean over, for
+                unrecognized losses; see `watch`.
+
+        Returns:
+            The loss.
         """
         with self.watch(num_rows), torch.enable_grad():
             with self._holding:
@@ -132,10 +157,11 @@ class Preconditioner:
 
     def evaluate_and_step(self, closure: Callable[[], Tensor], lr: float | None = None, *,
                           num_rows: int | None = None) -> Tensor:
-        """`evaluate` and `step` in one, for loops that do nothing to gradients in between: quicker, with the same result.
+        """Run `evaluate` and `step` together, with the same result in less time.
 
-        Rows of layers that are wider than the minibatch are preconditioned before they become a gradient, which is then made once;
-        not under DistributedDataParallel, which averages gradients.
+        Use it in loops that do not change gradients in between. For layers wider than the
+        minibatch, rows are preconditioned first, and the gradient is formed once. This does not
+        apply under DistributedDataParallel, which averages gradients.
         """
         if self._may_hold():
             self._holding = RowGradients(self.model, _biases(self.model, self._skipped),
@@ -150,12 +176,16 @@ class Preconditioner:
         return loss
 
     def _may_hold(self) -> bool:
-        """Methods that look at gradients need them multiplied out, as do ranks that average them; kl_clip needs P g beside g."""
+        """Return whether gradients can stay factored.
+
+        Methods that read gradients need the product, as do ranks that average them; kl_clip needs P
+        g and g.
+        """
         return not self.options.kl_clip and self._ranks is None and not self._is_replicated \
             and (type(self).looks_at_held or not self.is_due("curvature"))
 
     def _is_held(self, name: str, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
-        # the first forward pass may have found replicas
+        # The first forward pass may have detected replicas.
         if self._is_replicated:
             return False
         return any(is_cheaper_by_rows(num_rows, num_outputs, num_inputs)) \
@@ -163,13 +193,14 @@ class Preconditioner:
 
     @contextlib.contextmanager
     def watch(self, num_rows: int | None = None) -> Iterator[None]:
-        """Record the forward and backward passes inside, where a curvature update is due.
+        """Record the forward and backward passes inside the context if a curvature update is due.
 
-        With `num_rows` and `fisher="empirical"` the loss may be any function of the model's output.
-        It counts as a mean over so many rows (frames, samples), and several passes before a step as
-        one mean over the sum of their `num_rows`.  Divide a sum by its rows; do not scale the loss.
+        With `num_rows` and `fisher="empirical"` the loss may be any function of the model output.
+        It counts as a mean over this number of rows (frames, samples). Several passes before a step
+        count as one mean over the sum of their `num_rows`. Divide a sum by its rows; do not scale
+        the loss.
         """
-        # made before the model was sharded
+        # Created before the model was sharded.
         if self._last["curvature"] is None:
             refuse_sharded(self.model, type(self).__name__)
         noticed = None if self._is_replicated else self.model.register_forward_pre_hook(self._notice_replicas)
@@ -181,20 +212,24 @@ class Preconditioner:
                 noticed.remove()
 
     def _notice_replicas(self, *_: Any) -> None:
-        """In a forward pass: whether DistributedDataParallel runs it."""
+        """Detect in a forward pass whether DistributedDataParallel runs it."""
         around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
         if around is not None and not self._is_replicated:
             self._replicate(around.process_group)
 
     def _replicate(self, group: Any) -> None:
-        """Splits the work over the ranks of a data-parallel loop, whose replicas would drift apart else."""
+        """Split the work over the ranks of a data-parallel loop.
+
+        Otherwise replicas would diverge.
+        """
         method = type(self)
         if method.splits_work and self._ranks is None:
             self.split_work(group)
         elif not method.splits_work and not method.agrees_over_ranks:
-            raise ConfigError(f"{method.__name__} does not work under DistributedDataParallel: each rank would use the curvature "
-                              "of its own rows, and the replicas would drift apart; choose KFAC, DiagonalNG, UnitWiseNG, "
-                              "LayerWiseNG, Shampoo or SOAP, which average it over the ranks.")
+            raise ConfigError(f"{method.__name__} does not support DistributedDataParallel: each "
+                              "rank would use the curvature of its own rows, and the replicas "
+                              "would diverge. Choose KFAC, DiagonalNG, UnitWiseNG, LayerWiseNG, "
+                              "Shampoo or SOAP, which average it over the ranks.")
         self._is_replicated = True
 
     @contextlib.contextmanager
@@ -205,23 +240,27 @@ class Preconditioner:
         self._watched = self._watched or FisherRecorder(
             self.model, fisher=self.options.fisher, num_draws=self.options.num_draws,
             generator=self.generator, skipped=self._skipped)
-        # several before a step see one minibatch
+        # Several passes before a step belong to one minibatch.
         self._watched.give_rows(num_rows)
         with self._watched:
             yield
         self._signal = self._watched.signal()
 
     def backward(self, loss: Tensor) -> None:
-        """The gradient of the loss; methods that need second derivatives of it take them here."""
+        """Run the backward pass of the loss; some methods also take second derivatives here."""
         loss.backward()
 
     def is_due(self, what: str) -> bool:
-        """Whether this step looks at the "curvature", or renews the "inverse"."""
+        """Return whether this step updates the "curvature" or the "inverse"."""
         return is_due(getattr(self.options, f"{what}_interval"), self.num_steps, self._last[what])
 
     @torch.no_grad()
     def step(self, lr: float | None = None) -> None:
-        """Replaces `.grad` of every parameter by the preconditioned one; `lr` is needed for kl_clip alone."""
+        """Replace `.grad` of every parameter by the preconditioned gradient.
+
+        Args:
+            lr: learning rate of the optimizer; only kl_clip needs it.
+        """
         with without_autocast(self.generator.device.type):
             self._step(lr)
 
@@ -242,8 +281,8 @@ class Preconditioner:
         self._signal = self._watched = None
         for name in [name for name in held if not self.can_hold(name, self.inverses.get(name, {}))]:
             grads |= self.named(name, held.pop(name).product())
-        # nobody asks for the gradient again, so it may be written over: a new one is a pass over
-        # memory more
+        # The plain gradient is not used again, so it may be overwritten; a new tensor costs another
+        # pass over memory.
         self._overwrites = self.options.graft == "none" and not self.options.kl_clip
         try:
             directions = self.apply_all(grads, held) if directions is None else directions
@@ -256,7 +295,10 @@ class Preconditioner:
         self.num_steps += 1
 
     def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, FactoredGrad]:
-        """Held gradients that are all that their layer has; the others are multiplied out and added to what is there."""
+        """Return factored gradients that are complete.
+
+        Multiply out the others and add them to `.grad`.
+        """
         held, self._held = self._held, {}
         for name, rows in list(held.items()):
             block = self._block(name)
@@ -269,30 +311,31 @@ class Preconditioner:
         return held
 
     def _block(self, name: str) -> list[str]:
-        """The parameters that are one with it."""
+        """Return the parameters of the block of a weight."""
         bias = self._bias_of.get(name)
         return [name] if bias is None else [name, bias]
 
     def apply_all(self, grads: Mapping[str, Tensor], held: dict[str, FactoredGrad]) -> dict[str,
                                                                                             Tensor]:
-        """`apply`, and P g of the gradients that are held as rows."""
+        """Apply P to gradients, and to gradients that are held in factored form."""
         found = self.apply(grads)
         for name in list(held):
-            # layer by layer their memory becomes that of P g
+            # Layer by layer, so that their memory can be reused for P g.
             rows = held.pop(name) if self._overwrites else held[name]
             found |= self.named(name, self.direction_of_rows(name, self.inverses[name], rows))
         return found
 
     def named(self, name: str, parts: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:
-        """(of the weight, of the bias) by parameter name."""
+        """Return (weight part, bias part) by parameter name."""
         return {each: part for each, part in zip(self._block(name), parts, strict=False) if part is not None}
 
     def _look(self, grads: Mapping[str, Tensor]) -> bool:
         if isinstance(self.options, FisherOptions):
             if self._signal is None:
                 if self._last["curvature"] is None:
-                    raise ConfigError(f"{type(self).__name__} has not seen a minibatch; run its forward and backward pass inside "
-                                      "of `with preconditioner.watch():`.")
+                    raise ConfigError(f"{type(self).__name__} has not processed a minibatch; run "
+                                      "its forward and backward pass inside `with "
+                                      "preconditioner.watch():`.")
                 return False
             if self._watched is not None:
                 self._watched.forget()
@@ -305,54 +348,58 @@ class Preconditioner:
         return True
 
     def _warn_of_ranks(self) -> None:
-        """At the first step: whether the loop averages gradients itself, or its processes train independently, cannot be seen."""
+        """Warn at the first step, because averaging of gradients in the loop cannot be detected."""
         method, distributed = type(self), torch.distributed
         if method.agrees_over_ranks or self._ranks is not None or not (distributed.is_available() and distributed.is_initialized()):
             return
         if (size := distributed.get_world_size()) > 1:
             remedy = "call split_work(group)" if method.splits_work else "choose a method that splits its work, such as KFAC"
-            warnings.warn(f"{method.__name__} uses the curvature of the rows of this process alone, and torch.distributed has "
-                          f"{size} processes; if the loop averages gradients over them, {remedy}, or the copies of the model "
-                          "drift apart.", stacklevel=4)
+            warnings.warn(f"{method.__name__} uses the curvature of the rows of this process only, "
+                          f"and torch.distributed has {size} processes; if the loop averages "
+                          f"gradients over them, {remedy}, or the copies of the model diverge.", stacklevel=4)
 
     def _warn_of_plain(self, grads: Mapping[str, Tensor], covered: Collection[str | None]) -> None:
-        """After the first look: where much of the model keeps its plain gradient, and nobody skipped it."""
+        """Warn after the first update if much of the model keeps its plain gradient without being
+        skipped.
+        """
         sizes = {name: p.numel() for name, p in self.model.named_parameters() if p.requires_grad and name not in self._skipped}
         plain = [name for name in grads if name not in covered]
         share = sum(sizes.get(name, 0) for name in plain) / max(sum(sizes.values()), 1)
         if share > _MUCH:
             names = ", ".join([*plain[:5], "..."] if len(plain) > 5 else plain)
-            warnings.warn(f"{type(self).__name__} leaves {100.0 * share:.0f} % of the parameters their plain gradient, because the "
-                          f"minibatch had no curvature of theirs: {names}; name their layers in skip= if this is intended.",
+            warnings.warn(f"{type(self).__name__} does not precondition {100.0 * share:.0f} % of "
+                          "the parameters, because the minibatch had no curvature for them: "
+                          f"{names}; add their layers to skip= if this is intended.",
                           stacklevel=5)
 
     def split_work(self, group: Any) -> None:
-        """From now on the ranks of a `torch.distributed` process group act as one.
+        """Split the work over the ranks of a `torch.distributed` process group.
 
-        The curvature is that of all their minibatches, by rows; each layer's inverse is made by one rank and sent to the others.
-
-        For loops that average gradients over the ranks before `step` by themselves, and in which all ranks step alike; under
-        DistributedDataParallel it is called in the first forward pass at the latest.
+        The curvature is averaged over their minibatches, weighted by rows. Each inverse is computed
+        by one rank and sent to the others. Use it in loops that average gradients over the ranks
+        before `step` and in which all ranks step together. Under DistributedDataParallel it is
+        called in the first forward pass.
 
         Raises:
-            ConfigError: the method's curvature has no mean over ranks, or is no work that can be split.
+            ConfigError: the curvature of the method has no mean over ranks, or its work cannot be
+                split.
         """
         if not type(self).splits_work:
             raise ConfigError(f"{type(self).__name__} cannot split its work over ranks; KFAC, DiagonalNG, UnitWiseNG, "
                               "LayerWiseNG, Shampoo and SOAP can.")
         self._ranks = ProcessGroupComm(group, self.generator.device)
 
-    # the parts of a step
+    # steps
 
     def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
-        """Takes in the rows of a minibatch (methods of the Fisher matrix) or its gradients (the others)."""
-        # with `split_work` the mean of all ranks' gradients already
+        """Update with the rows of a minibatch (Fisher methods) or its gradients (other methods)."""
+        # With `split_work` these are already means over all ranks.
         if not isinstance(seen, FisherSample):
             for name, g in self._joined(seen).items():
                 self._average(name, self.measure_gradient(name, g))
             return
         for name in seen.squares:
-            # its own block, also in an affine layer, such as one tied to an embedding
+            # A separate block also in an affine layer, such as a weight tied to an embedding.
             self._bias_of.pop(name, None)
         squares: dict[str, State] = {name: {"squares": value} for name, value in seen.squares.items()}
         if self._ranks is None:
@@ -370,7 +417,7 @@ class Preconditioner:
             self._average(name, new)
 
     def update_statistics(self, name: str, rows: Rows) -> None:
-        """Takes in the rows of one layer."""
+        """Update with the rows of one layer."""
         new = self.measure(name, rows)
         if not self._is_passed_on(name):
             self._average(name, new)
@@ -380,9 +427,9 @@ class Preconditioner:
             self.num_skipped += 1
 
     def _pass_on(self, name: str, new: State) -> None:
-        """Inverts statistics, in their own memory where the method can."""
+        """Invert statistics, in their memory if the method supports it."""
         for kept_so_far in (self.inverses, self.statistics, self.weights):
-            # its memory is needed again
+            # Its memory is reused.
             kept_so_far.pop(name, None)
         self._overwrites = True
         try:
@@ -391,19 +438,21 @@ class Preconditioner:
             self._overwrites = False
 
     def _is_passed_on(self, name: str) -> bool:
-        """Whether a layer's statistics are of no use once they are inverted, so that they need not be kept."""
+        """Return whether the statistics of a layer are unused after the inversion, and need not be
+        kept.
+        """
         return type(self).passes_on and self.option(name, "ema_decay") == 0.0 and self.options.averaging != "average" \
             and self.is_due("inverse")
 
     def _average(self, name: str, new: State) -> None:
-        # one pass; isfinite() of each element takes four
+        # One pass; elementwise isfinite() takes four.
         if not all(bool(value.sum().isfinite()) for value in new.values()):
             self.num_skipped += 1
             return
         decay = self.option(name, "ema_decay")
         if name not in self.statistics or decay == 0.0:
             self.statistics[name], self.weights[name] = {key: kept(value) for key, value in new.items()}, 1.0
-            # the first minibatch is worth as much as any other
+            # The first minibatch gets the same weight as any other.
             if decay:
                 self.weights[name] = 1.0 - decay
                 torch._foreach_mul_(list(self.statistics[name].values()), 1.0 - decay)
@@ -413,19 +462,21 @@ class Preconditioner:
         self.weights[name] = decay * self.weights[name] + 1.0 - decay
 
     def curvature(self, name: str) -> State:
-        """The averaged statistics of a layer."""
+        """Return the averaged statistics of a layer."""
         weight = self.weights[name]
         return {key: value if weight == 1.0 else value / weight for key, value in self.statistics[name].items()}
 
     def refresh(self) -> None:
-        """Renews what is applied from the averaged curvature; after `split_work` that of this rank's layers, and takes the others'.
+        """Update the inverses from the averaged curvature.
+
+        After `split_work` the ranks share the layers.
         """
         ranks = self._ranks
         if ranks is None:
             for name in self.statistics:
                 self.inverses[name] = self._inverted(name, self.curvature(name))
             return
-        # a matrix of a layer is inverted or decomposed in D^3 operations
+        # Inverting or decomposing a matrix takes D^3 operations.
         owners = ranks.owners({name: sum(float(value.numel()) * value.shape[-1] for value in known.values() if value.ndim > 1)
                                for name, known in self.statistics.items()})
         self.inverses |= ranks.exchanged({name: self._inverted(name, self.curvature(name)) for name, owner in owners.items()
@@ -433,11 +484,11 @@ class Preconditioner:
 
     def _inverted(self, name: str, known: State) -> State:
         inverse = known if "squares" in known else self.invert(name, known)
-        # as it is after a restart
+        # The layout after a restart.
         return {key: value.contiguous() for key, value in inverse.items()}
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """P g by parameter name; parameters without curvature come back as they are."""
+        """Return P g by parameter name; parameters without curvature are unchanged."""
         found = dict(grads)
         biases = {bias for weight, bias in self._bias_of.items() if weight in grads}
         for name in grads:
@@ -452,7 +503,7 @@ class Preconditioner:
         return found
 
     def block_direction(self, name: str, inverse: State, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """P g of the parameters that are one block with a weight."""
+        """Return P g of the parameters in the block of a weight."""
         factors = self.factors(inverse)
         if factors is None:
             return self._parted(name, self.direction(name, inverse, self._joined_one(name, grads)), grads)
@@ -462,34 +513,37 @@ class Preconditioner:
         parts = multiplied_right(gemm.mm(left_OO, grads[name].flatten(1)), bias, right_II)
         return {each: part.view_as(grads[each]) for each, part in zip(block, parts, strict=False) if part is not None}
 
-    # of a method
+    # methods override these
 
     def measure(self, name: str, rows: Rows) -> State:
-        """Statistics of one layer in one minibatch."""
+        """Compute statistics of one layer in one minibatch from its rows."""
         raise NotImplementedError
 
     def measure_gradient(self, name: str, g: Tensor) -> State:
-        """The same, of methods that look at gradients."""
+        """Compute statistics of one parameter from its gradient."""
         raise NotImplementedError
 
     def invert(self, name: str, known: State) -> State:
-        """What `direction` applies."""
+        """Compute the inverse that `direction` applies."""
         raise NotImplementedError
 
     def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
-        """P g of one layer."""
+        """Return P g of one layer."""
         raise NotImplementedError
 
     def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
-        """(L: O x O, R: I x I) of methods whose P g is L G R, both symmetric; None where it is not, or not known yet."""
+        """Return (L: O x O, R: I x I) if P g is L G R with symmetric factors.
+
+        None otherwise or if unknown.
+        """
         return None
 
     def can_hold(self, name: str, inverse: State) -> bool:
-        """Whether `direction_of_rows` is there for the layer."""
+        """Return whether `direction_of_rows` supports the layer."""
         return self.factors(inverse) is not None
 
     def direction_of_rows(self, name: str, inverse: State, rows: FactoredGrad) -> tuple[Tensor, Tensor | None]:
-        """P g of a gradient held as rows, (of the weight, of the bias)."""
+        """Return P g of a factored gradient, (of the weight, of the bias)."""
         factors = self.factors(inverse)
         assert factors is not None
         return rows.preconditioned(*factors)
@@ -497,11 +551,11 @@ class Preconditioner:
     # parameters and layers
 
     def oriented(self, name: str, x: Tensor) -> Tensor:
-        """Outputs first, as methods see a parameter, or back; transposes Hugging Face's Conv1D."""
+        """Convert between parameter and outputs-first layout; transposes Conv1D of Hugging Face."""
         return x.T.contiguous() if name in self._transposed else x
 
     def option(self, name: str, key: str) -> float:
-        """A setting of the layer that owns the parameter."""
+        """Return a setting of the layer that owns the parameter."""
         value: float = getattr(self.options, key)
         layer = name.rpartition(".")[0]
         for pattern, settings in (self.options.layer_options or {}).items():
@@ -510,7 +564,10 @@ class Preconditioner:
         return value
 
     def _joined(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients by weight: O x I with the bias as last column where they are one block; others as they are."""
+        """Return gradients by weight.
+
+        O x I with the bias as last column for joint blocks, others unchanged.
+        """
         biases = {bias for weight, bias in self._bias_of.items() if weight in grads}
         return {name: self._joined_one(name, grads) for name in grads if name in self._bias_of or name not in biases}
 
@@ -546,7 +603,10 @@ class Preconditioner:
     # state
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """All that the next steps depend on, by parameter: statistics, their weight, what is applied; "" holds the counters."""
+        """Return the complete state by parameter.
+
+        Statistics, weight, inverses; "" holds the counters.
+        """
         state: dict[str, dict[str, Any]] = {}
         for name in sorted({*self.statistics, *self.inverses}):
             state[name] = {**{f"statistics.{key}": value.clone() for key, value in self.statistics.get(name, {}).items()},
@@ -559,11 +619,15 @@ class Preconditioner:
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Continues where the state was taken, bit for bit; CheckpointError if it belongs to another model."""
+        """Load a state; training continues bitwise identically.
+
+        Raises:
+            CheckpointError: the state belongs to another model.
+        """
         parameters = dict(self.model.named_parameters())
         if unknown := sorted({*state} - {*parameters, OWN}):
-            raise CheckpointError(f"the state of {type(self).__name__} has {unknown[0]}, which the model does not have; load that "
-                                  "of the same model.")
+            raise CheckpointError(f"the state of {type(self).__name__} has {unknown[0]}, which the "
+                                  "model does not have; load the state of the same model.")
         self.statistics, self.inverses, self.weights = {}, {}, {}
         for name, entry in state.items():
             if name == OWN:
@@ -584,21 +648,24 @@ class Preconditioner:
         self.generator.set_state(torch.as_tensor(counters["generator"]).to(torch.uint8).clone())
 
     def average(self, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-        """Goes on from the mean of several workers' curvature, which the next step looks at and renews what is applied from."""
+        """Load the mean of the curvature of several workers.
+
+        The next step updates curvature and inverses.
+        """
         self._require_mean()
         self.load_state_dict(mean_state(states))
 
     def _require_mean(self) -> None:
         if not self.has_mean:
-            raise ConfigError(f"{type(self).__name__}: rows or gradients of different workers have no mean; choose averaging="
-                              "\"reset\" or \"keep\".")
+            raise ConfigError(f"{type(self).__name__}: rows or gradients of different workers have "
+                              "no mean; choose averaging=\"reset\" or \"keep\".")
 
 
 def skipped_parameters(model: nn.Module, skip: Sequence[str]) -> set[str]:
-    """Names of the parameters that `skip` leaves alone.
+    """Return the names of the parameters that `skip` excludes.
 
-    An entry is the name of a module, a pattern of such names or a class name, which mean all
-    parameters inside of the module; or the name of a parameter or a pattern of such names.
+    An entry is the name of a module, a pattern of such names, or a class name; it selects all
+    parameters inside the module. It may also be the name of a parameter or a pattern of such names.
 
     Raises:
         ConfigError: an entry matches nothing.
@@ -606,7 +673,7 @@ def skipped_parameters(model: nn.Module, skip: Sequence[str]) -> set[str]:
     modules = [(name, getattr(module, "plain_class", type(module)).__name__,
                 {id(p) for p in module.parameters()})
                for name, module in model.named_modules(remove_duplicate=False)]
-    # a tied parameter has several names
+    # A tied parameter has several names.
     parameters = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
     skipped: set[int] = set()
     problems = []
@@ -628,15 +695,18 @@ def skipped_parameters(model: nn.Module, skip: Sequence[str]) -> set[str]:
 
 
 def refuse_sharded(model: nn.Module, method: str) -> None:
-    """Raises ConfigError for parameters of which a rank has a part alone (FSDP, tensor parallelism)."""
+    """Raise ConfigError for parameters that are sharded over ranks (FSDP, tensor parallelism)."""
     wrapped = [type(module).__name__ for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
     if wrapped or any(type(p).__name__ == "DTensor" for p in model.parameters()):
-        raise ConfigError(f"{method} needs complete parameters, and those of this model are sharded over ranks (FSDP or "
-                          "DTensor); use DistributedDataParallel, or an optimizer of torch without a preconditioner.")
+        raise ConfigError(f"{method} needs complete parameters, and those of this model are "
+                          "sharded over ranks (FSDP or DTensor); use DistributedDataParallel, or "
+                          "a torch optimizer without a preconditioner.")
 
 
 def _give(p: nn.Parameter, direction: Tensor) -> None:
-    """Makes it the parameter's gradient: written over the old one, which may be somebody's buffer, where there is one."""
+    """Set the gradient of a parameter in place, because an existing gradient may be a view of a
+    buffer.
+    """
     if p.grad is None:
         p.grad = direction.to(p.dtype).view_as(p)
     elif p.grad is not direction:
@@ -644,7 +714,7 @@ def _give(p: nn.Parameter, direction: Tensor) -> None:
 
 
 def _biases(model: nn.Module, skipped: Collection[str]) -> dict[str, str | None]:
-    """Weight to bias of affine layers and of the products in recurrent and attention layers."""
+    """Map weight to bias for affine layers and for the GEMMs in recurrent and attention layers."""
     found: dict[str, str | None] = {}
     affine = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.RNNBase | nn.MultiheadAttention
     for name, module in model.named_modules():

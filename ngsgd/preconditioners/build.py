@@ -1,4 +1,4 @@
-"""The preconditioner that a run's configuration names."""
+"""Construction of the preconditioner of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.base import Preconditioner, skipped_parameters
 from ngsgd.preconditioners.states import mean_state
 
-# option of a run -> that of the library's class, where the names differ
+# Option of a run -> option of the library class, where the names differ.
 LIBRARY_NAMES = {"curvature_state": "averaging", "beta1": "momentum",
                  "decoupled_weight_decay": "weight_decay"}
-# options of SGD, which the class of a method does not see
+# Options of SGD, which the classes do not have.
 _OF_SGD = ("kind", "momentum", "max_change", "max_param_change", "weight_decay",
            "proportional_shrink", "layer_options", "equalize_layers")
 
 
 def make_preconditioner(model: nn.Module, config: OptimizerConfig, seed: int,
                         complete: nn.Module | None = None) -> Preconditioner:
-    """Make the preconditioner of a run; `seed` decides its random numbers.
+    """Create the preconditioner of a run.
 
     Args:
         model: the network to train.
-        config: its section.
-        seed: of the run and the job.
-        complete: a growing model, of which `model` is the network so far; `skip` may name any part.
+        config: the optimizer section.
+        seed: seed of the run and the job, for random samples.
+        complete: the final network of layer-wise training, of which `model` is the current part;
+            `skip` may name any module.
 
     Raises:
         ConfigError: `skip` matches nothing.
-        KeyError: the kind is ngsgd or sgd, which precondition nothing here.
+        KeyError: the kind is ngsgd or sgd, which have no preconditioner.
     """
     given = {name: getattr(config, name) for name in options_of(config)}
     skip = tuple(filter(None, given.pop("skip").replace(" ", "").split(",")))
@@ -54,6 +55,6 @@ State = Mapping[str, Mapping[str, Any]]
 
 
 def mean_of_states(config: OptimizerConfig) -> Callable[[Sequence[State]], State] | None:
-    """Return the function that averages the jobs' states, if the configuration asks for it."""
+    """Return the function that averages the states of the jobs, if configured."""
     averages = config.preconditions and config.curvature_state == "average"
     return mean_state if averages else None

@@ -1,6 +1,7 @@
-"""A preconditioner's work split over the ranks of a process group: one mean of statistics, each layer's inverse made by one rank.
+"""Distribution of the work of a preconditioner over the ranks of a process group.
 
-All ranks call with the same layers in the same order, as data-parallel processes do; gloo or NCCL carries the numbers.
+Statistics are averaged, and each inverse is computed by one rank. All ranks call with the same
+layers in the same order, as data-parallel processes do; gloo or NCCL transfers the tensors.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ from torch import Tensor
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners.states import State
 
-# its type stubs leave out what is used here
+# Its type stubs lack the functions used here.
 _c10d: Any = torch.distributed.distributed_c10d
 
 
 class ProcessGroupComm:
-    """The processes of a group; `device` is where their numbers travel from and to."""
+    """A process group; `device` is the device of the exchanged tensors."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
         self.rank, self.size = int(group.rank()), int(group.size())
 
     def __deepcopy__(self, _: Any) -> ProcessGroupComm:
-        # the processes are the same
+        # A copy belongs to the same processes.
         return self
 
     def __reduce__(self) -> Any:
         raise ConfigError("a preconditioner that splits its work over processes cannot be pickled; save its state_dict().")
 
     def mean(self, states: Mapping[str, State], weight: float) -> dict[str, State]:
-        """The mean of all ranks' states, each counting by its weight (rows); in one exchange."""
+        """Return the mean of the states of all ranks, weighted by rows, in one exchange."""
         names = [(name, key) for name in sorted(states) for key in sorted(states[name])]
         parts = [states[name][key] for name, key in names]
         self._check_equal(sum(part.numel() for part in parts))
@@ -50,7 +51,10 @@ class ProcessGroupComm:
         return found
 
     def owners(self, costs: Mapping[str, float]) -> dict[str, int]:
-        """The rank that inverts each layer: the dearest first, each to the rank with the least to do."""
+        """Assign layers to ranks.
+
+        The most expensive first, each to the rank with the least work.
+        """
         load, found = [0.0] * self.size, {}
         for name in sorted(costs, key=lambda name: (-costs[name], name)):
             found[name] = min(range(self.size), key=lambda rank: (load[rank], rank))
@@ -58,7 +62,7 @@ class ProcessGroupComm:
         return found
 
     def exchanged(self, mine: Mapping[str, State]) -> dict[str, State]:
-        """What all ranks have made, by layer."""
+        """Return the states computed by all ranks, by layer."""
         found: dict[str, State] = {}
         for root in range(self.size):
             packed = _packed(mine, self._device) if root == self.rank else None
@@ -70,14 +74,15 @@ class ProcessGroupComm:
         return found
 
     def _check_equal(self, size: int) -> None:
-        """Sums of different sizes would wait for each other for ever."""
+        """Raise if sizes differ, because the collective operation would hang."""
         bounds = torch.tensor([size, -size], device=self._device)
         options = _c10d.AllreduceOptions()
         options.reduceOp = _c10d.ReduceOp.MAX
         self._group.allreduce([bounds], options).wait()
         if int(bounds[0]) != -int(bounds[1]):
-            raise ConfigError(f"the ranks look at curvature of {-int(bounds[1])} to {int(bounds[0])} numbers; give every "
-                              "rank the same model, and a minibatch with at least one row that counts.")
+            raise ConfigError(f"the ranks have between {-int(bounds[1])} and {int(bounds[0])} "
+                              "numbers of curvature; give every rank the same model, and a "
+                              "minibatch with at least one row of nonzero weight.")
 
     def _sum(self, value: Tensor) -> None:
         self._group.allreduce([value], _c10d.AllreduceOptions()).wait()
@@ -89,10 +94,10 @@ class ProcessGroupComm:
 
 
 def _packed(states: Mapping[str, State], device: torch.device) -> Tensor:
-    """Bytes: the length of the description, the description, the numbers."""
+    """Pack states as bytes: length of the description, description, numbers."""
     values = [(name, key, value.contiguous()) for name, state in states.items() for key, value in state.items()]
     told = json.dumps([(name, key, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, key, value in values])
-    # names are escaped, so characters are bytes
+    # Names are escaped, so characters are bytes.
     head = len(told).to_bytes(8, "little") + told.encode()
     return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8).to(device),
                       *(value.reshape(-1).view(torch.uint8).to(device) for _, _, value in values)])
@@ -104,7 +109,7 @@ def _unpacked(packed: Tensor) -> dict[str, State]:
     for name, key, kind, shape in json.loads(bytes(packed[8:place].cpu().numpy())):
         dtype = getattr(torch, kind)
         size = int(torch.Size(shape).numel()) * dtype.itemsize
-        # a copy, since numbers of eight bytes must lie at multiples of eight
+        # A copy, because 8-byte numbers must be aligned to 8 bytes.
         found.setdefault(name, {})[key] = packed[place:place + size].clone().view(dtype).view(shape)
         place += size
     return found

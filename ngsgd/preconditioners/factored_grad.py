@@ -1,11 +1,11 @@
-"""Gradients of affine layers held as rows until they are preconditioned: G = e^T [a 1] is then multiplied out once.
+"""Gradients of affine layers in factored form, G = e^T [a 1], until they are preconditioned.
 
 For P g = L G R the rows can be preconditioned before their product,
 
     L G R = (e L)^T ([a 1] R),
 
-which costs X O^2 + X I^2 multiplications in place of I O^2 + O I^2: less where a minibatch has fewer rows than the layer is wide.
-Each side is done where it is cheaper.
+which costs X O^2 + X I^2 multiplications instead of I O^2 + O I^2. This is cheaper if a minibatch
+has fewer rows than the width of the layer; each side uses the cheaper order.
 
 Letters: X rows, O outputs, I inputs (with the 1 of the bias).
 """
@@ -25,18 +25,18 @@ from ngsgd.ops import gemm
 
 
 class FactoredGrad(NamedTuple):
-    """The gradient of a layer's weight, e^T a, and of its bias, the sum of e over rows."""
+    """Gradient of a weight, e^T a, and of a bias, the sum of e over rows."""
 
     a_XI: Tensor        # without the 1
     e_XO: Tensor
     has_bias: bool
 
     def product(self) -> tuple[Tensor, Tensor | None]:
-        """(gradient of the weight, of the bias)."""
+        """Return (weight gradient, bias gradient)."""
         return _weight(self.e_XO, self.a_XI), self.e_XO.sum(dim=0) if self.has_bias else None
 
     def norm(self) -> Tensor:
-        """The Frobenius norm of the gradient with its bias: |e^T a|^2 is the sum over a a^T * e e^T."""
+        """Return the Frobenius norm with the bias: |e^T a|^2 is the sum over a a^T * e e^T."""
         X, O, I = len(self.a_XI), self.e_XO.shape[1], self.a_XI.shape[1]  # noqa: E741
         if X * (I + O) >= I * O:
             weight, bias = self.product()
@@ -47,7 +47,7 @@ class FactoredGrad(NamedTuple):
         return torch.dot(of_a_XX.flatten(), of_e_XX.flatten()).clamp(min=0.0).sqrt()
 
     def preconditioned(self, left_OO: Tensor, right_II: Tensor) -> tuple[Tensor, Tensor | None]:
-        """L G R, (of the weight, of the bias)."""
+        """Return L G R, (of the weight, of the bias)."""
         by_rows_in, by_rows_out = is_cheaper_by_rows(len(self.a_XI), len(left_OO), len(right_II))
         e_XO = gemm.mm(self.e_XO, left_OO) if by_rows_out else self.e_XO
         if by_rows_in:
@@ -60,7 +60,7 @@ class FactoredGrad(NamedTuple):
         return weight, bias
 
     def _inputs(self, right_II: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[a 1] R, and its last column apart."""
+        """Return [a 1] R without the last column, and that column."""
         if not self.has_bias:
             return gemm.mm(self.a_XI, right_II), None
         of_a_II, last_I = right_II[:-1], right_II[-1]
@@ -68,12 +68,12 @@ class FactoredGrad(NamedTuple):
 
 
 def _weight(e_XO: Tensor, a_XI: Tensor) -> Tensor:
-    """e^T a."""
+    """Return e^T a."""
     return gemm.mm(e_XO.T, a_XI, out=a_XI.new_empty(e_XO.shape[1], a_XI.shape[1]))
 
 
 def multiplied_right(weight: Tensor, bias: Tensor | None, right_II: Tensor) -> tuple[Tensor, Tensor | None]:
-    """[weight bias] R as (weight, bias), without joining the two."""
+    """Return [weight bias] R as (weight, bias), without joining the two."""
     if bias is None:
         return gemm.mm(weight, right_II), None
     last_I = right_II[-1]
@@ -82,27 +82,31 @@ def multiplied_right(weight: Tensor, bias: Tensor | None, right_II: Tensor) -> t
 
 
 def is_cheaper_by_rows(num_rows: int, num_outputs: int, num_inputs: int) -> tuple[bool, bool]:
-    """(of the input side, of the output side): whether to multiply the rows of that side, and not their product."""
+    """Return whether to multiply rows before the product, for (input side, output side)."""
     return num_rows < num_outputs, num_rows < num_inputs
 
 
 def products_of(x_XD: Tensor) -> Tensor:
-    """X x X."""
+    """Return x x^T, X x X."""
     total = Gram()
     total.add(x_XD.T)
     return total.total()
 
 
 class RowGradients(TorchFunctionMode):
-    """While it is active, the weights of calls of `torch.nn.functional.linear` get no gradient; their rows are kept in its place.
+    """Function mode that records rows instead of the weight gradients of
+    `torch.nn.functional.linear`.
 
-    Other uses of a weight (a penalty, another layer) have their gradient in `.grad` as ever.  What a backward pass does not send
-    to parameters, such as the derivative by an input alone, leaves no rows.
+    Other uses of a weight, such as a penalty or another layer, still add to `.grad`. A backward
+    pass that does not reach parameters, such as a gradient with respect to an input, records no
+    rows.
 
     Args:
-        biases: weight name -> bias name or None, of the layers that may be held.
-        joined: whether biases are held with their weights; else they have their gradient in `.grad`.
-        wanted: asked at each call with the weight's name and (rows, outputs, inputs with the bias's 1).
+        biases: weight name -> bias name or None, of the supported layers.
+        joined: whether biases are recorded with their weights; otherwise they get their gradient in
+            `.grad`.
+        wanted: called with the weight name and (rows, outputs, inputs with the 1 of the bias) at
+            each call; True selects it.
     """
 
     def __init__(self, model: nn.Module, biases: Mapping[str, str | None], *, joined: bool,
@@ -128,8 +132,8 @@ class RowGradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def collect(self) -> dict[str, FactoredGrad]:
-        """The rows of all calls since the last time, by weight."""
-        # the places of calls hold the old dict: a later pass through them is not read
+        """Return the rows of all calls since the last `collect`, by weight."""
+        # Earlier calls keep the old dict; a later pass through them is not read.
         rows, self._rows = self._rows, {}
         found = {}
         for name, calls in rows.items():
@@ -139,10 +143,10 @@ class RowGradients(TorchFunctionMode):
 
 
 class _RowsSlot:
-    """Where the rows of one call go once autograd has come to the call's parameters.
+    """Storage for the rows of one call, filled when autograd reaches the parameters of the call.
 
-    A parameter's node runs only in passes that differentiate by the parameters.  The token, an empty tensor that is one more
-    argument of the call, stands for them.
+    The node of a parameter runs only in passes that differentiate with respect to it. An additional
+    argument of the call, an empty tensor, represents the parameters.
     """
 
     def __init__(self, rows: dict[str, list[tuple[Tensor, Tensor]]], name: str, token: Tensor) -> None:
@@ -157,7 +161,7 @@ class _RowsSlot:
 
 
 class _LinearWithRows(torch.autograd.Function):
-    """`torch.nn.functional.linear` with rows in place of the weight's gradient."""
+    """`torch.nn.functional.linear` that stores rows instead of a weight gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor,
@@ -173,7 +177,7 @@ class _LinearWithRows(torch.autograd.Function):
             dx = gemm.input_gradient(e, weight).to(x.dtype) if ctx.needs_input_grad[0] else None
             kept = torch.promote_types(weight.dtype, torch.float32)
             a_XI, e_XO = (upcast(each.reshape(-1, each.shape[-1])).to(kept) for each in (x, e))
-            # a pass that will be differentiated again: everything as torch has it
+            # Under create_graph use torch for everything.
             if torch.is_grad_enabled():
                 return dx, gemm.mm(e_XO.T, a_XI), e_XO.sum(dim=0) if ctx.has_bias else None, None, None, None
             bias = e_XO.sum(dim=0) if ctx.has_bias and not ctx.joined else None
@@ -182,7 +186,7 @@ class _LinearWithRows(torch.autograd.Function):
 
 
 def _is_plain_pass() -> bool:
-    """Whether calls are noted for one backward pass: not under torch.func, and not to be computed again in it (checkpointing)."""
+    """Return whether to record calls: not under torch.func or inside a recomputed checkpoint."""
     return torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None \
         and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 

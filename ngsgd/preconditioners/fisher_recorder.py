@@ -1,13 +1,15 @@
-"""What a minibatch says of the curvature: input rows and derivative rows of every affine layer, scaled once for all methods.
+"""Recording of input rows and derivative rows of every affine layer, scaled once for all methods.
 
-The curvature meant is that of the loss divided by the total weight of its rows W (torch's mean), whatever the loss's reduction, the
-masks and the scale of a GradScaler: F = 1/R sum_r g_r g_r^T over R rows.  `fisher` says whose derivatives g_r are:
+The curvature is that of the loss divided by the total weight W of its rows (torch's mean). It does
+not depend on the reduction of the loss, on masks, or on the scale of a GradScaler: F = 1/R sum_r
+g_r g_r^T over R rows. `fisher` selects the derivatives g_r:
 
     "empirical"  of the loss itself, from the ordinary backward pass
-    "mc"         of targets drawn from the model's prediction, the mean of `num_draws`
-    "exact"      columns of the root of the loss's second derivative: F is the generalized Gauss-Newton matrix
+    "mc"         of `num_draws` Monte Carlo samples of the targets from the prediction
+    "exact"      columns of the root of the loss Hessian: F is the generalized Gauss-Newton matrix
 
-Letters: V vectors, N samples, T positions, R rows of the loss (frames), I inputs (and 1 for the bias), O outputs.
+Letters: V vectors, N samples, T positions, R rows of the loss (frames), I inputs (and 1 for the
+bias), O outputs.
 """
 
 from __future__ import annotations
@@ -31,48 +33,50 @@ from ngsgd.curvature.samples import next_calls
 from ngsgd.errors import ConfigError
 
 FISHERS = ("empirical", "mc", "exact")
-# columns of the loss's root that are sent through the graph at a time
+# Columns of the loss root that are propagated together.
 _CHUNK = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """One affine layer's part: F = 1/R sum_vn g_vn g_vn^T with g_vn = sum_t e a^T."""
+    """Rows of one affine layer: F = 1/R sum_vn g_vn g_vn^T with g_vn = sum_t e a^T."""
 
     weight: str
     bias: str | None
-    # with a last column of ones where the layer has a bias
+    # The last column is 1 if the layer has a bias.
     a_NTI: Tensor
     e_VNTO: Tensor
     num_rows: int       # R
 
     def shared(self, sharing: str) -> tuple[Tensor, Tensor]:
-        """(N x T x I, V x N x T x O) with positions as rows ("expand"), or as the one row of a sample ("reduce")."""
+        """Return (N x T x I, V x N x T x O) with positions as rows ("expand") or as one row
+        ("reduce").
+        """
         if sharing == "expand" or self.a_NTI.shape[1] == 1:
             return self.a_NTI, self.e_VNTO
         return self.a_NTI.mean(dim=1, keepdim=True), self.e_VNTO.sum(dim=2, keepdim=True)
 
     def individual(self) -> Tensor:
-        """V N x O x I: the gradient of every sample (and vector), written down."""
+        """Return the gradient of every sample and vector, V N x O x I."""
         return torch.einsum("vnto,nti->vnoi", self.e_VNTO, self.a_NTI).flatten(0, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class FisherSample:
-    """A minibatch's curvature, layer by layer."""
+    """Curvature of a minibatch, layer by layer."""
 
-    # by the name of the weight; copies are made at each access
+    # By name of the weight; each access copies.
     rows: Mapping[str, Rows] = field(default_factory=dict)
-    # diagonals of F for parameters that are in no affine layer
+    # diagonals of F for parameters outside affine layers
     squares: dict[str, Tensor] = field(default_factory=dict)
     num_rows: int = 0                                          # R
-    # empirical: of e over the derivatives of the loss itself
+    # empirical: ratio of e to the derivatives of the loss itself
     scale: float = 1.0
-    # nobody looks at it again
+    # Set if the sample is not used again.
     is_last: bool = False
 
     def layers(self) -> Iterator[tuple[str, Rows]]:
-        """(weight, rows) of each layer; what they are made of is let go if this is the last time."""
+        """Yield (weight, rows) of each layer; free their source if this is the last use."""
         for name in list(self.rows):
             rows = self.rows[name]
             if self.is_last and isinstance(self.rows, _LayerByLayer):
@@ -81,11 +85,13 @@ class FisherSample:
 
 
 class FisherRecorder:
-    """Catches the signal of the forward and backward passes inside; several passes count as one minibatch.
+    """Record the signals of the forward and backward passes inside.
+
+    Several passes count as one minibatch.
 
     Raises:
-        ConfigError: no loss that is known was differentiated (cross-entropy, mean squared error, binary cross-entropy), or
-            the model has layers whose curvature is not known.
+        ConfigError: no supported loss was differentiated (cross-entropy, mean squared error, binary
+            cross-entropy), or the model has layers with unknown curvature.
     """
 
     def __init__(self, model: nn.Module, *, fisher: str, num_draws: int, generator: torch.Generator | None,
@@ -93,30 +99,31 @@ class FisherRecorder:
         self._fisher, self._num_draws, self._generator = fisher, num_draws, generator
         self._capture = Capture(model, without=skipped, arrived=self._arrived, left_out_by="skip")
         self._mode = LossCalls(self._noted, self._noted_other)
-        # losses that were differentiated and whose rows have no known weight
+        # differentiated losses with unknown weights of rows
         self._others: list[str] = []
-        # evaluations of a loss that have been differentiated, less one
+        # differentiated evaluations of a loss, minus one
         self._pass = -1
-        # evaluations of a loss so far
+        # evaluations of a loss
         self._num_noted = 0
         self._total_weight, self._num_rows = 0.0, 0
-        # rows that the user says losses are a mean over: of all passes, and of those inside now
+        # num_rows given by the user: of all passes, and of the current ones
         self._given_rows, self._given_now = 0, 0
         # (backward pass, call of the model) -> group of samples
         self._groups: dict[tuple[int, int], int] = {}
-        # elements of calls' outputs that losses of this pass are of
+        # per call, output elements that losses of this pass use
         self._seen: dict[LayerCall, Tensor] = {}
-        # the backward pass, and whether it is of several losses
+        # the backward pass, and whether it has several losses
         self._task, self._several = -1, False
         # by (backward pass, call of the model) and evaluation (0: empirical)
         self._records: dict[tuple[tuple[int, int], int], list[Record]] = defaultdict(list)
 
     def give_rows(self, num_rows: int | None) -> None:
-        """Declare the losses of the next passes a mean over so many rows; None: recognize them."""
+        """Declare the losses of the next passes means over this number of rows; None: detect it."""
         if num_rows is not None and self._fisher != "empirical":
-            raise ConfigError(f"num_rows is for fisher=\"empirical\"; fisher is {self._fisher!r}, "
-                              "which needs the second derivative of the loss: call cross-entropy, "
-                              "mean squared error or binary cross-entropy with logits of torch.")
+            raise ConfigError("num_rows requires fisher=\"empirical\"; fisher is "
+                              f"{self._fisher!r}, which needs the second derivative of the loss: "
+                              "call cross-entropy, mean squared error or binary cross-entropy "
+                              "with logits of torch.")
         if num_rows is not None and num_rows < 1:
             raise ConfigError(f"num_rows is {num_rows}; give the number of rows that the loss is a "
                               "mean over, at least 1.")
@@ -132,7 +139,7 @@ class FisherRecorder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._capture.close()
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        # a pass that failed has no share in the minibatch of one that is run after it
+        # A failed pass must not contribute to the minibatch of the next one.
         if error is not None:
             known, self._pass, self._total_weight, self._num_rows, self._num_noted, self._others = self._before
             for key in self._records.keys() - known:
@@ -140,32 +147,35 @@ class FisherRecorder:
             self._given_rows -= self._given_now
 
     def forget(self) -> None:
-        """For good.  The hooks' owners refer to each other, and rows should go now, not when the garbage collector comes by."""
+        """Remove hooks and rows now, because reference cycles would keep them until garbage
+        collection.
+        """
         self._records.clear()
         self._seen.clear()
         self._capture.forget_listeners()
 
     @torch.no_grad()
     def signal(self) -> FisherSample:
-        """What has been caught, scaled."""
+        """Return the recorded curvature, scaled."""
         if self._pass < 0 and not self._given_rows:
-            raise ConfigError("the preconditioner saw no loss whose curvature is known; inside of watch(), call cross-entropy, "
-                              "mean squared error or binary cross-entropy with logits from torch, "
-                              "and backward(), or say over how many rows the loss is a mean: "
-                              "evaluate(closure, num_rows=) or watch(num_rows=), with "
-                              "fisher=\"empirical\".")
+            raise ConfigError("the preconditioner found no supported loss. Inside watch(), call "
+                              "cross-entropy, mean squared error or binary cross-entropy with "
+                              "logits from torch, and backward(). Or give the number of rows that "
+                              "the loss is a mean over: evaluate(closure, num_rows=) or "
+                              "watch(num_rows=), with fisher=\"empirical\".")
         if self._pass >= 0 and self._given_rows:
-            raise ConfigError("num_rows was given for a part of the passes before this step; give "
-                              "it for all of them or for none.")
+            raise ConfigError("num_rows was given for some of the passes before this step; give it "
+                              "for all of them or for none.")
         if self._others:
-            raise ConfigError(f"the loss has a part from {self._others[0]}, whose curvature and weight of rows are not known; "
-                              "say over how many rows the loss is a mean (num_rows= of evaluate or "
-                              "watch, with fisher=\"empirical\"), "
-                              "write distillation as cross-entropy with soft targets, which has the gradient of kl_div, call "
-                              "backward() for the other part outside of watch(), or take a method that looks at gradients alone "
-                              "(Shampoo, SOAP, PSGD, Muon).")
+            raise ConfigError(f"the loss has a part from {self._others[0]}, whose curvature and "
+                              "row weights are unknown. Give the number of rows that the loss is "
+                              "a mean over (num_rows= of evaluate or watch, with "
+                              "fisher=\"empirical\"). For distillation, use cross-entropy with "
+                              "soft targets, which has the gradient of kl_div. Or call backward() "
+                              "for the other part outside watch(), or use a method that needs "
+                              "gradients only (Shampoo, SOAP, PSGD, Muon).")
         R, W = (self._given_rows, 1.0) if self._given_rows else (self._num_rows, self._total_weight)
-        # every row is masked
+        # Every row is masked.
         if not W > 0.0:
             return FisherSample()
         scale = R / W if self._fisher == "empirical" else (R / W) ** 0.5
@@ -197,7 +207,7 @@ class FisherRecorder:
 
         def differentiated(upstream: Tensor) -> None:
             calls = self._capture.open_calls
-            # not of a parameter alone, such as a penalty
+            # Exclude losses of parameters only, such as penalties.
             if not self._capture.is_paused and calls and next_calls(edge, calls):
                 self._others.append(name)
         if not self._capture.is_paused and not self._given_now:
@@ -214,7 +224,7 @@ class FisherRecorder:
             view = losses.evaluation(settings, kind, output, target, upstream)
             self._pass += 1
             self._total_weight += float(view.weight_R.sum())
-            # a row of a loss over single numbers is one vector of them
+            # A row of an elementwise loss is one vector of elements.
             counts = view.weight_R if view.classes else view.weight_R.view(-1, output.shape[-1] if output.ndim > 1 else 1)[:, 0]
             self._num_rows += self._count_new(view, int((counts > 0).sum()))
             if self._fisher == "mc":
@@ -224,9 +234,11 @@ class FisherRecorder:
                 self._send(view, list(view.columns(N, _CHUNK)))
 
     def _begin(self, output: Tensor, target: Tensor) -> None:
-        """Checks the layers that a loss is of, and joins the samples of calls of the model that one loss compares."""
+        """Check the layers below a loss, and join the samples of model calls that one loss
+        compares.
+        """
         outputs = [get_gradient_edge(part) for part in (output, target) if part.requires_grad]
-        if not outputs:   # of a parameter alone
+        if not outputs:   # a function of parameters only
             return
         self._capture.check_output(outputs[0], output)
         task = torch._C._current_graph_task_id()
@@ -242,14 +254,20 @@ class FisherRecorder:
                     self._groups[key] = min(groups)
 
     def _group(self, task: int, forward: int) -> int:
-        """Of the samples of a call of the model: those of several calls are one after the other."""
+        """Return the group of the samples of a model call.
+
+        The groups of several calls are concatenated.
+        """
         return self._groups.setdefault((task, forward), len(self._groups))
 
     def _count_new(self, view: losses.LossEvaluation, num_rows: int) -> int:
-        """Rows that no other loss of this backward pass was of: of two losses of one output the weights add up, not the rows."""
+        """Count the rows that no other loss of this backward pass used.
+
+        For two losses of one output the weights add up; the rows do not.
+        """
         if not self._several or not num_rows or not view.output.requires_grad:
             return num_rows
-        # random numbers, so that none of their sums is zero; they leave torch's generator alone
+        # Random, so that no sum of them is zero; torch's global generator is not used.
         generator = torch.Generator(view.output.device).manual_seed(0)
         rows = view.rows()
         u = torch.randn(rows.shape, generator=generator, device=rows.device, dtype=torch.float32).to(rows.dtype)
@@ -292,12 +310,12 @@ class FisherRecorder:
 
 def _reached(outputs: list[GradientEdge],
              calls: Mapping[LayerCall, GradientEdge]) -> list[LayerCall]:
-    """The calls whose outputs the outputs depend on directly."""
+    """Return the calls on whose outputs the given outputs depend directly."""
     return [call for output in outputs for call in next_calls(output, calls)]
 
 
 class _LayerByLayer(Mapping[str, Rows]):
-    """Rows that are written down when they are asked for, so that those of one layer alone need memory at a time."""
+    """Rows that are created on access, so that only one layer needs memory at a time."""
 
     def __init__(self, parts: dict[str, list[list[Record]]], scale: float, num_rows: int) -> None:
         self._parts, self._scale, self._num_rows = parts, scale, num_rows
@@ -306,7 +324,7 @@ class _LayerByLayer(Mapping[str, Rows]):
         return _end_to_end([_affine(name, records, self._scale, self._num_rows) for records in self._parts[name]])
 
     def let_go(self, name: str) -> None:
-        """Of the records of a layer, which has no rows from then on."""
+        """Free the records of a layer; it has no rows afterwards."""
         del self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -317,9 +335,10 @@ class _LayerByLayer(Mapping[str, Rows]):
 
 
 def _of_pass(records: list[Record], scale: float, num_rows: int) -> tuple[dict[str, list[Record]], dict[str, Tensor]]:
-    """(records of affine layers by weight, squares of all other parameters).
+    """Split records into (affine layers by weight, squares of all other parameters).
 
-    A layer that is called several times has the positions of all its calls; a weight that is also an embedding's is not affine.
+    A layer that is called several times has the positions of all its calls. A weight that is also
+    an embedding is not affine.
     """
     uses: dict[str, list[tuple[Record, UseShare]]] = defaultdict(list)
     for record in records:
@@ -336,12 +355,13 @@ def _of_pass(records: list[Record], scale: float, num_rows: int) -> tuple[dict[s
 
 
 def _require_same_samples(records: list[Record]) -> None:
-    """Refuses calls of the model that a loss compares, where sample i of both cannot be one sample."""
+    """Reject model calls in one loss whose samples do not correspond."""
     forwards = {record.call.forward: record for record in records}
     sizes = {forward: max(one.num_samples for one in records if one.call.forward == forward) for forward in forwards}
     if len(set(sizes.values())) > 1:
-        raise ConfigError(f"a loss compares outputs of {len(sizes)} calls of the model, which saw {sorted(set(sizes.values()))} "
-                          "samples; call the model on minibatches of one size, or take the losses of the calls one by one.")
+        raise ConfigError(f"a loss compares outputs of {len(sizes)} calls of the model, which had "
+                          f"{sorted(set(sizes.values()))} samples; call the model on minibatches "
+                          "of one size, or compute separate losses.")
 
 
 def _affine(name: str, records: list[Record], scale: float, num_rows: int) -> Rows:
@@ -353,19 +373,19 @@ def _affine(name: str, records: list[Record], scale: float, num_rows: int) -> Ro
 
 
 def _side_by_side(parts: list[Tensor], dim: int) -> Tensor:
-    # cat copies a single one, too
+    # torch.cat would copy a single tensor.
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def _end_to_end(parts: list[Rows]) -> Rows:
-    """Several passes as one minibatch."""
+    """Concatenate several passes into one minibatch."""
     if len(parts) == 1:
         return parts[0]
     if len({rows.a_NTI.shape[1] for rows in parts}) > 1:
         lengths = sorted({rows.a_NTI.shape[1] for rows in parts})
         raise ConfigError(f"the minibatches of one step have samples of {lengths} positions at {parts[0].weight}; pad them to one "
                           "length, or call step() after each.")
-    # a loss of fewer classes has fewer vectors: the others are zero
+    # A loss of fewer classes has fewer vectors; pad with zeros.
     V = max(len(rows.e_VNTO) for rows in parts)
     e_VNTO = [nn.functional.pad(rows.e_VNTO, (0, 0, 0, 0, 0, 0, 0, V - len(rows.e_VNTO))) for rows in parts]
     a_NTI = torch.cat([rows.a_NTI for rows in parts])

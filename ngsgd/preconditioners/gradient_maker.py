@@ -1,9 +1,11 @@
-"""ASDL's interface (arXiv 2305.04684, section 4): a training step is told once, whatever the model returns and the loss takes.
+"""ASDL's interface: declare a training step once, for any model output and loss.
 
     maker = GradientMaker(model, KFAC(model))
-    y = maker.setup_model_call(model, x)                    # a stand-in for what the model will return
-    maker.setup_loss_call(cross_entropy, y.logits, target)  # what is done to it is noted, and done when the model has run
-    output, loss = maker.forward_and_backward()             # .grad is now the preconditioned gradient
+    y = maker.setup_model_call(model, x)                    # placeholder of the model output
+    maker.setup_loss_call(cross_entropy, y.logits, target)  # recorded, and run after the model
+    output, loss = maker.forward_and_backward()             # .grad is the preconditioned gradient
+
+Source: arXiv 2305.04684, section 4.
 """
 
 from __future__ import annotations
@@ -19,13 +21,21 @@ from ngsgd.preconditioners.base import Preconditioner
 
 
 class DummyObject:
-    """Stands for a value that is not there yet: indexing, attributes, calls and arithmetic on it are noted and done later."""
+    """Placeholder of a value that is computed later.
+
+    It records indexing, attributes, calls and arithmetic, and repeats them on the value.
+
+    Example:
+        >>> y = DummyObject()
+        >>> resolved([y[0] + 1], (2, 3))
+        [3]
+    """
 
     def __init__(self, resolve: Callable[[Any], Any] | None = None, told: str = "output") -> None:
         self._resolve, self._told = resolve, told
 
     def __getattr__(self, name: str) -> DummyObject:
-        # asked by copy and the like; a model's output has no such names to note
+        # copy and similar protocols read such names, which are not recorded.
         if name.startswith("__"):
             raise AttributeError(name)
         return self._noted(lambda value: getattr(value, name), f"{self._told}.{name}")
@@ -38,10 +48,12 @@ class DummyObject:
                            also_output=True)
 
     def __iter__(self) -> Any:
-        raise TypeError(f"{self._told} is not there yet, so its length is not known; index it, as in y[0], y[1]")
+        raise TypeError(f"{self._told} is not computed yet, so its length is unknown; index it, as "
+                        "in y[0], y[1]")
 
     def __bool__(self) -> bool:
-        raise TypeError(f"{self._told} is not there yet, so nothing can be decided by it; put the decision into the loss function")
+        raise TypeError(f"{self._told} is not computed yet, so no decision can depend on it; move "
+                        "the decision into the loss function")
 
     def __add__(self, other: Any) -> DummyObject:
         return self._noted(lambda value, output: value + resolved(other, output), f"({self._told} + ..)", also_output=True)
@@ -80,7 +92,7 @@ class DummyObject:
 
 
 def resolved(value: Any, output: Any) -> Any:
-    """The value with the model's output in place of what stands for it, also inside of tuples, lists, mappings and slices."""
+    """Replace placeholders by values, also inside tuples, lists, mappings and slices."""
     if isinstance(value, DummyObject):
         return value._value(output)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -95,46 +107,72 @@ def resolved(value: Any, output: Any) -> Any:
 
 
 class GradientMaker:
-    """Runs the model and the loss, and leaves gradients in `.grad`: plain ones without a preconditioner, P g with one.
+    """Run the model and the loss, and leave (preconditioned) gradients in `.grad`.
 
-    Gradients add up over calls as those of `loss.backward()` do; what was there is not preconditioned again.
+    Gradients accumulate over calls as those of `loss.backward()` do; existing gradients are not
+    preconditioned again.
+
+    Args:
+        model: the module to train.
+        preconditioner: of the same module; None: plain gradients.
+
+    Raises:
+        ConfigError: the preconditioner belongs to another model.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> maker = GradientMaker(model)
+        >>> y = maker.setup_model_call(model, torch.randn(8, 4))
+        >>> maker.setup_loss_call(torch.nn.functional.cross_entropy, y, torch.randint(3, (8,)))
+        >>> output, loss = maker.forward_and_backward()
+        >>> output.shape
+        torch.Size([8, 3])
     """
 
     def __init__(self, model: nn.Module, preconditioner: Preconditioner | None = None) -> None:
         if preconditioner is not None and preconditioner.model is not model:
-            raise ConfigError("GradientMaker was given a preconditioner of another model; make it of the same one.")
+            raise ConfigError("GradientMaker was given a preconditioner of another model; create "
+                              "it for the same one.")
         self.model, self.preconditioner = model, preconditioner
         self._model_call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
         self._loss_call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
         self._loss_repr: Any = None
         self._logits_repr: Any = None
-        # of the last call, if setup_logits_repr said which they are
+        # logits of the last call, if setup_logits_repr declared them
         self.logits: Any = None
 
     def setup_model_call(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> DummyObject:
-        """Says how the model is called; returns what stands for its output."""
+        """Declare the call of the model; return a placeholder of its output."""
         self._model_call = model, args, kwargs
         self._loss_call, self._loss_repr, self._logits_repr = None, None, None
         return DummyObject()
 
     def setup_loss_call(self, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Says how the loss is computed from the output's stand-in and targets."""
+        """Declare how the loss is computed from the placeholder and targets."""
         self._loss_call, self._loss_repr = (loss_fn, args, kwargs), None
 
     def setup_loss_repr(self, loss: DummyObject) -> None:
-        """Says where in the output the loss is, for models that compute it themselves."""
+        """Declare the loss as a part of the output, for models that compute it."""
         self._loss_call, self._loss_repr = None, loss
 
     def setup_logits_repr(self, logits: DummyObject) -> None:
-        """Says where in the output the logits are; `logits` holds them after each call."""
+        """Declare the logits as a part of the output; `logits` contains them after each call."""
         self._logits_repr = logits
 
     def forward_and_backward(self, lr: float | None = None, *,
                              num_rows: int | None = None) -> tuple[Any, Tensor]:
-        """(the model's output, the loss) of one pass; ConfigError where the calls were not set up or give no number.
+        """Run the forward and backward pass, and the preconditioner.
 
-        `lr` is the optimizer's, for preconditioners with kl_clip; `num_rows` is that of
-        `Preconditioner.watch`.
+        Args:
+            lr: learning rate of the optimizer, for preconditioners with kl_clip.
+            num_rows: see `Preconditioner.watch`.
+
+        Returns:
+            (output of the model, loss).
+
+        Raises:
+            ConfigError: calls were not declared, or the loss is not a scalar.
         """
         before = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         forward = self._forward()
@@ -152,7 +190,7 @@ class GradientMaker:
             outputs[:] = [output]
             return loss
 
-        # averages gradients before they are preconditioned
+        # Averages gradients before they are preconditioned.
         if isinstance(self._called, nn.parallel.DistributedDataParallel):
             loss = self.preconditioner.evaluate(closure, num_rows=num_rows)
             self.preconditioner.step(lr)
@@ -174,11 +212,12 @@ class GradientMaker:
         self.logits = None if self._logits_repr is None else resolved(self._logits_repr, output)
 
     def _forward(self) -> Callable[[], tuple[Any, Tensor]]:
-        """What runs the model and the loss as they are set up now, at any later time."""
+        """Return a function that runs the model and the loss as declared now."""
         if self._model_call is None:
-            raise ConfigError("GradientMaker does not know how the model is called; call setup_model_call first.")
+            raise ConfigError("GradientMaker has no model call; call setup_model_call first.")
         if self._loss_call is None and self._loss_repr is None:
-            raise ConfigError("GradientMaker does not know the loss; call setup_loss_call or setup_loss_repr first.")
+            raise ConfigError("GradientMaker has no loss; call setup_loss_call or setup_loss_repr "
+                              "first.")
         (call, args, kwargs), loss_call, loss_repr = self._model_call, self._loss_call, self._loss_repr
 
         def forward() -> tuple[Any, Tensor]:
@@ -189,8 +228,9 @@ class GradientMaker:
             else:
                 loss = resolved(loss_repr, output)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise ConfigError(f"the loss is {type(loss).__name__}{list(getattr(loss, 'shape', []))} and no single number; "
-                                  "reduce it to one.")
+                raise ConfigError("the loss is "
+                                  f"{type(loss).__name__}{list(getattr(loss, 'shape', []))}, not a "
+                                  "scalar; reduce it.")
             return output, loss
 
         return forward

@@ -1,4 +1,7 @@
-"""The online natural-gradient preconditioner as an object: it owns the state, `ngsgd.ops.natural_gradient` the arithmetic."""
+"""Online natural-gradient preconditioner with its state.
+
+`ngsgd.ops.natural_gradient` has the arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,22 @@ from ngsgd.ops import natural_gradient as ops
 from ngsgd.ops.packed_gemm import PackedMatrix
 from ngsgd.preconditioners.update_queue import UpdateQueue
 
-# Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4
+# Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4.
 _NNET3_FIRST_UPDATES = 11
-# Kaldi's nnet2, the paper's code: calls 0 to 9, then 13, 17, ..
+# Kaldi's nnet2, the code of the paper: calls 0 to 9, then 13, 17, ..
 _NNET2_FIRST_UPDATES = 10
-# below, fourth powers of the rows come near the end of float32's range
+# Below, fourth powers of the rows approach the end of the float32 range.
 _SMALL_SUM_SQ = 1e-13
-# of tr X X^T, for three right digits of a difference in float32; with alpha 4 and 32 dimensions at
-# least 1e-2 are left
+# Fraction of tr X X^T that leaves three digits of a float32 difference; with alpha 4 and 32
+# dimensions at least 1e-2 remains.
 _MIN_NORM_LEFT = 1e-3
 
 
 class Preconditioned(NamedTuple):
-    """Rows times the inverse Fisher matrix; times `scale` they have their Frobenius norm back."""
+    """Rows times the inverse Fisher matrix.
+
+    Multiplication by `scale` restores their Frobenius norm.
+    """
 
     Xhat_ND: Tensor
     one_hat_N: Tensor | None     # the appended column
@@ -36,61 +42,79 @@ class Preconditioned(NamedTuple):
 
 
 class PreconditionContext(NamedTuple):
-    """One minibatch between `begin` and `finish`: rows [X | one] and the estimate that they meet."""
+    """A minibatch between `begin` and `finish`.
+
+    Rows [X | one] and their projection onto the estimate.
+    """
 
     X_ND: Tensor
-    # appended column, 1 or, for a row that does not count, 0; None: there is none
+    # Appended column: 1, or 0 for a masked row; None: no column.
     one_N: Tensor | None
     num_rows: Tensor | float     # rows that count
-    # factor that the rows carry and the estimate must not
+    # Factor of the rows that must not enter the estimate.
     loss_scale: Tensor | float
     W_RD: Tensor
     projection: fisher_projection.Projection
 
     def preconditioned(self, scratch: Tensor | None = None) -> Preconditioned:
-        """The rows [Xhat | one_hat], and their scale; in the memory of `scratch` where that is quicker than new memory."""
+        """Return the rows [Xhat | one_hat] and their scale.
+
+        Uses `scratch` if that is faster than new memory.
+        """
         Xhat_ND, one_hat_N, scale = self.corrected(scratch)
-        # nobody gave panels to `begin`
+        # `begin` was called without a packed matrix.
         assert isinstance(Xhat_ND, Tensor)
         return Preconditioned(Xhat_ND, one_hat_N, scale)
 
     def corrected(self, scratch: Tensor | None = None) -> tuple[Tensor | PackedMatrix,
                                                                 Tensor | None, Tensor | float]:
-        """The same, with Xhat in panels where `begin` was given those."""
+        """Return (Xhat, one_hat, scale), with Xhat packed if `begin` got a packed matrix."""
         projection = fisher_projection.with_residual(self.projection, self.X_ND, self.W_RD,
                                                      self.one_N, scratch)
         assert projection.Xhat_ND is not None and projection.sum_sq_hat is not None
         return projection.Xhat_ND, projection.one_hat_N, self.scale(projection.sum_sq_hat)
 
     def scale(self, sum_sq_hat: Tensor | float) -> Tensor | float:
-        """gamma of (38), given tr Xhat Xhat^T."""
+        """Return gamma of (38), given tr Xhat Xhat^T."""
         return ops.rescaling(self.projection.sum_sq, sum_sq_hat)
 
 
 class OnlineNaturalGradient:
-    """Multiplies rows by the inverse of a smoothed, low-rank Fisher matrix that it estimates from the same rows.
+    """Multiply rows by the inverse of a low-rank Fisher estimate of earlier rows.
 
     Args:
-        rank: rank R of the estimate; lowered to D - 1 for rows of dimension D.
-        update_period: calls between updates of the estimate, after the first 11 calls which all update.
-        num_samples_history: rows after which the past counts 1/e (eq. 78 of arXiv 1410.7455).
-        num_minibatches_history: if > 0, forget by minibatches instead: eta = 1 / num_minibatches_history.
+        rank: rank R of the estimate, at most D - 1 for rows of dimension D.
+        update_period: calls between updates of the estimate, after the first 11 calls, which all
+            update.
+        num_samples_history: time constant in rows; older rows have weight 1/e (eq. 78 of arXiv
+            1410.7455).
+        num_minibatches_history: if > 0, a time constant in minibatches instead: eta = 1 /
+            num_minibatches_history.
         alpha: smoothing towards the identity, in units of the mean eigenvalue (eq. 19).
-        epsilon: absolute floor of the eigenvalues, and their value at the start.
+        epsilon: absolute floor of the eigenvalues, and their initial value.
         delta: floor of the eigenvalues relative to the largest.
-        schedule: "nnet3", or "nnet2" for the paper's own code: three passes over the first minibatch whatever its size, 10
-            first updates instead of 11, and then every update_period-th call after the last update.
-        relative_floor: the eigenvalues have no absolute floor once rows were not all zero, and start at no more than delta times
-            their mean in the first such minibatch, so that rows of every size are preconditioned alike.  Kaldi's estimates have
-            the absolute floor, which leaves rows with squares below 1e-10 as they are.
-        on_nonfinite: what a minibatch with NaN or Inf does.  "raise" raises DivergenceError (on a GPU this waits for the
-            device at every call); "skip" leaves the estimate alone and returns rows that are not finite either.
+        schedule: "nnet3", or "nnet2" for the code of the paper: three passes over the first
+            minibatch whatever its size, 10 first updates instead of 11, then every update_period-th
+            call after the last update.
+        relative_floor: use no absolute floor after the first nonzero rows, and start with
+            eigenvalues of at most delta times their mean. Rows of every scale are then
+            preconditioned alike. Kaldi's estimates have the absolute floor, which does not change
+            rows with squares below 1e-10.
+        on_nonfinite: reaction to NaN or Inf. "raise" raises DivergenceError; on a GPU every call
+            then waits for the device. "skip" does not update the estimate and returns non-finite
+            rows.
 
-    >>> preconditioner = OnlineNaturalGradient(rank=2)
-    >>> X = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0], [3.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
-    >>> Xhat, scale = preconditioner.precondition(X)
-    >>> torch.allclose((scale * Xhat).norm(), X.norm())   # only the direction changes
-    True
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: arXiv 1410.7455, section 3; Kaldi's OnlineNaturalGradient.
+
+    Example:
+        >>> preconditioner = OnlineNaturalGradient(rank=2)
+        >>> X = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0], [3.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
+        >>> Xhat, scale = preconditioner.precondition(X)
+        >>> torch.allclose((scale * Xhat).norm(), X.norm())   # only the direction changes
+        True
     """
 
     def __init__(self, rank: int = 40, update_period: int = 1, num_samples_history: float = 2000.0,
@@ -113,29 +137,34 @@ class OnlineNaturalGradient:
         self.schedule = schedule
         self.on_nonfinite = on_nonfinite
         self.name = "OnlineNaturalGradient"  # for messages
-        # unfrozen ones; Kaldi also counts frozen calls, after which it may never update again
+        # Unfrozen calls; Kaldi also counts frozen ones, after which it may never update again.
         self.num_calls = 0
         self.frozen = False
-        # of the rows, where it is known before the first
+        # Dimension of the rows, if known before the first call.
         self.dim: int | None = None
-        # of the queue, and calls since
+        # step of the queue, and calls since
         self._commit, self._calls_since = 0, 0
         self._queue = UpdateQueue() if queue is None else queue
         self._state: ops.FisherState | None = None
-        # W W^T of the current state, made when it is asked for
+        # W W^T of the current state, computed on demand
         self._gram_RR: Tensor | None = None
 
     @property
     def state(self) -> ops.FisherState | None:
-        """The estimate as it stands; None before the first call."""
+        """Current estimate; None before the first call."""
         self._queue.wait(self)
         return self._state
 
     def precondition(self, X_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """(Xhat, scale): X times the inverse Fisher matrix, before the scale that restores its Frobenius norm.
+        """Return X times the inverse Fisher matrix, and the scale that restores its Frobenius norm.
 
-        X is N x D and is not modified; Xhat is N x D, scale 0-d.  Rows of dimension 1 come back as they are with
-        scale 1.  The estimate used is the one from before this minibatch, so the result stays an unbiased direction.
+        The estimate before this minibatch is used, so the direction stays unbiased.
+
+        Args:
+            X_ND: rows, not modified.
+
+        Returns:
+            (Xhat N x D, scale 0-d). Rows of dimension 1 are returned unchanged with scale 1.
         """
         call = self.begin(X_ND)
         if call is None:
@@ -147,13 +176,22 @@ class OnlineNaturalGradient:
     def begin(self, X_ND: Tensor, one_N: Tensor | None = None, *, num_rows: Tensor | float | None = None,
               loss_scale: Tensor | float = 1.0, scratch: Tensor | PackedMatrix | None = None,
               corrects: bool = True) -> PreconditionContext | None:
-        """First half of a call on rows [X | one]; `finish` must follow, after the last use of what this returns.
+        """Run the first half of a call on rows [X | one].
 
-        None if the rows are to stay as they are: their dimension is 1, or there is no estimate yet and none is to start from
-        them, since they are not finite or all masked.
-        `num_rows` is the number of rows that count, all if None; the others must be zero.  `loss_scale` is a factor that the
-        rows carry and the estimate must not, since it changes between minibatches.  `scratch` is memory for Xhat, which is formed
-        at once unless it is not (`corrects`) sure to be needed.
+        `finish` must follow the last use of the result.
+
+        Args:
+            X_ND: rows.
+            one_N: appended column, if any.
+            num_rows: number of rows that count; default all. The others must be zero.
+            loss_scale: factor of the rows that must not enter the estimate, because it changes
+                between minibatches.
+            scratch: memory for Xhat.
+            corrects: whether Xhat is certainly needed; it is then formed immediately.
+
+        Returns:
+            None if the rows stay unchanged: their dimension is 1, or there is no estimate yet and
+            the rows are not finite or all masked.
         """
         dim = X_ND.shape[1] + (one_N is not None)
         X_ND = X_ND.contiguous()
@@ -161,7 +199,7 @@ class OnlineNaturalGradient:
         if (dim == 1 or is_new) and not self._may_use(X_ND, one_N, dim):
             return None
         num_rows = float(X_ND.shape[0]) if num_rows is None else num_rows
-        # an estimate starts from rows that count
+        # An estimate is initialized from rows that count.
         if is_new and float(num_rows) == 0.0:
             return None
         self._queue.wait(self)
@@ -174,7 +212,7 @@ class OnlineNaturalGradient:
         return PreconditionContext(X_ND, one_N, num_rows, loss_scale, W_RD, projected)
 
     def finish(self, call: PreconditionContext) -> None:
-        """Moves the estimate if this call is one that does."""
+        """Update the estimate if an update is due in this call."""
         if self._updates_now():
             J_RD = ops.project_back(call.X_ND, call.projection.H_NR, call.one_N)
             self._queue.add(self, J_RD, ops.moment_products(J_RD, call.projection.H_NR),
@@ -183,11 +221,11 @@ class OnlineNaturalGradient:
 
     def precondition_sum(self, S_DD: Tensor, sum_D: Tensor, *, num_rows: Tensor | float,
                          loss_scale: Tensor | float = 1.0) -> Tensor | None:
-        """The sum of the preconditioned rows, times the scale, from S = X^T X and the sum of the rows.
+        """Return the scaled sum of the preconditioned rows from S = X^T X and the sum of the rows.
 
-        Moves the estimate, too.  On a CPU that is cheaper than preconditioning each row where D is
-        small.  None, and nothing has happened, where there is no estimate yet, and where float32 does
-        not hold the norm of the preconditioned rows.
+        Also updates the estimate. On a CPU with small D this is cheaper than preconditioning each
+        row. Returns None, without an effect, if there is no estimate yet, or if float32 cannot
+        represent the norm of the preconditioned rows.
         """
         if self._state is None:
             return None
@@ -218,17 +256,17 @@ class OnlineNaturalGradient:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is an estimate; the first rows make it."""
+        """Return whether there is an estimate; the first rows initialize it."""
         return self._state is not None
 
     def _current(self, X: Tensor) -> ops.FisherState:
-        """The estimate for rows like X, after all updates of earlier minibatches."""
+        """Return the estimate for rows like X, after all updates of earlier minibatches."""
         self._queue.wait(self)
         assert self._state is not None
         return self._matched(X, self._state.W_RD.shape[1])
 
     def _hold(self, state: ops.FisherState) -> None:
-        """Keeps the same estimate in other memory."""
+        """Store the same estimate in other memory."""
         self._state = state
 
     def _count_call(self) -> None:
@@ -238,7 +276,7 @@ class OnlineNaturalGradient:
         self.num_calls += not self.frozen
 
     def observe(self, X_ND: Tensor, *, num_rows: Tensor | float | None = None, loss_scale: Tensor | float = 1.0) -> None:
-        """Move the estimate as `precondition` would, without preconditioned rows; costs nothing in a call that does not move it."""
+        """Update the estimate as `precondition` would, without output; free if no update is due."""
         if self._state is not None and not self._updates_now():
             self._count_call()
             return
@@ -247,7 +285,10 @@ class OnlineNaturalGradient:
             self.finish(call)
 
     def withdraw(self) -> None:
-        """Takes back the calls since the last step: their gradients were thrown away.  An update carried out already stays."""
+        """Undo the calls since the last step, whose gradients were discarded.
+
+        Executed updates remain.
+        """
         if self._calls_since and self._commit == self._queue.num_commits:
             self._queue.drop(self)
             self.num_calls -= self._calls_since
@@ -257,9 +298,9 @@ class OnlineNaturalGradient:
     def update_together(
         updates: Sequence[tuple[OnlineNaturalGradient, Tensor, ops.Moments]],
     ) -> None:
-        """The updates, for the queue; a minibatch whose products are not finite changes nothing.
+        """Update estimates together; a minibatch whose products are not finite has no effect.
 
-        Estimates of one rank go through the R x R algebra together.
+        Estimates of one rank share the R x R algebra. The queue calls this.
         """
         for turn in _in_turns(updates):
             problems = [estimate._problem(J_RD, moments) for estimate, J_RD, moments in turn]
@@ -289,7 +330,7 @@ class OnlineNaturalGradient:
     def _finite_step(J_RD: Tensor, problem: ops.UpdateProblem,
                      step: ops.FisherUpdate | None) -> ops.FisherUpdate | None:
         if step is None:
-            # K may have passed the range of its type
+            # K may have overflowed.
             (step,) = ops.compute_updates(
                 [problem._replace(moments=ops.wide_moments(J_RD, problem.moments))]
             )
@@ -306,7 +347,7 @@ class OnlineNaturalGradient:
             self._warn_that_it_is_flat()
 
     def set_alpha(self, alpha: float) -> None:
-        """Changes the smoothing; W = E^(1/2) R follows, since E depends on alpha."""
+        """Change the smoothing; W = E^(1/2) R follows, because E depends on alpha."""
         self._queue.wait(self)
         old, self.smoothing = self.smoothing, self.smoothing._replace(alpha=alpha)
         if self._state is not None:
@@ -314,24 +355,27 @@ class OnlineNaturalGradient:
             self._gram_RR = None
 
     def gram(self) -> Tensor:
-        """W W^T (R x R) of the estimate in use."""
+        """Return W W^T (R x R) of the current estimate."""
         assert self._state is not None
         if self._gram_RR is None:
             self._gram_RR = self._state.W_RD @ self._state.W_RD.T
         return self._gram_RR
 
     def freeze(self, frozen: bool = True) -> None:
-        """While frozen the estimate is used but not updated, and calls are not counted."""
+        """Stop or resume updates of the estimate and the count of calls."""
         self.frozen = frozen
 
     def reset(self) -> None:
-        """Forgets the estimate and the calls; the next rows start it again."""
+        """Discard the estimate and the count of calls; the next rows initialize it again."""
         self._queue.drop(self)
         self._state = self._gram_RR = None
         self.num_calls = self._calls_since = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """"W" (R x D), "d" (R), "rho" (0-d) and "t", the number of unfrozen calls; only "t" before the first call."""
+        """Return "W" (R x D), "d" (R), "rho" (0-d) and "t", the number of unfrozen calls.
+
+        Only "t" at first.
+        """
         state = self.state
         if state is None:
             return {"t": self.num_calls}
@@ -339,14 +383,14 @@ class OnlineNaturalGradient:
                 "rho": torch.tensor(state.rho, dtype=torch.float64), "t": self.num_calls}
 
     def empty_state(self, like: Tensor) -> dict[str, Any]:
-        """`state_dict` with zeros for W, d and rho, of the shapes that they will have; needs `dim`."""
+        """Return `state_dict` with zeros in the final shapes; needs `dim`."""
         assert self.dim is not None
         rank = min(self.rank, self.dim - 1)
         W_RD = torch.zeros(rank, self.dim, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
         return {"W": W_RD, "d": torch.zeros(rank, dtype=torch.float64), "rho": torch.zeros((), dtype=torch.float64), "t": 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from `state`; an object that has loaded a state counts as initialised, also at t = 0."""
+        """Continue from `state`; the estimate then counts as initialized, also at t = 0."""
         self._queue.wait(self)
         self.num_calls = int(state["t"])
         self._gram_RR = None
@@ -360,11 +404,12 @@ class OnlineNaturalGradient:
         self._state = ops.FisherState(W_RD, d_R.cpu().double().numpy().copy(), float(rho))
 
     def _warn_that_it_is_flat(self) -> None:
-        # once for all estimates of an optimizer
+        # Once for all estimates of an optimizer.
         if not self._queue.has_warned:
             self._queue.has_warned = True
-            warnings.warn(f"the rows given to {self.name} are below 1e-10: its Fisher estimate is flat and leaves them as they "
-                          "are; multiply the loss by a constant and divide lr by it.", stacklevel=2)
+            warnings.warn(f"the rows given to {self.name} are below 1e-10: its Fisher estimate is "
+                          "flat and does not change them; multiply the loss by a constant and "
+                          "divide lr by it.", stacklevel=2)
 
     def _updates_now(self) -> bool:
         if self.frozen:
@@ -374,7 +419,10 @@ class OnlineNaturalGradient:
         return past_first <= 0 or past_first % self.update_period == 0
 
     def _may_use(self, X_ND: Tensor, one_N: Tensor | None, dim: int) -> bool:
-        """Whether the first rows of an estimate are finite, and of a dimension that has directions; no look without need."""
+        """Return whether the first rows are finite and have more than one dimension.
+
+        Syncs only if needed.
+        """
         if self.on_nonfinite == "skip" and dim == 1:
             return False
         sum_sq = fisher_projection.sum_of_squares(X_ND, one_N)
@@ -388,20 +436,22 @@ class OnlineNaturalGradient:
                                   "squared; lower the learning rate, or skip such minibatches with on_nonfinite=\"skip\".")
 
     def _matched(self, X_ND: Tensor, dim: int) -> ops.FisherState:
-        """The estimate, where and as wide as the rows are."""
+        """Return the estimate on the device of the rows; raise if the dimensions differ."""
         assert self._state is not None
         W_RD = self._state.W_RD
         if W_RD.shape[1] != dim:
-            raise ValueError(f"the rows have dimension {dim}, but the estimate was made for {W_RD.shape[1]}")
+            raise ValueError(f"the rows have dimension {dim}, but the estimate has {W_RD.shape[1]}")
         if W_RD.dtype != X_ND.dtype or W_RD.device != X_ND.device:
             self._state = self._state._replace(W_RD=W_RD.to(X_ND))
             self._gram_RR = None
         return self._state
 
     def _start(self, X_ND: Tensor, one_N: Tensor | None, num_rows: Tensor | float, loss_scale: Tensor | float) -> None:
-        """Kaldi's fixed start, then passes over the first minibatch itself; that minibatch then updates once more."""
-        # in float64, once: directions at the level of rounding then come from the data and not from
-        # the machine
+        """Initialize as Kaldi does.
+
+        Fixed values, then passes over the first minibatch, which updates again.
+        """
+        # Once in float64: otherwise directions at rounding level would depend on the machine.
         X64_ND, one64_N = X_ND.double(), None if one_N is None else one_N.double()
         dim = X_ND.shape[1] + (one_N is not None)
         rank = min(self.rank, dim - 1)
@@ -415,7 +465,7 @@ class OnlineNaturalGradient:
 
 
 class _Move(NamedTuple):
-    """One update that is to be applied."""
+    """An update to apply."""
 
     estimate: OnlineNaturalGradient
     J_RD: Tensor
@@ -424,7 +474,7 @@ class _Move(NamedTuple):
 
 
 def _apply_on_device(moves: Sequence[_Move]) -> None:
-    """Estimates of one dimension together, since on a device each operation has its price."""
+    """Apply updates of one dimension together, because each device operation has overhead."""
     by_dim: dict[int, list[_Move]] = {}
     for move in moves:
         by_dim.setdefault(move.problem.dim, []).append(move)
@@ -438,9 +488,9 @@ def _apply_on_device(moves: Sequence[_Move]) -> None:
 
 def _in_turns(updates: Sequence[tuple[OnlineNaturalGradient, Tensor, ops.Moments]]) -> Iterator[
         list[tuple[OnlineNaturalGradient, Tensor, ops.Moments]]]:
-    """Lists of one rank, no estimate twice in a list and its updates in order.
+    """Yield lists of updates of one rank, with each estimate at most once per list and in order.
 
-    Without updates of minibatches whose rows were all masked.
+    Skips updates of minibatches whose rows were all masked.
     """
     rest = [update for update in updates if update[2].num_rows > 0.0]
     while rest:

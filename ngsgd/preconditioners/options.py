@@ -1,4 +1,4 @@
-"""What all preconditioners can be told, and when something is due."""
+"""Options of all preconditioners, and the schedule of curvature updates and inverses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ngsgd.errors import ConfigError
 
-# steps between two: a number, ((from step, number), ..) or a function of the step
+# Steps between updates: a number, ((from step, number), ..) or a function of the step.
 Interval = int | tuple[tuple[int, int], ...] | Callable[[int], int]
 POLICIES = ("reset", "keep", "average")
 GRAFTS = ("none", "gradient")
@@ -16,33 +16,33 @@ GRAFTS = ("none", "gradient")
 
 @dataclass(frozen=True)
 class Options:
-    """Of every method."""
+    """Options of every method."""
 
-    # > 0; added to the curvature of the loss's mean per row; typically 1e-4 to 1
+    # Added to the curvature of the mean loss per row; above 0, typically 1e-4 to 1.
     damping: float = 1e-2
-    # steps between two looks at the curvature
+    # steps between curvature updates
     curvature_interval: Interval = 1
-    # steps between two inverses (roots, bases) of it; they are taken where it is looked at
+    # Steps between inverses (roots, bases), which are computed at curvature updates.
     inverse_interval: Interval = 1
-    # 0 to below 1: share of the past in the curvature; 0: the last minibatch alone
+    # Decay of the moving average of the curvature, in [0, 1); 0: the last minibatch only.
     ema_decay: float = 0.95
-    # > 0: limit on lr^2 <P g, g> (kfac-pytorch: 1e-3), for which step() needs lr; 0 = none
+    # limit on lr^2 <P g, g> (kfac-pytorch: 1e-3), for which step() needs lr; 0 = none
     kl_clip: float = 0.0
-    # > 0: limit on the L2 norm of the preconditioned gradient; 0 = none
+    # limit on the L2 norm of the preconditioned gradient; 0 = none
     max_grad_norm: float = 0.0
-    # "gradient": each layer's direction gets the norm of its plain gradient
+    # "gradient": the direction of each layer gets the norm of its plain gradient.
     graft: str = "none"
-    # left alone: modules by name, pattern or class such as "Conv1d"; parameters by name or pattern
+    # Excluded modules by name, pattern or class such as "Conv1d"; parameters by name or pattern.
     skip: tuple[str, ...] = ()
-    # settings of single layers by name or pattern, such as {"output*": {"damping": 0.1}}: damping,
-    # ema_decay; later ones win
+    # damping and ema_decay of layers by name or pattern, such as {"output*": {"damping": 0.1}};
+    # later entries win.
     layer_options: Mapping[str, Mapping[str, float]] | None = None
-    # what becomes of the curvature where parameters are averaged: reset, keep or average
+    # curvature after parameter averaging: reset, keep or average
     averaging: str = "reset"
-    seed: int = 0                        # of random draws
+    seed: int = 0                        # seed of random samples
 
     def problems(self) -> list[str]:
-        """A sentence about each setting that is wrong."""
+        """Return one message for each invalid setting."""
         found = []
         if not self.damping > 0.0:
             found.append(f"damping is {self.damping}; it must be above 0.")
@@ -56,18 +56,19 @@ class Options:
                   in (("curvature_interval", self.curvature_interval), ("inverse_interval", self.inverse_interval))
                   if isinstance(value, int) and value < 1]
         for layer, own in (self.layer_options or {}).items():
-            found += [f"layer_options[{layer}] has {key}; a layer can have its own damping and ema_decay." for key in own
+            found += [f"layer_options[{layer}] has {key}; only damping and ema_decay can differ "
+                      "between layers." for key in own
                       if key not in ("damping", "ema_decay")]
         return found
 
 
 @dataclass(frozen=True)
 class FisherOptions(Options):
-    """Of methods that see the rows of layers."""
+    """Options of methods that need the rows of layers."""
 
-    # whose derivatives: "empirical", "mc" (drawn targets), "exact" (Gauss-Newton)
+    # derivatives: "empirical", "mc" (Monte Carlo samples) or "exact" (Gauss-Newton)
     fisher: str = "empirical"
-    # mc: draws per row
+    # mc: Monte Carlo samples per row
     num_draws: int = 1
 
     def problems(self) -> list[str]:
@@ -81,11 +82,12 @@ class FisherOptions(Options):
 
 @dataclass(frozen=True)
 class EveryStepOptions(Options):
-    """Of methods that need every minibatch: there are no steps between two looks."""
+    """Options of methods that update the curvature with every minibatch."""
 
     def problems(self) -> list[str]:
         found = super().problems()
-        found += [f"{name} is {getattr(self, name)}; it must be 1, since every minibatch is needed."
+        found += [f"{name} is {getattr(self, name)}; it must be 1, because this method needs every "
+                  "minibatch."
                   for name in ("curvature_interval", "inverse_interval") if getattr(self, name) != 1]
         return found
 
@@ -94,7 +96,7 @@ AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 
 def make_options(kind: type[AnyOptions], method: str, given: Mapping[str, Any]) -> AnyOptions:
-    """The options of a method; ConfigError that lists all that is wrong."""
+    """Create the options of a method; ConfigError lists all problems."""
     known = [field.name for field in fields(kind)]
     problems = [f"{method} has no option {name}; there are {', '.join(known)}." for name in given if name not in known]
     if problems:
@@ -106,7 +108,7 @@ def make_options(kind: type[AnyOptions], method: str, given: Mapping[str, Any]) 
 
 
 def is_due(interval: Interval, step: int, last: int | None) -> bool:
-    """Whether `interval` steps have gone by at `step` since the last time; None: there was none."""
+    """Return whether `interval` steps have passed at `step` since `last`; True if that is None."""
     if last is None:
         return True
     if callable(interval):

@@ -1,4 +1,8 @@
-"""Updates of Fisher estimates: alone at once, those of an optimiser together, so that a GPU waits for the host at most once."""
+"""Deferred updates of Fisher estimates.
+
+A single estimate updates immediately; those of an optimizer update together, so a GPU is
+synchronized with the host at most once.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +19,22 @@ Number = Tensor | float
 
 
 class Estimate(Protocol):
-    """Something whose update needs numbers on the host."""
+    """An estimate whose update needs numbers on the host."""
 
     @staticmethod
     def update_together(updates: Sequence[tuple[Any, Tensor, Moments]]) -> None:
-        """Takes the steps of (estimate, J, products of the minibatch), in their order."""
+        """Apply updates (estimate, J, moments of the minibatch) in order."""
 
 
 class _PendingUpdate(NamedTuple):
     estimate: Estimate
     J_RD: Tensor
     KL_2RR: Tensor                          # K and L
-    # tr X X^T, the number of rows, the scale that they carry
+    # tr X X^T, the number of rows, and the scale of the rows
     numbers: tuple[Number, Number, Number]
 
     def on_device(self) -> list[Tensor]:
-        """What the host must be told, flat; numbers that it has are not sent."""
+        """Return the device numbers that the host needs, flat."""
         sent = [number.view(1).to(self.KL_2RR.dtype) for number in self.numbers
                 if isinstance(number, Tensor)]
         return [self.KL_2RR.view(-1), *sent]
@@ -40,7 +44,7 @@ class _PendingUpdate(NamedTuple):
         return self.KL_2RR.numel() + sum(isinstance(number, Tensor) for number in self.numbers)
 
     def moments(self, received: Tensor) -> Moments:
-        """From what `on_device` sent, now on the host."""
+        """Return the moments from the transferred numbers."""
         size = self.KL_2RR.numel()
         rest = iter(received[size:].tolist())
         return _moments(received[:size].view_as(self.KL_2RR),
@@ -49,32 +53,33 @@ class _PendingUpdate(NamedTuple):
 
 
 class UpdateQueue:
-    """Updates whose numbers are yet to reach the host.
+    """Updates whose numbers have not reached the host yet.
 
-    The estimates of one optimiser share a queue, and their updates wait in it until the step is done or an estimate is needed
-    again.  On a CPU that keeps the code and the data of the R x R algebra in the cache.  On a GPU `flush` sends all numbers to
-    the host on a stream of their own, beside the parameter step and the next forward pass, and `wait`, in the next backward
-    pass, waits for that one transfer.  The numbers are those of immediate updates, bit for bit.
+    The estimates of one optimizer share a queue. Updates wait in it until the step is done or an
+    estimate is needed again. On a CPU this keeps code and data of the R x R algebra in the cache.
+    On a GPU `flush` sends all numbers to the host on a separate stream, concurrently with the
+    parameter step and the next forward pass. `wait`, in the next backward pass, waits for that one
+    transfer. Results are bitwise identical to immediate updates.
     """
 
     def __init__(self, *, deferred: bool = False) -> None:
         self.deferred = deferred
         # steps of the optimizer
         self.num_commits = 0
-        # of a flat estimate, once for all that share the queue
+        # One warning of flat estimates for all that share the queue.
         self.has_warned = False
         self._waiting: list[_PendingUpdate] = []
-        # of the estimates of these
+        # ids of the estimates with waiting updates
         self._ids = set[int]()
         self._transfer: tuple[Tensor, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # neither events nor the rows of a minibatch belong into a copy
+        # A copy must not contain events or rows of a minibatch.
         self.wait()
         return self.__dict__
 
     def add(self, estimate: Estimate, J_RD: Tensor, KL_2RR: Tensor, numbers: tuple[Number, Number, Number]) -> None:
-        """Takes an update in; carries it out, unless updates are deferred."""
+        """Queue an update, or apply it immediately if updates are not deferred."""
         self._waiting.append(_PendingUpdate(estimate, J_RD, KL_2RR, numbers))
         self._ids.add(id(estimate))
         self._transfer = None
@@ -82,14 +87,14 @@ class UpdateQueue:
             self.wait()
 
     def drop(self, estimate: Estimate) -> None:
-        """Forgets what waits for this estimate."""
+        """Remove the waiting updates of an estimate."""
         kept = [update for update in self._waiting if update.estimate is not estimate]
         if len(kept) < len(self._waiting):
             self._waiting, self._transfer = kept, None
             self._ids.remove(id(estimate))
 
     def flush(self) -> None:
-        """The step is done: on a CPU carries out what waits, else starts the transfer and returns."""
+        """End a step: apply waiting updates on a CPU, else start the transfer and return."""
         self.num_commits += 1
         if self._waiting and self._transfer is None:
             if self._waiting[0].J_RD.is_cpu:
@@ -98,7 +103,7 @@ class UpdateQueue:
                 self._transfer = _sent(self._waiting)
 
     def wait(self, needed: Estimate | None = None) -> None:
-        """Carries the waiting updates out, in the order in which they came; only if `needed` waits, where it is given."""
+        """Apply the waiting updates in order; with `needed`, only if it has one."""
         if not self._waiting or (needed is not None and id(needed) not in self._ids):
             return
         waiting, self._waiting, self._ids = self._waiting, [], set()
@@ -110,7 +115,7 @@ class UpdateQueue:
                                              for update, one in zip(waiting, moments, strict=True)])
 
     def _received(self, waiting: Sequence[_PendingUpdate]) -> list[Moments]:
-        """From the device, once all are there."""
+        """Return the moments from the device after the transfer."""
         numbers, done = self._transfer or _sent(waiting)
         self._transfer = None
         if done is not None:
@@ -126,12 +131,12 @@ def _moments(KL_2RR: Tensor, numbers: Any) -> Moments:
 
 
 def _sent(updates: Sequence[_PendingUpdate]) -> tuple[Tensor, Any]:
-    """All that the host must be told, on its way; see `_to_host`."""
+    """Start the transfer of the numbers that the host needs; see `_to_host`."""
     return _to_host(torch.cat([part for update in updates for part in update.on_device()]))
 
 
 def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:
-    """(a tensor on the host, the event after which it is filled; None if it is already)."""
+    """Return (host tensor, event that signals its completion; None if complete)."""
     if not numbers.is_cuda:
         return numbers.cpu(), None
     side = torch.cuda.Stream(numbers.device)

@@ -1,1 +1,3 @@
-"""Objectives over whole sequences: path sums through graphs of states, and what is trained with them.  Knows no speech."""
+"""Sequence objectives: path sums through graphs of states, and training with them, without
+knowledge of speech.
+"""

@@ -1,7 +1,7 @@
-"""Archives of whole sequences, or of chunks of them, with the order of reading that (seed, outer iteration, job) decides.
+"""Archives of complete sequences or chunks, read in an order given by (seed, outer iteration, job).
 
-They stand beside the archives of single frames: the same frames and labels, cut another way.  A sequence whose labels have no
-path through the denominator graph is left out, and counted.
+They are stored next to the archives of single frames and contain the same frames and labels.
+Sequences whose labels have no path through the denominator graph are excluded and counted.
 
 Letters: Q sequences, N rows, D feature dimension, W window of spliced frames.
 """
@@ -36,55 +36,68 @@ from ngsgd.schedules import Shard
 from ngsgd.sequence.graph import StateGraph
 
 FORMAT_VERSION = 1
-# frames around a chunk that are stored with it: the widest context there can be (egs.left_context)
+# Stored frames around a chunk: the largest possible context (egs.left_context).
 _MARGIN = 100
 
 
 class SequenceMinibatch(NamedTuple):
-    """Whole sequences, their frames end to end, each spliced with its context."""
+    """Complete sequences, concatenated, each spliced with its context."""
 
     x_ND: Tensor
     pdf_N: Tensor
-    # always None: all frames weigh 1
+    # always None: all frames have weight 1
     weight_N: Tensor | None
     # frames of each sequence
     lengths: tuple[int, ...]
-    # float64: what the graph gives to the labels of each
+    # float64: log weight of the labels of each sequence in the graph
     log_weight_B: Tensor
 
 
 @dataclass(frozen=True)
 class SequenceIndex:
-    """What the archives of one directory hold; kept in its sequences.json."""
+    """Contents of the archives of one directory, stored in its sequences.json."""
 
     format_version: int
     num_frames: list[int]       # of each archive
-    num_sequences: list[int]    # likewise
-    # their labels have no path through the graph
+    num_sequences: list[int]    # of each archive
+    # sequences whose labels have no path through the graph
     num_left_out: int
     sha256: list[str]           # of each archive
 
 
 def prepare_sequences(train: FrameSet, graph: StateGraph, *, samples_per_iter: int, chunk_frames: int, digest: str,
                       cache_root: Path, report: Callable[[str], None] = print) -> Path:
-    """The directory of these sequences, written if it is not there yet; `digest` stands for the content of the frames.
+    """Write the directory of these sequences unless it exists.
 
-    With `chunk_frames`, utterances are cut into chunks of about that length, whose labels may begin and end anywhere in the
-    graph.  A directory whose index is damaged is written again, which `report` is given as a line.  Raises DataError for a
-    full disk, and when no sequence is left.
+    Args:
+        train: frames and labels.
+        graph: denominator graph.
+        samples_per_iter: frames per archive.
+        chunk_frames: approximate length of chunks, whose labels may begin and end anywhere in the
+            graph; 0: complete utterances.
+        digest: digest of the frames.
+        cache_root: parent of the directory.
+        report: called with a message if a damaged directory is written again.
+
+    Returns:
+        The directory.
+
+    Raises:
+        DataError: the disk is full, or no sequence is usable.
     """
     content = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in graph.arrays().values())).hexdigest()
     key = json.dumps([FORMAT_VERSION, digest, content, samples_per_iter, chunk_frames])
     directory = cache_root / f"sequences-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if not _is_there(directory, report):
         try:
-            # shared_directory keeps a directory that has an index
+            # shared_directory keeps a directory that has an index.
             (directory / "sequences.json").unlink(missing_ok=True)
             with shared_directory(directory, "sequences.json") as temporary:
                 _write(train, graph, samples_per_iter, chunk_frames, temporary)
         except OSError as error:
-            raise DataError(f"archives of sequences could not be written under {cache_root} ({error.strerror or error}); make "
-                            "room, or choose another place with data.cache_dir=PATH.") from error
+            raise DataError(f"archives of sequences could not be written under {cache_root} "
+                            f"({error.strerror or error}); free space, or choose another place "
+                            "with data.cache_dir=PATH.") from error
     return directory
 
 
@@ -100,15 +113,16 @@ def _is_there(directory: Path, report: Callable[[str], None]) -> bool:
 
 
 def _read_index(directory: Path) -> SequenceIndex:
-    """Raises FormatError for an index that is missing, damaged or of another format."""
+    """Read the index; raises FormatError if it is missing, damaged or of another format."""
     try:
         tree = read_json(directory / "sequences.json")
         if isinstance(tree, dict) and tree.get("format_version") != FORMAT_VERSION:
-            raise FormatError(f"it holds sequences of format {tree.get('format_version')} and this is {FORMAT_VERSION}")
+            raise FormatError(f"it contains sequences of format {tree.get('format_version')}; this "
+                              f"version needs {FORMAT_VERSION}")
         content, has_digest = unsealed(tree)
         index = SequenceIndex(**content)
         if not has_digest and not len(index.num_frames) == len(index.num_sequences) == len(index.sha256):
-            raise ValueError("its counts do not fit together")
+            raise ValueError("its counts do not match")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise FormatError(f"its sequences.json cannot be read: {error}") from error
     return index
@@ -129,9 +143,9 @@ def _write(train: FrameSet, graph: StateGraph, samples_per_iter: int, chunk_fram
     spans = list(_spans(train, graph, chunk_frames))
     usable = [span for span in spans if math.isfinite(span.log_weight)]
     if not usable:
-        raise DataError(f"the labels of all {len(spans)} training sequences have no path through the denominator graph; check that "
-                        "graph and alignment belong together.")
-    # on disk; every reading shuffles again with the run's seed
+        raise DataError(f"the labels of all {len(spans)} training sequences have no path through "
+                        "the denominator graph; check that graph and alignment belong together.")
+    # On disk; every pass shuffles again with the seed of the run.
     order = np.random.default_rng(0).permutation(len(usable))
     num_archives = max(1, round(sum(span.end - span.first for span in usable) / samples_per_iter))
     entries = [_write_archive(train, [usable[at] for at in part], directory / _name(number))
@@ -152,7 +166,7 @@ def _spans(train: FrameSet, graph: StateGraph, chunk_frames: int) -> Iterator[_S
 
 
 def _write_archive(train: FrameSet, spans: list[_Span], path: Path) -> tuple[int, int, str]:
-    """(frames, sequences, SHA-256)."""
+    """Write an archive; return (frames, sequences, SHA-256)."""
     lengths = [span.high - span.low for span in spans]
     begins = np.cumsum([0, *lengths])
     pieces = (np.ascontiguousarray(train.features_TD[span.low:span.high], dtype=np.float32) for span in spans)
@@ -173,10 +187,15 @@ def _name(archive: int) -> str:
 
 
 class SequenceReader:
-    """Reads minibatches of sequences; has what a schedule asks of a reader of frames."""
+    """Reader of minibatches of sequences, with the interface that schedules need."""
 
     def __init__(self, directory: Path, frames: EgsReader) -> None:
-        """`frames` are the examples of the same corpus, which say how frames are spliced."""
+        """Open a directory.
+
+        Args:
+            directory: result of `prepare_sequences`.
+            frames: examples of the same corpus, which define splicing.
+        """
         self.directory = directory
         try:
             self.index = _read_index(directory)
@@ -187,19 +206,20 @@ class SequenceReader:
                             num_rows=[[number] for number in self.index.num_frames])
 
     def num_frames(self, shard: Shard) -> int:
-        """Rows that the minibatches of `shard` hold in all."""
+        """Return the number of rows in the minibatches of `shard`."""
         return self.index.num_frames[shard.archive]
 
     def num_minibatches(self, shard: Shard, size: int) -> int:
-        """Minibatches of about `size` frames that a pass over `shard` gives."""
+        """Return the number of minibatches of about `size` frames in a pass over `shard`."""
         return min(self.index.num_sequences[shard.archive], max(1, round(self.num_frames(shard) / size)))
 
     def minibatches(self, shard: Shard, size: int, *, seed: int, outer_iter: int, job: int, first: int = 0,
                     stop: int | None = None, augment: AugmentConfig | None = None, prefetch: int = 0,
                     pin_memory: bool = False) -> Iterator[SequenceMinibatch]:
-        """All sequences of an archive, shuffled, about `size` frames at a time; `augment` is not used.
+        """Yield all sequences of an archive, shuffled, about `size` frames at a time.
 
-        Minibatches `first` to `stop` of the pass; where it begins changes nothing in what follows.
+        With `first` and `stop` only these minibatches of the pass; the order does not depend on
+        them. `augment` is not used.
         """
         archive = self._archive(shard.archive)
         order_Q = np.random.default_rng((seed, outer_iter, job)).permutation(self.index.num_sequences[shard.archive])

@@ -1,16 +1,19 @@
-"""Sums over all paths through a graph of states, and their derivatives by the scores of frames, for batches of sequences.
+"""Sums over all paths through a graph of states, and their gradients with respect to frame scores.
 
-The recursions run over frames; all sequences of a batch and all states advance in one product with the matrix of transitions.
-Sums are kept as logarithms, each frame's largest taken out and gathered in float64, so that neither length nor scale of the
-scores matters; within a frame, what lies more than 87 nats behind the best state (float32) counts as nothing.  Derivatives are
-posteriors: no graph of operations is kept over time.
+The recursions run over frames; all sequences of a batch and all states advance in one GEMM with the
+transition matrix. Sums are logarithms in float64, relative to the maximum of each frame, so that
+length and scale of the scores do not matter. Within a frame, values more than 87 nats below the
+best state (float32) are zero. Gradients are posteriors, so no autograd graph over time is stored.
 
-The log sum:  Z = log sum_paths exp(log weight + sum_t score_t).  Derivative by score_t(p): the posterior of class p in frame t.
-The expected accuracy:  E = sum_paths P(path) sum_t acc_t, with P from those scores.  Derivative by score_t(p):
-sum of P over the paths that pass class p in frame t, each times its accuracy minus E (Povey, Ph.D. thesis 2003, section 6.2.3).
+The log sum:  Z = log sum_paths exp(log weight + sum_t score_t).  Gradient with respect to
+score_t(p): the posterior of class p in frame t.
+The expected accuracy:  E = sum_paths P(path) sum_t acc_t, with P from those scores.  Gradient with
+respect to score_t(p): the sum of P over the paths that pass class p in frame t, each times its
+accuracy minus E (Povey, Ph.D. thesis 2003, section 6.2.3).
 
-Letters: N rows (frames of all sequences end to end), P classes, B sequences, T frames of the longest, S states, a forward and
-b backward log sums, r and s expected accuracies before and after a frame.
+Letters: N rows (frames of all sequences, concatenated), P classes, B sequences, T frames of the
+longest, S states. Per frame: a forward and b backward log sums, r and s expected accuracies before
+and after it.
 """
 
 from __future__ import annotations
@@ -26,18 +29,29 @@ from ngsgd.sequence.transitions import Transitions
 
 
 def log_path_sum(scores_NP: Tensor, lengths: Sequence[int], transitions: Transitions) -> Tensor:
-    """B (float64): Z of each sequence; minus infinity, with a derivative of 0, where no path has its length.
+    """Return Z of each sequence, B (float64).
 
-    Differentiable once by the scores.  `lengths` are the frames of each sequence, in the order of the rows.
+    Minus infinity, with gradient 0, if no path has its length.
+
+    Once differentiable with respect to the scores.
+
+    Args:
+        scores_NP: frame scores.
+        lengths: frames of each sequence, in the order of the rows.
+        transitions: the graph.
     """
     z_B: Tensor = _LogPathSum.apply(scores_NP, tuple(lengths), transitions)  # type: ignore[no-untyped-call]
     return z_B
 
 
 def expected_accuracy(scores_NP: Tensor, accuracy_NP: Tensor, lengths: Sequence[int], transitions: Transitions) -> Tensor:
-    """B (float64): E of each sequence; 0, with a derivative of 0, where no path has its length.
+    """Return E of each sequence, B (float64); 0, with gradient 0, if no path has its length.
 
-    `accuracy_NP` is what a frame counts when a path has class p there; it gets no derivative.
+    Args:
+        scores_NP: frame scores.
+        accuracy_NP: accuracy of class p in each frame, without gradient.
+        lengths: frames of each sequence, in the order of the rows.
+        transitions: the graph.
     """
     e_B: Tensor = _ExpectedAccuracy.apply(scores_NP, accuracy_NP, tuple(lengths), transitions)  # type: ignore[no-untyped-call]
     return e_B
@@ -83,9 +97,12 @@ class _ExpectedAccuracy(torch.autograd.Function):
 
 
 class _Batch(NamedTuple):
-    """Sequences side by side, the longest first: those that still go on at a frame are the first columns."""
+    """Sequences as columns, the longest first.
 
-    # which sequence a column is
+    Active sequences of a frame are the first columns.
+    """
+
+    # sequence of each column
     order_B: Tensor
     # columns that have a frame t
     alive: list[int]
@@ -108,27 +125,27 @@ class _Batch(NamedTuple):
         time_T = torch.arange(int(lengths_B.max()))
         alive = (time_T[:, None] < lengths_B).sum(dim=1).tolist()
         row_TB = first_B[order_B] + torch.minimum(time_T[:, None], lengths_B - 1)
-        # computed on the host, where all of it is known, and sent at once: a GPU has nothing to wait for
+        # Computed on the host and sent once, to avoid GPU synchronization.
         parts = (order_B, row_TB, frame_N, column_N, sequence_N)
         sent = to_device(torch.cat([part.flatten() for part in parts]), scores_NP.device).split([part.numel() for part in parts])
         return cls(sent[0], alive, sent[1].view(row_TB.shape), *sent[2:])
 
     def by_state(self, values_NP: Tensor, transitions: Transitions) -> Tensor:
-        """T x S x B."""
+        """Return T x S x B."""
         return values_NP.detach().T[transitions.pdf_S][:, self.row_TB].transpose(0, 1).contiguous()
 
     def by_row(self, values_TSB: Tensor, transitions: Transitions, num_classes: int) -> Tensor:
-        """N x P: sums over the states of each class."""
+        """Return sums over the states of each class, N x P."""
         T, _, B = values_TSB.shape
         by_class_TPB = values_TSB.new_zeros(T, num_classes, B).index_add_(1, transitions.pdf_S, values_TSB)
         return by_class_TPB.transpose(1, 2)[self.frame_N, self.column_N]
 
     def in_order(self, values_B: Tensor) -> Tensor:
-        """Values of the columns, in the order that the sequences came in."""
+        """Return values of the columns in the original order of the sequences."""
         return torch.empty_like(values_B).index_copy_(0, self.order_B, values_B)
 
     def per_row(self, values_B: Tensor) -> Tensor:
-        """N x 1: each row gets the value of its sequence."""
+        """Return the value of the sequence of each row, N x 1."""
         return values_B[self.sequence_N, None]
 
 
@@ -136,9 +153,9 @@ class _Batch(NamedTuple):
 
 
 def _forward(batch: _Batch, score_TSB: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
-    """(Z of the columns, log a up to a constant for each frame and column)."""
+    """Return (Z of the columns, log a up to a constant for each frame and column)."""
     T, S, B = score_TSB.shape
-    # in place: a frame's scores are needed once
+    # In place: scores of a frame are needed once.
     log_a_TSB = score_TSB
     log_a_SB = transitions.log_initial_S[:, None].expand(S, B)
     taken_out_B = score_TSB.new_zeros(B, dtype=torch.float64)
@@ -156,7 +173,7 @@ def _forward(batch: _Batch, score_TSB: Tensor, transitions: Transitions) -> tupl
 
 
 def _posteriors(batch: _Batch, score_TSB: Tensor, log_a_TSB: Tensor, transitions: Transitions) -> Tensor:
-    """P(state at t), the log sums backward going hand in hand; 0 where there is no path."""
+    """Return P(state at t), with log sums computed backward; 0 without a path."""
     T, S, B = score_TSB.shape
     log_b_SB = transitions.log_final_S[:, None].expand(S, B)
     posterior_TSB = torch.zeros_like(score_TSB)
@@ -174,7 +191,7 @@ def _posteriors(batch: _Batch, score_TSB: Tensor, log_a_TSB: Tensor, transitions
 
 
 def _forward_accuracy(batch: _Batch, score_TSB: Tensor, accuracy_TSB: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
-    """(log a up to constants, r: the expected accuracy of paths into a state, less what all states have in common)."""
+    """Return (log a up to constants, r: expected accuracy of paths into a state, centered)."""
     T, S, B = score_TSB.shape
     log_a_TSB, r_TSB = score_TSB.clone(), torch.zeros_like(score_TSB)
     log_a_SB = transitions.log_initial_S[:, None].expand(S, B)
@@ -192,7 +209,7 @@ def _forward_accuracy(batch: _Batch, score_TSB: Tensor, accuracy_TSB: Tensor, tr
 
 def _accuracy_posteriors(batch: _Batch, score_TSB: Tensor, accuracy_TSB: Tensor, log_a_TSB: Tensor, r_TSB: Tensor,
                          transitions: Transitions) -> tuple[Tensor, Tensor]:
-    """(P(state at t), the same times r + s - E)."""
+    """Return (P(state at t), the same times r + s - E)."""
     T, S, B = score_TSB.shape
     log_b_SB = transitions.log_final_S[:, None].expand(S, B)
     s_SB = score_TSB.new_zeros(S, B)
@@ -216,7 +233,10 @@ def _accuracy_posteriors(batch: _Batch, score_TSB: Tensor, accuracy_TSB: Tensor,
 
 
 def _exp(log_x_SB: Tensor) -> tuple[Tensor, Tensor]:
-    """(exponentials over each column's largest, its logarithm); a column of nothing stays one."""
+    """Return (exponentials relative to the maximum of each column, its logarithm).
+
+    Empty columns stay empty.
+    """
     top_B = log_x_SB.amax(dim=0)
     top_B = torch.where(top_B.isfinite(), top_B, 0.0)
     return (log_x_SB - top_B).exp_(), top_B
@@ -229,6 +249,9 @@ def _softmax(log_x_SB: Tensor) -> Tensor:
 
 
 def _centered(values_SB: Tensor, weight_SB: Tensor) -> Tensor:
-    """Less the weighted mean of each column: only differences between states matter, and sums over long sequences lose them."""
+    """Subtract the weighted mean of each column.
+
+    Sums over long sequences would lose differences.
+    """
     total_B = weight_SB.sum(dim=0)
     return values_SB - (weight_SB * values_SB).sum(dim=0) / torch.where(total_B > 0.0, total_B, 1.0)

@@ -1,7 +1,9 @@
-"""Weighted graphs of states that emit one class (pdf) a frame: what the denominator of a sequence objective sums over.
+"""Weighted graphs of states that emit one class (pdf) per frame.
 
-A state stands for the class it emits; entering it costs a frame.  Weights are log probabilities, but need not sum to one.
-Transducers have their classes on arcs and may have arcs that emit nothing; `from_arcs` brings them into this form.
+The denominator of sequence objectives.
+
+Entering a state takes one frame and emits its class. Weights are log probabilities, but need not
+sum to one. Transducers have classes on arcs and may have epsilon arcs; `from_arcs` converts them.
 
 Letters: A arcs, S states, T frames.
 """
@@ -23,12 +25,12 @@ from ngsgd.errors import DataError
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# in place of a class, on an arc that takes no frame
+# Instead of a class, on an epsilon arc, which takes no frame.
 NOTHING = -1
 
 
 class StateArc(NamedTuple):
-    """Of a transducer: the class that it emits, or `NOTHING`."""
+    """Arc of a transducer: the class that it emits, or `NOTHING`."""
 
     source: int
     target: int
@@ -38,51 +40,56 @@ class StateArc(NamedTuple):
 
 @dataclass(frozen=True)
 class StateGraph:
-    """States, and the log weights of going from one to another."""
+    """States, and the log weights of transitions between them."""
 
     # class that a state emits
     pdf_S: Ints
     source_A: Ints
     target_A: Ints
     log_weight_A: Floats
-    # where a path is before its first frame
+    # distribution of the state before the first frame
     log_initial_S: Floats
-    # added where it ends
+    # added at the end of a path
     log_final_S: Floats
-    # leaky HMM: before every frame, a path may jump to a state drawn from `restart_S`, with this
-    # weight
+    # Leaky HMM: before every frame, a path may jump to a state distributed as `restart_S`, with
+    # this weight.
     leak: float = 0.0
     restart_S: Floats = field(default_factory=lambda: np.zeros(0))
 
     @property
     def num_states(self) -> int:
+        r"""S"""
         return len(self.pdf_S)
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
-        """All of it, to be written to a file."""
+        """Return all fields as arrays, for storage."""
         return {"pdf": self.pdf_S, "source": self.source_A, "target": self.target_A, "log_weight": self.log_weight_A,
                 "log_initial": self.log_initial_S, "log_final": self.log_final_S, "leak": np.array([self.leak]),
                 "restart": self.restart_S}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[np.generic]]) -> StateGraph:
-        """What `arrays` gave."""
+        """Create a graph from the result of `arrays`."""
         pdf_S, source_A, target_A = (np.asarray(arrays[name], np.int64) for name in ("pdf", "source", "target"))
         log_weight_A, log_initial_S, log_final_S, leak, restart_S = (
             np.asarray(arrays[name], np.float64) for name in ("log_weight", "log_initial", "log_final", "leak", "restart"))
         return cls(pdf_S, source_A, target_A, log_weight_A, log_initial_S, log_final_S, float(leak[0]), restart_S)
 
     def with_leak(self, leak: float) -> StateGraph:
-        """The same with jumps of this weight (Kaldi's leaky-hmm-coefficient) to where paths are on average."""
+        """Return the graph with jumps of this weight (Kaldi's leaky-hmm-coefficient) to the average
+        distribution.
+        """
         return replace(self, leak=leak, restart_S=self.occupancy())
 
     def anywhere(self) -> StateGraph:
-        """The same for pieces cut out of sequences: they may begin and end in any state."""
+        """Return the graph for chunks of sequences, which may begin and end in any state."""
         with np.errstate(divide="ignore"):
             return replace(self, log_initial_S=np.log(self.occupancy()), log_final_S=np.zeros(self.num_states))
 
     def occupancy(self, num_frames: int = 100) -> Floats:
-        """Average share of each state over so many frames of paths by the weights alone (Kaldi's initial probabilities)."""
+        """Return the average occupancy of each state over random paths (Kaldi's initial
+        probabilities).
+        """
         occupied_S = np.zeros(self.num_states)
         x_S = np.exp(self.log_initial_S)
         weight_A = np.exp(self.log_weight_A)
@@ -93,7 +100,10 @@ class StateGraph:
         return np.asarray(occupied_S / occupied_S.sum())
 
     def log_weight_of(self, pdf_T: Sequence[int] | npt.NDArray[np.int32]) -> float:
-        """Log weight of all paths that emit these classes; minus infinity when there is none.  Jumps are not counted."""
+        """Return the log weight of all paths that emit these classes, without jumps.
+
+        Minus infinity without a path.
+        """
         ids = [int(pdf) for pdf in pdf_T]
         x, total = np.exp(self.log_initial_S), 0.0
         before = NOTHING
@@ -107,7 +117,10 @@ class StateGraph:
         return total + math.log(final) if final > 0.0 else -math.inf
 
     def _between(self, before: int, after: int) -> Floats:
-        """Weights from the states of one class to those of another; from all states at the beginning."""
+        """Return the weights from the states of one class to those of another.
+
+        From all states at the start.
+        """
         key = (before, after)
         if key not in self._blocks:
             rows, columns = self._states_of.get(before, np.zeros(0, np.int64)), self._states_of.get(after, np.zeros(0, np.int64))
@@ -133,10 +146,13 @@ class StateGraph:
 
 def from_arcs(arcs: Iterable[StateArc], *, start: int,
               log_final: Mapping[int, float]) -> StateGraph:
-    """The graph of a transducer, whose sum over paths is the same for any scores of frames.
+    """Convert a transducer to a graph with the same sum over paths for any frame scores.
 
-    States are split by the class that led into them; arcs that emit nothing are summed into those that follow.  Raises DataError
-    for a circle of such arcs.
+    States are split by the class of the incoming arcs. Epsilon arcs are summed into the arcs that
+    follow.
+
+    Raises:
+        DataError: there is a cycle of epsilon arcs.
     """
     leaving: dict[int, list[StateArc]] = defaultdict(list)
     for arc in arcs:
@@ -146,7 +162,7 @@ def from_arcs(arcs: Iterable[StateArc], *, start: int,
     todo = [(start, NOTHING)]
     found: dict[tuple[int, int], float] = {}
     log_finals: list[float] = []
-    # grows while it is gone through
+    # The list grows during the iteration.
     for key in todo:
         final = -math.inf
         for state, log_weight in reach.of(key[0]).items():
@@ -163,22 +179,22 @@ def from_arcs(arcs: Iterable[StateArc], *, start: int,
     ends_A = np.array(list(found), np.int64).reshape(-1, 2)
     log_initial_S = np.full(len(todo), -math.inf)
     log_initial_S[0] = 0.0
-    # nothing leads into the start, so what it would emit is no matter
+    # Nothing leads into the start, so its class is arbitrary.
     pdf_S = np.array([max(pdf, 0) for _, pdf in todo], np.int64)
     return StateGraph(pdf_S, ends_A[:, 0], ends_A[:, 1], np.array(list(found.values())), log_initial_S, np.array(log_finals))
 
 
 class _Reach:
-    """What can be reached from a state without a frame."""
+    """States that are reachable through epsilon arcs."""
 
     def __init__(self, leaving: Mapping[int, Sequence[StateArc]]) -> None:
         self._leaving = leaving
         self._known: dict[int, dict[int, float]] = {}
 
     def of(self, state: int, above: frozenset[int] = frozenset()) -> dict[int, float]:
-        """State -> log weight, itself included."""
+        """Return state -> log weight, including the state itself."""
         if state in above:
-            raise DataError("The graph has a circle of arcs that take no frame; remove it.")
+            raise DataError("The graph has a cycle of epsilon arcs; remove it.")
         if state not in self._known:
             found = {state: 0.0}
             for arc in self._leaving.get(state, ()):

@@ -1,8 +1,9 @@
-"""An n-gram model of the states that labels pass through: the denominator of lattice-free MMI.
+"""N-gram model of the states of labelings: the denominator of lattice-free MMI.
 
-Tokens are classes with their repetitions taken together; how long a class is stayed in is a geometric distribution of its own.
-Counts are not smoothed, as in Kaldi's chain-est-phone-lm up to its no-prune order: what was never seen has no arc, and the leaky
-HMM lets paths jump (Povey et al. 2016, section 2).  Where a phone has three states, an order of 1 + 3 k looks back over k phones.
+Tokens are classes with their repetitions merged; durations of classes have separate geometric
+distributions. Counts are not smoothed, as in Kaldi's chain-est-phone-lm up to its no-prune order.
+Unseen n-grams have no arc, and the leaky HMM lets paths jump (Povey et al. 2016, section 2). If a
+phone has three states, an order of 1 + 3 k covers k phones.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ _END = (-1,)
 
 
 def state_ngram(labels: Iterable[Sequence[int] | npt.NDArray[np.int32]], order: int) -> StateGraph:
-    """The graph of an n-gram model of these labellings (each the class of every frame of a sequence).
+    """Create the graph of an n-gram model of labelings.
 
-    Its states are histories of up to `order` - 1 different classes, the last of which is emitted.  Probabilities out of a
-    state, ending included, sum to one.
+    Its states are histories of up to `order` - 1 different classes, the last of which is emitted.
+    Probabilities of leaving a state, with that of ending, sum to one.
+
+    Args:
+        labels: class of every frame, for each sequence.
+        order: n.
     """
     moves: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
     num_frames: Counter[tuple[int, ...]] = Counter()
@@ -39,12 +44,12 @@ def state_ngram(labels: Iterable[Sequence[int] | npt.NDArray[np.int32]], order: 
             history = following
         moves[history, _END] += 1
     if not num_frames:
-        raise DataError("There are no labels to make an n-gram model of; check the training data.")
+        raise DataError("There are no labels for an n-gram model; check the training data.")
     return _graph(moves, num_frames)
 
 
 def _runs(pdf_T: Sequence[int] | npt.NDArray[np.int32]) -> list[tuple[int, int]]:
-    """(class, how often it is repeated)."""
+    """Return (class, number of repetitions)."""
     ids = np.asarray(pdf_T)
     ends = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
     return [(int(ids[begin]), end - begin) for begin, end in pairwise(ends) if end > begin]
@@ -58,7 +63,7 @@ def _graph(moves: Counter[tuple[tuple[int, ...], tuple[int, ...]]], num_frames: 
     ends, log_weights = [], []
     log_final_S = np.full(len(states), -math.inf)
     for (history, following), count in sorted(moves.items()):
-        # stays for frames / visits on average
+        # The mean duration is frames / visits.
         leaves = left[history] / num_frames[history] if history else 1.0
         log_weight = math.log(leaves * count / left[history])
         if following == _END:

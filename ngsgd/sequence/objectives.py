@@ -1,19 +1,19 @@
-"""Sequence objectives (C.8 of arXiv 1410.7455): what a network's outputs are worth beside
-everything else that could be said.
+"""Sequence objectives (C.8 of arXiv 1410.7455), which compare labels with all competing paths.
 
-With Z(s) the log sum over all paths of the denominator graph for scores s, n the path of the
-labels, k the acoustic scale, and s_t(p) = k (log softmax(y_t)_p - log prior_p), an objective is
-summed over sequences and goes up:
+Z(s) is the log sum over all paths of the denominator graph for scores s, and n the path of the
+labels. Scores are s_t(p) = k (log softmax(y_t)_p - log prior_p), with the acoustic scale k.
+Objectives are summed over sequences and maximized:
 
-    mmi     score(n) - Z(s)                            maximum mutual information (Bahl et al. 1986)
-    bmmi    score(n) - Z(s + boost * [p is wrong])     boosted MMI (Povey et al. 2008)
-    mpe     expected number of frames whose phone is right    (Povey and Woodland 2002; Kaldi's
-    mpfe) smbr    expected number of frames whose state is right    (Gibson and Hain 2006)
-    lfmmi   score(n) - Z(s), s = y: outputs are scores, without softmax, prior or scale (Povey et
-    al. 2016)
+    mmi     score(n) - Z(s)                                    (Bahl et al. 1986)
+    bmmi    score(n) - Z(s + boost * [p is wrong])             (Povey et al. 2008)
+    mpe     expected number of frames with the correct phone   (Povey and Woodland 2002)
+    smbr    expected number of frames with the correct state   (Gibson and Hain 2006)
+    lfmmi   score(n) - Z(s) with s = y                         (Povey et al. 2016)
 
-score(n) has the log weight that the graph gives to the labels, so that score(n) - Z is a log
-probability.  Derivatives are the objective's own: k is in them, where Kaldi leaves it out.
+mpe is Kaldi's mpfe. In lfmmi outputs are scores, without softmax, prior or scale.
+
+score(n) includes the log weight of the labels in the graph, so that score(n) - Z is a log
+probability. Gradients are exact: they include k, which Kaldi omits.
 
 Letters: N rows (frames of all sequences), P classes, B sequences.
 """
@@ -34,32 +34,32 @@ from ngsgd.sequence.forward_backward import expected_accuracy, log_path_sum
 from ngsgd.sequence.graph import StateGraph
 from ngsgd.sequence.transitions import Transitions
 
-# objf per frame of a sequence that no path has the length of, as in Kaldi; it has no derivative
+# objf per frame of a sequence without a path of its length, as in Kaldi; its gradient is 0
 _NO_PATH = -10.0
-# bmmi: a wrong frame of silence counts as so much of one (Kaldi's max-silence-error)
+# bmmi: weight of a wrong silence frame (Kaldi's max-silence-error)
 _SILENCE_ERROR = 0.1
 
 
 @dataclass(frozen=True)
 class Denominator:
-    """What labels are told apart from, and what counts as right."""
+    """Denominator graph of a sequence objective, and the definition of correct frames."""
 
     graph: StateGraph
-    # of the model that training starts from
+    # priors of the initial model
     log_prior_P: npt.NDArray[np.float64]
     # classes of one phone have the same number
     phone_P: npt.NDArray[np.int64]
     is_silence_P: npt.NDArray[np.bool_]
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
-        """All of it, to be written to a file."""
+        """Return all fields as arrays, for storage."""
         graph = {f"graph.{name}": array for name, array in self.graph.arrays().items()}
         return {**graph, "log_prior": self.log_prior_P, "phone": self.phone_P,
                 "is_silence": self.is_silence_P.astype(np.int64)}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[np.generic]]) -> Denominator:
-        """What `arrays` gave."""
+        """Create the denominator from the result of `arrays`."""
         graph = StateGraph.from_arrays({name.removeprefix("graph."): array
                                         for name, array in arrays.items()})
         return cls(graph, np.asarray(arrays["log_prior"], np.float64),
@@ -67,7 +67,7 @@ class Denominator:
 
 
 class SequenceObjective:
-    """Minus the objective of a batch of sequences, ready for `backward`."""
+    """Loss (negative objective) of a batch of sequences."""
 
     def __init__(self, config: ObjectiveConfig, denominator: Denominator, *,
                  device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
@@ -81,10 +81,13 @@ class SequenceObjective:
 
     def __call__(self, y_NP: Tensor, pdf_N: Tensor, lengths: Sequence[int],
                  log_weight_B: Tensor) -> Tensor:
-        """The loss, summed over frames.
+        """Return the loss, summed over frames.
 
-        `pdf_N` are the labels, `lengths` the frames of each sequence in the order of the rows, and
-        `log_weight_B` (float64) what the graph gives to the labels of each.
+        Args:
+            y_NP: outputs of the network.
+            pdf_N: labels.
+            lengths: frames of each sequence, in the order of the rows.
+            log_weight_B: float64 log weight of the labels of each sequence in the graph.
         """
         c = self.config
         log_softmax_NP = y_NP.log_softmax(dim=1)
@@ -116,16 +119,16 @@ class SequenceObjective:
         said_B = torch.stack([part.sum() for part in said_N.split(list(lengths))]) + log_weight_B
         z_B = log_path_sum(against_NP, lengths, self.transitions)
         nothing_B = _NO_PATH * to_device(torch.tensor(lengths, dtype=z_B.dtype), z_B.device)
-        # not by `where` alone: minus infinity would leave its mark on the derivative
+        # `where` alone would propagate minus infinity into the gradient.
         has_path_B = z_B.isfinite() & log_weight_B.isfinite()
         return torch.where(has_path_B,
                            said_B.masked_fill(~has_path_B, 0.0) - z_B.masked_fill(~has_path_B, 0.0), nothing_B).sum()
 
     def _right(self, unit_P: Tensor) -> Tensor:
-        """P x P: what class p counts for where the label is q (row q)."""
+        """Return the accuracy of class p for label q (row q), P x P."""
         is_right_PP = unit_P[:, None] == unit_P
         if self.config.one_silence_class:
             is_right_PP = is_right_PP | (self.is_silence_P[:, None] & self.is_silence_P)
         else:
-            is_right_PP = is_right_PP & ~self.is_silence_P  # silence earns nothing
+            is_right_PP = is_right_PP & ~self.is_silence_P  # silence has accuracy 0
         return is_right_PP.to(self.log_prior_P.dtype)

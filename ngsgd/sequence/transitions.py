@@ -12,14 +12,15 @@ from torch import Tensor
 
 from ngsgd.sequence.graph import StateGraph
 
-# beyond, on a CPU core, sparse rows are faster: few states follow any one
+# Beyond this, sparse rows are faster on a CPU core, because states have few successors.
 _MAX_DENSE_STATES = 64
 
 
 class Transitions:
-    """Products with A, A_ij the weight of going from state i to state j, jumps of the leaky HMM included.
+    """Products with A, where A_ij is the transition weight from state i to state j.
 
-    With jumps the matrix is (I + leak 1 restart^T) A: before every frame a path may first go anywhere.
+    With jumps of the leaky HMM the matrix is (I + leak 1 restart^T) A: before every frame a path
+    may jump.
     """
 
     def __init__(self, graph: StateGraph, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
@@ -36,13 +37,13 @@ class Transitions:
         self._advance = _matrix(weights.T.coalesce()).to(device)
 
     def advance(self, x_SB: Tensor) -> Tensor:
-        """A^T x."""
+        """Return A^T x."""
         if self.leak:
             x_SB = torch.addmm(x_SB, self.restart_S[:, None], x_SB.sum(dim=0, keepdim=True), alpha=self.leak)
         return self._advance @ x_SB
 
     def retreat(self, y_SB: Tensor) -> Tensor:
-        """A y."""
+        """Return A y."""
         z_SB: Tensor = self._retreat @ y_SB
         return z_SB + self.leak * (self.restart_S @ z_SB) if self.leak else z_SB
 
@@ -50,7 +51,7 @@ class Transitions:
 def _matrix(weights: Tensor) -> Tensor:
     if weights.shape[0] <= _MAX_DENSE_STATES:
         return weights.to_dense()
-    # torch calls compressed rows a beta
+    # torch warns that compressed rows are a beta feature.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse", category=UserWarning)
         return weights.to_sparse_csr()

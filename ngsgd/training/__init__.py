@@ -1,1 +1,4 @@
-"""Workers, the coordinator's outer loop, and what keeps them safe: checkpoints, ledger, acceptance."""
+"""Data-parallel training: workers, the outer loop of the coordinator, and fault tolerance.
+
+Fault tolerance consists of checkpoints, the ledger, and checks of results.
+"""

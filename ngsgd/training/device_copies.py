@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ngsgd.training.task import Batch, map_tensors, to_device
+from ngsgd.training.task import Batch, data_to_device, map_tensors
 
 Left = TypeVar("Left")
 
@@ -25,7 +25,7 @@ def on_device(batches: Iterable[tuple[Batch | None, Left]], device: torch.device
         if batch is None:
             yield batch, left
         elif stream is None:
-            yield batch._replace(data=to_device(batch.data, device)), left
+            yield batch._replace(data=data_to_device(batch.data, device)), left
         else:
             yield batch._replace(data=_copied(batch.data, device, stream)), left
 
@@ -33,7 +33,7 @@ def on_device(batches: Iterable[tuple[Batch | None, Left]], device: torch.device
 def _copied(data: Any, device: torch.device, stream: torch.cuda.Stream) -> Any:
     """Copy the data; operations queued later on the current stream read the complete copy."""
     with torch.cuda.stream(stream):
-        copies = to_device(map_tensors(data, _pinned), device)
+        copies = data_to_device(map_tensors(data, _pinned), device)
         done = torch.cuda.Event()
         done.record(stream)
     compute = torch.cuda.current_stream(device)

@@ -1,4 +1,4 @@
-"""The group of processes that train one job together, as a worker sees it."""
+"""The interface of a worker to the group of processes that train one job together."""
 
 from __future__ import annotations
 

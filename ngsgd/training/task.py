@@ -202,7 +202,7 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
     return model
 
 
-def to_device(data: Any, device: torch.device) -> Any:
+def data_to_device(data: Any, device: torch.device) -> Any:
     """Copy the tensors of a batch to a device; other values are unchanged."""
     return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=True))
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngsgd.asr import bundle
+from ngsgd.asr import bundle_files
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.lang.language import Language
@@ -33,8 +33,8 @@ def folder_of(path: Path, content: dict[str, bytes]) -> Path:
 
 
 def test_a_file_and_a_folder_hold_the_same(tmp_path: Path, content: dict[str, bytes]) -> None:
-    bundle.write_file(tmp_path / "a", content)
-    bundle.write_file(tmp_path / "b", dict(reversed(content.items())))
+    bundle_files.write_file(tmp_path / "a", content)
+    bundle_files.write_file(tmp_path / "b", dict(reversed(content.items())))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     (tmp_path / "run").mkdir()
     folder = folder_of(tmp_path / "run" / "final", content)
@@ -73,12 +73,12 @@ def test_an_invalid_model_is_rejected_with_the_next_step(
     (run / "config.yaml").touch()
     with pytest.raises(CheckpointError, match="ngsgd resume"):
         Bundle.load(run)
-    folder_of(run / "final", {name: data for name, data in content.items() if name != bundle.INDEX})
+    folder_of(run / "final", {name: data for name, data in content.items() if name != bundle_files.INDEX})
     with pytest.raises(CheckpointError, match="export --format bundle"):
         Bundle.load(run)
 
 
-@pytest.mark.parametrize("name", ["model.json", "model.safetensors", bundle.INDEX])
+@pytest.mark.parametrize("name", ["model.json", "model.safetensors", bundle_files.INDEX])
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:-1], lambda data: data[:100] + b"x" + data[101:], lambda _: b""]
 )
@@ -100,9 +100,9 @@ def test_a_missing_file_is_named(tmp_path: Path, content: dict[str, bytes]) -> N
 def test_a_newer_version_is_named(tmp_path: Path, content: dict[str, bytes]) -> None:
     from ngsgd import files
 
-    index = files.unsealed(json.loads(content[bundle.INDEX]))[0]
-    newer = files.sealed({**index, "version": bundle.VERSION + 1})
-    bundle.write_file(tmp_path / "a", {**content, bundle.INDEX: json.dumps(newer).encode()})
+    index = files.unsealed(json.loads(content[bundle_files.INDEX]))[0]
+    newer = files.sealed({**index, "version": bundle_files.VERSION + 1})
+    bundle_files.write_file(tmp_path / "a", {**content, bundle_files.INDEX: json.dumps(newer).encode()})
     with pytest.raises(CheckpointError, match="newer version"):
         Bundle.load(tmp_path / "a")
 
@@ -124,9 +124,9 @@ def test_a_calibration_is_read_and_checked(
 ) -> None:
     from ngsgd import files
 
-    index = files.unsealed(json.loads(content[bundle.INDEX]))[0]
+    index = files.unsealed(json.loads(content[bundle_files.INDEX]))[0]
     changed = files.sealed({**index, "calibration": values})
-    bundle.write_file(tmp_path / "a", {**content, bundle.INDEX: json.dumps(changed).encode()})
+    bundle_files.write_file(tmp_path / "a", {**content, bundle_files.INDEX: json.dumps(changed).encode()})
     if expected is not None:
         assert Bundle.load(tmp_path / "a").calibration == expected
         return

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from ngsgd.asr import bundle
+from ngsgd.asr import bundle_files
 from ngsgd.asr.decode.evaluation import DecodingWeights
 from ngsgd.asr.features import cmvn, filterbank
 from ngsgd.asr.lang.language import Language
@@ -39,7 +39,7 @@ def say(words: Sequence[str], seed: int = 0, rate_hz: int = RATE_HZ) -> npt.NDAr
 
 def write(path: Path, features: FeatureConfig = FEATURES, **changes: Any) -> Path:
     """A bundle in one file."""
-    bundle.write_file(path, content(features, **changes))
+    bundle_files.write_file(path, content(features, **changes))
     return path
 
 
@@ -55,7 +55,7 @@ def with_index(
     model_files: Mapping[str, bytes], features: FeatureConfig, all_speech: cmvn.Stats
 ) -> dict[str, bytes]:
     """The files with an index that lists them."""
-    index = bundle.index_of(
+    index = bundle_files.index_of(
         model_files,
         language=LANGUAGE,
         features=features,
@@ -64,7 +64,7 @@ def with_index(
         all_speech=all_speech,
         provenance={"corpus": "made-up speech"},
     )
-    return {**model_files, bundle.INDEX: index.encode()}
+    return {**model_files, bundle_files.INDEX: index.encode()}
 
 
 @functools.cache

@@ -47,7 +47,8 @@ def _command_lines(page: Path) -> list[str]:
     blocks = [body for language, body in FENCE.findall(text) if language in ("", "console", "bash", "sh")]
     blocks.append("\n".join(line[4:] for line in text.splitlines() if line.startswith("    ")))
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    found = [match[1] for line in lines if (match := re.match(r"^(?:\S+=\S+ )*(?:\.venv/bin/)?ngsgd (.+)$", line.strip()))]
+    command = re.compile(r"^(?:\S+=\S+ )*(?:\.venv/bin/)?ngsgd ([a-z]+(?: .+)?)$")
+    found = [match[1] for line in lines if (match := command.match(line.strip()))]
     return [line for line in found if not line.startswith(("[", "|"))]
 
 

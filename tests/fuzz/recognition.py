@@ -16,7 +16,7 @@ import numpy as np
 import soundfile
 
 from ngsgd import files
-from ngsgd.asr.bundle import INDEX
+from ngsgd.asr.bundle_files import INDEX
 from tests.asr import tiny_recognizer
 from tests.fuzz import judge, server
 from tests.fuzz.report import Report, chosen

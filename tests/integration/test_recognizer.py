@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ngsgd.asr.bundle import INDEX
+from ngsgd.asr.bundle_files import INDEX
 from ngsgd.asr.recognizer import Recognizer
 from ngsgd.errors import CheckpointError
 from ngsgd.launcher.cli import main

@@ -22,7 +22,7 @@ def test_without_a_pattern_all_options_are_listed(capsys: pytest.CaptureFixture[
     ("tune.proxy", ["tune.proxy.steps", "tune.proxy.outer_iters"]),
     ("schedule.lr*", ["schedule.lr_initial", "schedule.lr_final", "schedule.lr_factors"]),
     ("minibatch_size", ["schedule.minibatch_size"]),
-    ("Nesterov", ["outer.momentum"]),
+    ("Nesterov", ["outer.kind", "outer.momentum"]),
 ])
 def test_a_pattern_selects_a_section_a_name_or_a_word_of_the_help(pattern: str, found: list[str]) -> None:
     assert [one.path for one in describe.matching(pattern)] == found

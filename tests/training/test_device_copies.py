@@ -73,7 +73,7 @@ class Cuda:
         monkeypatch.setattr(Tensor, "pin_memory", _method(self.pin))
         monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: any(tensor is one for one in self.pinned))
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: self.used_on[id(tensor)].append(stream))
-        monkeypatch.setattr(device_copies, "to_device", lambda data, device: map_tensors(data, self.copy))
+        monkeypatch.setattr(device_copies, "data_to_device", lambda data, device: map_tensors(data, self.copy))
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:

@@ -26,7 +26,7 @@ from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
-from ngsgd.training.task import Batch, BatchLoss, Evaluation, ShardGrid, Task, to_device
+from ngsgd.training.task import Batch, BatchLoss, Evaluation, ShardGrid, Task, data_to_device
 from ngsgd.training.worker import Worker
 from ngsgd.training.worker_pool import WorkerPool
 from tests.toy import Recorder
@@ -157,7 +157,7 @@ class _Pair(NamedTuple):
 
 
 def test_tensors_inside_the_data_of_a_batch_are_moved_and_other_values_are_kept() -> None:
-    moved = to_device({"pair": _Pair(torch.ones(2), (3, 4)), "list": [torch.ones(1), "text"]}, torch.device("meta"))
+    moved = data_to_device({"pair": _Pair(torch.ones(2), (3, 4)), "list": [torch.ones(1), "text"]}, torch.device("meta"))
     assert moved["pair"].x.device.type == "meta" == moved["list"][0].device.type
     assert moved["pair"].lengths == (3, 4)
     assert moved["list"][1] == "text"

@@ -61,7 +61,7 @@ def command(arguments: Sequence[str]) -> int:
 
 def examine(output_dir: Path, num_workers: int, address: str = "",
             tracking_uri: str = "", config: RunConfig | None = None) -> Iterator[Finding]:
-    """Yield all findings, causes before their effects; with a configuration also the batch size that fits."""
+    """Yield all findings, causes before effects; with a configuration also the batch size."""
     checks: list[Callable[[], Iterator[Finding]]] = [
         machine.python, machine.packages, machine.shadows, lambda: machine.threads(num_workers),
         machine.memory, machine.gpus,

@@ -157,7 +157,7 @@ def _lines_of(event: dict[str, Any]) -> list[str]:
 
 
 def _stop_run(run: Path, timeout_s: float) -> int:
-    """Send SIGTERM to the coordinator, which finishes its outer iteration and saves, as after Ctrl-C."""
+    """Send SIGTERM to the coordinator, which finishes its outer iteration and saves."""
     state = state_of(run)
     process = state["process"]
     if not process_identity.is_alive(process):

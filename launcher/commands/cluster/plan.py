@@ -1,4 +1,4 @@
-"""`ngsgd plan`: predict the time of an outer iteration on 1 to 1000 workers from a measurement of this machine."""
+"""`ngsgd plan`: predict the time of an outer iteration on 1 to 1000 workers."""
 
 from __future__ import annotations
 
@@ -131,11 +131,11 @@ def _checked(options: argparse.Namespace) -> list[int]:
 
 
 def _counts(name: str, given: str, problems: list[str]) -> list[int]:
-    """Return comma-separated whole numbers in rising order; append a message if they are wrong."""
+    """Return comma-separated integers in rising order; append a message if they are wrong."""
     words = given.split(",")
     counts = [int(word) for word in words if word.strip().isdecimal() and 1 <= int(word) <= _MAX_WORKERS]
     if len(counts) != len(words):
-        problems.append(f"--{name} is {given!r}; give whole numbers from 1 to {_MAX_WORKERS} with "
+        problems.append(f"--{name} is {given!r}; give integers from 1 to {_MAX_WORKERS} with "
                         "commas between them, such as "
                         "1,2,8.")
     return sorted(set(counts))

@@ -153,7 +153,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Summary:
-    """Result of a simulation. Times are virtual, except `real_s`; shares are fractions of the workers' time."""
+    """Result of a simulation: virtual times except `real_s`, fractions of the workers' time."""
 
     num_workers: int
     num_outer_iters: int

@@ -1,4 +1,4 @@
-"""`ngsgd submit`: submit a run to Ray, Slurm or Kubernetes; --dry-run prints the command or file."""
+"""`ngsgd submit`: submit a run to a Ray, Slurm or Kubernetes cluster."""
 
 from __future__ import annotations
 

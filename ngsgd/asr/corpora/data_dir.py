@@ -147,7 +147,7 @@ def _segment(utt_id: str, entry: Entry, recordings: Mapping[str, Piece], folder:
     if recording not in recordings:
         raise DataError(f"{entry.where}: the recording {recording} of {utt_id} is not in {folder / 'wav.scp'}; add it there.")
     if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
-        raise DataError(f"{entry.where}: {utt_id} goes from {start_s:g} to {end_s:g} s; write "
+        raise DataError(f"{entry.where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write "
                         "increasing times from 0.")
     return Piece(recordings[recording].path, entry.where, start_s, end_s)
 

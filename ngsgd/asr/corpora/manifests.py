@@ -71,8 +71,8 @@ def _read_set(recordings: Path, supervisions: Path) -> list[UtteranceEntry]:
     for where, item in _lines(supervisions):
         one = _utterance(item, where, files, recordings)
         if one.utt_id in found:
-            raise DataError(f"{where}: duplicate {one.utt_id}, first in {found[one.utt_id].where}; "
-                            "remove one of them.")
+            raise DataError(f"{where}: {one.utt_id} is a duplicate, first in "
+                            f"{found[one.utt_id].where}; remove one of them.")
         found[one.utt_id] = one
     if not found:
         raise DataError(f"{supervisions} is empty; add utterances, or remove it.")
@@ -101,7 +101,7 @@ def _utterance(item: dict[str, Any], where: str, files: dict[str, Path], recordi
         raise DataError(f"{where}: this is not a supervision of lhotse (id, recording_id, start, "
                         "duration); correct it.") from error
     if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
-        raise DataError(f"{where}: {utt_id} goes from {start_s:g} to {end_s:g} s; write increasing "
+        raise DataError(f"{where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write increasing "
                         "times from 0.")
     if recording not in files:
         raise DataError(f"{where}: the recording {recording} of {utt_id} is not in {recordings}; add it there.")

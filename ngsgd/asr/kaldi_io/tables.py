@@ -59,8 +59,8 @@ def read_table(path: Path) -> dict[str, Entry]:
     for where, line in read_lines(path):
         key, _, value = line.replace("\t", " ").partition(" ")
         if key in table:
-            raise DataError(f"{where}: duplicate {key}, first in {table[key].where}; remove one of "
-                            "them.")
+            raise DataError(f"{where}: {key} is a duplicate, first in {table[key].where}; remove "
+                            "one of them.")
         table[key] = Entry(value.strip(), where)
     if not table:
         raise DataError(f"{path} is empty; add lines, or remove its folder.")

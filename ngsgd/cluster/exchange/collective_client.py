@@ -41,7 +41,7 @@ WhyLost = Callable[[RemoteResultRef], str]
 
 @dataclass(frozen=True)
 class RemoteRef:
-    """A result stored in a worker, as the coordinator sees it; reading it transfers the vector."""
+    """Reference of the coordinator to a result stored in a worker; `read` transfers it."""
 
     kept: RemoteResultRef
     job: Job

@@ -1,7 +1,7 @@
 """A key-value store, protected by a secret, in which the members of a group publish addresses.
 
-The TCPStore of torch lets every process that reaches its port list, read and write all keys, and
-uses as much memory as it is sent. Here a connection is closed unless it proves the secret of the
+The TCPStore of torch allows every process that reaches its port to list, read and write all keys.
+It also stores any amount of data. Here a connection is closed unless it proves the secret of the
 group.
 """
 

@@ -10,7 +10,7 @@ from ngsgd.config.option import option
 
 @dataclass(frozen=True)
 class AlignConfig:
-    """Alignment from transcripts alone (`ngsgd align`): flat start, then training and realignment."""
+    """Alignment from transcripts (`ngsgd align`): flat start, then training and realignment."""
 
     num_gaussian_passes: int = option(
         20, "number of realignments with one Gaussian per state after the flat start",

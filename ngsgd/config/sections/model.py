@@ -1,4 +1,4 @@
-"""Options of the network, or of a task that is trained in the place of a speech model."""
+"""Options of the network, or of a custom task that is trained instead of a speech model."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ModelConfig:
         """Return `tdnn_offsets` by layer.
 
         Raises:
-            ValueError: a layer's offsets are not rising whole numbers.
+            ValueError: a layer's offsets are not rising integers.
         """
         layers = tuple(tuple(int(offset) for offset in layer.split(","))
                        for layer in self.tdnn_offsets.split())
@@ -94,7 +94,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """What is trained in the place of a speech model: a model, data and a loss of the user's own."""
+    """A custom task that is trained instead of a speech model: model, data and loss."""
 
     _target_: str = option(
         "",

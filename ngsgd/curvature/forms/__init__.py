@@ -1,1 +1,1 @@
-"""Forms in which gradients of samples and Kronecker factors are held."""
+"""Representations of per-sample gradients and Kronecker factors."""

@@ -1,12 +1,13 @@
-"""What the gradient of one parameter is made of, sample by sample.
+"""Per-sample gradients of one parameter in factored forms.
 
-The gradient of a sample is a sum over the positions at which the sample uses the parameter (frames, pixels, calls): of outer
-products for the weight of an affine layer, of derivative rows for a bias or a scale, of derivative rows looked up by index for
-an embedding.  Each form has the squares and norms that can be had without writing down every sample's gradient.
+The gradient of a sample is a sum over the positions at which the sample uses the parameter (frames,
+pixels, calls). The summands are outer products for the weight of an affine layer, derivative rows
+for a bias or a scale, and derivative rows selected by index for an embedding. Each form provides
+squares and norms without forming every per-sample gradient.
 
-Letters: V backpropagated vectors (1: the gradient; C: the columns of a loss's second derivative), N samples, T positions,
-I inputs, O outputs (D: their number).  `weights_VN`: signs of the squares (diagonal of the Hessian);
-None: all 1.
+Letters: V backpropagated vectors (1: the gradient; C: the columns of a loss Hessian), N samples, T
+positions, I inputs, O outputs (D: their number). `weights_VN`: signs of the squares (diagonal of
+the Hessian); None: all 1.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ from ngsgd.ops import gemm
 __all__ = ["DenseGrad", "DenseInputs", "EmbeddingGrad", "GradForm", "OuterProduct", "RowSum",
            "TiedGrad", "joined"]
 
-# floats of gradients that are written down at a time: two megabytes stay in the cache
+# Floats of gradients formed at a time: 2 MB fit into the cache.
 _CHUNK = 1 << 19
 
 
 class GradForm(Protocol):
-    """One form of gradient."""
+    """Interface of the forms."""
 
     num_samples: int
     num_elements: int
 
     def individual(self, first: int, last: int) -> Tensor:
-        """V x n x elements, of the samples from `first` to before `last`."""
+        """Return V x n x elements, of the samples from `first` to before `last`."""
 
     def sum_of_squares(self, weights_VN: Tensor | None = None) -> Tensor:
-        """Elements: the sum over vectors and samples of squared elements."""
+        """Return the sum over vectors and samples of squared elements."""
 
     def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
-        """N x elements: the sum over vectors of squared elements."""
+        """Return the sum over vectors of squared elements, N x elements."""
 
     def squared_norms(self) -> Tensor:
-        """V x N."""
+        """Return V x N squared norms."""
 
 
 class _Chunked:
-    """Squares from gradients that are written down for a few samples at a time."""
+    """Squares from gradients that are formed for a few samples at a time."""
 
     num_samples: int
     num_elements: int
@@ -64,7 +65,7 @@ class _Chunked:
             yield first, min(first + size, self.num_samples)
 
     def _pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """(vectors, samples, their gradients), few enough at a time to stay in the cache while they are squared."""
+        """Yield (vectors, samples, their gradients) in blocks that fit into the cache."""
         for first, last in self._chunks():
             yield slice(None), slice(first, last), self.individual(first, last)
 
@@ -72,7 +73,7 @@ class _Chunked:
         return self._moments(weights_VN, gradient=False)[1]
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        """(sum over samples of the gradients, of their squares), for a single vector; elements each."""
+        """Return (sum over samples of the gradients, of their squares) for a single vector."""
         gradient, squares = self._moments(None, gradient=True)
         assert gradient is not None
         return gradient, squares
@@ -108,21 +109,21 @@ def _of(weights_VN: Tensor | None, vectors: slice, samples: slice) -> Tensor | N
 
 
 def _weighted(x_VN: Tensor, weights_VN: Tensor | None) -> Tensor:
-    """The sum over vectors."""
+    """Return the weighted sum over vectors."""
     if weights_VN is not None:
         x_VN = x_VN * weights_VN.view(*x_VN.shape[:2], *[1] * (x_VN.ndim - 2))
     return x_VN[0] if len(x_VN) == 1 else x_VN.sum(dim=0)
 
 
 def _squared_norms(x: Tensor) -> Tensor:
-    """Of the last dimension, without writing the squares down."""
+    """Return squared norms of the last dimension, without a temporary for the squares."""
     norms: Tensor = torch.linalg.vector_norm(x, dim=-1)
     return norms.square_()
 
 
 def _add_squares(squares_NP: Tensor, g_VNP: Tensor, weights_VN: Tensor | None) -> None:
-    """Adds the squares of all vectors to each sample's; samples may share one memory (stride 0)."""
-    # long rows: a pass over each, which stays in the cache
+    """Add the squares of all vectors to each sample; samples may share memory (stride 0)."""
+    # Long rows: one pass over each, which fits into the cache.
     if weights_VN is None and g_VNP.shape[2] >= 4096:
         for g_NP in g_VNP:
             for squares_P, g_P in zip(squares_NP, g_NP, strict=True):
@@ -136,7 +137,7 @@ def _add_squares(squares_NP: Tensor, g_VNP: Tensor, weights_VN: Tensor | None) -
 
 
 class OuterProduct(_Chunked):
-    """The weight of an affine layer: the sum over positions of e a^T; with groups, of each group its own."""
+    """Weight of an affine layer: the sum over positions of e a^T, per group."""
 
     def __init__(self, inputs: Inputs, e_VNTO: Tensor, groups: int = 1) -> None:
         self.inputs, self.e_VNTO, self.groups = inputs, e_VNTO, groups
@@ -145,15 +146,16 @@ class OuterProduct(_Chunked):
 
     @functools.cached_property
     def squared_derivatives(self) -> Tensor:
-        """V x N x O, for a single position; the bias has the same, so they are made once."""
+        """Return V x N x O for a single position; cached, because the bias needs the same."""
         return self.e_VNTO[:, :, 0].square()
 
     @functools.cached_property
     def derivative_norms(self) -> Tensor:
-        """V x N, squared, for a single position; the bias has the same."""
+        """Return V x N, squared, for a single position; cached, because the bias needs the same."""
         return _squared_norms(self.e_VNTO[:, :, 0])
 
     def individual(self, first: int, last: int) -> Tensor:
+        """Return V x n x elements, of the samples from `first` to before `last`."""
         a_NTI, e_VNTO = self.inputs.rows(first, last), self.e_VNTO[:, first:last]
         V, N, T, D = e_VNTO.shape
         G = self.groups
@@ -177,7 +179,7 @@ class OuterProduct(_Chunked):
             return
         size = max(1, _CHUNK // self.num_elements)
         for n in range(self.num_samples):
-            # its patches are made once
+            # Patches are formed once per sample.
             a_TI, e_VOT = self.inputs.rows(n, n + 1)[0], self.e_VNTO[:, n].transpose(1, 2)
             for first in range(0, V, size):
                 e_XT = e_VOT[first:first + size].flatten(0, 1)
@@ -188,7 +190,10 @@ class OuterProduct(_Chunked):
         return self.inputs.num_positions == 1 and self.groups == 1
 
     def _squared_rows(self, weights_VN: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(N x O, N x I): with one position, squares of an outer product are the outer product of squares."""
+        """Return (N x O, N x I).
+
+        With one position, squares of an outer product are the outer product of squares.
+        """
         return _weighted(self.squared_derivatives, weights_VN), self.inputs.rows(0, self.num_samples)[:, 0].square()
 
     def _moments(self, weights_VN: Tensor | None, *, gradient: bool) -> tuple[Tensor | None, Tensor]:
@@ -223,9 +228,10 @@ class OuterProduct(_Chunked):
 
 
 class RowSum(_Chunked):
-    """A bias, or a scale whose rows are already the derivative times the normalised input: the sum over positions.
+    """Bias, or scale with rows of derivative times normalized input: the sum over positions.
 
-    `weight`: the share of the weight of the same layer, whose squares of derivatives are the bias's.
+    `weight` is the share of the weight of the same layer, whose squared derivatives the bias
+    reuses.
     """
 
     def __init__(self, e_VNTO: Tensor, weight: OuterProduct | None = None) -> None:
@@ -249,7 +255,7 @@ class RowSum(_Chunked):
 
 
 class EmbeddingGrad(_Chunked):
-    """An embedding: derivative rows added to the rows of the table that were looked up."""
+    """Embedding: derivative rows added to the selected rows of the table."""
 
     def __init__(self, index_NT: Tensor, e_VNTO: Tensor, num_rows: int) -> None:
         self.index_NT, self.e_VNTO, self.num_rows = index_NT, e_VNTO, num_rows
@@ -265,7 +271,10 @@ class EmbeddingGrad(_Chunked):
 
 
 class TiedGrad(_Chunked):
-    """A parameter that several layers use in different ways (a tied embedding): the sum of its forms."""
+    """Parameter that several layers use in different ways (a tied embedding).
+
+    The sum of its forms.
+    """
 
     def __init__(self, shares: Sequence[GradForm]) -> None:
         self.shares = shares
@@ -280,7 +289,7 @@ class TiedGrad(_Chunked):
 
 
 class DenseGrad(_Chunked):
-    """Gradients that are already written down."""
+    """Gradients that are already formed."""
 
     def __init__(self, g_VNP: Tensor) -> None:
         self.g_VNP = g_VNP
@@ -294,7 +303,10 @@ class DenseGrad(_Chunked):
 
 
 def joined(shares: Sequence[OuterProduct | RowSum | EmbeddingGrad]) -> OuterProduct | RowSum | EmbeddingGrad | TiedGrad:
-    """The uses of one parameter in one pass as one: squares come after the sum over uses, so positions are put end to end."""
+    """Join the uses of one parameter in one pass.
+
+    Positions are concatenated, because squares follow the sum.
+    """
     first = shares[0]
     if len(shares) == 1:
         return first

@@ -1,12 +1,15 @@
-"""Kronecker factors of one affine layer's curvature: the block of its weight is about B (x) A, that of its bias B.
+"""Kronecker factors of the curvature of one affine layer.
 
-Letters: V vectors, N samples, T positions, I inputs, O outputs.  How positions enter (Eschenhagen et al. 2023):
+The block of the weight is about B (x) A, that of the bias B. Letters: V vectors, N samples, T
+positions, I inputs, O outputs. Treatment of positions (Eschenhagen et al. 2023):
 
-    "expand"    A = 1/(N T) sum_nt a a^T,  B = sum_vnt e e^T         positions as samples: frames with targets of their own
-    "reduce"    a_n = mean_t a, e_n = sum_t e, then as without positions     one target for all positions of a sample
-    "backpack"  A = 1/N sum_nt a a^T,  B = sum_vn (sum_t e)(sum_t e)^T       the convolutions of BackPACK
+    "expand"    A = 1/(N T) sum_nt a a^T,  B = sum_vnt e e^T
+    "reduce"    a_n = mean_t a, e_n = sum_t e, then as without positions
+    "backpack"  A = 1/N sum_nt a a^T,  B = sum_vn (sum_t e)(sum_t e)^T
 
-With a single position the three are the same.
+"expand" treats positions as samples (frames with separate targets), "reduce" assumes one target for
+all positions of a sample, and "backpack" equals the convolutions of BackPACK. With a single
+position the three are equal.
 """
 
 from __future__ import annotations
@@ -23,28 +26,36 @@ from ngsgd.curvature.forms.memory import empty
 from ngsgd.ops import gemm
 
 SHARINGS = ("expand", "reduce", "backpack")
-# floats of rows that wait to be multiplied out together
+# Floats of rows that wait for a common product.
 _WAITING = 1 << 18
-# floats of a convolution's inputs that are laid out anew at a time
+# Floats of the input of a convolution that are rearranged at a time.
 _SLICED = 1 << 20
 
 
 class Kronecker(NamedTuple):
-    """B (O x O, output side) and A (I x I, input side; None for a bias, whose curvature is B alone)."""
+    """Kronecker factors B (O x O, output side) and A (I x I, input side).
+
+    A is None for a bias, whose curvature is B.
+
+    Example:
+        >>> Kronecker(torch.eye(2), torch.ones(1, 1)).dense().shape
+        torch.Size([2, 2])
+    """
 
     B_OO: Tensor
     A_II: Tensor | None
 
     def dense(self) -> Tensor:
-        """The block itself, in the order of the flattened parameter; for small layers."""
+        """Return the dense block, in the order of the flattened parameter; for small layers."""
         return self.B_OO if self.A_II is None else torch.kron(self.B_OO.contiguous(), self.A_II.contiguous())
 
 
 class Gram:
-    """The sum of x x^T over rows that come in blocks, as few large products, and none before it must be made.
+    """Sum of x x^T over blocks of rows, in few large GEMMs.
 
-    Rows that wait are far smaller than their sum; so an output layer's, of a minibatch smaller than its input, wait for the end of
-    the backward pass, whose memory is free by then.
+    Waiting rows are far smaller than their sum. Those of an output layer, whose minibatch is
+    smaller than its input, wait for the end of the backward pass, which has freed its memory by
+    then.
     """
 
     def __init__(self) -> None:
@@ -53,20 +64,20 @@ class Gram:
         self._total_DD: Tensor | None = None
 
     def add(self, x_XD: Tensor) -> None:
-        """Takes rows in."""
+        """Add rows."""
         self._num_waiting += x_XD.shape[0]
         is_many = self._num_waiting >= min(x_XD.shape[1], _WAITING // x_XD.shape[1])
-        # for they may be of memory that is written again
+        # A copy, because callers may overwrite the memory.
         self._waiting.append(x_XD if is_many else x_XD.clone())
         if is_many:
             self._multiply()
 
     def add_sum(self, sum_DD: Tensor) -> None:
-        """Takes a sum in, which becomes this one's."""
+        """Add a sum and take over its memory."""
         self._total_DD = sum_DD if self._total_DD is None else self._total_DD.add_(sum_DD)
 
     def total(self) -> Tensor:
-        """D x D of all rows so far; more rows change it."""
+        """Return the sum, D x D, of all rows so far; later rows change it in place."""
         if self._waiting:
             self._multiply()
         assert self._total_DD is not None
@@ -82,17 +93,20 @@ class Gram:
 
 
 def output_rows(e_VNTO: Tensor, sharing: str) -> Tensor:
-    """X x O, the rows whose outer products add up to B."""
+    """Return X x O, the rows whose outer products add up to B."""
     if sharing != "expand" and e_VNTO.shape[2] > 1:
         e_VNTO = e_VNTO.sum(dim=2, keepdim=True)
     if e_VNTO.is_contiguous() or e_VNTO.shape[2] == 1:
         return e_VNTO.flatten(0, 2)
-    # the positions of a convolution are in the last dimension of the memory
+    # Positions of a convolution are in the last dimension of the memory.
     return e_VNTO.permute(3, 0, 1, 2).flatten(1).T
 
 
 def add_gram(x_XD: Tensor, total_DD: Tensor, keep: float = 1.0, scale: float = 1.0) -> None:
-    """total <- keep total + scale x^T x; of the symmetric matrix only blocks on and above the diagonal are multiplied out."""
+    """Compute total <- keep total + scale x^T x.
+
+    Only blocks on and above the diagonal are multiplied.
+    """
     D = len(total_DD)
     if D < 320:
         gemm.add_mm(total_DD, x_XD.T, x_XD, keep=keep, scale=scale)
@@ -105,14 +119,14 @@ def add_gram(x_XD: Tensor, total_DD: Tensor, keep: float = 1.0, scale: float = 1
 
 
 def input_moment(inputs: Inputs, sharing: str) -> tuple[Tensor, int]:
-    """(sum of a a^T, number of rows that it counts); A is their quotient."""
+    """Return (sum of a a^T, number of rows); A is their quotient."""
     total = Gram()
     num_rows = add_inputs(total, inputs, sharing)
     return total.total(), num_rows
 
 
 def add_inputs(total: Gram, inputs: Inputs, sharing: str) -> int:
-    """Adds a a^T to a sum; the number of rows that it counts."""
+    """Add a a^T to a sum; return the number of rows."""
     N, T = inputs.num_samples, inputs.num_positions
     num_rows = N * T if sharing == "expand" else N
     if sharing != "reduce" and isinstance(inputs, Patches) and inputs.overlap:
@@ -128,13 +142,16 @@ def add_inputs(total: Gram, inputs: Inputs, sharing: str) -> int:
 
 
 def _overlapping_moment(inputs: Patches) -> Tensor:
-    """The same of a convolution of stride 1, without its patches.
+    """Compute the input moment of a convolution of stride 1 without forming its patches.
 
-    Along the first spatial dimension kernel position k sees the window [k d, k d + T) of positions, d the dilation, so the block
-    (k, k + j) of the moment is the sum over that window of z_s z_(s + j d)^T: products depend on the lag j alone and are made once
-    for each stretch between the ends of windows.  For a kernel of 3 in one dimension that is 3 T and a bit in place of 6 T.
+    Along the first spatial dimension, kernel position k covers the window [k d, k d + T) of
+    positions, with dilation d. The block (k, k + j) of the moment is the sum over that window of
+    z_s z_(s + j d)^T. Products depend only on the lag j and are computed once for each stretch
+    between the ends of windows. For a kernel of size 3 in one dimension this is slightly more than
+    3 T instead of 6 T.
 
-    Letters: S positions, T of them in the output, K kernel positions, W = I / K, C channels, R other kernel positions.
+    Letters: S positions, T of them in the output, K kernel positions, W = I / K, C channels, R
+    other kernel positions.
     """
     K, d, T = inputs.kernel[0], inputs.dilation[0], inputs.out[0]
     C, W = inputs.num_channels, inputs.width // K
@@ -157,7 +174,9 @@ def _overlapping_moment(inputs: Patches) -> Tensor:
 
 
 def _stretches(starts: list[int], length: int) -> Iterator[tuple[int, int, list[int]]]:
-    """(start, stop, the windows that contain it) of the stretches between starts and ends of windows of one length."""
+    """Yield (start, stop, windows that contain it) of the stretches between starts and ends of
+    windows.
+    """
     ends = sorted({end for start in starts for end in (start, start + length)})
     for start, stop in itertools.pairwise(ends):
         inside = [k for k, first in enumerate(starts) if first <= start and stop <= first + length]
@@ -166,7 +185,7 @@ def _stretches(starts: list[int], length: int) -> Iterator[tuple[int, int, list[
 
 
 def _product(left_WSM: Tensor, right_WSM: Tensor) -> Tensor:
-    """W x W: the sum over positions and samples."""
+    """Return the sum over positions and samples, W x W."""
     left_WX, right_WX = left_WSM.flatten(1), right_WSM.flatten(1)
     if left_WX.data_ptr() == right_WX.data_ptr():
         total_WW = left_WX.new_empty(len(left_WX), len(left_WX))

@@ -1,4 +1,4 @@
-"""The input rows of affine layers: what a weight is multiplied by, there already or made on demand.
+"""Input rows of affine layers, stored or computed on demand.
 
 Letters: N samples, T positions of a sample, I inputs, C channels, K positions of a kernel.
 """
@@ -15,33 +15,33 @@ from torch import Tensor
 
 
 class Inputs(Protocol):
-    """The input rows of an affine layer, possibly made on demand."""
+    """Interface of the input rows of an affine layer."""
 
     @property
     def num_samples(self) -> int:
-        """N."""
+        """N"""
 
     @property
     def num_positions(self) -> int:
-        """T."""
+        """T"""
 
     @property
     def width(self) -> int:
-        """I."""
+        """I"""
 
     @property
     def num_floats(self) -> int:
-        """Of what the rows are made of."""
+        """Number of floats of the source of the rows."""
 
     def rows(self, first: int, last: int) -> Tensor:
-        """n x T x I, of the samples from `first` to before `last`."""
+        """Return n x T x I, of the samples from `first` to before `last`."""
 
     def copied(self) -> Inputs:
-        """The same in memory of its own."""
+        """Return a copy in separate memory."""
 
 
 class DenseInputs(NamedTuple):
-    """Input rows that are there."""
+    """Stored input rows."""
 
     rows_NTI: Tensor
 
@@ -69,7 +69,7 @@ class DenseInputs(NamedTuple):
 
 
 class Patches:
-    """The patches that a convolution sees, made on demand: they are as large as the kernel has positions."""
+    """Patches of a convolution, computed on demand; they are K times larger than the input."""
 
     def __init__(self, x_NC: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
                  padding: Sequence[tuple[int, int]], num_samples: int, mode: str = "constant") -> None:
@@ -95,32 +95,35 @@ class Patches:
 
     @property
     def num_channels(self) -> int:
-        """C."""
+        """C"""
         return self.x_NC.shape[1]
 
     @property
     def overlap(self) -> bool:
-        """Neighbouring patches share what they see along the first spatial dimension, shifted by one kernel position."""
+        """Whether adjacent patches overlap along the first spatial dimension, shifted by one kernel
+        position.
+        """
         return self.stride[0] == 1 and self.kernel[0] > 1
 
     @property
     def num_sliced(self) -> int:
-        """Numbers of a sample in `slices`."""
+        """Number of floats per sample in `slices`."""
         length = self.out[0] + (self.kernel[0] - 1) * self.dilation[0]
         return self._per_sample * length * math.prod(self.out[1:]) * self.width // self.kernel[0]
 
     def rows(self, first: int, last: int) -> Tensor:
         view = self._view(first, last, len(self.kernel))
-        # patches of all samples side by side in memory, so that rows of samples are rows of one
-        # matrix without a copy
+        # Patches of all samples are adjacent in memory, so that rows of samples are rows of one
+        # matrix without a copy.
         rows_INT = view.movedim(0, 1 + len(self.kernel)).reshape(self.width, view.shape[0], -1)
         rows_NTI = rows_INT.permute(1, 2, 0)
         return rows_NTI if self._per_sample == 1 else rows_NTI.reshape(-1, self.num_positions, self.width)
 
     def slices(self, first: int, last: int) -> Tensor:
-        """W x S x M: patches along all spatial dimensions but the first, whose S positions (padding included) stay apart.
+        """Return patches along all spatial dimensions but the first, W x S x M.
 
-        W is a channel and the other kernel positions, M a sample and the other output positions.
+        The S positions of the first dimension (with padding) stay separate. W is a channel and the
+        other kernel positions, M a sample and the other output positions.
         """
         # n x C x S x other kernel positions x other output positions
         view = self._view(first, last, len(self.kernel) - 1)
@@ -129,7 +132,9 @@ class Patches:
         return ordered.reshape(self.width // self.kernel[0], view.shape[2], -1).contiguous()
 
     def _view(self, first: int, last: int, num_unfolded: int) -> Tensor:
-        """n x C x the other spatial dimensions x kernel positions x output positions of the last `num_unfolded` ones."""
+        """Return n x C x other spatial dimensions x kernel positions x output positions of the last
+        `num_unfolded`.
+        """
         x = self.x_NC[first * self._per_sample:last * self._per_sample]
         if any(self._padding):
             x = torch.nn.functional.pad(x, self._padding, mode=self._mode)
@@ -142,5 +147,5 @@ class Patches:
 
 
 def joined_inputs(uses: Sequence[Inputs]) -> Inputs:
-    """The input rows of several uses of one weight, their positions end to end."""
+    """Concatenate the positions of several uses of one weight."""
     return uses[0] if len(uses) == 1 else DenseInputs(torch.cat([inputs.rows(0, inputs.num_samples) for inputs in uses], dim=1))

@@ -1,14 +1,13 @@
-"""Products with one parameter's block of the Hessian, of the generalized Gauss-Newton matrix (GGN) and of the positive-curvature
-Hessian (Chen and Hsieh 2018), without the block itself.
+"""Products with the Hessian, GGN or positive-curvature Hessian block of one parameter.
 
-The forward passes that were collected run again, with the same random numbers, when a product is asked for first; their graphs
-serve all further products and go with the mapping that `collect` gave.
+The collected forward passes run again, with the same random numbers, at the first product. Their
+graphs serve all further products and are freed with the mapping of `collect`.
 
     Hessian   d/d eps of the gradient at theta + eps v
-    GGN       J^T H (J v), with J v from differentiating J^T u by u
-    PCH       GGN plus J_x^T m(r) J_x v for every curved operation (see hessian.py), m(r) = |r| or max(r, 0)
+    GGN       J^T H (J v), with J v from differentiating J^T u with respect to u
+    PCH       GGN plus J_x^T m(r) J_x v for every curved operation, m(r) = |r| or max(r, 0)
 
-Letters: V vectors.
+GGN: generalized Gauss-Newton matrix. PCH: Chen and Hsieh 2018; see hessian.py. Letters: V vectors.
 """
 
 from __future__ import annotations
@@ -32,38 +31,38 @@ from ngsgd.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class Pass:
-    """What it takes to run one forward pass and its loss again."""
+    """Arguments and state to run one forward pass and its loss again."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random_state: Tensor
-    versions: tuple[int, ...]                            # of the parameters
-    # value of the loss for an output
+    versions: tuple[int, ...]                            # versions of the parameters
+    # returns the loss of an output
     loss: Callable[[Tensor], Tensor]
-    # what its second derivative is made of, for what the loss saw
+    # returns the loss evaluation of the input of the loss
     evaluation: Callable[[Tensor], LossEvaluation]
     upstream: Tensor
-    # what the loss saw of an output
+    # maps an output to the input of the loss
     view: Callable[[Tensor], Tensor]
-    # what several losses of one forward pass share
+    # shared by several losses of one forward pass
     runs: dict[str, Any]
 
     def output(self) -> Tensor:
-        """The network's output again, with a graph of its own.
+        """Compute the network output again, with a new graph.
 
         Raises:
-            DataError: the parameters have changed since.
+            DataError: the parameters have changed.
         """
         if tuple(p._version for p in self.model.parameters()) != self.versions:
-            raise DataError("the parameters have changed since the curvature was collected; ask for products before the "
-                            "optimiser's step.")
+            raise DataError("the parameters have changed since the curvature was collected; "
+                            "compute products before the optimizer step.")
         return self._output
 
     @property
     def _output(self) -> Tensor:
         if "output" not in self.runs:
-            # torch's fused attention has no second derivative
+            # torch's fused attention has no second derivative.
             with torch.random.fork_rng(devices=[]), torch.enable_grad(), expanded(self.model), sdpa_kernel(SDPBackend.MATH):
                 torch.set_rng_state(self.random_state)
                 self.runs["output"] = self.model(*self.args, **self.kwargs)
@@ -72,7 +71,7 @@ class Pass:
 
     @functools.cached_property
     def _parameters(self) -> dict[int, int]:
-        """Places of the parameters among those that take gradients, by id."""
+        """Return positions of the parameters among the trainable ones, by id."""
         return {id(p): place for place, p in enumerate(p for p in self.model.parameters() if p.requires_grad)}
 
     @functools.cached_property
@@ -96,31 +95,35 @@ class Pass:
 
     @functools.cached_property
     def second_derivative(self) -> LossEvaluation:
-        """What multiplies vectors by the loss's second derivative."""
+        """Return the evaluation that multiplies vectors by the loss Hessian."""
         with torch.enable_grad():
             return self.evaluation(self.view(self._output))
 
     @functools.cached_property
     def output_derivative(self) -> Tensor:
-        """Of the loss by the network's output."""
+        """Return the gradient of the loss with respect to the network output."""
         f = self._output.detach().requires_grad_()
         with torch.enable_grad():
             (df,) = torch.autograd.grad(self.loss(f), f, self.upstream)
         return df
 
     def gradient_of(self, p: Tensor) -> Tensor | None:
-        """Of the loss with respect to a parameter, with its graph; None where it does not depend on it."""
+        """Return the gradient of the loss with respect to a parameter, with its graph, or None."""
         return self._gradients[self._parameters[id(p)]]
 
     def pushing(self, p: Tensor) -> Callable[[Tensor], Tensor]:
-        """v to J v, J the Jacobian of the output with respect to a parameter."""
+        """Return the function v -> J v, with the Jacobian J of the output with respect to a
+        parameter.
+        """
         u, pulled = self._pulled_ones
         return _pushed(u, pulled[self._parameters[id(p)]])
 
 
 @contextlib.contextmanager
 def expanded(model: nn.Module) -> Iterator[None]:
-    """Recurrent and attention layers made of plain products: torch's own cannot always be differentiated twice."""
+    """Decompose recurrent and attention layers, because torch's are not always twice
+    differentiable.
+    """
     def linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return nn.functional.linear(x, weight, bias)
 
@@ -138,27 +141,42 @@ def expanded(model: nn.Module) -> Iterator[None]:
 
 
 class Products:
-    """Products with the blocks of one parameter; sums over all collected passes.
+    """Products with the curvature blocks of one parameter, summed over all collected passes.
 
-    `hmp(v)`, `ggnmp(v)`, `pchmp(v, modify="abs")` take V x shape of the parameter, or the shape itself, and return as much.
+    `hmp(v)`, `ggnmp(v)` and `pchmp(v, modify="abs")` take V x shape of the parameter, or one vector
+    in its shape, and return the same shape.
+
+    Example:
+        >>> import torch
+        >>> from ngsgd.curvature import collect
+        >>> model, loss_fn = torch.nn.Linear(4, 3), torch.nn.MSELoss()
+        >>> with collect(model, "ggnmp", loss_fn=loss_fn) as q:
+        ...     loss_fn(model(torch.randn(8, 4)), torch.zeros(8, 3)).backward()
+        >>> q["weight"].ggnmp(torch.ones(3, 4)).shape
+        torch.Size([3, 4])
     """
 
     def __init__(self, name: str, passes: list[Pass]) -> None:
         self.name, self.passes = name, passes
 
     def hmp(self, v: Tensor) -> Tensor:
-        """The Hessian's block times v."""
+        """Return the Hessian block times v."""
         return self._summed(v, self._hessian)
 
     def ggnmp(self, v: Tensor) -> Tensor:
-        """The GGN's block times v."""
+        """Return the GGN block times v."""
         return self._summed(v, self._ggn)
 
     def pchmp(self, v: Tensor, *, modify: str = "abs") -> Tensor:
-        """The block of the positive-curvature Hessian times v; `modify`: "abs" or "clip" of what makes curvature negative.
+        """Return the block of the positive-curvature Hessian times v.
+
+        Args:
+            v: V x shape of the parameter, or its shape.
+            modify: "abs" or "clip" of negative curvature.
 
         Raises:
-            ConfigError: an operation after the parameter is neither linear, piecewise linear nor elementwise.
+            ConfigError: an operation after the parameter is neither linear, piecewise linear nor
+                elementwise.
         """
         if modify not in ("abs", "clip"):
             raise ConfigError(f"modify is {modify!r}; it must be 'abs' or 'clip'.")
@@ -167,9 +185,8 @@ class Products:
     def _summed(self, v: Tensor, product: Callable[[Pass, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         p = self.passes[0].model.get_parameter(self.name)
         if v.shape[-p.ndim:] != p.shape or v.ndim not in (p.ndim, p.ndim + 1):
-            raise DataError(f"a product with the curvature of {self.name} takes vectors of shape {tuple(p.shape)}, one or a "
-                            "batch of them, "
-                            f"and got {tuple(v.shape)}.")
+            raise DataError(f"a product with the curvature of {self.name} needs vectors of shape "
+                            f"{tuple(p.shape)}, one or a batch of them, and got {tuple(v.shape)}.")
         v_V = v if v.ndim > p.ndim else v[None]
         first, *others = (product(one, one.output(), p, v_V) for one in self.passes)
         total = sum(others, start=first)
@@ -193,12 +210,12 @@ class Products:
 
 
 def _stacked(products: list[Tensor]) -> Tensor:
-    """V x shape; a single one is not copied."""
+    """Stack to V x shape; a single one is not copied."""
     return products[0][None] if len(products) == 1 else torch.stack(products)
 
 
 def _pulled(output: Tensor | GradientEdge, p: Tensor, u: Tensor) -> Tensor:
-    """J^T u; zeros where the output does not depend on the parameter."""
+    """Return J^T u; zeros if the output does not depend on the parameter."""
     if isinstance(output, Tensor) and not output.requires_grad:
         return torch.zeros_like(p)
     (pulled,) = torch.autograd.grad(output, [p], [u], retain_graph=True, allow_unused=True)
@@ -206,7 +223,7 @@ def _pulled(output: Tensor | GradientEdge, p: Tensor, u: Tensor) -> Tensor:
 
 
 def _pushing(source: GradientEdge, like: Tensor, p: Tensor) -> Callable[[Tensor], Tensor]:
-    """v to J v, J the Jacobian of what is at an edge of the graph with respect to the parameter."""
+    """Return v -> J v, with the Jacobian J at a graph edge with respect to the parameter."""
     with torch.enable_grad():
         u = torch.zeros_like(like).requires_grad_()
         (pulled,) = torch.autograd.grad([source], [p], [u], retain_graph=True, create_graph=True, allow_unused=True)
@@ -214,7 +231,8 @@ def _pushing(source: GradientEdge, like: Tensor, p: Tensor) -> Callable[[Tensor]
 
 
 def _pushed(u: Tensor, pulled: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """v to J v: J^T u is linear in u, and its derivative by u times v is J v."""
+    """Return v -> J v: J^T u is linear in u, and its gradient with respect to u, times v, is J v.
+    """
     def push(v: Tensor) -> Tensor:
         if pulled is None or not pulled.requires_grad:
             return torch.zeros_like(u)

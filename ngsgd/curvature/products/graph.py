@@ -1,4 +1,7 @@
-"""The autograd graph between a network's output and its layers: which operations are linear, piecewise linear or curved."""
+"""Classification of autograd operations between a network output and its layers.
+
+Linear, piecewise linear or curved.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 from torch.autograd.graph import GradientEdge, Node
 
-# linear in each input, or piecewise so, as long as only one of the inputs depends on the parameters
+# Linear or piecewise linear in each input, if only one input depends on the parameters.
 _LINEAR = {
     "AddmmBackward0", "MmBackward0", "BmmBackward0", "TBackward0", "LinearBackward0", "ConvolutionBackward0",
     "MkldnnConvolutionBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0",
@@ -39,7 +42,7 @@ _PRODUCTS = {
 }
 
 
-# same for every sample
+# equal for every sample
 _CONSTANT_PREFIXES = (
     "Addmm", "Mm", "Linear", "Convolution", "MkldnnConvolution", "View", "UnsafeView", "ReshapeAlias", "Alias", "Clone",
     "Squeeze", "Unsqueeze", "Slice", "Select", "Unflatten", "Sum", "Mean", "ConstantPad", "AvgPool", "AdaptiveAvgPool",
@@ -55,22 +58,28 @@ _ELEMENTWISE = _CURVED | {
 
 
 def is_constant(node: Node) -> bool:
-    """The Jacobian is the same for every sample."""
+    """Return whether the Jacobian is equal for every sample."""
     return node.name() in _CONSTANT
 
 
 def is_elementwise(node: Node) -> bool:
-    """Each element of the output depends on the same element of the input alone, and so without broadcasting."""
+    """Return whether output elements depend only on the same element of the input, without
+    broadcasting.
+    """
     return node.name() in _ELEMENTWISE
 
 
 def nodes_between(output: GradientEdge, layers: Iterable[GradientEdge]) -> tuple[list[Node], set[Node]]:
-    """(the nodes from the output down to the layers' outputs, from the output on; those among them that are layers' outputs)."""
+    """Collect the nodes between an output and the outputs of layers.
+
+    Returns:
+        (nodes, starting at the output; those among them that are outputs of layers).
+    """
     ends = {edge.node for edge in layers}
     leads: dict[Node, bool] = {}
     order: list[Node] = []
     stack: list[tuple[Node, bool]] = [(output.node, False)]
-    # depth first, children before parents
+    # Depth first, children before parents.
     while stack:
         node, is_done = stack.pop()
         if is_done:
@@ -85,20 +94,20 @@ def nodes_between(output: GradientEdge, layers: Iterable[GradientEdge]) -> tuple
 
 
 def paths(node: Node, between: set[Node]) -> list[GradientEdge]:
-    """Where in the graph the inputs of a node come from that depend on a layer."""
+    """Return the graph edges of those inputs of a node that depend on a layer."""
     return [GradientEdge(child, number) for child, number in node.next_functions if child in between]
 
 
 def is_curved(node: Node) -> bool:
-    """An elementwise operation with a second derivative."""
+    """Return whether an operation is elementwise with a second derivative."""
     return node.name() in _CURVED
 
 
 def is_linear(node: Node, num_paths: int) -> bool:
-    """The node's output has no second derivative in the inputs that depend on layers."""
+    """Return whether the output has no second derivative in the inputs that depend on layers."""
     return node.name() in _LINEAR and (num_paths <= 1 or node.name() not in _PRODUCTS)
 
 
 def describe(node: Any) -> str:
-    """The operation's name as people know it."""
+    """Return the common name of an operation."""
     return str(node.name()).removesuffix("0").removesuffix("1").removesuffix("Backward")

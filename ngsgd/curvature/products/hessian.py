@@ -1,11 +1,12 @@
-"""The Hessian's diagonal: the generalized Gauss-Newton matrix plus a residual for every curved operation on the way.
+"""Diagonal of the Hessian: that of the GGN plus a residual for every curved operation.
 
-For a parameter theta whose layer's output goes through operations y = s(x) to the loss,
+For a parameter theta whose layer output reaches the loss through operations y = s(x),
 
-    d2L/dtheta2 = J_f^T H_f J_f + sum over curved operations of J_x^T diag(r) J_x,     r = dL/dy s''(x)
+    d2L/dtheta2 = J_f^T H_f J_f + sum over curved operations of J_x^T diag(r) J_x,  r = dL/dy s''(x)
 
-so the residuals are more vectors to send through the graph, with the sign of r, from the inputs of those operations: as many
-as an operation has elements per sample.  Piecewise linear networks have none.  (BackPACK, arXiv 1912.10985, appendix A.3.)
+The residuals are additional vectors to propagate, with the sign of r, from the inputs of those
+operations, one for each element of the operation per sample. Piecewise linear networks have none.
+Source: BackPACK, arXiv 1912.10985, appendix A.3.
 
 Letters: V vectors, N samples, F elements of an operation per sample.
 """
@@ -24,17 +25,23 @@ from ngsgd.errors import ConfigError
 
 
 class Residual(NamedTuple):
-    """A curved operation: where its input is in the graph, and r."""
+    """A curved operation: the graph edge of its input, and r."""
 
     source: GradientEdge
     r: Tensor
 
 
 def residuals(output: GradientEdge, df: Tensor, layers: list[GradientEdge], quantity: str) -> list[Residual]:
-    """Those of all curved operations between the network's output, where the loss has the derivative df, and its layers.
+    """Return the residuals of all curved operations between the output and the layers.
+
+    Args:
+        output: edge of the network output.
+        df: gradient of the loss with respect to the output.
+        layers: edges of the layer outputs.
+        quantity: name of the quantity, for messages.
 
     Raises:
-        ConfigError: an operation on the way is neither linear, piecewise linear nor elementwise.
+        ConfigError: an operation is neither linear, piecewise linear nor elementwise.
     """
     order, ends = nodes_between(output, layers)
     between = set(order)
@@ -46,14 +53,17 @@ def residuals(output: GradientEdge, df: Tensor, layers: list[GradientEdge], quan
             if r is not None:
                 found.append(Residual(inputs[0], r))
         elif not (is_linear(node, len(inputs)) or (node in ends and not inputs)):
-            raise ConfigError(f"{quantity} does not know the second derivative of the operation {describe(node)} in the "
-                              "network; ask for "
-                              "diag_ggn, which needs none, or leave the layers before it out by layers=.")
+            raise ConfigError(f"{quantity} does not support the operation {describe(node)} in the "
+                              "network; request diag_ggn, which needs no second derivative, or "
+                              "exclude the layers before it with layers=.")
     return found
 
 
 def _second_derivative(output: GradientEdge, df: Tensor, node: Node, source: GradientEdge) -> Tensor | None:
-    """dL/dy s''(x), by differentiating the operation twice; None where the loss does not depend on it."""
+    """Return dL/dy s''(x) by differentiating the operation twice.
+
+    None if the loss does not depend on it.
+    """
     edge = GradientEdge(node, 0)
     found: Any = torch.autograd.grad([output], [edge], [df], retain_graph=True, allow_unused=True)
     dy = found[0]
@@ -68,7 +78,10 @@ def _second_derivative(output: GradientEdge, df: Tensor, node: Node, source: Gra
 
 
 def columns(r: Tensor, num_samples: int, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of (V x shape of x, the signs V x N): one element of each sample at a time, of size sqrt |r|."""
+    """Yield blocks of (V x shape of x, signs V x N).
+
+    One element of each sample, of size sqrt |r|.
+    """
     root_NF, sign_NF = r.abs().sqrt().view(num_samples, -1), r.sign().view(num_samples, -1)
     F = root_NF.shape[1]
     for first in range(0, F, chunk):

@@ -1,4 +1,4 @@
-"""Products of vectors with the Jacobian of a network's output at the outputs of its layers, along the autograd graph.
+"""Products of vectors with Jacobians of the network output at the outputs of layers.
 
 Letters: V vectors.
 """
@@ -15,16 +15,18 @@ from torch.autograd.graph import GradientEdge
 
 def vector_products(output: Tensor | GradientEdge, edges: Sequence[GradientEdge], vectors_V: Tensor,
                     at_once: int) -> list[Tensor | None]:
-    """V x shape at each edge, None where the output does not depend on it; the graph is kept.
+    """Return V x shape at each edge, None if the output does not depend on it.
 
-    `at_once` vectors at a time, which spares small minibatches most of the time; one by one where torch cannot batch an
-    operation on the way.
+    The graph is kept.
+
+    `at_once` vectors are batched, which reduces the overhead of small minibatches; without batching
+    support in torch they run one by one.
     """
     if at_once > 1 and len(vectors_V) > 1:
         try:
             blocks = [_batched(output, edges, block) for block in vectors_V.split(at_once)]
         except RuntimeError:
-            # a custom function without a rule; an error of another kind comes again below
+            # A custom function without a rule; other errors occur again below.
             pass
         else:
             if len(blocks) == 1:
@@ -41,8 +43,8 @@ def _batched(output: Tensor | GradientEdge, edges: Sequence[GradientEdge], vecto
         is_reached[:] = [e_M is not None for e_M in found]
         return [e_M for e_M in found if e_M is not None]
 
-    # not grad(.., is_grads_batched=True): that knows fewer operations, and takes a convolution's
-    # vectors one by one
+    # grad(.., is_grads_batched=True) supports fewer operations, and runs the vectors of a
+    # convolution one by one.
     found = iter(torch.func.vmap(products)(vectors_V))
     return [next(found) if is_there else None for is_there in is_reached]
 
@@ -60,7 +62,10 @@ def _stacked(es: list[Tensor]) -> Tensor | None:
 
 
 def _taken(found: list[list[Any]], number: int) -> list[Tensor]:
-    """What each block has at one edge, let go in `found`; nothing where the output does not depend on it."""
+    """Return the results of all blocks at one edge and free them in `found`.
+
+    Empty without dependence.
+    """
     es = [block[number] for block in found]
     for block in found:
         block[number] = None

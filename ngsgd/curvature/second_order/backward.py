@@ -1,4 +1,6 @@
-"""Vectors of the loss's second derivative, sent through the network's graph just before the ordinary backward pass."""
+"""Propagation of vectors of the loss Hessian through the network, just before the ordinary backward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,16 @@ from ngsgd.curvature.quantities import PRODUCTS, SIGNALS, CollectOptions, PassRe
 from ngsgd.curvature.second_order.kfra import factor_of, output_moment, recursion
 from ngsgd.errors import ConfigError
 
-# where vectors are sent from, V x .., their signs V x N
+# start of the vectors, V x .., their signs V x N
 _Block = tuple[Tensor | GradientEdge, Tensor, Tensor | None]
 
 
 class SecondOrderBackward:
-    """Sends the vectors that the quantities asked for need; the sums take what arrives at the layers.
+    """Propagate the vectors that the requested quantities need, and sum the results at the layers.
 
     Args:
-        capture: knows the calls of layers, and the edges of the graph where their outputs are.
-        accumulation: takes the shares.
+        capture: provides the calls of layers, and the graph edges of their outputs.
+        accumulation: receives the shares.
         asked: names of quantities.
         options: of `collect`.
     """
@@ -46,26 +48,26 @@ class SecondOrderBackward:
         self.passes: list[Pass] = []   # for products
 
     def open(self) -> None:
-        """From here on the model's calls are noted, if products need them."""
+        """Start recording the calls of the model, if products need them."""
         if any(name in PRODUCTS for name in self._asked):
             self._calls = ModelCalls(self._capture.model)
 
     def close(self) -> None:
-        """Takes the hooks away."""
+        """Remove the hooks."""
         if self._calls is not None:
             self._calls.close()
 
     def send(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, upstream: Tensor,
              again: Callable[[Tensor], Tensor]) -> None:
-        """All signals of one evaluation of the loss; the graph is kept.
+        """Propagate all signals of one evaluation of the loss; the graph is kept.
 
         Args:
-            settings: the loss's attributes.
-            kind: the loss's class.
-            output: the network's, as the loss saw it.
-            target: what it was compared with.
-            upstream: the derivative by the loss's value.
-            again: the loss of another output.
+            settings: attributes of the loss.
+            kind: class of the loss.
+            output: network output, the input of the loss.
+            target: target of the loss.
+            upstream: gradient with respect to the value of the loss.
+            again: returns the loss of another output.
         """
         kind = next(known for known in losses.CLASSES if issubclass(kind, known))
         view = losses.evaluation(settings, kind, output, target, upstream)
@@ -89,16 +91,19 @@ class SecondOrderBackward:
             self._send_averages(view, N)
 
     def _held(self, signal: str, size: int, chunk: int) -> int:
-        """How many vectors at a time: of what is summed over vectors, nothing is gained by more of them than stay in the cache.
+        """Return the number of vectors per block, so that summed results fit into the cache.
 
-        But a convolution's squares need its patches, which are made for every block anew.
+        Squares of a convolution are an exception: they need its patches, which are formed for every
+        block.
         """
         summed = {"factors"} if any(not isinstance(call.kind, Affine) or call.input.ndim > 2
                                     for call in self._capture.open_calls) else {"factors", "squares"}
         return max(1, min(chunk, CACHED // size)) if self._forms[signal] <= summed else chunk
 
     def _send(self, signal: str, blocks: Iterable[_Block]) -> None:
-        """Vectors through the network's Jacobian; every parameter takes what arrives."""
+        """Propagate vectors through the Jacobian of the network, and add the results to every
+        parameter.
+        """
         fresh = PassResults()
         with torch.no_grad():
             for source, vectors_V, signs_VN in blocks:
@@ -106,7 +111,7 @@ class SecondOrderBackward:
                 for call, e_VM in self._capture.sweep(source, vectors_V):
                     for name, share in self._capture.record(call, e_VM).shares().items():
                         uses[name].append(share)
-                # and let each go
+                # Free each one after use.
                 for name in list(uses):
                     self._accumulation.accumulate(name, signal, joined(uses.pop(name)), fresh,
                                                   signs_VN=signs_VN)
@@ -121,13 +126,14 @@ class SecondOrderBackward:
             for call, of_output_DD in found.items():
                 kind = call.kind
                 if not isinstance(kind, (Affine, Convolution)) or getattr(kind, "groups", 1) > 1:
-                    raise ConfigError(f"layer {call.layer} has no Kronecker factors for kfra; leave it out by layers=.")
+                    raise ConfigError(f"layer {call.layer} has no Kronecker factors for kfra; "
+                                      "exclude it with layers=.")
                 name = call.weight or call.bias
                 assert name is not None
                 self._accumulation.sums[name].B_OO["averages"].add_sum(factor_of(call, of_output_DD, self._options.sharing))
 
     def _derivative(self, output: Tensor, upstream: Tensor, again: Callable[[Tensor], Tensor]) -> Tensor:
-        """Of the loss with respect to the network's output."""
+        """Return the gradient of the loss with respect to the network output."""
         with torch.enable_grad(), self._capture.paused():
             f = output.detach().requires_grad_()
             (df,) = torch.autograd.grad(again(f), f, upstream)
@@ -139,8 +145,9 @@ class SecondOrderBackward:
         uses = Counter(name for call in calls for name in (call.weight, call.bias))
         often = [name for name, count in uses.items() if name and count > 1]
         if often:
-            raise ConfigError(f"{quantity} of {often[0]} is not known: the parameter is used several times, and one use may "
-                              "depend on another; ask for diag_ggn, or leave its layers out by layers=.")
+            raise ConfigError(f"{quantity} of {often[0]} is not supported: the parameter is used "
+                              "several times, and one use may depend on another; request "
+                              "diag_ggn, or exclude its layers with layers=.")
         with self._capture.paused():
             found = residuals(get_gradient_edge(output), df, list(calls.values()), quantity)
         for source, r in found:

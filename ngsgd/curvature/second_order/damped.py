@@ -1,12 +1,14 @@
-"""The damped update of BackPACK's experiments (arXiv 1912.10985, equations 27 to 29):
+"""Damped curvature update of BackPACK's experiments:
 
     theta <- theta - lr (G(theta) + (damping + l2) I)^-1 (gradient + l2 theta)
 
-for a curvature G that is a diagonal or a Kronecker product, the latter damped factor by factor as Martens and Grosse (2015) do:
+The curvature G is a diagonal or a Kronecker product. The latter is damped factor by factor as in
+Martens and Grosse (2015):
 
-    (B (x) A + d I)^-1  ~  (B + sqrt(d) / pi I)^-1 (x) (A + pi sqrt(d) I)^-1,   pi^2 = (tr A / dim A) / (tr B / dim B)
+    (B (x) A + d I)^-1  ~  (B + sqrt(d) / pi I)^-1 (x) (A + pi sqrt(d) I)^-1
+    pi^2 = (tr A / dim A) / (tr B / dim B)
 
-Letters: O outputs, I inputs.
+Source: arXiv 1912.10985, equations 27 to 29. Letters: O outputs, I inputs.
 """
 
 from __future__ import annotations
@@ -17,31 +19,33 @@ from torch import Tensor
 from ngsgd.curvature.forms.kronecker import Kronecker
 from ngsgd.errors import DivergenceError
 
-# per dimension; below, a factor is zero and says nothing of how to share the damping
+# Per dimension; below it a factor is zero, and pi is undefined.
 _MIN_TRACE = 1e-20
 
 
 def damped_direction(gradient: Tensor, parameter: Tensor, curvature: Tensor | Kronecker, *, damping: float,
                      l2: float = 0.0) -> Tensor:
-    """(G + (damping + l2) I)^-1 (gradient + l2 parameter), of the parameter's shape; a step goes against it.
+    """Return (G + (damping + l2) I)^-1 (gradient + l2 parameter); a step subtracts it.
 
     Args:
         gradient: of the parameter.
         parameter: theta.
-        curvature: diagonal of G, of the parameter's shape, or Kronecker factors of it.
-        damping: > 0; of the size of a curvature, typically 1e-4 to 1.
+        curvature: diagonal of G in the shape of the parameter, or its Kronecker factors.
+        damping: > 0, typically 1e-4 to 1.
         l2: >= 0; l2 / 2 |theta|^2 is added to the loss.
 
     Raises:
         ValueError: damping + l2 is not positive.
         DivergenceError: a factor is not finite, or not positive definite in spite of its damping.
 
-    >>> damped_direction(torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([3.0]), damping=1.0)
-    tensor([0.5000])
+    Example:
+        >>> damped_direction(torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([3.0]), damping=1.0)
+        tensor([0.5000])
     """
     total = damping + l2
     if not (damping >= 0.0 and l2 >= 0.0 and total > 0.0):
-        raise ValueError(f"damping is {damping} and l2 is {l2}; both must be at least 0 and one of them more")
+        raise ValueError(f"damping is {damping} and l2 is {l2}; both must be at least 0 and one of "
+                         "them positive")
     right = gradient if l2 == 0.0 else gradient + l2 * parameter
     if isinstance(curvature, Tensor):
         return right / (curvature + total)
@@ -53,19 +57,23 @@ def damped_direction(gradient: Tensor, parameter: Tensor, curvature: Tensor | Kr
 
 
 def _shared_damping(B_OO: Tensor, A_II: Tensor, total: float) -> tuple[float, float]:
-    """(damping of B, damping of A); their product is the total."""
+    """Return (damping of B, damping of A); their product is the total."""
     of_A, of_B = float(A_II.trace()) / len(A_II), float(B_OO.trace()) / len(B_OO)
     pi = (of_A / of_B) ** 0.5 if min(of_A, of_B) > _MIN_TRACE else 1.0
     return total**0.5 / pi, total**0.5 * pi
 
 
 def _solved(factor_DD: Tensor, damping: float, right_DX: Tensor) -> Tensor:
-    """(factor + damping I)^-1 right; in float64 where float32 does not see that the factor is positive definite."""
+    """Return (factor + damping I)^-1 right.
+
+    In float64 if the factor is not positive definite in float32.
+    """
     for dtype in (right_DX.dtype, torch.float64):
         damped_DD = factor_DD.to(dtype, copy=True)
         damped_DD.diagonal().add_(damping)
         root_DD, failure = torch.linalg.cholesky_ex(damped_DD)
         if not bool(failure):
             return torch.cholesky_solve(right_DX.to(dtype), root_DD).to(right_DX.dtype)
-    raise DivergenceError(f"a Kronecker factor of dimension {len(factor_DD)} with damping {damping:g} is not positive "
-                          "definite; the loss may have left the finite numbers: lower the learning rate or raise the damping.")
+    raise DivergenceError(f"a Kronecker factor of dimension {len(factor_DD)} with damping "
+                          f"{damping:g} is not positive definite; the loss may be NaN or Inf: "
+                          "lower the learning rate or raise the damping.")

@@ -1,9 +1,10 @@
-"""Products with the curvature of a whole model in one minibatch, from a graph that is kept for them.
+"""Products with the curvature of a complete model in one minibatch, from a retained graph.
 
     Hessian   d/d eps of the gradient at theta + eps v
-    GGN       J^T H (J v), with J v from differentiating J^T u by u
+    GGN       J^T H (J v), with J v from differentiating J^T u with respect to u
 
-Both are of the loss divided by the weight of its rows, whatever its reduction, masks and scale; see `preconditioners.signals`.
+Both are of the loss divided by the weight of its rows, whatever its reduction, masks and scale; see
+`ngsgd.preconditioners.fisher_recorder`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from ngsgd.curvature.samples import has_reentrant_checkpoint
 from ngsgd.errors import ConfigError
 from ngsgd.ops.second_derivatives import REENTRANT
 
-# by parameter name, of the parameters' shapes
+# by parameter name, in the shapes of the parameters
 Vectors = dict[str, Tensor]
 _Push = Callable[[tuple[Tensor, ...]], Tensor]
 
 
 class LossWeight:
-    """The losses that are differentiated inside, and the weight of their rows; one that is none of torch's counts as a mean."""
+    """Total weight of the rows of the differentiated losses; custom losses count as a mean."""
 
     def __init__(self) -> None:
         self.views: list[losses.LossEvaluation] = []
@@ -45,7 +46,7 @@ class LossWeight:
 
     @property
     def total(self) -> float:
-        """W; 1 where no loss is known or every row is masked."""
+        """Return W; 1 if no loss is supported or every row is masked."""
         total = sum(float(view.weight_R.sum()) for view in self.views)
         return total if total > 0.0 else 1.0
 
@@ -61,13 +62,14 @@ class LossWeight:
 
 
 class FullModelProducts(LossWeight):
-    """The passes of one minibatch; `differentiate` takes the place of `loss.backward()`.
+    """Curvature products of one minibatch; call `differentiate` instead of `loss.backward()`.
 
-    >>> model = nn.Linear(1, 1, bias=False)
-    >>> with FullModelProducts(model) as minibatch:
-    ...     minibatch.differentiate(nn.functional.mse_loss(model(torch.tensor([[3.0]])), torch.zeros(1, 1)))
-    >>> minibatch.hessian({"weight": torch.ones(1, 1)})      # of (3 w)^2
-    {'weight': tensor([[18.]])}
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> with FullModelProducts(model) as minibatch:
+        ...     minibatch.differentiate(nn.functional.mse_loss(model(torch.tensor([[3.0]])), torch.zeros(1, 1)))
+        >>> minibatch.hessian({"weight": torch.ones(1, 1)})      # of (3 w)^2
+        {'weight': tensor([[18.]])}
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,7 +81,7 @@ class FullModelProducts(LossWeight):
         self._pushes: list[_Push] | None = None
 
     def __enter__(self) -> FullModelProducts:
-        # anew for each of several passes
+        # New for each of several passes.
         self._expanded = expanded(self._model)
         self._expanded.__enter__()
         super().__enter__()
@@ -91,31 +93,34 @@ class FullModelProducts(LossWeight):
 
     @property
     def is_differentiated(self) -> bool:
-        """There is a gradient to differentiate again."""
+        """Whether there is a gradient to differentiate again."""
         return bool(self._gradients)
 
     def differentiate(self, loss: Tensor) -> None:
-        """Adds the gradient to `.grad`, as `backward()` does, and keeps its graph."""
+        """Add the gradient to `.grad`, as `backward()` does, and keep its graph."""
         parameters = tuple(self.parameters.values())
         gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
-        # where nothing before such a checkpoint has parameters, torch returns None for those inside
+        # If nothing before such a checkpoint has parameters, torch returns None for those inside.
         if any(g is None for g in gradients) and has_reentrant_checkpoint(loss):
             raise ConfigError(f"this method {REENTRANT}")
         for p, g in zip(parameters, gradients, strict=True):
             if g is not None:
                 p.grad = g.detach().clone() if p.grad is None else p.grad + g.detach()
-        # where the gradients come from is enough to differentiate them again; they themselves are
-        # as large as the model
+        # Graph edges suffice to differentiate gradients again; the gradients are as large as the
+        # model.
         self._gradients.append(tuple(get_gradient_edge(g) if g is not None and g.requires_grad else None for g in gradients))
 
     def forget(self) -> None:
-        """Lets the graph go.  What caught the loss refers back to this object, so it would wait for the garbage collector."""
+        """Free the graph now, because reference cycles would keep it until garbage collection."""
         self._gradients.clear()
         self.views.clear()
         self._pushes = None
 
     def hessian(self, vectors: Mapping[str, Tensor], *, is_last: bool = False) -> Vectors:
-        """H v; parameters that are not in `vectors` do not move.  The last product lets the graph go on its way."""
+        """Return H v; parameters that are not in `vectors` are fixed.
+
+        The last product frees the graph.
+        """
         total: Vectors = {}
         for gradients in self._gradients:
             along = [(g, vectors[name]) for name, g in zip(self.parameters, gradients, strict=True)
@@ -128,11 +133,11 @@ class FullModelProducts(LossWeight):
         return found
 
     def ggn(self, vectors: Mapping[str, Tensor]) -> Vectors:
-        """G v, G = J^T H J of the loss with respect to the output; ConfigError if no loss is one that is known."""
+        """Return G v, with G = J^T H J; ConfigError without a supported loss."""
         if not self.views:
-            raise ConfigError("the Gauss-Newton matrix needs a loss that is known; call cross-entropy, mean squared error or "
-                              "binary cross-entropy with logits from torch, or take products of "
-                              "the Hessian (HessianFree: products=\"hessian\").")
+            raise ConfigError("the Gauss-Newton matrix needs a supported loss; call cross-entropy, "
+                              "mean squared error or binary cross-entropy with logits from torch, "
+                              "or use products of the Hessian (HessianFree: products=\"hessian\").")
         if self._pushes is None:
             self._pushes = [_pushing(view.output, tuple(self.parameters.values())) for view in self.views]
         v = tuple(vectors[name] if name in vectors else torch.zeros_like(p) for name, p in self.parameters.items())
@@ -150,12 +155,13 @@ class FullModelProducts(LossWeight):
                 total[name] = total[name] + g.detach() if name in total else g.detach()
 
     def _mean(self, total: Vectors, names: Iterable[str]) -> Vectors:
-        """New tensors, by the weight of the rows; one after the other, so that of one alone both are there."""
+        """Divide by the weight of the rows, one tensor after the other to save memory."""
         return {name: total.pop(name) / self.total if name in total else torch.zeros_like(self.parameters[name]) for name in names}
 
 
 def _pushing(output: Tensor, parameters: tuple[Tensor, ...]) -> _Push:
-    """v to J v: J^T u is linear in u, and its derivative by u times v is J v."""
+    """Return v -> J v: J^T u is linear in u, and its gradient with respect to u, times v, is J v.
+    """
     with torch.enable_grad():
         u = torch.zeros_like(output).requires_grad_()
         pulled = torch.autograd.grad(output, parameters, u, retain_graph=True, create_graph=True, allow_unused=True)

@@ -1,1 +1,1 @@
-"""Trained networks as Kaldi's nnet3 raw models in text form, and back."""
+"""Export and import of Kaldi nnet3 raw models."""

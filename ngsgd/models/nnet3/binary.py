@@ -1,11 +1,12 @@
-"""nnet3 raw models and vectors in Kaldi's binary form, which keeps every bit, or in text form.
+"""nnet3 raw models and vectors in Kaldi's lossless binary form, or in text form.
 
 A binary model is "\\0B<Nnet3> ", the lines that join components, an empty line, and the components:
 
     <NumComponents> n { <ComponentName> name <Kind> { <Token> value } </Kind> } </Nnet3>
 
-Values do not carry their type: a number is a byte with its size and 4 or 8 bytes, and the token decides between integer and
-float; T and F are one byte.  Nothing is executed, and each size is compared with the bytes that follow before it is allocated.
+Values are untyped. A number is a byte with its size and 4 or 8 bytes, and the token determines
+whether it is an integer or a float; T and F are one byte. Nothing is executed, and each size is
+compared with the remaining bytes before memory is allocated.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MOST_TOKENS = 100
 
 
 def model_from_bytes(content: bytes) -> Network:
-    """The network of a raw model, binary or text; raises DataError for one that is damaged or has no counterpart here."""
+    """Read a raw model, binary or text; raises DataError for a damaged or unsupported one."""
     if not content.startswith(b"\0B"):
         return from_text(_decoded(content, "nnet3 raw model"))
     source = Source(io.BytesIO(content), len(content))
@@ -38,14 +39,14 @@ def model_from_bytes(content: bytes) -> Network:
         head = _head(source)
         components = list(_components(source))
     except KaldiFormatError as error:
-        raise DataError(f"This binary nnet3 model cannot be read ({error}, near byte {source.position}); copy it again, or make it "
+        raise DataError(f"This binary nnet3 model cannot be read ({error}, near byte {source.position}); copy it again. Or make it "
                         "with: nnet3-copy MODEL.raw final.raw, or from a model with transitions: "
                         "nnet3-am-copy --raw=true MODEL.mdl final.raw") from error
     return network_of(head, components)
 
 
 def vector_from_bytes(content: bytes) -> Array:
-    """A vector of float32 or float64, binary or text, such as priors; its numbers are finite."""
+    """Read a vector of finite float32 or float64, binary or text, such as priors."""
     if not content.startswith(b"\0B"):
         return vector_from_text(_decoded(content, "vector"))
     try:
@@ -66,7 +67,7 @@ def _decoded(content: bytes, what: str) -> str:
 
 
 def _head(source: Source) -> str:
-    """The lines up to the first empty one, without "<Nnet3>"."""
+    """Return the lines up to the first empty one, without "<Nnet3>"."""
     source.take(2)
     if (first := source.word(64)) != b"<Nnet3>":
         what = "has transitions" if first == b"<TransitionModel>" else f"begins with {first[:20]!r}"
@@ -75,7 +76,7 @@ def _head(source: Source) -> str:
     lines = []
     while (line := source.line()).strip():
         lines.append(line.decode(errors="replace"))
-    # as in text, where the first line holds <Nnet3> alone
+    # As in text, where the first line contains <Nnet3> only.
     return "\n" + "".join(lines)
 
 
@@ -96,26 +97,26 @@ def _components(source: Source) -> Iterator[Component]:
 
 
 def _values(source: Source, kind: str) -> dict[str, str | npt.NDArray[np.floating]]:
-    """By token, up to the closing one."""
+    """Return values by token, up to the closing one."""
     found: dict[str, str | npt.NDArray[np.floating]] = {}
     while (word := source.word(64)) != f"</{kind}>".encode():
         token = word.decode(errors="replace")
         if not re.fullmatch(r"<\w+>", token) or len(found) == _MOST_TOKENS:
-            raise KaldiFormatError(f"{word[:20]!r} stands where a token belongs")
+            raise KaldiFormatError(f"{word[:20]!r} is found instead of a token")
         found[token[1:-1]] = _value(source, token[1:-1])
     return found
 
 
 def _value(source: Source, token: str) -> str | npt.NDArray[np.floating]:
     head = source.peek(2)
-    # a token alone, as <TestMode> of dropout
+    # A token without a value, such as <TestMode> of dropout.
     if head[:1] == b"<":
         return "T"
     if head[:1] in (b"T", b"F") and head[1:] == b"<":
         return source.take(1).decode()
     if head[:1] == b"\4":
         [value] = struct.unpack("<i" if token in _INTEGERS else "<f", source.take(5)[1:])
-        # the shortest text of a float, as 0.001
+        # The shortest text of a float, such as 0.001.
         return str(value if token in _INTEGERS else np.float32(value))
     if head[:1] == b"\10":
         return str(struct.unpack("<d", source.take(9)[1:])[0])

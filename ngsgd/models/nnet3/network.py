@@ -1,7 +1,7 @@
-"""What our models and Kaldi's nnet3 have in common: affine layers over spliced frames,
-nonlinearity, normalisation, log-softmax.
+"""Network description that models here and Kaldi's nnet3 share.
 
-`describe` takes a model apart into this form, `rebuild` makes a model of it; both copy every bit.
+It consists of affine layers over spliced frames, nonlinearity, normalization and log-softmax.
+`describe` converts a model to this form, `rebuild` converts it back; both copy every bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class AffineParameters:
-    """y = W x + b over the frames at `offsets`, end to end."""
+    """y = W x + b over the concatenated frames at `offsets`."""
 
     weight: Array
     bias: Array
@@ -43,35 +43,36 @@ class Layer:
     normalize: str                   # renormalize or batchnorm
     mean: Array = field(default_factory=lambda: np.zeros(0, np.float32))   # batchnorm
     variance: Array = field(default_factory=lambda: np.zeros(0, np.float32))
-    # batchnorm: minibatches that entered the statistics
+    # batchnorm: minibatches in the statistics
     count: int = 0
 
 
 @dataclass(frozen=True)
 class Network:
-    """A feed-forward network or TDNN, whole."""
+    """A complete feed-forward network or TDNN."""
 
     feature_dim: int
     layers: tuple[Layer, ...]
     output: AffineParameters
     is_tdnn: bool
-    # fixed, of the input
+    # fixed transform of the input
     transform: AffineParameters | None = None
-    # whether a log-softmax follows; outputs of lattice-free MMI go without
+    # whether a log-softmax follows; lattice-free MMI has none
     has_softmax: bool = True
-    # of the i-vector, which the first affine layer sees behind the frames
+    # dimension of the i-vector, which the first affine layer gets after the frames
     side_dim: int = 0
 
     def offsets(self) -> list[tuple[int, ...]]:
-        """The frames of its input that each layer sees, the input transform's first."""
+        """Input frames of each layer, starting with the input transform."""
         first = [self.transform.offsets] if self.transform else []
         return [*first, *(layer.affine.offsets for layer in self.layers)]
 
 
 def describe(model: nn.Module, config: ModelConfig, window: Window, *,
              has_softmax: bool = True) -> Network:
-    """The network of a trained model; raises ConfigError for what nnet3 has no component for, with
-    the reason.
+    """Convert a trained model.
+
+    Raises ConfigError, with the reason, if nnet3 has no such component.
     """
     _require_exportable(config)
     state = {name: tensor.detach().cpu().numpy() for name, tensor in model.state_dict().items()}
@@ -91,8 +92,8 @@ def describe(model: nn.Module, config: ModelConfig, window: Window, *,
 
 def _require_exportable(config: ModelConfig) -> None:
     reasons = {
-        "model._target_": (bool(config._target_), "a module of your own has layers that nnet3 does "
-                                                  "not know"),
+        "model._target_": (bool(config._target_), "a custom module has layers that nnet3 does not "
+                                                  "support"),
         "model.num_subclasses": (config.num_subclasses > 0, "nnet3 has no component that sums "
                                                             "sub-classes inside the logarithm"),
         "model.kind tdnnf": (config.kind == "tdnnf",
@@ -126,7 +127,7 @@ class _Names:
 
 
 def _names(kind: str, number: int, normalize: str) -> _Names:
-    """Of a hidden layer's modules in the state dict."""
+    """Return the names of the modules of a hidden layer in the state dict."""
     if kind == "tdnn":
         return _Names(f"tdnn{number}.affine", f"tdnn{number}.rest.normalize")
     return _Names(f"affine{number}", f"{normalize}{number}")
@@ -139,12 +140,12 @@ def _fixed(model: nn.Module, offsets: tuple[int, ...]) -> AffineParameters:
                             buffers[f"{prefix}.bias"].cpu().numpy(), offsets)
 
 
-# Back ---------------------------------------------------------------------------------------------
+# Import -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A model, and all that it takes to build it again."""
+    """A model, and its configuration."""
 
     model: nn.Module
     config: ModelConfig
@@ -154,7 +155,10 @@ class Rebuilt:
 
 
 def rebuild(network: Network) -> Rebuilt:
-    """A model with the network's numbers; raises DataError where no `model=` has its shape."""
+    """Create a model with the numbers of the network.
+
+    Raises DataError if no `model=` has its shape.
+    """
     config = _config_of(network)
     _check_fits(network)
     offsets = network.offsets()
@@ -171,16 +175,14 @@ def rebuild(network: Network) -> Rebuilt:
     state = _state_of(network, config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if expected != {name: tuple(tensor.shape) for name, tensor in state.items()}:
-        raise DataError("The layers of this nnet3 model do not fit together; check that it is "
-                        "whole.")
+        raise DataError("The layers of this nnet3 model do not fit together; check that the file "
+                        "is complete.")
     model.load_state_dict(state)
     return Rebuilt(model.eval(), config, window, num_classes, transform)
 
 
 def _check_fits(network: Network) -> None:
-    """Each layer takes as many inputs as the one before gives: checked before a model of these
-    sizes is allocated.
-    """
+    """Check that input and output sizes match, before a model of these sizes is allocated."""
     size = network.feature_dim
     affines = [layer.affine for layer in network.layers]
     for number, affine in enumerate([*([network.transform] if network.transform else []), *affines,
@@ -209,8 +211,8 @@ def _config_of(network: Network) -> ModelConfig:
     has_center = first_splice[0] <= 0 <= first_splice[-1]
     if kind != "tdnn" and (any(offsets != (0,) for offsets in splices[1:]) or has_gaps
                            or not has_center):
-        raise DataError("This nnet3 model splices hidden layers, or its input with gaps, which "
-                        "here is for ReLU TDNNs alone; name its components tdnn1.affine and so on "
+        raise DataError("This nnet3 model splices hidden layers, or its input with gaps, which is "
+                        "supported for ReLU TDNNs only; name its components tdnn1.affine and so on "
                         "if it is one.")
     if kind == "tdnn" and first.nonlinearity != "relu":
         raise DataError("This nnet3 model is a TDNN of p-norm layers, and TDNNs here have ReLUs.")

@@ -1,4 +1,6 @@
-"""From nodes and components of an nnet3 raw model, as they stand in text or binary files, to a `Network`."""
+"""Conversion of nodes and components of an nnet3 raw model, from text or binary files, to a
+`Network`.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,26 @@ import numpy.typing as npt
 from ngsgd.errors import DataError
 from ngsgd.models.nnet3.network import AffineParameters, Array, Layer, Network
 
-# of batch normalization, here as in Kaldi
+# of batch normalization, as in Kaldi
 EPSILON = 1e-3
 _AFFINE = ("NaturalGradientAffineComponent", "AffineComponent", "FixedAffineComponent")
-# the identity outside of training
+# The identity outside training.
 _DROPOUT = ("DropoutComponent", "GeneralDropoutComponent")
-# of a fixed transform that is repeated for each frame
+# Limit for a fixed transform that is repeated for each frame.
 _MOST_NUMBERS = 1 << 27
 
 
 def network_of(head: str, components: Iterable[Component]) -> Network:
-    """The network of the lines of nodes and the components.
+    """Create a network from the lines of nodes and the components.
 
     Raises:
-        DataError: a component or descriptor has no counterpart here, or they do not fit together.
+        DataError: a component or descriptor is unsupported, or they do not fit together.
     """
     chain, inputs = _chain(head)
     by_name = {component.name: component for component in components}
     if missing := [node.component for node in chain if node.component not in by_name]:
-        raise DataError(f"The component {missing[0]} is named in the nnet3 model, but is not in it; check that the file is "
-                        "complete.")
+        raise DataError(f"The component {missing[0]} is used in the nnet3 model, but missing in "
+                        "the file; check that the file is complete.")
     parts = _without_dropout([_Part(by_name[node.component], node.offsets, node.has_ivector) for node in chain])
     _check_ivector(parts, inputs)
     return _assembled(inputs["input"], inputs.get("ivector", 0), parts)
@@ -40,27 +42,29 @@ def network_of(head: str, components: Iterable[Component]) -> Network:
 
 @dataclass(frozen=True)
 class Component:
-    """A component as it stands in the file."""
+    """A component as in the file."""
 
     name: str
     kind: str
     # by token: an array, its text between brackets, or a single word
     values: Mapping[str, str | npt.NDArray[np.floating]]
-    # in the file, such as "line 12"
+    # place in the file, such as "line 12"
     where: str = ""
 
     def __str__(self) -> str:
         return f"The component {self.name} of the nnet3 model ({self.where})"
 
     def array(self, token: str) -> Array:
+        """Return an array."""
         try:
             found = self.values[token]
             return finite([row.split() for row in found.strip("\n").split("\n")] if isinstance(found, str) else found)
         except (KeyError, ValueError) as error:
-            raise DataError(f"{self} has no sound <{token}> ({error}); check the file, or export the model again.") from error
+            raise DataError(f"{self} has no valid <{token}> ({error}); check the file, or export "
+                            "the model again.") from error
 
     def number(self, token: str, default: float, low: float = -math.inf, high: float = math.inf) -> float:
-        """A single number within limits."""
+        """Return a single number within limits."""
         text = self.word(token, str(default))
         try:
             found = float(text)
@@ -72,15 +76,17 @@ class Component:
         return found
 
     def vector(self, token: str) -> Array:
+        r"""Return a vector."""
         return self.array(token).reshape(-1)
 
     def word(self, token: str, default: str) -> str:
+        """Return a word."""
         found = self.values.get(token, default)
         return found if isinstance(found, str) else "an array"
 
 
 def finite(rows: list[list[str]] | npt.NDArray[np.floating]) -> Array:
-    """A float32 array; raises ValueError for numbers that float32 has no finite number for."""
+    """Return a float32 array; raises ValueError for numbers without a finite float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         found = np.array(rows, np.float64).astype(np.float32)
     if not np.isfinite(found).all():
@@ -103,7 +109,7 @@ class _Node:
 
 
 def _chain(head: str) -> tuple[list[_Node], dict[str, int]]:
-    """The component nodes from input to output, and the sizes of the inputs."""
+    """Return the component nodes from input to output, and the sizes of the inputs."""
     lines = [_config_line(line, number) for number, line in enumerate(head.replace("<Nnet3>", "       ").splitlines(), start=1)
              if line.strip()]
     inputs = {line["name"]: _dim(line) for line in lines if line[""] == "input-node"}
@@ -118,12 +124,12 @@ def _chain(head: str) -> tuple[list[_Node], dict[str, int]]:
         if line[""] == "component-node":
             nodes[line["name"]] = _node(line["name"], line["component"], line["input"].strip())
         elif line[""] not in ("input-node", "output-node"):
-            raise DataError(f"The nnet3 model has a {line['']}, which has no counterpart here.")
+            raise DataError(f"The nnet3 model has a {line['']}, which is not supported.")
     chain: list[_Node] = []
     name, _ = _spliced(outputs["output"])
     while name != "input":
         if name not in nodes or len(chain) > len(nodes):
-            raise DataError(f"The node {name} of the nnet3 model is not there, or leads round in a circle.")
+            raise DataError(f"The node {name} of the nnet3 model is missing, or part of a cycle.")
         chain.insert(0, nodes[name])
         name = nodes[name].before
     return chain, inputs
@@ -133,7 +139,7 @@ _FIELDS = {"input-node": ("name", "dim"), "output-node": ("name", "input"), "com
 
 
 def _config_line(line: str, number: int) -> dict[str, str]:
-    """The fields of a line by name; its first word has the name ""."""
+    """Return the fields of a line by name; its first word has the name ""."""
     found = dict(re.findall(r"([a-z-]+)=((?:[^=\s]|\s(?![a-z-]+=))+)", line)) | {"": line.split(maxsplit=1)[0], "line": str(number)}
     if missing := [name for name in _FIELDS.get(found[""], ()) if name not in found]:
         raise DataError(f"Line {number} of the nnet3 model, {line.strip()[:40]!r}, has no {missing[0]}; export the model again.")
@@ -149,24 +155,24 @@ def _dim(line: dict[str, str]) -> int:
 
 
 def _node(name: str, component: str, descriptor: str) -> _Node:
-    """An i-vector behind the frames is marked apart from them."""
+    """Create a node, with a separate flag for an i-vector after the frames."""
     rest = re.sub(r",\s*ReplaceIndex\(\s*ivector\s*,\s*t\s*,\s*0\s*\)\s*\)$", ")", descriptor)
     return _Node(name, component, *_spliced(rest), has_ivector=rest != descriptor)
 
 
 def _spliced(descriptor: str) -> tuple[str, tuple[int, ...]]:
-    """(node, offsets) of a descriptor such as Append(Offset(input, -1), input)."""
+    """Return (node, offsets) of a descriptor such as Append(Offset(input, -1), input)."""
     inside = re.fullmatch(r"Append\((.*)\)", descriptor)
     parts = re.split(r",\s*(?![^(]*\))", inside[1] if inside else descriptor)
     found = [re.fullmatch(r"Offset\(\s*([\w.-]+)\s*,\s*(-?\d{1,4})\s*\)|([\w.-]+)", part.strip()) for part in parts]
     names = {match[1] or match[3] for match in found if match}
     if not all(found) or len(names) != 1:
-        raise DataError(f"The descriptor {descriptor} of the nnet3 model has no counterpart here: only Append and Offset of one "
-                        "node can be read.")
+        raise DataError(f"The descriptor {descriptor} of the nnet3 model is not supported; use "
+                        "only Append and Offset of one node.")
     offsets = tuple(int(match[2] or 0) for match in found if match)
     if list(offsets) != sorted(set(offsets)):
-        raise DataError(f"The descriptor {descriptor} of the nnet3 model has offsets that do not rise; only rising ones can be "
-                        "read.")
+        raise DataError(f"The descriptor {descriptor} of the nnet3 model has offsets that are not "
+                        "ascending; only ascending ones are supported.")
     return names.pop(), offsets
 
 
@@ -175,7 +181,7 @@ def _spliced(descriptor: str) -> tuple[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A component with the frames of its input that it takes."""
+    """A component with the offsets of its input."""
 
     component: Component
     offsets: tuple[int, ...]
@@ -183,15 +189,16 @@ class _Part:
 
     @property
     def is_of_one_frame(self) -> bool:
-        """A fixed affine transform of single frames, as an idct-layer is."""
+        """Whether it is a fixed affine transform of single frames, such as an idct-layer."""
         return self.component.kind == "FixedAffineComponent" and self.offsets == (0,) and not self.has_ivector
 
 
 def _without_dropout(parts: list[_Part]) -> list[_Part]:
-    """The parts that compute something outside of training."""
+    """Return the parts that have an effect outside training."""
     for part in parts:
         if part.component.kind in _DROPOUT and (part.offsets != (0,) or part.has_ivector):
-            raise DataError(f"{part.component} is dropout of spliced frames; only dropout between two layers can be read.")
+            raise DataError(f"{part.component} is dropout of spliced frames; only dropout between "
+                            "two layers is supported.")
     found = [part for part in parts if part.component.kind not in _DROPOUT]
     if not found:
         raise DataError("The nnet3 model has no affine component.")
@@ -202,20 +209,21 @@ def _check_ivector(parts: list[_Part], inputs: dict[str, int]) -> None:
     taking = [at for at, part in enumerate(parts) if part.has_ivector]
     expected = [[0], [1]] if parts[0].is_of_one_frame else [[0]]
     if taking not in (expected if "ivector" in inputs else [[]]):
-        raise DataError(f"The nnet3 model has the inputs {', '.join(inputs)} and takes an i-vector at "
-                        f"{', '.join(parts[at].component.name for at in taking) or 'no node'}; models here take one, if they have "
-                        f"that input, behind the frames of their first node, {parts[0].component.name}.")
+        raise DataError(f"The nnet3 model has the inputs {', '.join(inputs)} and uses an i-vector "
+                        f"at {', '.join(parts[at].component.name for at in taking) or 'no node'}; "
+                        "models here use one, if they have that input, after the frames of their "
+                        f"first node, {parts[0].component.name}.")
 
 
 def _assembled(feature_dim: int, side_dim: int, parts: list[_Part]) -> Network:
-    """The layers of a chain of components."""
+    """Create the layers from a chain of components."""
     names = [part.component.name for part in parts]
     has_softmax = parts[-1].component.kind == "LogSoftmaxComponent"
     rest = parts[:-1] if has_softmax else parts
     transform, rest = _transform(rest, side_dim)
     if len(rest) % 3 != 1 or not rest:
-        raise DataError(f"The nnet3 model is the chain {' '.join(names)}; models here are affine, nonlinearity and normalization "
-                        "layer by layer, and an affine output.")
+        raise DataError(f"The nnet3 model is the chain {' '.join(names)}; models here are affine, "
+                        "nonlinearity and normalization layer by layer, and an affine output.")
     layers = tuple(_read_layer(rest[at], rest[at + 1].component, rest[at + 2].component) for at in range(0, len(rest) - 1, 3))
     if not layers:
         raise DataError("The nnet3 model has no hidden layer.")
@@ -224,10 +232,11 @@ def _assembled(feature_dim: int, side_dim: int, parts: list[_Part]) -> Network:
 
 
 def _transform(parts: list[_Part], side_dim: int) -> tuple[AffineParameters | None, list[_Part]]:
-    """The fixed transform of the input, and the parts behind it, of which the first takes one frame of it.
+    """Return the fixed transform of the input, and the remaining parts.
 
-    A transform of single frames that are spliced behind it (idct-layer) becomes one of the spliced frames, so that W x + b of
-    each frame is a block of it; a second fixed transform (LDA) is multiplied with it.
+    A transform of single frames before splicing (idct-layer) is repeated as a block for each
+    spliced frame. A second fixed transform (LDA) is multiplied with it. The first remaining part
+    then has one frame as input.
     """
     if not parts or parts[0].component.kind != "FixedAffineComponent":
         return None, parts
@@ -245,15 +254,20 @@ def _transform(parts: list[_Part], side_dim: int) -> tuple[AffineParameters | No
 
 
 def _repeated(of_frame: AffineParameters, splice: _Part, side_dim: int) -> AffineParameters:
-    """The transform of each frame at the offsets of `splice`; an i-vector behind them stays as it is."""
+    """Repeat the transform for each frame at the offsets of `splice`.
+
+    An i-vector after them is unchanged.
+    """
     num, (rows, columns) = len(splice.offsets), of_frame.weight.shape
     inputs = _read_affine(splice).weight.shape[1]
     if num * rows + side_dim != inputs:
-        raise DataError(f"The layers of this nnet3 model do not fit together: {splice.component} has {inputs} inputs, and "
-                        f"{num * rows + side_dim} come from before; check that it is complete.")
+        raise DataError(f"The layers of this nnet3 model do not fit together: {splice.component} "
+                        f"has {inputs} inputs, and {num * rows + side_dim} come from before; check "
+                        "that it is complete.")
     if inputs * (num * columns + side_dim) > _MOST_NUMBERS:
-        raise DataError(f"{splice.component} splices {num} frames of a fixed transform of {rows} x {columns}, which is too large "
-                        "to be repeated for each; apply the transform to the features instead.")
+        raise DataError(f"{splice.component} splices {num} frames of a fixed transform of {rows} x "
+                        f"{columns}, which is too large to be repeated for each; apply the "
+                        "transform to the features instead.")
     weight = np.zeros((inputs, num * columns + side_dim), np.float32)
     for at in range(num):
         weight[at * rows:(at + 1) * rows, at * columns:(at + 1) * columns] = of_frame.weight
@@ -265,7 +279,7 @@ def _repeated(of_frame: AffineParameters, splice: _Part, side_dim: int) -> Affin
 def _read_affine(part: _Part) -> AffineParameters:
     component = part.component
     if component.kind not in _AFFINE:
-        raise DataError(f"{component} is a {component.kind} where an affine one belongs.")
+        raise DataError(f"{component} is a {component.kind}; an affine component is expected.")
     affine = AffineParameters(component.array("LinearParams"), component.vector("BiasParams"),
                               part.offsets)
     if affine.weight.ndim != 2 or not affine.weight.size or len(affine.weight) != len(affine.bias):
@@ -277,7 +291,8 @@ def _read_affine(part: _Part) -> AffineParameters:
 def _read_layer(affine: _Part, nonlinearity: Component, norm: Component) -> Layer:
     read = _read_affine(affine)
     if nonlinearity.kind not in ("RectifiedLinearComponent", "PnormComponent"):
-        raise DataError(f"{nonlinearity} is a {nonlinearity.kind}; ReLU and p-norm can be read.")
+        raise DataError(f"{nonlinearity} is a {nonlinearity.kind}; only ReLU and p-norm are "
+                        "supported.")
     is_pnorm = nonlinearity.kind == "PnormComponent"
     outputs = nonlinearity.number("OutputDim", 1, 1, len(read.bias)) if is_pnorm else len(read.bias)
     if len(read.bias) % outputs:
@@ -286,15 +301,14 @@ def _read_layer(affine: _Part, nonlinearity: Component, norm: Component) -> Laye
     group = len(read.bias) // int(outputs)
     layer = Layer(read, "pnorm" if is_pnorm else "relu", group, "renormalize")
     if norm.number("TargetRms", 1) != 1.0 or norm.word("AddLogStddev", "F") != "F":
-        raise DataError(f"{norm} has another target-rms than 1, or adds the log of the "
-                        "standard deviation; neither can be read.")
+        raise DataError(f"{norm} has another target-rms than 1, or adds the log of the standard "
+                        "deviation; neither is supported.")
     if norm.kind == "NormalizeComponent":
         return layer
     if norm.kind != "BatchNormComponent":
-        raise DataError(f"{norm} is a {norm.kind} where a normalization belongs.")
+        raise DataError(f"{norm} is a {norm.kind}; a normalization is expected.")
     if norm.number("Epsilon", EPSILON) != EPSILON or norm.word("BlockDim", norm.word("Dim", "")) != norm.word("Dim", ""):
-        raise DataError(f"{norm} has another epsilon than 0.001, or blocks; neither "
-                        "can be read.")
+        raise DataError(f"{norm} has another epsilon than 0.001, or blocks; neither is supported.")
     mean, variance = norm.vector("StatsMean"), norm.vector("StatsVar")
     if variance.min(initial=0.0) < 0.0 or not len(mean) == len(variance) == len(read.bias) // group:
         raise DataError(f"{norm} has {len(mean)} means and {len(variance)} variances, from {variance.min(initial=0.0):g} on, for "

@@ -1,9 +1,10 @@
-"""nnet3 raw models in Kaldi's text form: lines that say how components are joined, then the components with their numbers.
+"""nnet3 raw models in Kaldi's text form: lines that join components, then the components.
 
     <Nnet3>
     input-node name=ivector dim=100
     input-node name=input dim=40
-    component-node name=affine1 component=affine1 input=Append(Offset(input, -1), input, ReplaceIndex(ivector, t, 0))
+    component-node name=affine1 component=affine1 input=Append(Offset(input, -1), input,
+    ReplaceIndex(ivector, t, 0))
     ...
     output-node name=output input=output.log-softmax objective=linear
 
@@ -12,7 +13,7 @@
     ...
     </Nnet3>
 
-Numbers are written with nine digits, so that float32 comes back bit for bit.
+Numbers are written with nine digits, so that float32 is read back exactly.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from ngsgd.models.nnet3.structure import EPSILON, Component, finite, network_of
 _IVECTOR = "ReplaceIndex(ivector, t, 0)"
 
 
-# Writing ------------------------------------------------------------------------------------------
+# Export -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Updates:
-    """Settings that nnet3-train updates an affine component with."""
+    """Settings with which nnet3-train updates an affine component."""
 
-    # per frame, of one job, with the factor in it
+    # per frame, of one job, including the factor of the layer
     learning_rate: float
     learning_rate_factor: float
     max_change: float
     l2_regularize: float
-    # natural gradient; else the settings below have no effect
+    # natural gradient; otherwise the settings below have no effect
     is_natural: bool
-    # before it is lowered to the layer
+    # before limiting it to the size of the layer
     rank_in: int
     rank_out: int
     update_period: int
@@ -56,19 +57,21 @@ class Updates:
 
     @classmethod
     def default(cls) -> Updates:
-        """Those of a run that sets nothing, and a learning rate that nnet3-copy --learning-rate is to replace."""
+        """Return the defaults of a run; replace the learning rate by nnet3-copy --learning-rate."""
         o = OptimizerConfig()
         return cls(0.001, 1.0, o.max_change, o.weight_decay, True, o.rank_in, o.rank_out, o.update_period, o.num_samples_history,
                    o.alpha)
 
 
 def to_text(network: Network, updates: Mapping[str, Updates] | None = None) -> str:
-    """Write a raw model; its input nodes are "input" and, where it has i-vectors, "ivector"; its output node is "output".
+    """Write a raw model.
+
+    Its input nodes are "input" and, with i-vectors, "ivector"; its output node is "output".
 
     Args:
         network: the model.
-        updates: settings of the affine layers by the names they have in the model, such as "affine1" and "output"; layers that
-            are not named get the defaults.
+        updates: settings of affine layers by name in the model, such as "affine1" and "output";
+            others use the defaults.
     """
     nodes, components = [f"input-node name=input dim={network.feature_dim}"], []
     if network.side_dim:
@@ -84,12 +87,12 @@ def to_text(network: Network, updates: Mapping[str, Updates] | None = None) -> s
 
 
 def vector_to_text(values: npt.NDArray[np.floating]) -> str:
-    """As Kaldi writes vectors, such as priors."""
+    """Write a vector as Kaldi does, such as priors."""
     return f" [ {' '.join(_number(value) for value in values)} ]\n"
 
 
 def _components(network: Network, updates: Mapping[str, Updates]) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """(name, frames that it sees, text) in order."""
+    """Yield (name, input frames, text) in order."""
     if network.transform:
         yield "lda", network.transform.offsets, _tagged("FixedAffineComponent", _numbers(network.transform))
     for number, layer in enumerate(network.layers, start=1):
@@ -113,7 +116,11 @@ def _components(network: Network, updates: Mapping[str, Updates]) -> Iterator[tu
 
 
 def _affine(affine: AffineParameters, updates: Updates | None) -> str:
-    """Kaldi lowers ranks where it reads a configuration, not where it reads a model: they are lowered here, by the same rule."""
+    """Write an affine component.
+
+    Kaldi limits ranks when it reads a configuration, but not when it reads a model. They are
+    limited here, by the same rule.
+    """
     u = updates or Updates.default()
     common = "".join(f"<{token}> {_number(value)} " for token, value, is_default in (
         ("LearningRateFactor", u.learning_rate_factor, u.learning_rate_factor == 1.0),
@@ -134,14 +141,17 @@ def _numbers(affine: AffineParameters) -> str:
 
 
 def _nonlinear(kind: str, dim: int) -> str:
-    """With empty statistics."""
+    """Write a nonlinearity with empty statistics."""
     empty = " [ ]\n"
     return _tagged(kind, f"<Dim> {dim} <ValueAvg> {empty}<DerivAvg> {empty}<Count> 0 <OderivRms> {empty}<OderivCount> 0 "
                    "<NumDimsSelfRepaired> 0 <NumDimsProcessed> 0 ")
 
 
 def _batchnorm(layer: Layer, dim: int) -> str:
-    """Not in test mode, so that nnet3-train goes by the minibatch; nnet3-compute and the decoders set test mode themselves."""
+    """Write a batch normalization without test mode, so that nnet3-train uses minibatch statistics.
+
+    nnet3-compute and the decoders set test mode themselves.
+    """
     return _tagged("BatchNormComponent",
                    f"<Dim> {dim} <BlockDim> {dim} <Epsilon> {EPSILON:g} <TargetRms> 1 <TestMode> F <Count> {layer.count} "
                    f"<StatsMean> {vector_to_text(layer.mean)}<StatsVar> {vector_to_text(layer.variance)}")
@@ -160,11 +170,11 @@ def _number(value: np.floating | float) -> str:
     return f"{float(value):.9g}"
 
 
-# Reading ------------------------------------------------------------------------------------------
+# Import -------------------------------------------------------------------------------------------
 
 
 def from_text(text: str) -> Network:
-    """The network of a raw model; raises DataError for components and descriptors that have no counterpart here."""
+    """Read a raw model; raises DataError for unsupported components and descriptors."""
     head, found, body = text.partition("<NumComponents>")
     if not head.strip().startswith("<Nnet3>") or not found or "</Nnet3>" not in body:
         raise DataError("This is not an nnet3 raw model, binary or text; make one with: nnet3-copy MODEL.raw final.raw, "
@@ -173,15 +183,16 @@ def from_text(text: str) -> Network:
 
 
 def vector_from_text(text: str) -> Array:
-    """A vector as Kaldi writes it in text form; its numbers are finite."""
+    """Read a vector of finite numbers in Kaldi's text form."""
     try:
         return finite([text.strip().removeprefix("[").removesuffix("]").split()]).reshape(-1)
     except ValueError as error:
-        raise DataError(f"This is no vector in Kaldi's text form ({error}); it looks like [ 0.1 0.2 0.7 ].") from error
+        raise DataError(f"This is not a vector in Kaldi's text form ({error}); an example is [ 0.1 "
+                        "0.2 0.7 ].") from error
 
 
 def _parsed(text: str, begin: int) -> Iterator[Component]:
-    """The components from position `begin` on."""
+    """Yield the components from position `begin` on."""
     line, counted = 1, 0
     for match in re.compile(r"<ComponentName>\s+(\S+)\s+<(\w+)>(.*?)</\2>", re.DOTALL).finditer(text, begin):
         line, counted = line + text.count("\n", counted, match.start()), match.start()

@@ -1,1 +1,1 @@
-"""Compiled C++ kernels: sources, and how they are built and loaded."""
+"""C++ kernels, and how they are compiled and loaded."""

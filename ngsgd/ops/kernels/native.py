@@ -1,9 +1,12 @@
-"""Our own C++, compiled where it is first needed if there is a compiler; whoever asks has torch operations to fall back on.
+"""Just-in-time compilation of C++ kernels.
 
-Libraries are kept in ~/.cache/ngsgd/kernels (or $XDG_CACHE_HOME/ngsgd/kernels), by source, flags and what the processor can do.
-The last 32 bytes of such a file are the SHA-256 of the bytes before.  A file that does not match, which the loader could answer
-with SIGBUS, is built again.  A folder or file that belongs to another user, or that others can write to, is not used, as loading
-a library runs its code: each process then builds its libraries in a temporary folder.
+Callers fall back to torch operations without a compiler.
+
+Libraries are cached in ~/.cache/ngsgd/kernels (or $XDG_CACHE_HOME/ngsgd/kernels), by source, flags
+and processor capability. The last 32 bytes of a file are the SHA-256 of the bytes before. A file
+that does not match is rebuilt, because the loader could fail on it with SIGBUS. A folder or file
+that belongs to another user, or that others can write to, is not used, because loading a library
+runs its code. Each process then builds its libraries in a temporary folder.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ _THREADED = ("-fopenmp", "-ffp-contract=fast")
 _TIMEOUT_S = 120
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _WRITABLE_BY_OTHERS = 0o022
-# as compilers sign what they make, in the section .comment
+# Signatures of compilers in the section .comment.
 _COMPILER = re.compile(rb"(?:GCC: \([^)\0]*\) [\w.]+|[\w ]*clang version [\w.]+)")
-# of the libraries that this process has loaded, by name
+# compilers of the libraries loaded by this process, by name
 _compilers: dict[str, str] = {}
-# of arguments
+# types of arguments
 ADDRESS, NUMBER, REAL, THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _forbidden = threading.Event()
 _own = threading.local()
@@ -45,7 +48,9 @@ _own = threading.local()
 
 @contextlib.contextmanager
 def in_torch_operations() -> Iterator[None]:
-    """Within it our own C++ is not used where torch operations would do, in any thread."""
+    """Disable the C++ kernels inside the context, in all threads, if torch operations are
+    equivalent.
+    """
     was_set = _forbidden.is_set()
     _forbidden.set()
     try:
@@ -56,17 +61,17 @@ def in_torch_operations() -> Iterator[None]:
 
 
 def is_allowed() -> bool:
-    """Whether we are outside of `in_torch_operations`."""
+    """Return whether the call is outside `in_torch_operations`."""
     return not _forbidden.is_set()
 
 
 def address(x: Tensor | None) -> int | None:
-    """Where the numbers lie; None stands for a null pointer."""
+    """Return the address of the data; None is a null pointer."""
     return None if x is None else x.data_ptr()
 
 
 def work_memory(size: int) -> Tensor:
-    """So many float32 numbers for one call of our C++, kept from call to call, for each thread its own."""
+    """Return float32 work memory for one kernel call, reused by later calls in the same thread."""
     kept: Tensor | None = getattr(_own, "kept", None)
     if kept is None or kept.numel() < size:
         kept = _own.kept = torch.empty(size, dtype=torch.float32)
@@ -74,13 +79,16 @@ def work_memory(size: int) -> Tensor:
 
 
 def capability() -> str:
-    """The vector instructions that torch, too, goes by: AVX512, AVX2 or another name."""
+    """Return the vector instructions that torch uses: AVX512, AVX2 or another name."""
     return torch.backends.cpu.get_cpu_capability()
 
 
 @functools.cache
 def is_made_by(vendor: str) -> bool:
-    """Whether the processor names this maker: "GenuineIntel", "AuthenticAMD"; False where that is not told."""
+    """Return whether the processor vendor is, for example, "GenuineIntel".
+
+    False if it is unknown.
+    """
     try:
         return vendor in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -89,9 +97,10 @@ def is_made_by(vendor: str) -> bool:
 
 @functools.cache
 def library(source: Path, *flags: str) -> ctypes.CDLL | None:
-    """The functions of a C++ file; None where it cannot be compiled or loaded.
+    """Return the functions of a C++ file; None if it cannot be compiled or loaded.
 
-    With "-fopenmp" loops run on torch's own threads, by the library that is in the process already.
+    With "-fopenmp" loops run on torch's threads, through the library that the process has already
+    loaded.
     """
     flags = _all_flags(flags)
     name = f"{source.stem}-{made_of(source, *flags)[:16]}.so"
@@ -104,7 +113,12 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | None:
 
 
 def threaded(source: Path, **types: tuple[Any, ...]) -> Any:
-    """`library` or None; its loops run on torch's threads.  For each function the types of its result, or None, and arguments."""
+    """Return `library` with typed functions, or None; its loops run on torch's threads.
+
+    Args:
+        source: the C++ file.
+        types: for each function the types of its result, or None, and arguments.
+    """
     found = library(source, *_THREADED)
     if found is not None:
         for name, (result, *arguments) in types.items():
@@ -114,12 +128,12 @@ def threaded(source: Path, **types: tuple[Any, ...]) -> Any:
 
 
 def made_of(source: Path, *flags: str) -> str:
-    """SHA-256 of a source and the compiler's flags."""
+    """Return the SHA-256 of a source and the compiler flags."""
     return hashlib.sha256(b"\0".join([source.read_bytes(), *map(str.encode, flags)])).hexdigest()
 
 
 def origin(source: Path) -> str:
-    """Source, flags and compiler of a library that `threaded` has loaded: they decide its numbers."""
+    """Return source, flags and compiler of a loaded library, which determine its numbers."""
     made = made_of(source, *_all_flags(_THREADED))[:16]
     return f"{made} {_compilers.get(f'{source.stem}-{made}.so', 'unknown compiler')}"
 
@@ -129,7 +143,7 @@ def _all_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _cache_folder() -> Path | None:
-    """None where nobody's home is known."""
+    """Return the cache folder; None if the home folder is unknown."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ngsgd" / "kernels"
     except RuntimeError:
@@ -137,13 +151,13 @@ def _cache_folder() -> Path | None:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether the file or folder is this user's and only this user can write to it."""
+    """Return whether the path belongs to this user and only this user can write to it."""
     found = path.stat()
     return found.st_uid == os.geteuid() and not found.st_mode & _WRITABLE_BY_OTHERS
 
 
 def _loaded(kept: Path) -> ctypes.CDLL | None:
-    """None if the file is missing, damaged or not to be trusted."""
+    """Load a cached library; None if it is missing, damaged or not trustworthy."""
     try:
         if not (_is_private(kept.parent) and _is_private(kept)):
             return None
@@ -158,19 +172,22 @@ def _loaded(kept: Path) -> ctypes.CDLL | None:
 
 def _load(path: Path, content: bytes, name: str) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
-    # the first is that of the C library's start files; ours comes last
+    # The first signature is that of the C library's start files; the last one is of this code.
     signatures = _COMPILER.findall(content)
     _compilers[name] = signatures[-1].decode() if signatures else "unknown compiler"
     return found
 
 
 def _compiled(source: Path, flags: tuple[str, ...], name: str, kept: Path | None) -> ctypes.CDLL:
-    """Compile in a temporary folder, since workers that start together may all compile; keep the library where that is safe."""
+    """Compile in a temporary folder, because workers may compile concurrently.
+
+    Cache the library if safe.
+    """
     compiler = os.environ.get("CXX", "c++")
     with tempfile.TemporaryDirectory(prefix="ngsgd-kernels-") as folder:
         made, linked = f"{folder}/made.o", Path(folder, name)
-        # linked without -fopenmp, which would bring a second set of threads; -z now: what is
-        # missing shows at once
+        # Linked without -fopenmp, which would add a second thread pool; -z now reports missing
+        # symbols immediately.
         for command in ([compiler, *flags, "-c", str(source), "-o", made],
                         [compiler, "-shared", "-Wl,-z,now", made, "-o", str(linked)]):
             subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
@@ -179,7 +196,10 @@ def _compiled(source: Path, flags: tuple[str, ...], name: str, kept: Path | None
 
 
 def _keep(content: bytes, kept: Path) -> bool:
-    """Write a library and its checksum, durably; False where others can write to the folder, or nobody can."""
+    """Write a library and its checksum durably.
+
+    False if the folder is not private or not writable.
+    """
     try:
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_private(kept.parent):

@@ -17,7 +17,7 @@ from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPrecond
 __all__ = ["NATURAL_GRADIENT_CLASSES", "FisherSettings", "LayerContext", "LayerPreconditioner",
            "attach", "detach_all", "natural_class", "weight_of"]
 
-# names of before, which warn
+# former names, which warn
 _RENAMED = {"Settings": FisherSettings, "Shared": LayerContext}
 
 

@@ -1,15 +1,20 @@
-"""Which layers take natural-gradient steps, and how a plain layer becomes one: its class changes in place.
+"""Selection of layers for natural-gradient steps, and replacement of their class in place.
 
-`torch.nn.utils.parametrize` changes classes in the same way; parameters, their names and the forward pass stay.
+`torch.nn.utils.parametrize` changes classes in the same way; parameters, their names and the
+forward pass stay the same.
 
-Four mechanisms read the rows of a layer, each for a case that the others cannot serve:
+Four mechanisms read the rows of a layer:
 
-* The class of the layer is changed (here): the gradient itself is replaced inside the backward pass.  A hook runs
-  after the plain gradient has been formed, and would pay for a second GEMM of the size of the layer.
-* An operator (`compiled`): the same under `torch.compile`, which cannot trace state that changes in backward.
-* Hooks (`ngsgd.curvature.capture`): rows are read and the gradient stays as it is, for any loss and several passes.
-* A function mode (`ngsgd.preconditioners.factored_grad`): the weight gradient is never formed, for one call of
-  `evaluate_and_step`; the layers keep their class, so hooks and the mode can work on the same pass.
+* The class of the layer is changed (here): the backward pass forms the preconditioned gradient
+  directly. A hook runs after the plain gradient has been formed, and would need a second GEMM of
+  the size of the layer.
+* An operator (`compiled`): the same under `torch.compile`, which cannot trace state that changes in
+  backward.
+* Hooks (`ngsgd.curvature.capture`): rows are read and the gradient is unchanged, for any loss and
+  several passes.
+* A function mode (`ngsgd.preconditioners.factored_grad`): the weight gradient is never formed,
+  during one call of `evaluate_and_step`. Layers keep their class, so hooks and the mode can work on
+  the same pass.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ from ngsgd.optim.layers.scale_offset import (
     ScaleOffsetPreconditioner,
 )
 
-# exact classes: a subclass may compute something else
+# Exact classes, because a subclass may compute something else.
 NATURAL_GRADIENT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: NaturalGradientLinear,
     nn.Conv1d: NaturalGradientConv1d, nn.Conv2d: NaturalGradientConv2d, nn.Conv3d: NaturalGradientConv3d,
@@ -63,8 +68,8 @@ _PLAIN_CLASSES[FastLinear] = nn.Linear
 
 
 def natural_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """What a layer of exactly this class becomes; None if there is no natural gradient for it."""
-    # of GPT-2; transformers is not imported for its sake
+    """Return the class that replaces exactly this class; None without a natural gradient for it."""
+    # Conv1D of GPT-2, identified by name to avoid an import of transformers.
     if kind not in NATURAL_GRADIENT_CLASSES and (kind.__module__, kind.__name__) == (
         "transformers.pytorch_utils",
         "Conv1D",
@@ -78,15 +83,18 @@ def natural_class(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 def attach(layer: nn.Module, settings: FisherSettings,
            context: LayerContext) -> LayerPreconditioner | None:
-    """Changes the class of `layer` in place; None, and no change, if there is no natural gradient for it."""
+    """Change the class of `layer` in place.
+
+    Return None, without a change, if it has no natural gradient.
+    """
     kind = type(layer)
-    # a layer that another optimiser had before gets a fresh start
+    # A layer of another optimizer is attached again without its state.
     plain_class = _PLAIN_CLASSES.get(kind, kind)
     weight = weight_of(layer)
     new_class = natural_class(plain_class)
     if new_class is None or weight is None or not weight.requires_grad:
         return None
-    # keys and values of another width, or of parameters
+    # Keys and values have another width, or the layer adds parameters to them.
     if isinstance(layer, nn.MultiheadAttention) and (
         layer.bias_k is not None or layer.add_zero_attn
     ):
@@ -105,18 +113,18 @@ def attach(layer: nn.Module, settings: FisherSettings,
 
 
 def weight_of(layer: nn.Module) -> Any:
-    """The parameter whose gradient decides about the estimates; None if there is none."""
+    """Return the parameter whose gradient the estimates follow; None if there is none."""
     return layer._parameters.get(
         "in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight"
     )
 
 
 def detach(layer: nn.Module, context: LayerContext) -> None:
-    """The plain layer again, unless another optimizer has it by now."""
+    """Restore the plain layer, unless another optimizer owns it now."""
     preconditioner = layer.__dict__.get("preconditioner")
     if preconditioner is not None and preconditioner.context is context:
         plain_class = _PLAIN_CLASSES.get(type(layer))
-        # something else has changed the class since, as parametrizations do
+        # Another tool, such as parametrizations, has changed the class since.
         if plain_class is None:
             preconditioner.weight = None
             return
@@ -125,7 +133,7 @@ def detach(layer: nn.Module, context: LayerContext) -> None:
 
 
 def detach_all(layers: Mapping[str, nn.Module], context: LayerContext) -> None:
-    """The same for all layers of an optimizer."""
+    """Restore all layers of an optimizer."""
     for layer in layers.values():
         detach(layer, context)
 

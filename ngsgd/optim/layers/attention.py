@@ -1,9 +1,9 @@
 """nn.MultiheadAttention with the natural gradient of its projections in the backward pass.
 
-torch's layer hands its parameters to one function, which projects, attends and projects again.
-The projection of queries, keys and values is an affine layer of three times as many outputs, and
-that of the heads' outputs another one.
-Letters: B sequences, T queries, S keys, E dimensions, H heads.
+Torch passes all parameters to one function, which projects, attends and projects again. The
+projection of queries, keys and values is an affine layer with three times as many outputs; the
+projection of the heads is a second one. Letters: B sequences, T queries, S keys, E dimensions, H
+heads.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ngsgd.optim.layers.linear import NaturalGradientLinear, affine
 class NaturalGradientOutProjection(
     NaturalGradientLinear, nn.modules.linear.NonDynamicallyQuantizableLinear
 ):
-    """What `NGSGD` turns the last projection into."""
+    """Replacement of the output projection under `NGSGD`."""
 
 
 class NaturalGradientMultiheadAttention(NaturalGradientLayer, nn.MultiheadAttention):
-    """What `NGSGD` turns an `nn.MultiheadAttention` into."""
+    """Replacement of an `nn.MultiheadAttention` under `NGSGD`."""
 
     preconditioner: KroneckerPreconditioner
 
@@ -41,7 +41,8 @@ class NaturalGradientMultiheadAttention(NaturalGradientLayer, nn.MultiheadAttent
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        # nested tensors: torch has an error for them
+        # Torch raises its own error for nested tensors.
+        """Return the same values as torch's forward."""
         if not torch.is_grad_enabled() or is_plain_context(query) or query.is_nested:
             return self.plain_forward(  # type: ignore[no-any-return]
                 query,
@@ -74,7 +75,7 @@ class NaturalGradientMultiheadAttention(NaturalGradientLayer, nn.MultiheadAttent
         ), weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Queries B x T x E, keys and values B x S x E."""
+        """Project queries B x T x E, and keys and values B x S x E."""
         given = (
             [query]
             if key is query and value is key
@@ -90,7 +91,7 @@ class NaturalGradientMultiheadAttention(NaturalGradientLayer, nn.MultiheadAttent
             return list(
                 affine(self, inputs[0], self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
             )
-        # all rows go through the one layer; the outputs that are not used have derivatives of zero
+        # All rows pass through one layer; unused outputs have zero derivatives.
         y = affine(
             self,
             torch.cat([x.flatten(0, 1) for x in inputs]),
@@ -112,7 +113,8 @@ def _masks(
     need_weights: bool,
     is_causal: bool,
 ) -> tuple[bool, Tensor | None]:
-    """(whether the kernel masks the future by itself, what is added to the scores B x H x T x S)."""
+    """Return (whether the kernel applies the causal mask, what to add to the scores B x H x T x S).
+    """
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
     key_padding_mask = functional._canonical_mask(

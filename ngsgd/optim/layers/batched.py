@@ -1,13 +1,13 @@
-"""The gradients of many affine layers, preconditioned together at the end of a backward pass.
+"""Gradients of many affine layers, preconditioned in batches at the end of a backward pass.
 
-On a GPU the launch of an operator costs more than the products of a narrow layer.  So a layer only
-records its rows in its backward node, and layers of equal shape go through batched products when
-autograd has finished.  The numbers are those of `KroneckerPreconditioner.gradient` up to the order
-of sums.
+On a GPU the launch of an operator costs more than the GEMM of a narrow layer. A layer therefore
+only records its rows in its backward node. When autograd has finished, layers of equal shape are
+processed by batched GEMMs. Results equal those of `KroneckerPreconditioner.gradient` up to the
+order of sums.
 
-A layer takes part where its rows are on a device and nothing looks at its gradient before the end
-of the backward pass: no hook of a parameter, no DistributedDataParallel.  `gradient` serves all
-others, and the first minibatch, from which estimates start.
+A layer takes part if its rows are on a device and nothing reads its gradient before the end of the
+backward pass. Parameter hooks and DistributedDataParallel do read it. `gradient` serves all others,
+and the first minibatch, which initializes the estimates.
 
 Letters: L layers, N rows, I inputs, O outputs.
 """
@@ -26,32 +26,32 @@ from ngsgd.optim.layers.common import LayerContext, upcast, without_autocast
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 from ngsgd.preconditioners.estimate_group import EstimateGroup, GroupProjection
 
-# rows that wait: more are preconditioned at once, as the launches of large products cost little
+# Limit of waiting rows; at this size launches are cheap compared with the GEMMs.
 _MOST_WAITING_BYTES = 1 << 28
-# groups of layers of a model, before they are forgotten
+# Number of cached groups of layers.
 _MANY_GROUPS = 64
 
 
 class Leaves(NamedTuple):
-    """The parameters whose `grad` a layer's gradient is added to."""
+    """Parameters to whose `grad` the gradient of a layer is added."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 class _Rows(NamedTuple):
-    """What a layer recorded."""
+    """Recorded rows of a layer."""
 
     layer: KroneckerPreconditioner
     X_NI: Tensor
     dY_NO: Tensor
     leaves: Leaves
-    # of the product
+    # of the GEMM
     dtype: torch.dtype
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Layers that agree in this go together."""
+        """Key of layers that can be processed together."""
         layer = self.layer
         return (self.X_NI.shape, self.dY_NO.shape, self.X_NI.dtype, self.dtype, self.X_NI.device,
                 layer.has_bias, layer.input_side.rank, layer.output_side.rank)
@@ -67,7 +67,10 @@ class _Group(NamedTuple):
 
 
 def leaves_of(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Leaves | None:
-    """The leaves of a layer that may take part; None for a layer whose gradient is made in its node."""
+    """Return the leaves of a layer that may take part.
+
+    None if its node must compute the gradient.
+    """
     if (x.is_cpu or not isinstance(layer, KroneckerPreconditioner) or torch.compiler.is_compiling()
             or DistributedDataParallel._active_ddp_module is not None):
         return None
@@ -79,7 +82,7 @@ def leaves_of(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Lea
 
 
 def batches(ctx: Any) -> bool:
-    """Whether the layer of a backward node leaves its gradient to the end of the backward pass."""
+    """Return whether the layer of a backward node defers its gradient to the end of the pass."""
     if ctx.leaves is None or ctx.layer.context.batch is None \
             or not ctx.layer.context.batch.takes(ctx.layer):
         return False
@@ -87,19 +90,19 @@ def batches(ctx: Any) -> bool:
 
 
 class BatchedPass:
-    """The backward passes of the layers of one optimizer."""
+    """Deferred gradients of the layers of one optimizer."""
 
     def __init__(self, context: LayerContext) -> None:
         self._context = context
         self._waiting: list[_Rows] = []
-        # of autograd, which those that wait belong to
+        # autograd task of the waiting layers
         self._task: int | None = None
         self._num_bytes = 0
         self._sides: dict[Any, tuple[EstimateGroup, EstimateGroup]] = {}
         self._constants: dict[Any, Tensor] = {}
 
     def takes(self, layer: KroneckerPreconditioner) -> bool:
-        """Whether the options of the optimizer allow it, and both estimates have begun."""
+        """Return whether the optimizer options allow it, and both estimates are initialized."""
         c = self._context
         return (c.on_nonfinite == "skip" and layer.input_side.has_begun
                 and layer.output_side.has_begun
@@ -107,11 +110,11 @@ class BatchedPass:
 
     def record(self, layer: KroneckerPreconditioner, X_NI: Tensor, dY_NO: Tensor,
                leaves: Leaves) -> None:
-        """Called in the backward node of the layer."""
+        """Record rows; called in the backward node of the layer."""
         layer.begin_pass(dY_NO, dY_NO.shape[0])
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            # what is left there belongs to a pass that ended with an error
+            # Rows that remain belong to a pass that ended with an error.
             self._waiting, self._num_bytes, self._task = [], 0, task
             torch.autograd.Variable._execution_engine.queue_callback(self.run)
         num_bytes = 4 * (X_NI.numel() + dY_NO.numel())
@@ -123,7 +126,7 @@ class BatchedPass:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Adds the gradients of all layers that wait to the `grad` of their parameters."""
+        """Add the gradients of all waiting layers to the `grad` of their parameters."""
         waiting, self._waiting, self._num_bytes = self._waiting, [], 0
         by_shape: dict[Any, list[_Rows]] = {}
         for rows in waiting:
@@ -133,7 +136,7 @@ class BatchedPass:
         with without_autocast(waiting[0].X_NI.device.type):
             groups = [self._projected(shape, rows) for shape, rows in by_shape.items()]
             norms_23L = self._norms(groups)
-            # norm of [X | 1], then of that times the norm of the derivatives
+            # Norm of [X | 1], then its product with the norm of the derivatives.
             inputs_2L = torch.hypot(norms_23L[:, 0], norms_23L[:, 1])
             products_2L = inputs_2L * norms_23L[:, 2]
             scale_L = torch.nan_to_num(products_2L[0] / products_2L[1], nan=1.0, posinf=1.0)
@@ -162,7 +165,8 @@ class BatchedPass:
         return _Group(rows, sides, sides[0].project(X_LNI, one), outputs)
 
     def _norms(self, groups: Sequence[_Group]) -> Tensor:
-        """Frobenius norms: before and after, of X, the appended column and dY, of each layer."""
+        """Return Frobenius norms of X, the appended column and dY of each layer, before and after.
+        """
         lists: list[list[Tensor]] = [[], [], [], []]
         for group in groups:
             inputs, outputs = group.inputs, group.outputs
@@ -195,7 +199,7 @@ class BatchedPass:
             _add(biases, torch.bmm(dYhat_LNO.mT, one_hat_LN1))
 
     def _constant(self, like: Tensor, value: float) -> Tensor:
-        """A number on the device, of no dimension."""
+        """Return a 0-d tensor on the device."""
         key = (value, like.dtype, like.device)
         if key not in self._constants:
             self._constants[key] = torch.full((), value, dtype=like.dtype, device=like.device)
@@ -207,7 +211,7 @@ def _stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def _add(parameters: Sequence[Tensor | None], gradients: Tensor) -> None:
-    """Gradients, one for each parameter, in place of `grad` or added to it."""
+    """Set or add to the `grad` of each parameter."""
     for p, gradient in zip(parameters, gradients.unbind(), strict=True):
         if p is None:
             continue

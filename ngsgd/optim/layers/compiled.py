@@ -1,10 +1,10 @@
-"""The layers as opaque operators, so that `torch.compile` takes a model without a graph break.
+"""The layers as opaque operators, so that `torch.compile` traces a model without a graph break.
 
-A Fisher estimate is state that changes in the backward pass, which a traced graph cannot hold.  The
-operators find it by a number; the number is a tensor, since a graph is compiled again for each new
-value of a Python number.  Outside of `torch.compile` the autograd Functions of the layers do the
-same arithmetic and cost less.  `ngsgd.optim.layers.attach` lists the other ways to read rows.
-Layers call these as `torch.ops.ngsgd`.
+A Fisher estimate changes in the backward pass, and a traced graph cannot contain such state. The
+operators find it by a number. The number is a tensor, because a graph is recompiled for each new
+value of a Python number. Outside `torch.compile` the autograd Functions of the layers compute the
+same at lower cost. `ngsgd.optim.layers.attach` lists the other ways to read rows. Layers call the
+operators as `torch.ops.ngsgd`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ def _register(
     gradients: Callable[..., tuple[Tensor | None, Tensor | None]],
     input_gradient: Callable[..., Tensor],
 ) -> None:
-    """Make `torch.ops.ngsgd.<name>`; gradients that are added to `grad` are preconditioned."""
+    """Create `torch.ops.ngsgd.<name>`.
+
+    Gradients that are accumulated into `grad` are preconditioned.
+    """
     operator = torch.library.custom_op(f"ngsgd::{name}", forward, mutates_args=())
     operator.register_fake(forward)
 
@@ -122,7 +125,7 @@ def _register(
                 has_bias,
             )
         assert dW is not None
-        # no bias: empty, since an operator returns tensors; strides are those of `fake`
+        # Empty without a bias, because an operator returns tensors; strides are those of `fake`.
         return (dW.to(weight.dtype).contiguous(),
                 weight.new_empty(0) if db is None else db.to(weight.dtype).contiguous())
 

@@ -1,9 +1,10 @@
 """Convolutions with the natural gradient in the backward pass.
 
-A Conv1d with one group is a TDNN layer: its rows are the spliced inputs of each output frame with the 1 appended, and the
-derivatives of each output frame, so it is preconditioned as an affine layer is (Kaldi's TdnnComponent).  Conv2d, Conv3d and
-grouped convolutions follow Kaldi's TimeHeightConvolutionComponent: the rows of the parameter gradient itself, one per filter,
-are preconditioned, then the rows of its transpose.
+A Conv1d with one group is a TDNN layer. Its rows are the spliced inputs of each output frame with
+an appended 1, and the derivatives of each output frame. It is preconditioned like an affine layer
+(Kaldi's TdnnComponent). Conv2d, Conv3d and grouped convolutions follow Kaldi's
+TimeHeightConvolutionComponent: the rows of the parameter gradient (one per filter) are
+preconditioned, then the rows of its transpose.
 
 Letters: B sequences, T frames, C channels in, O out, K taps; N = B T rows, I = C K.
 """
@@ -30,14 +31,14 @@ from ngsgd.optim.layers.common import (
 )
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
-# of both sides of a gradient's rows, as in Kaldi
+# Maximum rank on both sides, as in Kaldi.
 _MAX_RANK = 80
-# one gradient is one sample each: forget by minibatches, as in Kaldi
+# One gradient is one sample, so the time constant is in minibatches, as in Kaldi.
 _NUM_MINIBATCHES_HISTORY = 4.0
 
 
 class Geometry(NamedTuple):
-    """How a kernel slides, one number per spatial dimension; the padding is with zeros on both sides."""
+    """Stride, zero padding on both sides, and dilation, one number per spatial dimension."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -46,36 +47,39 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Geometry:
-        """From one flat list, as operators take it."""
+        """Create from one flat list, which operators take."""
         *slides, groups = numbers
         n = len(slides) // 3
         return cls(tuple(slides[:n]), tuple(slides[n:2 * n]), tuple(slides[2 * n:]), groups)
 
     def flat(self) -> list[int]:
-        """As one list."""
+        """Return one flat list."""
         return [*self.stride, *self.padding, *self.dilation, self.groups]
 
 
 class SplicedPreconditioner(KroneckerPreconditioner):
-    """Spliced input frames and output-derivative frames of a Conv1d with one group."""
+    """Fisher estimates of spliced input frames and output-derivative frames of a Conv1d with one
+    group.
+    """
 
     needs_plain_gradient = False
 
     def gradient_of(self, x: Tensor, dY: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
-        """(weight gradient O x C x K, bias gradient)."""
+        """Return (weight gradient O x C x K, bias gradient)."""
         X_NI = splice(x, weight.shape[2], geometry)
         dW_OI, db = self.gradient(X_NI, dY.transpose(1, 2).reshape(-1, dY.shape[1]))
         return dW_OI.view(weight.shape), db
 
     def record(self, x: Tensor, dY: Tensor, weight: Tensor, geometry: Geometry,
                leaves: Leaves) -> None:
-        """Leaves the gradient to the end of the backward pass (see `batched`)."""
+        """Defer the gradient to the end of the backward pass (see `batched`)."""
         self.context.batch.record(self, splice(x, weight.shape[2], geometry),
                                   dY.transpose(1, 2).reshape(-1, dY.shape[1]), leaves)
 
 
 class FilterPreconditioner(LayerPreconditioner):
-    """Rows of the parameter gradient, one per filter, with the bias gradient appended; then the rows of its transpose."""
+    """Fisher estimates of rows of the parameter gradient (filters with bias), and of its transpose.
+    """
 
     needs_plain_gradient = True
 
@@ -90,7 +94,7 @@ class FilterPreconditioner(LayerPreconditioner):
         self.has_bias = has_bias
 
     def gradient(self, dW: Tensor, db: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The plain gradients, preconditioned."""
+        """Precondition the plain gradients."""
         P_OI = upcast(dW).reshape(dW.shape[0], -1)
         if db is not None:
             P_OI = torch.cat([P_OI, upcast(db)[:, None]], dim=1)
@@ -107,7 +111,9 @@ class FilterPreconditioner(LayerPreconditioner):
 
 
 def splice(x: Tensor, taps: int, geometry: Geometry) -> Tensor:
-    """Rows (B T) x (C K) of what the kernel sees at each output frame, in the order of the weight's columns."""
+    """Return the receptive fields of the output frames, (B T) x (C K), in the column order of the
+    weight.
+    """
     (stride,), (padding,), (dilation,) = geometry.stride, geometry.padding, geometry.dilation
     padded = nn.functional.pad(x, (padding, padding)) if padding else x
     # B x C x T x K, a view
@@ -116,7 +122,7 @@ def splice(x: Tensor, taps: int, geometry: Geometry) -> Tensor:
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution, with the preconditioned gradient in place of the plain one."""
+    """A convolution with the preconditioned gradient instead of the plain one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
@@ -142,14 +148,14 @@ class _Convolution(torch.autograd.Function):
                                       (needs_x, False, False))[0]
                 ctx.layer.record(x, dY, weight, ctx.geometry, ctx.leaves)
                 return None if dX is None else dX.to(ctx.input_dtype), None, None, None, None, None
-            # a bias alone gets its plain gradient
+            # A trainable bias with a frozen weight gets its plain gradient.
             dX, dW, db = gradients(ctx.layer if is_added else None, x, weight, dY, ctx.geometry,
                                    (needs_x, needs_weight, ctx.has_bias))
         return None if dX is None else dX.to(ctx.input_dtype), dW, db if needs_bias else None, None, None, None
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """That of torch with 1 to 3 spatial dimensions."""
+    """Convolve as torch does, with 1 to 3 spatial dimensions."""
     y: Tensor = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[x.ndim - 3](
         x, weight, bias, *geometry
     )
@@ -164,7 +170,10 @@ def gradients(
     geometry: Geometry,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dX, dW, db), as far as they are wanted; plain ones where `layer`, a preconditioner, is None."""
+    """Return the needed ones of (dX, dW, db).
+
+    Plain gradients if `layer`, a preconditioner, is None.
+    """
     plain = layer is None or layer.needs_plain_gradient
     needs_x, needs_weight, has_bias = wanted
     dX, dW, db = _plain_gradients(
@@ -178,7 +187,7 @@ def gradients(
 
 def _plain_gradients(x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
                      wanted: tuple[bool, bool, bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """torch's own gradients of input, weight and bias."""
+    """Return torch's own gradients of input, weight and bias."""
     if not any(wanted):
         return None, None, None
     none = [0] * len(geometry.stride)
@@ -199,7 +208,7 @@ def _plain_gradients(x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
 
 
 class _NaturalGradientConv(NaturalGradientLayer, nn.modules.conv._ConvNd):
-    """The forward pass of all three."""
+    """Forward pass of all three replacements."""
 
     preconditioner: SplicedPreconditioner | FilterPreconditioner
 
@@ -210,7 +219,7 @@ class _NaturalGradientConv(NaturalGradientLayer, nn.modules.conv._ConvNd):
         x = input.unsqueeze(0) if input.ndim == num_spatial + 1 else input
         padding = _symmetric_zeros(self)
         if padding is None:
-            # reflected, circular or one-sided padding: a step of its own
+            # Reflected, circular or one-sided padding is a separate step.
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
             x = nn.functional.pad(x, self._reversed_padding_repeated_twice, mode=mode)
             padding = (0,) * num_spatial
@@ -238,7 +247,7 @@ class _NaturalGradientConv(NaturalGradientLayer, nn.modules.conv._ConvNd):
 
 
 def _symmetric_zeros(layer: nn.modules.conv._ConvNd) -> tuple[int, ...] | None:
-    """The padding where it is with zeros and the same on both sides; else None."""
+    """Return the padding if it is zeros, equal on both sides; else None."""
     if layer.padding_mode != "zeros":
         return None
     if not isinstance(layer.padding, str):
@@ -250,12 +259,12 @@ def _symmetric_zeros(layer: nn.modules.conv._ConvNd) -> tuple[int, ...] | None:
 
 
 class NaturalGradientConv1d(_NaturalGradientConv, nn.Conv1d):
-    """What `NGSGD` turns an `nn.Conv1d` into."""
+    """Replacement of an `nn.Conv1d` under `NGSGD`."""
 
 
 class NaturalGradientConv2d(_NaturalGradientConv, nn.Conv2d):
-    """What `NGSGD` turns an `nn.Conv2d` into."""
+    """Replacement of an `nn.Conv2d` under `NGSGD`."""
 
 
 class NaturalGradientConv3d(_NaturalGradientConv, nn.Conv3d):
-    """What `NGSGD` turns an `nn.Conv3d` into."""
+    """Replacement of an `nn.Conv3d` under `NGSGD`."""

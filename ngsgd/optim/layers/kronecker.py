@@ -1,7 +1,8 @@
-"""The natural gradient of a weight matrix from input rows and output-derivative rows (section 4 of arXiv 1410.7455).
+"""Natural gradient of a weight matrix from input rows and output-derivative rows.
 
-The gradient is formed once, from preconditioned rows, inside the backward pass; hooks that recompute it would pay for a
-second product of the size of the layer.  Letters: N rows, I inputs, O outputs, R rank.
+The gradient is formed once, from preconditioned rows, inside the backward pass; hooks that
+recompute it would need a second GEMM of the size of the layer. Source: arXiv 1410.7455, section 4.
+Letters: N rows, I inputs, O outputs, R rank.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from ngsgd.ops.packed_gemm import PackedMatrix
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, upcast
 from ngsgd.preconditioners.online import OnlineNaturalGradient, PreconditionContext
 
-# of tr Y Y^T, for five right digits of a difference in float32
+# Fraction of tr Y Y^T that leaves five digits of a float32 difference.
 _MIN_NORM_LEFT = 1e-2
 
 
 class KroneckerPreconditioner(LayerPreconditioner):
-    """Input rows with the 1 of the bias appended, and derivative rows."""
+    """Fisher estimates of input rows with an appended 1 for the bias, and of derivative rows."""
 
     def __init__(self, context: LayerContext, num_inputs: int, num_outputs: int, has_bias: bool,
                  settings: FisherSettings) -> None:
-        # Kaldi does not count the appended 1
+        # Kaldi does not count the appended 1.
         rank_in = min(settings.rank_in, (num_inputs + 1) // 2)
         self.input_side = context.preconditioner(rank_in, num_inputs + has_bias, settings)
         self.output_side = context.preconditioner(settings.rank_out, num_outputs, settings)
@@ -31,18 +32,17 @@ class KroneckerPreconditioner(LayerPreconditioner):
         self.has_bias = has_bias
 
     def gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(weight gradient O x I, bias gradient O or None), preconditioned on both sides."""
+        """Return (weight gradient O x I, bias gradient O or None), preconditioned on both sides."""
         dtype = X_NI.dtype
         X_NI, dY_NO = upcast(X_NI), upcast(dY_NO).contiguous()
         X_NI, one_N, num_rows = self._counted(X_NI, dY_NO)
         loss_scale = self.context.loss_scale()
-        # the limit looks at rows; in half precision a correction after the product would come after
-        # its rounding
+        # The limit needs rows; in half precision, a correction after the GEMM would come after
+        # rounding.
         needs_rows = self.context.sums_row_products or dtype != X_NI.dtype
         factors = not needs_rows and dY_NO.is_cpu and is_cheaper_factored(dY_NO.shape[0], X_NI.shape[1], dY_NO.shape[1])
         in_panels = not needs_rows and packed_gemm.should_use(dY_NO, X_NI)
-        # the derivatives first: they have been read just now, for the input derivative, and may be
-        # in the cache still
+        # Derivatives first: the input derivative has just read them, so they may still be cached.
         outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale, corrects=not factors,
                                          scratch=None if factors else self._memory("outputs", dY_NO, in_panels))
         dYhat_NO, output_scale, correction = self.find_output_rows(outputs, dY_NO, factors)
@@ -66,12 +66,17 @@ class KroneckerPreconditioner(LayerPreconditioner):
     def find_output_rows(self, outputs: PreconditionContext | None, dY_NO: Tensor,
                      factors: bool) -> tuple[Tensor | PackedMatrix, Tensor | float,
                                              PreconditionContext | None]:
-        """(dYhat, gamma, None), or (dY, gamma, the call) where the rest is cheaper to take off the product."""
+        """Precondition the output derivatives, or defer the correction to the weight gradient.
+
+        Returns:
+            (dYhat, gamma, None), or (dY, gamma, the call) if correcting the weight gradient is
+            cheaper.
+        """
         if outputs is None:
             return dY_NO, 1.0, None
         if factors:
             sum_sq_hat = _sum_sq_hat(outputs, self.output_side)
-            # else it is a small difference of large numbers
+            # Otherwise it is a small difference of large numbers.
             if sum_sq_hat > _MIN_NORM_LEFT * outputs.projection.sum_sq:
                 return dY_NO, outputs.scale(sum_sq_hat), outputs
         dYhat_NO, _, scale = outputs.corrected(self.context.scratch.like("outputs", dY_NO))
@@ -80,11 +85,13 @@ class KroneckerPreconditioner(LayerPreconditioner):
 
     def _memory(self, name: str, rows_ND: Tensor, in_panels: bool,
                 room: int = 0) -> Tensor | PackedMatrix:
-        """For preconditioned rows, and in panels for some more."""
+        """Return a buffer for preconditioned rows; in panels with space for additional rows."""
         return self.context.scratch.panels(name, rows_ND, room) if in_panels else self.context.scratch.like(name, rows_ND)
 
     def _counted(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
-        """(input rows, their appended column, number of rows that count); rows without derivative are taken out if asked."""
+        """Return (input rows, appended column, number of rows), without zero-derivative rows if
+        requested.
+        """
         if not self.context.ignore_zero_rows:
             return X_NI, self.context.scratch.ones(X_NI) if self.has_bias else None, float(X_NI.shape[0])
         counts_N = (dY_NO != 0).any(dim=1).to(X_NI.dtype)
@@ -103,7 +110,7 @@ class KroneckerPreconditioner(LayerPreconditioner):
 def _input_rows(call: PreconditionContext | None, X_NI: Tensor, one_N: Tensor | None,
                 memory: Tensor | PackedMatrix) -> tuple[Tensor | PackedMatrix, Tensor | None,
                                                         Tensor | float]:
-    """(Xhat, its appended column, gamma); both may be overwritten."""
+    """Return (Xhat, its appended column, gamma); both may be overwritten."""
     if call is not None:
         return call.corrected()
     if isinstance(memory, PackedMatrix):
@@ -114,12 +121,16 @@ def _input_rows(call: PreconditionContext | None, X_NI: Tensor, one_N: Tensor | 
 
 
 def is_cheaper_factored(num_rows: int, num_inputs: int, num_outputs: int) -> bool:
-    """Whether, on a CPU, dY^T Xhat - W^T (H^T Xhat) costs less than forming dYhat = dY - H W first (factor 2 R left out)."""
+    """Return whether, on a CPU, dY^T Xhat - W^T (H^T Xhat) costs less than forming dYhat = dY - H W
+    first.
+
+    Both sides omit a factor 2 R.
+    """
     return num_inputs * (num_rows + num_outputs) < num_rows * num_outputs
 
 
 def _sum_sq_hat(outputs: PreconditionContext, side: OnlineNaturalGradient) -> Tensor | float:
-    """tr Yhat Yhat^T without Yhat: |Y - H W|^2 = tr Y Y^T - 2 |H|^2 + tr(H W W^T H^T), as Y W^T is H."""
+    """Return tr Yhat Yhat^T without Yhat: |Y - H W|^2 = tr Y Y^T - 2 |H|^2 + tr(H W W^T H^T)."""
     h = outputs.projection.H_NR.reshape(-1)
     taken = 2.0 * torch.dot(h, h) - torch.dot(h,
                                               torch.mm(outputs.projection.H_NR,
@@ -131,14 +142,17 @@ def _product(dYhat_NO: Tensor | PackedMatrix, Xhat_NI: Tensor | PackedMatrix,
              one_hat_N: Tensor | None, scale: Tensor | float,
              correction: PreconditionContext | None,
              dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """(weight, bias) gradient; with `correction`, dYhat is still dY and the rest of it is taken off in R dimensions."""
+    """Return the (weight, bias) gradient.
+
+    With `correction`, dYhat is dY, and the correction is applied in R dimensions.
+    """
     if isinstance(Xhat_NI, PackedMatrix):
         met_R = None if correction is None else packed_gemm.LowRankCorrection(
             correction.projection.H_NR.contiguous(), correction.W_RD.contiguous())
         assert isinstance(scale, float)   # on a CPU
         return packed_gemm.product(dYhat_NO, Xhat_NI, scale, one_hat_N, met_R)
     assert isinstance(dYhat_NO, Tensor)
-    # scaled before half precision, which then keeps its range
+    # Scale before the conversion to half precision, to stay in its range.
     if dtype != Xhat_NI.dtype:
         dW_OI = gemm.mm(dYhat_NO.to(dtype).T, Xhat_NI.mul_(scale).to(dtype)).to(Xhat_NI.dtype)
     else:

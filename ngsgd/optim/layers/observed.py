@@ -1,6 +1,7 @@
-"""Layers whose gradients stay plain while Fisher estimates see their rows, for optimizers that apply the estimates in their step.
+"""Layers with plain gradients whose rows update Fisher estimates.
 
-Letters: N rows, I inputs, O outputs.
+Optimizers such as NaturalMuon apply the estimates in their step. Letters: N rows, I inputs, O
+outputs.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
 
 class ObservedLinear(KroneckerPreconditioner):
-    """Input rows, without the 1 of the bias, and derivative rows."""
+    """Fisher estimates of input rows, without the 1 of the bias, and of derivative rows."""
 
     def __init__(self, context: LayerContext, num_inputs: int, num_outputs: int, has_bias: bool, settings: FisherSettings) -> None:
         super().__init__(context, num_inputs, num_outputs, False, settings)
         self.has_bias = has_bias
 
     def gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The plain (weight gradient O x I, bias gradient O or None)."""
+        """Return the plain (weight gradient O x I, bias gradient O or None)."""
         dW_OI = dY_NO.T @ X_NI
         db_O = dY_NO.sum(dim=0) if self.has_bias else None
         X_NI, dY_NO = upcast(X_NI), upcast(dY_NO).contiguous()
@@ -31,4 +32,4 @@ class ObservedLinear(KroneckerPreconditioner):
 
 
 class ObservedTdnn(ObservedLinear, SplicedPreconditioner):
-    """The same for spliced input frames of a Conv1d with one group."""
+    """Fisher estimates of spliced input frames of a Conv1d with one group."""

@@ -1,9 +1,8 @@
-"""Normalisation layers with the natural gradient of their scale and offset in the backward pass.
+"""Normalization layers with the natural gradient of scale and offset in the backward pass.
 
-Per-element scales and offsets have one gradient row per frame: the output derivative for the offset, the derivative times
-the normalized input for the scale.  These rows are preconditioned, then summed (Kaldi's
-ScaleAndOffsetComponent).
-Letters: N rows, D elements.
+Elementwise scales and offsets have one gradient row per frame: the output derivative for the
+offset, and its product with the normalized input for the scale. These rows are preconditioned, then
+summed (Kaldi's ScaleAndOffsetComponent). Letters: N rows, D elements.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from ngsgd.optim.layers.common import (
 )
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
-# up to so many, X^T X costs no more than the projections of all rows
+# Up to this dimension, X^T X costs no more than the projections of all rows.
 _FEW_ELEMENTS = 32
 
 
 class ScaleOffsetPreconditioner(LayerPreconditioner):
-    """One estimate for the rows of the scale, one for those of the offset."""
+    """One Fisher estimate for rows of the scale, one for rows of the offset."""
 
     def __init__(self, context: LayerContext, dim: int, has_offset: bool,
                  settings: FisherSettings) -> None:
@@ -39,7 +38,7 @@ class ScaleOffsetPreconditioner(LayerPreconditioner):
                                                        settings) for name in names})
 
     def gradient(self, name: str, x: Tensor, first: int, ndim: int) -> Tensor:
-        """The sum of the preconditioned rows, rescaled.
+        """Return the rescaled sum of the preconditioned rows.
 
         The elements of a row lie along `ndim` dimensions of x from `first` on.
         """
@@ -66,11 +65,11 @@ class ScaleOffsetPreconditioner(LayerPreconditioner):
     def _moments(
         self, x: Tensor, first: int, ndim: int, dim: int
     ) -> tuple[Tensor, Tensor, Tensor | float]:
-        """(X^T X, sum of the rows, their number), without a copy of x as rows."""
+        """Return (X^T X, sum of rows, number of rows), without a copy of x as rows."""
         if x.ndim == first + ndim:
             rows_ND = x.reshape(-1, dim)
             return rows_ND.T @ rows_ND, rows_ND.sum(dim=0), self._num_rows(rows_ND, 1)
-        # channels of a batch normalisation
+        # Channels of a batch normalization.
         x_BDT = x.flatten(2)
         return (
             torch.bmm(x_BDT, x_BDT.transpose(1, 2)).sum(dim=0),
@@ -79,7 +78,7 @@ class ScaleOffsetPreconditioner(LayerPreconditioner):
         )
 
     def _num_rows(self, x: Tensor, dim: int) -> Tensor | float:
-        """Those that count."""
+        """Return the number of rows that count."""
         return (
             (x != 0).any(dim=dim).sum()
             if self.context.ignore_zero_rows
@@ -88,7 +87,7 @@ class ScaleOffsetPreconditioner(LayerPreconditioner):
 
 
 class _ScaleOffset(torch.autograd.Function):
-    """y = x * scale + offset; the parameters lie along the dimensions from `first` on, `ndim` of them."""
+    """y = x * scale + offset; the parameters lie along `ndim` dimensions from `first` on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, offset: Tensor | None, layer: ScaleOffsetPreconditioner | None,
@@ -117,7 +116,7 @@ class _ScaleOffset(torch.autograd.Function):
 
 
 def scaled(x: Tensor, scale: Tensor, offset: Tensor | None, first: int) -> Tensor:
-    """x * scale + offset."""
+    """Return x * scale + offset."""
     scale_b = _along(scale, x, first).to(x.dtype)
     return (
         x * scale_b
@@ -127,7 +126,7 @@ def scaled(x: Tensor, scale: Tensor, offset: Tensor | None, first: int) -> Tenso
 
 
 def input_gradient(x: Tensor, scale: Tensor, dY: Tensor, first: int) -> Tensor:
-    """dX."""
+    """Return dX."""
     return dY * _along(scale, x, first).to(dY.dtype)
 
 
@@ -140,7 +139,8 @@ def gradients(
     needed: tuple[bool, bool],
     added: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(of the scale, of the offset), as far as they are needed; preconditioned if `added` to `grad`."""
+    """Return the needed gradients of (scale, offset), preconditioned if they are `added` to `grad`.
+    """
     if layer is not None and any(added):
         layer.begin_pass(dY, dY.numel() // scale.numel())
     d_scale = d_offset = None
@@ -162,24 +162,25 @@ def _sum(
 
 
 def _along(parameter: Tensor, x: Tensor, first: int) -> Tensor:
-    """The parameter shaped so that it broadcasts along x's dimensions from `first` on."""
+    """Return the parameter in a shape that broadcasts along the dimensions of x from `first` on."""
     behind = x.ndim - first - parameter.ndim
     return parameter.reshape(*parameter.shape, *[1] * behind)
 
 
 def _rows(x: Tensor, first: int, ndim: int) -> Tensor:
-    """x as N x D, D the elements of `ndim` dimensions from `first` on."""
+    """Return x as N x D, where D counts the elements of `ndim` dimensions from `first` on."""
     dim = x.shape[first:first + ndim].numel()
     if x.ndim > first + ndim:
-        # channels of a batch normalisation
+        # Channels of a batch normalization.
         x = x.movedim(first, -1)
     return x.reshape(-1, dim)
 
 
 class NaturalGradientNorm(NaturalGradientLayer):
-    """What `NGSGD` turns an affine normalisation into: the same layer without its affine part, and that part after it."""
+    """Replacement of an affine normalization: the layer without its affine part, then that part."""
 
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
+        """Return the normalized input times scale plus offset."""
         if is_plain_context(input):
             return self.plain_forward(input)  # type: ignore[no-any-return]
         normalized = self.normalized(input)
@@ -198,40 +199,40 @@ class NaturalGradientNorm(NaturalGradientLayer):
 
 
 class NaturalGradientLayerNorm(NaturalGradientNorm, nn.LayerNorm):
-    """What `NGSGD` turns an `nn.LayerNorm` into."""
+    """Replacement of an `nn.LayerNorm` under `NGSGD`."""
 
     def normalized(self, x: Tensor) -> Tensor:
-        """The layer without its affine part."""
+        """Normalize without the affine part."""
         return nn.functional.layer_norm(x, self.normalized_shape, None, None, self.eps)
 
 
 class NaturalGradientRMSNorm(NaturalGradientNorm, nn.RMSNorm):
-    """What `NGSGD` turns an `nn.RMSNorm` into."""
+    """Replacement of an `nn.RMSNorm` under `NGSGD`."""
 
     def normalized(self, x: Tensor) -> Tensor:
-        """The layer without its affine part."""
+        """Normalize without the affine part."""
         return nn.functional.rms_norm(x, self.normalized_shape, None, self.eps)
 
 
 class NaturalGradientGroupNorm(NaturalGradientNorm, nn.GroupNorm):
-    """What `NGSGD` turns an `nn.GroupNorm` into."""
+    """Replacement of an `nn.GroupNorm` under `NGSGD`."""
 
     def normalized(self, x: Tensor) -> Tensor:
-        """The layer without its affine part."""
+        """Normalize without the affine part."""
         return nn.functional.group_norm(x, self.num_groups, None, None, self.eps)
 
 
 class _NaturalGradientBatchNorm(NaturalGradientNorm):
-    """What the three have in common."""
+    """Base class of the three batch normalizations."""
 
     def normalized(self: Any, x: Tensor) -> Tensor:
-        """The layer without its affine part; moves the running statistics as torch's layer does."""
+        """Normalize without the affine part; update the running statistics as torch does."""
         self._check_input_dim(x)
         tracks = self.training and self.track_running_stats
         momentum = 0.0 if self.momentum is None else self.momentum
         if tracks and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            # None: the mean of all minibatches
+            # None: the mean over all minibatches.
             if self.momentum is None:
                 momentum = 1.0 / float(self.num_batches_tracked)
         is_used = not self.training or self.track_running_stats
@@ -249,12 +250,12 @@ class _NaturalGradientBatchNorm(NaturalGradientNorm):
 
 
 class NaturalGradientBatchNorm1d(_NaturalGradientBatchNorm, nn.BatchNorm1d):
-    """What `NGSGD` turns an `nn.BatchNorm1d` into."""
+    """Replacement of an `nn.BatchNorm1d` under `NGSGD`."""
 
 
 class NaturalGradientBatchNorm2d(_NaturalGradientBatchNorm, nn.BatchNorm2d):
-    """What `NGSGD` turns an `nn.BatchNorm2d` into."""
+    """Replacement of an `nn.BatchNorm2d` under `NGSGD`."""
 
 
 class NaturalGradientBatchNorm3d(_NaturalGradientBatchNorm, nn.BatchNorm3d):
-    """What `NGSGD` turns an `nn.BatchNorm3d` into."""
+    """Replacement of an `nn.BatchNorm3d` under `NGSGD`."""

@@ -1,8 +1,9 @@
-"""The final combination of a run's last models into one, chosen on held-out frames.
+"""Final combination of the last models of a run to one, chosen on held-out frames.
 
-`running_mean` is Kaldi's way today (nnet3-combine): the plain mean of the newest n models, n by the held-out objf.
-`generalized` is the paper's (C.4 of arXiv 1410.7455, nnet-combine-fast): one weight for each model and layer.  Both score
-with `HeldOut`, which recomputes batch-norm statistics; `candidates` says which models of a run to keep for them.
+`running_mean` is the current method of Kaldi (nnet3-combine): the mean of the newest n models, with
+n chosen by the held-out objf. `generalized` is the method of the paper (C.4 of arXiv 1410.7455,
+nnet-combine-fast): one weight for each model and layer. Both score with `HeldOut`, which recomputes
+batch-norm statistics. `candidates` selects the models of a run to keep for them.
 """
 
 from ngsgd.pipeline.combination.held_out import HeldOut, recompute_batchnorm

@@ -1,7 +1,8 @@
-"""The paper's generalized model averaging (C.4 of arXiv 1410.7455): a weight for each model and layer, by L-BFGS.
+"""Generalized model averaging (C.4 of arXiv 1410.7455): a weight per model and layer, by L-BFGS.
 
-Kaldi: nnet2/combine-nnet-fast.cc.  A layer is a module with trainable parameters of its own.
-Letters: K models, L layers, P entries of a parameter vector, N rows (frames), M = K L weights; C Cholesky factor.
+Kaldi: nnet2/combine-nnet-fast.cc. A layer is a module with direct trainable parameters. Letters: K
+models, L layers, P entries of a parameter vector, N rows (frames), M = K L weights; C Cholesky
+factor.
 """
 
 from __future__ import annotations
@@ -25,23 +26,34 @@ Array = npt.NDArray[np.float64]
 
 # elements; the float64 copies of K models stay in the cache
 CHUNK_ELEMENTS = 1 << 16
-# of the backward pass, which keeps every layer's activations
+# rows per backward pass, which keeps the activations of every layer
 ROWS_AT_ONCE = 2048
-# of the diagonal of the scatter whose trace is its dimension: weights that change nothing
+# floor of the diagonal of the scatter, whose trace is its dimension: weights without effect
 _FLOOR = 1e-20
-# of the diagonal: fewer minibatches than weights leave the scatter singular
+# added to the diagonal: the scatter is singular if there are fewer minibatches than weights
 _SMOOTHING = 0.01
 
 
 def generalized(models: Sequence[Candidate], held_out: HeldOut, *, max_evaluations: int = 30, memory: int = 10,
                 first_improvement: float = 0.01, scatter_frames: int = 64) -> Combined:
-    """The combination of `models` (newest first) with the weights of highest held-out objf, from the mean of all.
+    """Combine `models` with the weights of highest held-out objf, starting from their mean.
 
-    Never worse on the held-out frames than the mean of all or the newest model: the best of the three is returned, and
-    `chosen` says which.  Weights are free, they need not sum to one.  Statistics of batch normalisations stand still while
-    weights are sought and are recomputed after; entries that no training changes get the plain mean.
-    Holds all K models in memory at once.  One evaluation reads all of them twice; the preconditioner, once for every
-    `scatter_frames` frames.
+    The result is the best of the optimum, the mean of all models and the newest model on the
+    held-out frames; `chosen` names it. Weights need not sum to one. Statistics of batch
+    normalization are fixed during the search and recomputed after it. Entries that training does
+    not change get the plain mean. All K models are in memory at once. One evaluation reads all of
+    them twice; the preconditioner once per `scatter_frames` frames.
+
+    Args:
+        models: newest first.
+        held_out: scores parameters.
+        max_evaluations: budget of L-BFGS.
+        memory: history size of L-BFGS.
+        first_improvement: expected gain of the first step, nats per frame.
+        scatter_frames: frames per gradient of the preconditioner.
+
+    Returns:
+        The combined model.
     """
     require_some(models)
     models_KP = _stacked(models, held_out.layout.size)
@@ -68,7 +80,7 @@ def _stacked(models: Sequence[Candidate], size: int) -> npt.NDArray[np.float32]:
 
 def _optimum(weighted: WeightedLayers, start_KL: Array, scatter_frames: int, max_evaluations: int, memory: int,
              first_improvement: float) -> Array:
-    """The best weights of an L-BFGS in the space where the scatter of their gradients is the identity."""
+    """Optimize the weights in the space where the scatter of their gradients is the identity."""
     C_MM = preconditioner(weighted.scatter(start_KL, scatter_frames))
 
     def weights(x_M: Array) -> Array:
@@ -84,7 +96,10 @@ def _optimum(weighted: WeightedLayers, start_KL: Array, scatter_frames: int, max
 
 
 def preconditioner(scatter_MM: Array) -> Array:
-    """C, lower triangular: C C^T is the scatter of weight gradients, its trace brought to M, floored, its diagonal smoothed."""
+    """Lower triangular C with C C^T = scatter of weight gradients, normalized to trace M.
+
+    The scatter is floored, and its diagonal is smoothed.
+    """
     trace = float(np.trace(scatter_MM))
     F_MM = scatter_MM * (len(scatter_MM) / trace) if trace > 0.0 else scatter_MM.copy()
     F_MM[np.diag_indices_from(F_MM)] = np.maximum(F_MM.diagonal(), _FLOOR) * (1.0 + _SMOOTHING)
@@ -92,7 +107,10 @@ def preconditioner(scatter_MM: Array) -> Array:
 
 
 def updatable_layers(model: nn.Module) -> dict[str, list[str]]:
-    """Module name -> names of its own trainable parameters; a shared parameter belongs to the first that has it."""
+    """Module name -> names of its direct trainable parameters.
+
+    Shared parameters belong to the first module.
+    """
     layers: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -111,7 +129,7 @@ class WeightedLayers:
         self._parameters = [[parameters[name] for name in names] for names in self.layers.values()]
 
     def objf_and_gradient(self, weights_KL: Array) -> tuple[float, Array]:
-        """Objf per frame and its derivative by the weights; both sums run in float64."""
+        """Objf per frame and its gradient with respect to the weights; both sums are in float64."""
         self._apply(weights_KL)
         gradients = [[torch.zeros_like(p) for p in layer] for layer in self._parameters]
         objf = 0.0
@@ -123,19 +141,19 @@ class WeightedLayers:
         return objf / self.held_out.total_weight, self._dots(gradients) / self.held_out.total_weight
 
     def scatter(self, weights_KL: Array, num_frames: int) -> Array:
-        """Sum of g g^T (M x M), g the gradient by the weights of each `num_frames` frames, at these weights."""
+        """Sum of g g^T (M x M), with the weight gradient g of each `num_frames` frames."""
         self._apply(weights_KL)
         scatter_MM = np.zeros((weights_KL.size, weights_KL.size))
         for part_of_frames in self.held_out.parts(num_frames):
             _, gradients = self._backward(part_of_frames)
             g_M = self._dots(gradients).reshape(-1)
-            # the search does without; one overflow would leave no factor at all
+            # the search does not need it, and one overflow would prevent the factorization
             if np.isfinite(g_M).all():
                 scatter_MM += np.outer(g_M, g_M)
         return scatter_MM
 
     def mean(self) -> Vector:
-        """The plain mean of all models, all entries."""
+        """The mean of all models, all entries."""
         ones_K = np.ones(len(self.models_KP))
         return (_weighted_sum(ones_K, self.models_KP) / len(ones_K)).astype(np.float32)
 
@@ -145,30 +163,30 @@ class WeightedLayers:
         return self.held_out.layout.flatten(self.held_out.model.state_dict())
 
     def combined(self, chosen: str, weights_KL: Array, parameters: Vector) -> Combined:
-        """The parameters with their objf."""
+        """Score the parameters."""
         objf, parameters = self.held_out(parameters)
         weights = {layer: tuple(weights_KL[:, index].tolist()) for index, layer in enumerate(self.layers)}
         return Combined(parameters, chosen, int(np.count_nonzero(weights_KL.any(axis=1))), objf, {}, weights)
 
     @torch.no_grad()
     def _apply(self, weights_KL: Array) -> None:
-        """Sets the updatable layers; the rest of the model stays as it is."""
+        """Set the updatable layers; the rest of the model is unchanged."""
         for weights_K, names, parameters in zip(weights_KL.T, self.layers.values(), self._parameters, strict=True):
             for name, parameter in zip(names, parameters, strict=True):
                 sum_P = _weighted_sum(weights_K, self.models_KP[:, self.held_out.layout.part(name)])
                 parameter.copy_(torch.from_numpy(sum_P).reshape(parameter.shape))
 
     def _backward(self, frames: Minibatch) -> tuple[float, list[list[Tensor]]]:
-        """Objf summed over the frames, and its gradients by the parameters, layer by layer."""
+        """Objf summed over the frames, and its parameter gradients, layer by layer."""
         flat = [parameter for layer in self._parameters for parameter in layer]
         with torch.enable_grad():
-            # logits in float64: the line search compares sums that hardly differ
+            # logits in float64: the line search compares nearly equal sums
             objf = -summed_loss(self.held_out.model(frames.x_ND).double(), frames.pdf_N, frames.weight_N)
             gradients = iter(torch.autograd.grad(objf, flat, materialize_grads=True))
         return float(objf.detach()), [[next(gradients) for _ in layer] for layer in self._parameters]
 
     def _dots(self, gradients: list[list[Tensor]]) -> Array:
-        """Inner products of every model with the gradient, layer by layer (K x L)."""
+        """Inner products of every model with the gradient, per layer (K x L)."""
         dots_KL = np.zeros(self.shape)
         for index, (names, of_layer) in enumerate(zip(self.layers.values(), gradients, strict=True)):
             for name, gradient in zip(names, of_layer, strict=True):

@@ -1,9 +1,12 @@
-"""L-BFGS that climbs a smooth function within a budget of evaluations.
+"""L-BFGS maximization of a smooth function within a budget of evaluations.
 
-Algorithm 7.4 and equation (7.20) of Nocedal and Wright, Numerical Optimization, 2nd edition, with the settings of Kaldi's
-OptimizeLbfgs (matrix/optimization.h): c1 = 1e-4, c2 = 0.9, and a first step that is expected to gain a given amount.  Steps
-satisfy the weak Wolfe conditions; they are found by doubling, then halving the interval between too short and too long.
-Letters: x a point, g the gradient there, s a step, y what the gradient lost over it, both of D dimensions.
+Algorithm 7.4 and equation (7.20) of Nocedal and Wright, Numerical Optimization, 2nd edition, with
+the settings of OptimizeLbfgs in Kaldi (matrix/optimization.h): c1 = 1e-4, c2 = 0.9, and a first
+step with a given expected gain. Steps satisfy the weak Wolfe conditions. They are found by
+doubling, then bisection of the interval between too short and too long.
+
+Letters: x a point, g the gradient there, s a step, y the decrease of the gradient over it, both of
+D dimensions.
 """
 
 from __future__ import annotations
@@ -20,24 +23,25 @@ Array = npt.NDArray[np.float64]
 Function = Callable[[Array], tuple[float, Array]]  # x -> (value, gradient)
 
 _C1, _C2 = 1e-4, 0.9
-# of the value: a gain below it is lost in rounding
+# relative to the value: a smaller gain is lost in rounding
 _PRECISION = 1e-10
 
 
 class Point(NamedTuple):
-    """Where the function has been evaluated."""
+    """An evaluation of the function."""
 
     x_D: Array
-    # minus infinity where value or gradient is not finite
+    # minus infinity if value or gradient is not finite
     value: float
     g_D: Array
 
 
 def maximise(function: Function, start_D: Array, *, max_evaluations: int = 40, memory: int = 10,
              first_improvement: float = 0.01) -> Point:
-    """The best point found with at most `max_evaluations` evaluations, that of the start included: never below the start.
+    """Return the best point of at most `max_evaluations` evaluations, including the start.
 
-    The first step goes along the gradient, as far as would gain `first_improvement` if the function were linear.
+    The first step is along the gradient. Its length would gain `first_improvement` if the function
+    were linear.
     """
     budget = _Budget(function, max_evaluations)
     here = budget.evaluate(start_D)
@@ -46,7 +50,7 @@ def maximise(function: Function, start_D: Array, *, max_evaluations: int = 40, m
     scale = first_improvement / slope if slope > 0.0 else 0.0
     while math.isfinite(here.value):
         there = _climb(budget, here, direction(here.g_D, pairs, scale))
-        # the budget is spent, or all that is left to gain is lost in rounding
+        # the budget is used up, or the remaining gain is lost in rounding
         if there is None:
             break
         s_D, y_D = there.x_D - here.x_D, here.g_D - there.g_D
@@ -58,7 +62,10 @@ def maximise(function: Function, start_D: Array, *, max_evaluations: int = 40, m
 
 
 def direction(g_D: Array, pairs: Sequence[tuple[Array, Array]], scale: float) -> Array:
-    """H g, H the inverse of minus the Hessian as (s, y) `pairs`, oldest first, tell it (algorithm 7.4); H_0 = `scale` I."""
+    """H g, with the inverse H of minus the Hessian estimated from (s, y) `pairs`, oldest first.
+
+    This is algorithm 7.4 with H_0 = `scale` I.
+    """
     q_D, alphas = g_D.copy(), []
     for s_D, y_D in reversed(pairs):
         alphas.append(s_D @ q_D / (s_D @ y_D))
@@ -70,7 +77,7 @@ def direction(g_D: Array, pairs: Sequence[tuple[Array, Array]], scale: float) ->
 
 
 def _climb(budget: _Budget, here: Point, direction_D: Array) -> Point | None:
-    """A point along `direction_D` that satisfies both Wolfe conditions, if one is found."""
+    """Find a point along `direction_D` that satisfies both Wolfe conditions."""
     slope = float(here.g_D @ direction_D)
     step, short, long = 1.0, 0.0, math.inf
     while budget.left and step * slope > _PRECISION * abs(here.value):
@@ -86,7 +93,7 @@ def _climb(budget: _Budget, here: Point, direction_D: Array) -> Point | None:
 
 
 class _Budget:
-    """Counts evaluations and remembers the best."""
+    """Counts evaluations and keeps the best."""
 
     def __init__(self, function: Function, max_evaluations: int) -> None:
         self._function = function

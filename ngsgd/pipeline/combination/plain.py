@@ -1,4 +1,4 @@
-"""The plain mean of the newest n models, n chosen on held-out frames (Kaldi's nnet3-combine).
+"""The mean of the newest n models, with n chosen on held-out frames (nnet3-combine in Kaldi).
 
 Letters: K models, P entries of a parameter vector.
 """
@@ -20,11 +20,19 @@ Objective = Callable[[Vector], tuple[float, Vector]]
 
 def running_mean(models: Sequence[Candidate], objective: Objective,
                  max_evaluations: int = 30) -> Combined:
-    """The best mean of the newest n of `models` (given newest first), n among `evaluated_counts`.
+    """Return the best mean of the newest n of `models`, with n in `evaluated_counts`.
 
-    At equal objf the smaller n stays.  One model is in memory at a time, beside the sum in float64,
-    the mean under test and the best so far: about five times a model in float32, however many there
-    are, and what `objective` needs.
+    At equal objf the smaller n is chosen. One model is in memory at a time, in addition to the
+    float64 sum, the current mean and the best mean. This is about five times a float32 model for
+    any number of models, plus the memory of `objective`.
+
+    Args:
+        models: newest first.
+        objective: scores parameters.
+        max_evaluations: maximum number of means, besides the newest model alone.
+
+    Returns:
+        The combined model.
     """
     require_some(models)
     counts = evaluated_counts(len(models), max_evaluations)
@@ -38,7 +46,7 @@ def running_mean(models: Sequence[Candidate], objective: Objective,
         else:
             total_P += model.parameters(len(total_P))
         if n in counts:
-            # rounded once, so that n equal models give back the same bits
+            # rounded once, so that the mean of n equal models is bitwise identical to them
             mean_P = np.divide(total_P, n, out=np.empty(len(total_P), np.float32), dtype=np.float64,
                                casting="same_kind")
             objf, parameters_P = objective(mean_P)
@@ -50,9 +58,9 @@ def running_mean(models: Sequence[Candidate], objective: Objective,
 
 
 def evaluated_counts(num_models: int, max_evaluations: int) -> frozenset[int]:
-    """The n that are tried: 1, then every ceil(num_models / max_evaluations)-th, and all.
+    """Return the values of n to try: 1, then every ceil(num_models / max_evaluations)-th, and all.
 
-    Beside the newest model alone these are at most `max_evaluations`.
+    There are at most `max_evaluations` in addition to the newest model alone.
 
     >>> sorted(evaluated_counts(10, 4))
     [1, 4, 7, 10]

@@ -1,4 +1,4 @@
-"""The models of a run that go into a combination, and what comes out.
+"""Inputs and result of a final combination.
 
 Letters: K models, P entries of a parameter vector, L updatable layers.
 """
@@ -17,11 +17,13 @@ from ngsgd.training.parameter_vector import Vector
 
 
 def candidates(schedule: Schedule, max_models: int = 20) -> tuple[int, ...]:
-    """The outer iterations whose models are to be kept until the end of the run, newest first, 0-based.
+    """Outer iterations whose models are kept until the end of the run, newest first, 0-based.
 
-    As Kaldi has it (get_model_combine_iters of steps/libs/nnet3/train/common.py): the last `max_models`, or all of the last
-    half epoch if that is more, subsampled to at least `max_models` and fewer than twice as many, and the last; never from the
-    first half of the run.  Kaldi numbers models from 1, and of a run of one outer iteration it takes none; here it is taken.
+    As get_model_combine_iters of steps/libs/nnet3/train/common.py in Kaldi: the last `max_models`,
+    or all of the last half epoch if that is more. They are subsampled to at least `max_models` and
+    fewer than twice as many, include the last one, and exclude the first half of the run. Kaldi
+    numbers models from 1 and selects none for a run of one outer iteration; here that one is
+    selected.
 
     >>> candidates(Schedule(num_archives=6, frames_per_eg=4, num_epochs=3, lr_initial=0.01, lr_final=0.001,
     ...                     num_jobs_initial=6, num_jobs_final=6), max_models=5)
@@ -37,26 +39,29 @@ def candidates(schedule: Schedule, max_models: int = 20) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model that may enter the combination, read when its turn comes."""
+    """A model that may be part of the combination, read when needed."""
 
     outer_iter: int               # 0-based
-    # its flat float32 parameters
+    # returns its flat float32 parameters
     load: Callable[[], Vector]
 
     def parameters(self, size: int | None = None) -> Vector:
-        """The parameters.
+        """Return the parameters.
 
-        Raises DivergenceError if some are not finite, CheckpointError if there are not `size` of them.
+        Raises:
+            DivergenceError: some are not finite.
+            CheckpointError: there are not `size` of them.
         """
         loaded_P = self.load()
         who = f"the model of outer iteration {self.outer_iter + 1}"
         if size is not None and len(loaded_P) != size:
-            raise CheckpointError(f"{who} has {len(loaded_P)} parameters and not {size} like the others of the final combination; "
-                                  "combine models of one run.")
+            raise CheckpointError(f"{who} has {len(loaded_P)} parameters, but the others of the "
+                                  f"final combination have {size}; combine models of one run.")
         num_bad = int(np.count_nonzero(~np.isfinite(loaded_P)))
         if num_bad:
-            raise DivergenceError(f"{who} cannot enter the final combination, because {num_bad} of its parameters are not finite; "
-                                  "leave it out, or lower schedule.lr_initial and train again.")
+            raise DivergenceError(f"{who} cannot be part of the final combination, because "
+                                  f"{num_bad} of its parameters are not finite; exclude it, or "
+                                  "lower schedule.lr_initial and train again.")
         return loaded_P
 
 
@@ -67,9 +72,9 @@ class Combined:
     # flat float32; batch-norm statistics are those of the held-out frames
     parameters: Vector
     chosen: str                       # newest | mean | generalized
-    # how many of the newest models are in it
+    # number of newest models in it
     num_models: int
-    # nats per frame, on the held-out frames it was chosen on: optimistic by the choice
+    # nats per frame on the held-out frames used for the choice, so it is optimistic
     objf: float
     # n -> objf of the mean of the newest n models; 1 is the newest alone
     mean_objf: dict[int, float]
@@ -78,12 +83,16 @@ class Combined:
 
     @property
     def objf_newest(self) -> float:
-        """What not combining would have given."""
+        """Objf of the newest model alone."""
         return self.mean_objf[1]
 
 
 def best(tried: Sequence[Combined]) -> Combined:
-    """The one of highest objf, the first of equals.  Raises DivergenceError if none has a finite objf."""
+    """Return the one of highest objf, the first of equals.
+
+    Raises:
+        DivergenceError: none has a finite objf.
+    """
     winner = max(tried, key=lambda combined: combined.objf)
     if not math.isfinite(winner.objf):
         raise DivergenceError("neither the newest model nor a combination has a finite objf on the held-out frames; lower "
@@ -92,6 +101,6 @@ def best(tried: Sequence[Combined]) -> Combined:
 
 
 def require_some(models: Sequence[Candidate]) -> None:
-    """Raises CheckpointError if there is no model."""
+    """Raise CheckpointError if there is no model."""
     if not models:
         raise CheckpointError("there is no model to combine; keep at least the newest checkpoint.")

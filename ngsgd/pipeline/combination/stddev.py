@@ -1,4 +1,4 @@
-"""Rescaling of layers whose scale does not matter (Kaldi's nnet-normalize-stddev)."""
+"""Rescaling of scale-invariant layers (nnet-normalize-stddev in Kaldi)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,20 @@ from ngsgd.training.parameter_vector import FlatLayout, Vector
 
 
 def normalize_stddev(parameters: Vector, model: nn.Module, stddev: float = 1.0) -> Vector:
-    """The same function with each scale-invariant layer scaled so that its parameters have this standard deviation.
+    """Scale each scale-invariant layer so that its parameters have this standard deviation.
 
-    Weights of a generalized combination need not sum to one, so such a layer comes out at any scale; what a learning rate or
-    a limit on change means in further training depends on it.  Over weights and bias together, about their mean, as in Kaldi.
-    `model` tells which layers (`scale_invariant_layers`); its own parameters are not looked at.
+    The function of the network is unchanged. Weights of a generalized combination need not sum to
+    one, so such a layer may have any scale, which affects the meaning of a learning rate or
+    update-norm clipping in further training. The standard deviation is over weights and bias
+    together, about their mean, as in Kaldi.
+
+    Args:
+        parameters: flat parameters.
+        model: defines the layers (`scale_invariant_layers`); its parameters are ignored.
+        stddev: the target. Default: 1.
+
+    Returns:
+        The rescaled parameters.
     """
     layout = FlatLayout.of(model)
     state = layout.unflatten(parameters)
@@ -30,11 +39,12 @@ def normalize_stddev(parameters: Vector, model: nn.Module, stddev: float = 1.0) 
 
 
 def scale_invariant_layers(model: nn.Module) -> list[str]:
-    """Names of affine layers before p-norm or ReLU and then renormalisation: their scale, bias included, changes no output.
+    """Names of affine layers before p-norm or ReLU followed by renormalization.
 
-    Only what a plain nn.Sequential proves is found, and neither frozen nor shared parameters are touched.  Kaldi looks
-    for p-norm alone; ReLU scales with its input likewise.  Rows whose root mean square is below 2^-33 do change: the
-    renormalisation has a floor there.
+    Their scale, including the bias, does not change any output. Only layers of a plain
+    nn.Sequential are found; frozen and shared parameters are excluded. Kaldi supports only p-norm;
+    ReLU is also scale-equivariant. Rows whose root mean square is below 2^-33 do change, because
+    renormalization has a floor there.
     """
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     found = []

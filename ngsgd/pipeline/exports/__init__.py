@@ -1,4 +1,4 @@
-"""A final model for other programs: ONNX, torch.export, sherpa-onnx, Hugging Face."""
+"""Export of a final model to ONNX, torch.export, sherpa-onnx and Hugging Face."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ngsgd.pipeline.exports import huggingface, onnx, sherpa, torch_program
 from ngsgd.pipeline.exports.source import Source
 from ngsgd.pipeline.runs.recognizer import open_bundle
 
-# what each writes: paths, the named one first
+# format -> writer, which returns the paths written, the main one first
 WRITERS: Mapping[str, Callable[[Source, Path], list[Path]]] = {
     "onnx": onnx.write, "torch": torch_program.write, "sherpa-onnx": sherpa.write,
     "huggingface": huggingface.write}
@@ -23,20 +23,22 @@ def export(model: str, format_name: str, output: Path, *, license_id: str = "unk
     Args:
         model: a run folder, a run by its name under runs/, or a bundle.
         format_name: a key of `WRITERS`.
-        output: file (onnx, torch) or folder (sherpa-onnx, huggingface) to make.
-        license_id: licence of the model, for the model card.
-        trust: import the module that a run names (see docs/own-model.md).
+        output: new file (onnx, torch) or folder (sherpa-onnx, huggingface).
+        license_id: license of the model, for the model card. Default: "unknown".
+        trust: import the module that a run names (see docs/own-model.md). Default: False.
 
     Returns:
-        The files that were written.
+        The files written.
 
     Raises:
-        ConfigError: this model has no such form, or a custom module may not be imported.
+        ConfigError: the format does not support this model, or a custom module may not be imported.
         MissingExtraError: a package of the format is not installed.
         CheckpointError: the run has not ended, or a file of its model is damaged.
 
     Example:
-        export("runs/RUN", "onnx", Path("model.onnx"))
+        With a finished run in runs/RUN:
+
+            export("runs/RUN", "onnx", Path("model.onnx"))
     """
     require_new(output)
     source = Source.of(open_bundle(model, trust=trust), license_id)
@@ -45,6 +47,6 @@ def export(model: str, format_name: str, output: Path, *, license_id: str = "unk
 
 
 def require_new(output: Path) -> None:
-    """Raises ConfigError if there is a file or folder."""
+    """Raise ConfigError if a file or folder of this name exists."""
     if output.exists() or output.is_symlink():
         raise ConfigError(f"{output} exists; choose another name, or remove it.")

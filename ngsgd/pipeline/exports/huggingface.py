@@ -1,6 +1,6 @@
-"""A folder in the style of Hugging Face: a bundle with configurations in JSON and a model card.
+"""A folder in the layout of Hugging Face: a bundle with JSON configurations and a model card.
 
-`ngsgd transcribe FOLDER` and `Recognizer.load(FOLDER)` read it as any bundle.
+`ngsgd transcribe FOLDER` and `Recognizer.load(FOLDER)` read it like any bundle.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ngsgd.asr.bundle import read_files
+from ngsgd.asr.bundle_files import read_files
 from ngsgd.files import new_directory, parse_json, write_text
 from ngsgd.pipeline.exports.model_card import model_card
 from ngsgd.pipeline.exports.source import Source, write_graph, write_words
 
 
 def write(source: Source, output: Path) -> list[Path]:
-    """Write the folder; the parameters in it are those of the run, byte by byte."""
+    """Write the folder; its parameters are bitwise identical to those of the run."""
     content = read_files(source.bundle.path)
     about = parse_json(content["model.json"].decode())
     num_parameters = sum(parameter.numel() for parameter in source.network.network.parameters())

@@ -1,4 +1,4 @@
-"""The model card (README.md) of an exported model: everything in it comes from the model."""
+"""The model card (README.md) of an exported model, generated from the model."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Sequence
 
 from ngsgd.pipeline.exports.source import Source
 
-# more words are counted, not listed
+# longer vocabularies are counted instead of listed
 _MAX_WORDS = 30
-# of a text from a bundle
+# maximum length of a text from a bundle
 _MAX_CHARACTERS = 200
 
 
 def model_card(source: Source, num_parameters: int) -> str:
-    """Markdown with the metadata of Hugging Face at the top."""
+    """Return Markdown with the metadata of Hugging Face at the top."""
     parts = [_metadata(source), f"# {_fact(source, 'run')}", _introduction(source, num_parameters),
              _data(source), _results(source), _settings(source), _limits(source)]
     return "\n\n".join(parts) + "\n"
 
 
 def _metadata(source: Source) -> str:
-    """YAML; its strings are written as JSON, which is YAML, too."""
+    """Return YAML, with strings in JSON, a subset of YAML."""
     name, corpus = json.dumps(_fact(source, "run")), json.dumps(_fact(source, "corpus"))
     lines = ["---", "library_name: ngsgd", f"license: {json.dumps(source.license_id)}",
              "pipeline_tag: automatic-speech-recognition", "tags: [speech, hybrid-hmm]"]
@@ -38,10 +38,10 @@ def _metadata(source: Source) -> str:
 def _introduction(source: Source, num_parameters: int) -> str:
     return (f"A hybrid acoustic model ({_fact(source, 'model')}, {num_parameters:,} parameters, "
             f"{len(source.facts['pdfs'])} HMM states) and its decoding graph, trained with ngsgd "
-            f"{_fact(source, 'ngsgd')}. `model.safetensors` has the parameters, `config.json` the "
-            "shapes, class priors, words and decoding setting, `preprocessor_config.json` the "
-            "features, and `graph.fst` the graph (pdf + 1 in, word + 1 out).\n\n"
-            "    ngsgd transcribe FOLDER recording.wav")
+            f"{_fact(source, 'ngsgd')}. `model.safetensors` contains the parameters, `config.json` "
+            "the shapes, class priors, words and decoding setting, `preprocessor_config.json` the "
+            "features, and `graph.fst` the graph (input pdf + 1, output word + 1).\n\n    ngsgd "
+            "transcribe FOLDER recording.wav")
 
 
 def _data(source: Source) -> str:
@@ -57,7 +57,7 @@ def _results(source: Source) -> str:
     rows = [("test", _wer(source, "test"), _wer(source, "test_interval_95")),
             ("validation", _wer(source, "valid"), "")]
     weights = source.bundle.weights
-    return ("## Results\n\n" + _table(("set", "word errors", "95 % interval of WER"), rows)
+    return ("## Results\n\n" + _table(("set", "WER", "95 % interval of WER"), rows)
             + f"\n\nAcoustic scale {weights.acoustic_scale:g} and word penalty "
             f"{weights.word_penalty:g} were chosen on the validation set. The interval is a bootstrap "
             "over utterances.")
@@ -75,13 +75,14 @@ def _settings(source: Source) -> str:
 def _limits(source: Source) -> str:
     words, features = source.bundle.graph.words, source.bundle.features
     listed = ": " + ", ".join(words) if len(words) <= _MAX_WORDS else ""
-    limits = [f"It recognizes {len(words)} words and no other{listed}.",
-              "Results are for the test set above; other speakers, microphones, rooms and noise were "
-              "not measured."]
+    limits = [f"It recognizes only {len(words)} words{listed}.",
+              "Results are for the test set above; other speakers, microphones, rooms and noise "
+              "were not measured."]
     if features.kind != "given":
         limits.append(f"Audio is mono at {features.sample_rate_hz} Hz; other rates must be resampled.")
     if _fact(source, "corpus") == "digits":
-        limits.append("All of its training and test speech is synthetic; people were not measured.")
+        limits.append("All of its training and test speech is synthetic; human speech was not "
+                      "measured.")
     if features.cmvn in ("utterance", "speaker", "given"):
         limits.append(f"Features are normalized ({features.cmvn}) over complete utterances, which "
                       "delays recognition until the audio is complete.")
@@ -89,7 +90,7 @@ def _limits(source: Source) -> str:
 
 
 def _fact(source: Source, name: str) -> str:
-    """Of the provenance, in one line: a bundle can come from anybody."""
+    """Return a provenance value in one line, since a bundle may be untrusted."""
     value = source.bundle.provenance.get(name, "unknown")
     text = f"{value:.2f}" if isinstance(value, float) else str(value)
     return " ".join(text.split())[:_MAX_CHARACTERS]

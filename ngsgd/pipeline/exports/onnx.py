@@ -1,4 +1,4 @@
-"""ONNX: the model with its facts as metadata, and the decoding graph next to it."""
+"""ONNX export: the model with its facts as metadata, and the decoding graph next to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.files import new_file
 from ngsgd.pipeline.exports.source import Source, path_of_graph, write_graph
 
-# of the largest log likelihood: float32 sums in another order differ by about 1e-6
+# relative to the largest log likelihood: float32 sums in another order differ by about 1e-6
 _TOLERANCE = 1e-5
 _PURPOSE = "Export to ONNX"
 
@@ -38,7 +38,7 @@ def write(source: Source, output: Path) -> list[Path]:
 def convert(network: nn.Module, example: tuple[Tensor, ...], dynamic_shapes: tuple[Any, ...], *,
             input_names: Sequence[str], output_names: Sequence[str],
             facts: Mapping[str, Any]) -> Any:
-    """The onnx.ModelProto of a module, with each of the facts as a metadata property.
+    """Convert a module to an onnx.ModelProto with each of the facts as a metadata property.
 
     Raises:
         ConfigError: the module has an operation that torch cannot export.
@@ -47,7 +47,7 @@ def convert(network: nn.Module, example: tuple[Tensor, ...], dynamic_shapes: tup
     for package in ("onnx", "onnxscript", "onnxruntime"):
         extras.load(package, extra="onnx", purpose=_PURPOSE)
     try:
-        # about names of dimensions and versions of operators; nothing that a user can act on
+        # warnings on names of dimensions and versions of operators, which users cannot act on
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
@@ -65,7 +65,7 @@ def convert(network: nn.Module, example: tuple[Tensor, ...], dynamic_shapes: tup
 
 
 def check(proto: Any, network: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> None:
-    """Raises ConfigError unless onnxruntime gives the outputs of torch."""
+    """Raise ConfigError unless onnxruntime reproduces the outputs of torch."""
     onnxruntime = extras.load("onnxruntime", extra="onnx", purpose=_PURPOSE)
     session = onnxruntime.InferenceSession(proto.SerializeToString(),
                                            providers=["CPUExecutionProvider"])
@@ -76,26 +76,27 @@ def check(proto: Any, network: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) 
         expected = (found[0] if isinstance(found, tuple) else found).numpy()
         got = session.run(None, dict(zip(names, (x.numpy() for x in tensors), strict=True)))[0]
         error = float(np.abs(got - expected).max() / np.abs(expected).max())
-        # a NaN is an error, too
+        # a NaN is an error too
         if not error <= _TOLERANCE:
-            raise ConfigError(f"the ONNX model differs from torch by {error:.1e} of the largest log likelihood, more than "
-                              f"{_TOLERANCE:g}; a custom model must compute the same for the same frames, whatever "
-                              "comes before, after and next to them (docs/export.md).")
+            raise ConfigError(f"the ONNX model differs from torch by {error:.1e} of the largest "
+                              f"log likelihood, more than {_TOLERANCE:g}; the output of a custom "
+                              "model for a frame must depend only on its window (docs/export.md).")
 
 
 def not_exportable(error: Exception) -> ConfigError:
-    """The error of a model that torch.export cannot trace."""
+    """Build the error of a model that torch.export cannot trace."""
     root = error
     while root.__cause__ is not None and isinstance(root.__cause__, Exception):
         root = root.__cause__
     reason = next((line.strip() for line in str(root).splitlines() if line.strip()),
                   type(root).__name__)
-    return ConfigError(f"torch cannot export this model ({reason[:300]}); write its forward in operations whose shapes follow "
-                       "from x.shape, without branches on values (docs/export.md).")
+    return ConfigError(f"torch cannot export this model ({reason[:300]}); use operations whose "
+                       "shapes follow from x.shape in its forward, without branches on values "
+                       "(docs/export.md).")
 
 
 def _remove_traces(proto: Any) -> None:
-    """Without stack traces, which hold paths of this machine."""
+    """Remove stack traces, which contain paths of this machine."""
     for nodes in (proto.graph.node, *(function.node for function in proto.functions)):
         for node in nodes:
             del node.metadata_props[:]

@@ -1,7 +1,7 @@
-"""sherpa-onnx: a folder that its offline recognizer decodes, as a WeNet CTC model with a graph.
+"""sherpa-onnx export: a folder for its offline recognizer, as a WeNet CTC model with a graph.
 
-The network takes the filterbanks that sherpa-onnx computes, so cepstra, normalization, the frames
-repeated at the edges and the acoustic scale are part of it.
+The input of the network is the filterbanks of sherpa-onnx. Cepstra, normalization, repetition of
+edge frames and the acoustic scale are therefore part of the network.
 
 Letters: N sequences, T frames, D feature dimension, B mel filters.
 """
@@ -24,7 +24,7 @@ from ngsgd.models.standalone import StandaloneNetwork
 from ngsgd.pipeline.exports.onnx import check, convert
 from ngsgd.pipeline.exports.source import Source, write_graph, write_words
 
-# Kaldi's cepstral lifter
+# cepstral lifter of Kaldi
 _LIFTER = 22.0
 
 
@@ -50,27 +50,29 @@ def write(source: Source, output: Path) -> list[Path]:
 
 
 def require_support(features: FeatureConfig, ivector_dim: int) -> None:
-    """Raises ConfigError unless sherpa-onnx can compute the inputs of the network."""
+    """Raise ConfigError unless sherpa-onnx can compute the inputs of the network."""
     problems = []
     if features.kind == "given":
-        problems.append("features.kind is given, and sherpa-onnx computes filterbanks from audio")
+        problems.append("features.kind is given, but sherpa-onnx computes filterbanks from audio")
     if features.cmvn not in ("none", "utterance"):
-        problems.append(f"features.cmvn is {features.cmvn}, and sherpa-onnx neither tells speakers apart nor keeps their "
+        problems.append(f"features.cmvn is {features.cmvn}, but sherpa-onnx has no speaker "
                         "statistics")
     if ivector_dim:
-        problems.append("the model takes i-vectors, which sherpa-onnx does not compute")
+        problems.append("the model needs i-vectors, which sherpa-onnx does not compute")
     if problems:
-        raise ConfigError([f"{problem}; export with --format onnx and compute the input yourself, or train with fbank or mfcc "
-                           "features, features.cmvn=utterance and without i-vectors." for problem in problems])
+        raise ConfigError([f"{problem}; export with --format onnx and compute the input "
+                           "separately, or train with fbank or mfcc features, "
+                           "features.cmvn=utterance and without "
+                           "i-vectors." for problem in problems])
 
 
 class UtteranceNetwork(nn.Module):
     """Scaled log likelihoods of complete utterances from their filterbanks.
 
     Args:
-        network: takes normalized frames with their context.
+        network: network of normalized frames with their context.
         features: kind and normalization of the features.
-        acoustic_scale: factor on the log likelihoods.
+        acoustic_scale: factor of the log likelihoods.
     """
 
     cepstra_DB: Tensor | None
@@ -84,7 +86,7 @@ class UtteranceNetwork(nn.Module):
         self.register_buffer("cepstra_DB", cepstra)
 
     def forward(self, fbank_NTB: Tensor, num_frames_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(N x T x pdfs, frames of each)."""
+        """Return (N x T x pdfs, frames of each)."""
         x_NTD = fbank_NTB if self.cepstra_DB is None else fbank_NTB @ self.cepstra_DB.T
         if self.is_normalized:
             x_NTD = x_NTD - x_NTD.mean(dim=1, keepdim=True)
@@ -98,7 +100,7 @@ class UtteranceNetwork(nn.Module):
 
 
 def mfcc_matrix(num_mel_bins: int, num_ceps: int) -> npt.NDArray[np.float64]:
-    """D x B: log filterbanks to MFCC, as Kaldi's with --use-energy=false.
+    """D x B: log filterbanks to MFCC, as in Kaldi with --use-energy=false.
 
     >>> mfcc_matrix(23, 13).shape
     (13, 23)
@@ -111,15 +113,13 @@ def mfcc_matrix(num_mel_bins: int, num_ceps: int) -> npt.NDArray[np.float64]:
 
 
 def _example(features: FeatureConfig, num_frames: int) -> tuple[Tensor, ...]:
-    """Inputs: filterbanks around the level of speech."""
+    """Example inputs: filterbanks at about the level of speech."""
     generator = torch.Generator().manual_seed(num_frames)
     fbank_NTB = 10.0 + 3.0 * torch.randn(2, num_frames, features.num_mel_bins, generator=generator)
     return fbank_NTB, torch.full((2,), num_frames)
 
 
 def _tokens(pdfs: list[str]) -> str:
-    """A symbol for each pdf; sherpa-onnx needs one that is the blank, here the first state of
-    silence.
-    """
+    """A symbol for each pdf; the first state of silence is the blank that sherpa-onnx requires."""
     symbols = ["<blk>", *(name.replace(" ", "_") for name in pdfs[1:])]
     return "".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols))

@@ -1,6 +1,4 @@
-"""What every format is made of: the network, the graph, and the facts that a user needs to run
-them.
-"""
+"""Common input of all export formats: the network, the graph, and the facts needed to use them."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from ngsgd.files import write_text
 from ngsgd.models.inputs import Window
 from ngsgd.models.standalone import StandaloneNetwork
 
-# of `Source.facts`; raise it when a key changes its meaning
+# version of `Source.facts`; increase it when a key changes its meaning
 FACTS_FORMAT = 1
 
 
@@ -31,13 +29,13 @@ class Source:
 
     bundle: Bundle
     network: StandaloneNetwork
-    # what is written into the model, by name
+    # metadata of the model, by name
     facts: dict[str, Any]
     license_id: str
 
     @classmethod
     def of(cls, bundle: Bundle, license_id: str = "unknown") -> Source:
-        """The network of a bundle as a function of frames, and its facts."""
+        """Extract the network of a bundle as a function of frames, and its facts."""
         window, features, language = bundle.window, bundle.features, bundle.language
         is_given = language.given is not None and bundle.decode.graph != "made"
         facts = {
@@ -58,7 +56,7 @@ class Source:
         return self.network.window
 
     def example(self, num_frames: int, seed: int = 0) -> tuple[Tensor, ...]:
-        """Inputs of the network: two sequences with `num_frames` output frames."""
+        """Return example inputs of the network: two sequences with `num_frames` output frames."""
         generator = torch.Generator().manual_seed(seed)
         width = self.window.left_context + num_frames + self.window.right_context
         sizes = [(2, width, self.window.feature_dim),
@@ -72,35 +70,35 @@ class Source:
     def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
         """Free dimensions of the inputs: N sequences, T frames."""
         sequences = torch.export.Dim("N", min=1, max=1 << 16)
-        # torch.export binds a program with a single output frame to that number
+        # torch.export specializes a program with a single output frame to that number
         least = self.window.left_context + self.window.right_context + 2
         frames = torch.export.Dim("T", min=least, max=1 << 24)
         return ({0: sequences, 1: frames}, *([{0: sequences}] if self.window.side_dim else []))
 
 
 def path_of_graph(model: Path) -> Path:
-    """The file next to a model that holds its decoding graph; raises ConfigError if it exists."""
+    """Path of the decoding graph next to a model; raises ConfigError if the file exists."""
     path = model.with_suffix(".fst")
     if path == model or path.exists():
-        raise ConfigError(f"{path} is the decoding graph's file and is taken; choose another name for the model, such as "
-                          "model.onnx in a new folder.")
+        raise ConfigError(f"{path} would be the file of the decoding graph, but it exists; choose "
+                          "another name for the model, such as model.onnx in a new folder.")
     return path
 
 
 def write_graph(graph: Graph, path: Path) -> None:
-    """The decoding graph, as a binary OpenFst file: pdf + 1 in, word + 1 out."""
+    """Write the decoding graph as a binary OpenFst file: input pdf + 1, output word + 1."""
     if not graph.fst.write(str(path)):
         raise OSError(f"{path} could not be written")
 
 
 def write_words(graph: Graph, path: Path) -> None:
-    """The symbol table of the graph's words."""
+    """Write the symbol table of the words of the graph."""
     symbols = enumerate(("<eps>", *graph.words))
     write_text(path, "".join(f"{word} {number}\n" for number, word in symbols))
 
 
 def _features(config: FeatureConfig) -> dict[str, Any]:
-    """How frames are made of audio; those of the corpus itself are not described."""
+    """Describe the computation of frames from audio; precomputed features are not described."""
     if config.kind == "given":
         return {"kind": "given"}
     of_mfcc = {"num_ceps": config.num_ceps, "use_energy": False} if config.kind == "mfcc" else {}
@@ -111,7 +109,7 @@ def _features(config: FeatureConfig) -> dict[str, Any]:
 
 
 def _cmvn(config: FeatureConfig, all_speech: cmvn.Stats | None) -> dict[str, Any]:
-    """How features are normalized."""
+    """Describe the normalization of features."""
     if all_speech is None:
         return {"unit": config.cmvn, "min_deviation": cmvn.SMALLEST_DEVIATION}
     mean_D, deviation_D = cmvn.mean_and_deviation(all_speech)

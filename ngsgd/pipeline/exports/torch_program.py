@@ -12,7 +12,7 @@ from ngsgd.files import new_file
 from ngsgd.pipeline.exports.onnx import not_exportable
 from ngsgd.pipeline.exports.source import Source, path_of_graph, write_graph
 
-# of the extra file in the archive that holds the facts
+# name of the extra file with the facts in the archive
 FACTS = "about.json"
 
 
@@ -26,7 +26,7 @@ def write(source: Source, output: Path) -> list[Path]:
     except Exception as error:
         raise not_exportable(error) from error
     for node in program.graph.nodes:
-        # holds paths of this machine
+        # contains paths of this machine
         node.meta.pop("stack_trace", None)
     buffer = io.BytesIO()
     torch.export.save(program, buffer, extra_files={FACTS: json.dumps(source.facts)})

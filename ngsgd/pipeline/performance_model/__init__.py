@@ -1,1 +1,3 @@
-"""How long a run will take: a probe of this machine, formulas, and a simulated cluster."""
+"""Prediction of the duration of a run: a probe of this machine, formulas, and a simulated
+cluster.
+"""

@@ -1,5 +1,7 @@
-"""The largest minibatch whose training step fits on a device: measured on a GPU, predicted on a
-CPU."""
+"""The largest minibatch whose training step fits on a device.
+
+It is measured on a GPU and predicted on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -11,48 +13,48 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 from ngsgd.pipeline.performance_model.memory import first_batch, predict_run
 from ngsgd.preconditioners.build import make_preconditioner
-from ngsgd.training.task import Task, seeded_model, to_device
+from ngsgd.training.task import Task, data_to_device, seeded_model
 from ngsgd.training.worker import make_optimizer
 
-# of the free memory: allocators keep unused blocks
+# usable fraction of the free memory: allocators keep unused blocks
 _USABLE = 0.9
-# the first updates of a Fisher estimate and of a state come in the first two
+# the first updates of a Fisher estimate and of a state occur in the first two
 _STEPS = 2
 
 
 @dataclass(frozen=True)
 class FittingBatch:
-    """What was found, and from what."""
+    """The largest minibatch, and the measurements."""
 
-    # examples, a power of two; less than 1: not even one fits
+    # examples, a power of two; less than 1: no example fits
     size: int
     fixed_bytes: float
     bytes_per_example: float
     free_bytes: int
     # False: predicted
     is_measured: bool
-    # a step of `size` examples was run on the device
+    # whether a step of `size` examples was run on the device
     is_verified: bool
 
 
 def fitting_batch(
     config: RunConfig, task: Task, device: torch.device, free_bytes: int
 ) -> FittingBatch:
-    """The largest power of two of examples whose training step fits into `free_bytes`.
+    """Return the largest power of two of examples whose training step fits into `free_bytes`.
 
-    The bytes of two sizes of minibatches give a line.  On a GPU they are measured, and a step of
-    the size that is found is run where a shard has as many examples.
+    The bytes of two minibatch sizes give a line. On a GPU they are measured, and a step of the
+    resulting size is run if a shard has as many examples.
 
     Raises:
-        ConfigError: the shard is too small for two sizes, or on a CPU the memory cannot be
-        predicted.
+        ConfigError: the shard is too small for two sizes, or the memory cannot be predicted on a
+            CPU.
     """
     small = max(1, config.schedule.minibatch_size // 2)
     sizes = [first_batch(config, task, size).num_examples for size in (small, 2 * small)]
     if sizes[0] >= sizes[1]:
         raise ConfigError(
-            f"The first shard has {sizes[1]} examples, too few for minibatches of {2 * small}; lower "
-            "schedule.minibatch_size."
+            f"The first shard has {sizes[1]} examples, too few for minibatches of {2 * small}; "
+            "lower schedule.minibatch_size."
         )
     on_gpu = device.type == "cuda"
     used = [
@@ -78,7 +80,7 @@ def fitting_batch(
 
 
 def step_bytes(config: RunConfig, task: Task, device: torch.device, size: int) -> int:
-    """Peak of the memory that training steps of `size` examples allocate on a GPU."""
+    """Measure the peak memory of training steps of `size` examples on a GPU."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -93,7 +95,7 @@ def step_bytes(config: RunConfig, task: Task, device: torch.device, size: int) -
         else None
     )
     batch = first_batch(config, task, size)
-    data = to_device(batch.data, device)
+    data = data_to_device(batch.data, device)
     for _ in range(_STEPS):
         optimizer.zero_grad(set_to_none=True)
         if maker is None:

@@ -1,13 +1,13 @@
 """Memory of a training step: the state of the optimizer exactly, the peak as an estimate.
 
     state   SGD: 4 bytes per parameter with momentum, else 0;  AdamW: 8
-            NG-SGD: as SGD, and 4 R D for each side of each layer (W of the Fisher estimate, R
+            NG-SGD: as SGD, plus 4 R D for each side of each layer (W of the Fisher estimate, R
             ranks, D dimensions)
     peak    parameters + state + minibatch + the largest of
               backward:  activations still saved + gradients so far + temporaries of the operation
               step:      all gradients + temporaries of the update
 
-Activations are counted in a forward pass on torch's meta device, which computes nothing.
+Activations are counted in a forward pass on the meta device of torch, which computes nothing.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ngsgd.schedules import Shard
 from ngsgd.training.task import Batch, Task, seeded_model
 from ngsgd.training.worker import make_optimizer
 
-# tensors of the size of the parameters that an update makes beside the gradients: Adam's
-# denominator
+# tensors of the size of the parameters that an update allocates besides the gradients: the
+# denominator of Adam
 _ADAM_TEMPORARIES = 1.0
-# tensors of the size of a saved activation that its backward pass makes: gradients of output and
-# input
+# tensors of the size of a saved activation that its backward pass allocates: gradients of output
+# and input
 _BACKWARD_TEMPORARIES = 2.0
-# under NG-SGD also projected rows of both sides, and their products with the rows
+# with NG-SGD also projected rows of both sides, and their products with the rows
 _NATURAL_TEMPORARIES = 6.0
-# on a device rows of layers wait to be preconditioned together, up to so many bytes
+# maximum bytes of rows that wait on a device to be preconditioned together
 _MOST_WAITING = 1 << 28
-# layers that keep their normalized rows under NG-SGD
+# layers that keep their normalized rows with NG-SGD
 _KEEPS_ROWS = nn.modules.batchnorm._BatchNorm
-# state tensors of the size of a parameter, of torch's optimizers
+# state tensors of the size of a parameter, of optimizers of torch
 _MOMENTS = {"Adam": 2, "AdamW": 2, "Muon": 1}
 
 
@@ -55,17 +55,18 @@ class MemoryUse:
     state: int
     # saved by the forward pass for the backward pass
     activations: int
-    # of a complete training step, the minibatch included
+    # of a complete training step, including the minibatch
     peak: int
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the state that an optimizer has after its first step, in tensors of the size of
-    parameters and in Fisher estimates; counters are left out.
+    """Bytes of the state that an optimizer has after its first step.
+
+    Counted are tensors of the size of parameters and Fisher estimates; counters are neglected.
 
     Args:
-        optimizer: `NGSGD`, `ngsgd.optim.SGD`, torch's SGD, Adam, AdamW or Muon, before or after
-        steps.
+        optimizer: `NGSGD`, `ngsgd.optim.SGD`, or SGD, Adam, AdamW or Muon of torch, before or after
+            steps.
 
     Raises:
         ConfigError: another optimizer.
@@ -91,7 +92,8 @@ def _tensors_per_parameter(optimizer: torch.optim.Optimizer, group: dict[str, An
         return int(group["momentum"] > 0.0)
     if kind not in _MOMENTS:
         raise ConfigError(
-            f"The memory of {kind} is not predicted; ngsgd doctor --device measures it on a GPU."
+            f"The memory of {kind} cannot be predicted; measure it on a GPU with: ngsgd doctor "
+            "--device."
         )
     return _MOMENTS[kind] + bool(group.get("amsgrad"))
 
@@ -109,17 +111,20 @@ def predict(
     loss: Callable[[nn.Module, Any], Tensor],
     data: Any,
 ) -> MemoryUse:
-    """The memory of a training step on a minibatch.
+    """Predict the memory of a training step on a minibatch.
 
     Args:
         model: the model; neither it nor its parameters are changed.
         optimizer: of the model, as for `optimizer_state_bytes`.
         loss: `loss(model, data)` returns the scalar to differentiate.
-        data: a minibatch, tensors in tuples and dictionaries; only shapes and types matter.
+        data: a minibatch, tensors in tuples and dictionaries; only shapes and types are used.
+
+    Returns:
+        Bytes by purpose, and the peak.
 
     Raises:
-        ConfigError: the forward pass needs the numbers of its input, so it cannot run on the meta
-        device.
+        ConfigError: the forward pass needs the values of its input, so it cannot run on the meta
+            device.
     """
     saved = _saved_tensors(model, loss, data, is_natural=isinstance(optimizer, NGSGD))
     parameters = _bytes_of(model.parameters())
@@ -146,14 +151,15 @@ def predict(
 
 
 def predict_run(config: RunConfig, task: Task, *, size: int | None = None) -> MemoryUse:
-    """The memory of a step of a run, with minibatches of its own size or of `size` examples.
+    """Predict the memory of a step of a run, with its minibatch size or `size` examples.
 
     Raises:
-        ConfigError: as `predict`, or the run's optimizer is a preconditioner.
+        ConfigError: as `predict`, or the optimizer of the run is a preconditioner.
     """
     if config.optimizer.preconditions:
         raise ConfigError(
-            f"The memory of optimizer={config.optimizer.kind} is not predicted; ngsgd doctor --device measures it on a GPU."
+            f"The memory of optimizer={config.optimizer.kind} cannot be predicted; measure it on a "
+            "GPU with: ngsgd doctor --device."
         )
     model = seeded_model(task, config.seed)
     optimizer = make_optimizer(model, config.optimizer, config.schedule.lr_initial, 1.0)
@@ -162,28 +168,27 @@ def predict_run(config: RunConfig, task: Task, *, size: int | None = None) -> Me
 
 
 def first_batch(config: RunConfig, task: Task, size: int) -> Batch:
-    """A minibatch of the first shard, of fewer examples where the shard has fewer."""
+    """Return a minibatch of the first shard; it is smaller if the shard has fewer examples."""
     return next(iter(task.batches(Shard(0, 0), size, seed=(config.seed, 0, 0))))
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """A tensor that the forward pass saved: an activation, or a parameter (its gradient is then
-    made)."""
+    """A tensor saved by the forward pass: an activation, or a parameter with its gradient."""
 
     storage: int
     num_bytes: int
     is_parameter: bool
-    # the minibatch, which stays
+    # part of the minibatch, which is never freed
     is_given: bool
-    # tensors of this size that its backward pass makes
+    # tensors of this size that its backward pass allocates
     temporaries: float
 
 
 def _saved_tensors(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], data: Any, *, is_natural: bool
 ) -> list[_Saved]:
-    """In the order of the forward pass."""
+    """Saved tensors in the order of the forward pass."""
     shadow = copy.deepcopy(model).to("meta")
     on_meta = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, data)
     own = {_storage(p) for p in shadow.parameters()}
@@ -202,11 +207,11 @@ def _saved_tensors(
                 temporaries,
             )
         )
-        # kept alive by the graph, so that no other tensor gets its place
+        # kept alive by the graph, so that no other tensor reuses its storage
         return x
 
     def add_rows(_: nn.Module, __: Any, output: Tensor) -> None:
-        # no storage has a negative name
+        # no storage has a negative id
         saved.append(
             _Saved(-len(saved) - 1, output.untyped_storage().nbytes(), False, False, temporaries)
         )
@@ -220,16 +225,19 @@ def _saved_tensors(
             total = loss(shadow, on_meta)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"The memory of this model cannot be predicted: its forward pass does not run on torch's meta device "
-            f"({str(error).partition(chr(10))[0]}); ngsgd doctor --device measures it on a GPU."
+            "The memory of this model cannot be predicted: its forward pass does not run on the "
+            f"meta device of torch ({str(error).partition(chr(10))[0]}); measure it on a GPU with: "
+            "ngsgd doctor --device."
         ) from error
     del total
     return saved
 
 
 def _walk(saved: list[_Saved]) -> tuple[int, float]:
-    """(bytes of all activations, the peak of the backward pass over activations, gradients and
-    temporaries)."""
+    """(bytes of all activations, peak of the backward pass).
+
+    The peak includes activations, gradients and temporaries.
+    """
     total = sum(
         {
             one.storage: one.num_bytes for one in saved if not one.is_parameter and not one.is_given

@@ -1,10 +1,8 @@
-"""Synchronous training and averaging on nodes of 8 GPUs, on paper: formulas, and their inputs as
-data.
+"""Analytic comparison of synchronous training and averaging on nodes of 8 GPUs.
 
-Letters: n nodes   g GPUs of a node   P bytes of the gradients or parameters   t seconds of a
-training step without exchange
-H steps between averagings   V, B bytes per second and direction inside a node (of a GPU) and
-between nodes (of a node) L_V, L_B latencies
+Letters: n nodes, g GPUs of a node, P bytes of the gradients or parameters, t seconds of a training
+step without exchange, H steps between averagings. V, B bytes per second and direction inside a node
+(of a GPU) and between nodes (of a node); L_V, L_B latencies.
 
 A hierarchical all-reduce sums in the node, then among the nodes (each GPU its share of P), then
 gathers in the node:
@@ -16,10 +14,10 @@ gathers in the node:
     averaging over all GPUs, every H steps           T = t + (A_V + A_B) / H
     a node sums, nodes average every H steps         T = t + max(0, A_V - o t) + A_B / H
 
-o is the share of a step, its backward pass, that hides the exchange of gradients.  The rate of
-averaging over that of synchronous training is the data factor m up to which averaging is ahead
-(`formulas.data_factor`).  Not in the model: stragglers, and that synchronous training has n g times
-the minibatch.
+o is the fraction of a step, its backward pass, that hides the exchange of gradients. The ratio of
+the rate of averaging to that of synchronous training is the data factor m up to which averaging is
+faster (`formulas.data_factor`). The model neglects stragglers, and that synchronous training has n
+g times the minibatch.
 """
 
 from __future__ import annotations
@@ -33,15 +31,15 @@ class GpuNode:
     """A node with 8 H200 GPUs.
 
     Sources: NVIDIA H200 data sheet (SXM: 989 TFLOP/s of dense bfloat16; NVLink 900 GB/s and PCIe
-    Gen5 128 GB/s, both directions together).  Assumed: 40 % of the peak in a training step, and 1
-    ms for the launches of a small network's step.
+    Gen5 128 GB/s, both directions together). Assumptions: 40 % of the peak in a training step, and
+    1 ms for the launches of a step of a small network.
     """
 
     num_gpus: int = 8
     flops: float = 989e12
-    # share of the peak that a step reaches
+    # fraction of the peak that a step reaches
     utilization: float = 0.4
-    # of a step, however small the network
+    # minimum duration of a step of a small network
     least_step_s: float = 1e-3
     # o: the backward pass is two thirds of a step
     hidden: float = 2 / 3
@@ -103,7 +101,7 @@ def all_reduce_s(num_members: int, num_bytes: float, bandwidth: float, latency_s
 
 @dataclass(frozen=True)
 class NodesRow:
-    """A step on so many nodes; shares of the GPUs' time that is training, 0 to 1."""
+    """A step on a number of nodes; fractions of the GPU time that is training, 0 to 1."""
 
     num_nodes: int
     step_s: float
@@ -112,13 +110,14 @@ class NodesRow:
     between_s: float
     synchronous: float
     averaging: float
-    # nodes that sum their gradients, and average among each other
+    # nodes sum their gradients internally, and average among each other
     groups: float
 
     @property
     def data_factor(self) -> float:
-        """Times the data that the better way of averaging may need before synchronous training is
-        ahead."""
+        """Data factor up to which the better averaging method is faster than synchronous
+        training.
+        """
         return max(self.averaging, self.groups) / self.synchronous
 
 
@@ -130,15 +129,15 @@ def rows(
     link: Interconnect,
     node: GpuNode | None = None,
 ) -> list[NodesRow]:
-    """One row per number of nodes.
+    """Return one row per number of nodes.
 
     Args:
         num_parameters: of the model, exchanged in float32.
         minibatch_size: rows (frames, tokens) of a step of one GPU.
         steps_between: H, steps between two averagings.
         num_nodes: numbers of nodes.
-        link: of `INTERCONNECTS`.
-        node: 8 x H200 if not given.
+        link: one of `INTERCONNECTS`.
+        node: Default: 8 x H200.
 
     >>> [row] = rows(1e9, 4096, 500, [16], INTERCONNECTS["ethernet-10"])
     >>> row.averaging > 10 * row.synchronous

@@ -1,7 +1,7 @@
-"""Predictions of a run's wall-clock time on N workers, and a comparison with what it then took.
+"""Predictions of the wall-clock time of a run on N workers, and comparison with measured times.
 
-No clock, no files: `probe` measures a `Machine`, `formulas` has the formulas and
-the letters.  A prediction is for one outer iteration; a run is a sequence of them.
+This module uses no clock and no files. `probe` measures a `Machine`; `formulas` has the formulas
+and the letters. A prediction is for one outer iteration, and a run is a sequence of them.
 """
 
 from __future__ import annotations
@@ -15,67 +15,67 @@ from typing import Any
 from ngsgd.pipeline.performance_model.formulas import Link, Spread, central_s, straggler_factor
 from ngsgd.training.records import OuterIterationRecord
 
-# outer iterations at the start of a run from which `extrapolate` tells the rest
+# initial outer iterations of a run from which `extrapolate` predicts the rest
 _WATCHED = 3
 
 
-# What is known ------------------------------------------------------------------------------------
+# Inputs -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run asks of a machine."""
+    """Size of the computation of a run."""
 
     # K, frames of a job; mean over the shards
     samples: float
     minibatch_size: int
     model_bytes: int         # P
-    # of the whole run, over all jobs
+    # of the complete run, over all jobs
     total_samples: float
-    # of the optimizer between steps, and of a step at its largest; 0: not predicted
+    # bytes of the optimizer between steps, and peak of a step; 0: not predicted
     state_bytes: int = 0
     peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Speed:
-    """One worker while `num_processes` of them compute at the same time on one machine.
+    """Speed of one worker while `num_processes` of them compute concurrently on one machine.
 
-    More processes than cores take turns; `rate` and `fixed_s` are then those of a worker in its
-    turns.
+    More processes than cores share the cores; `rate` and `fixed_s` then include the sharing.
     """
 
     num_processes: int
-    num_threads: int         # of each
+    num_threads: int         # per process
     # r, samples per second, after the first minibatches
     rate: float
-    # f: loading parameters, opening data, the dearer first minibatches, returning the result
+    # f: loading parameters, opening data, the more expensive first minibatches, returning the
+    # result
     fixed_s: float
-    # of the coordinator with as many threads, while the workers rest
+    # of the coordinator with as many threads, while the workers are idle
     diagnostics_s: float
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a probe found out about one machine."""
+    """Measurements of a probe on one machine."""
 
     num_cores: int
-    # that the workers use; 0: they compute on the cores
+    # GPUs that the workers use; 0: they compute on the cores
     num_gpus: int
-    # workers in processes of their own; rising number of processes
+    # workers in separate processes; increasing number of processes
     parallel: tuple[Speed, ...]
-    # one worker; rising number of threads
+    # one worker; increasing number of threads
     serial: tuple[Speed, ...]
-    # of a job's time, as far as one machine can tell
+    # of the job time, as far as measurable on one machine
     spread: Spread
     # between the coordinator and a worker on the same machine
     link: Link
     checkpoint_s: float
-    # once per run: how much longer each worker's first job takes
+    # once per run: extra duration of the first job of each worker
     warm_up_s: float
 
     def slots(self, num_threads: int) -> int:
-        """Workers of so many threads that can compute at full speed at the same time."""
+        """Workers of so many threads that can compute at full speed concurrently."""
         return slots_of(num_threads, num_cores=self.num_cores, num_gpus=self.num_gpus)
 
     def to_json(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Machine:
-        """What `to_json` gave; raises KeyError or TypeError for anything else."""
+        """Read the values of `to_json`; raise KeyError or TypeError for anything else."""
         parallel, serial = (tuple(Speed(**speed) for speed in values[name])
                             for name in ("parallel", "serial"))
         return cls(**{**values, "parallel": parallel, "serial": serial,
@@ -92,14 +92,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a run's workers are: one machine, or several like the one that was measured."""
+    """Location of the workers of a run: one machine, or several like the measured one."""
 
     num_machines: int
-    # workers that a machine runs at full speed at the same time
+    # workers that a machine runs at full speed concurrently
     slots_per_machine: int
     # between the coordinator and a worker
     link: Link
-    # cluster.kind=in_process: one worker does all jobs, one after another
+    # cluster.kind=in_process: one worker runs all jobs sequentially
     one_by_one: bool = False
 
     @property
@@ -109,25 +109,23 @@ class Site:
 
 def this_machine(machine: Machine, num_workers: int, *, threads_per_worker: int = 0,
                  one_by_one: bool = False) -> Site:
-    """The measured machine alone; workers with several threads take as many slots each."""
+    """The measured machine alone; workers with several threads use as many slots each."""
     threads = threads_per_worker or threads_of(machine.num_cores, num_workers)
     return Site(1, machine.slots(threads), machine.link, one_by_one)
 
 
 def machines_like(num_workers: int, *, slots_per_machine: int, link: Link) -> Site:
-    """As many machines as it takes to give each worker a core or GPU of its own."""
+    """As many machines as needed to give each worker a core or GPU."""
     return Site(math.ceil(num_workers / slots_per_machine), slots_per_machine, link)
 
 
 def threads_of(num_cores: int, num_workers: int) -> int:
-    """Compute threads of a worker where the configuration leaves it open
-    (`ngsgd.training.worker.resolve_threads`).
-    """
+    """Compute threads of a worker by default (`ngsgd.training.worker.resolve_threads`)."""
     return max(1, num_cores // num_workers)
 
 
 def slots_of(num_threads: int, *, num_cores: int, num_gpus: int) -> int:
-    """Workers that can compute at full speed at the same time."""
+    """Workers that can compute at full speed concurrently."""
     return num_gpus or max(1, num_cores // num_threads)
 
 
@@ -136,23 +134,23 @@ def slots_of(num_threads: int, *, num_cores: int, num_gpus: int) -> int:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The parts of one outer iteration, in seconds, as a run's event log has them."""
+    """The parts of one outer iteration, in seconds, as in the event log of a run."""
 
     num_jobs: int
     samples: float           # of one job
-    # K / r: what a job would take if nothing but training took time
+    # K / r: duration of a job that consists only of training
     work_s: float
-    # from broadcasting the model to the last job's result
+    # from broadcasting the model to the result of the last job
     compute_s: float
     average_s: float
     checkpoint_s: float
-    # waited for: they run beside the next outer iteration
+    # waiting time: they run concurrently with the next outer iteration
     diagnostics_s: float
-    # jobs that run at the same time
+    # concurrent jobs
     slots_used: int
-    # how many times K / r the slowest job takes: stragglers, or fewer cores than jobs
+    # duration of the slowest job over K / r: stragglers, or fewer cores than jobs
     stretch: float = 1.0
-    # part of compute_s: sending the model out and the results back
+    # part of compute_s: sending the model and the results
     travel_s: float = 0.0
 
     @property
@@ -161,7 +159,7 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """Share of the cores' or GPUs' time that is spent on training, 0 to 1."""
+        """Fraction of the time of cores or GPUs that is spent on training, 0 to 1."""
         return self.num_jobs * self.work_s / (self.slots_used * self.outer_iter_s)
 
     @property
@@ -170,33 +168,32 @@ class Prediction:
 
     @property
     def overhead_s(self) -> float:
-        """O: what would stay if a job had no samples."""
+        """O: duration if a job had no samples."""
         return self.outer_iter_s - self.work_s * self.stretch
 
     @property
     def effective_rate(self) -> float:
-        """Samples per second of one job, with waiting for stragglers and for a core."""
+        """Samples per second of one job, including waiting for stragglers and for a core."""
         return self.samples / (self.work_s * self.stretch)
 
 
 def predict(machine: Machine, workload: Workload, site: Site, *, num_jobs: int,
             num_workers: int) -> Prediction:
-    """One outer iteration of `num_jobs` jobs; with fewer workers than jobs they take turns."""
+    """Predict one outer iteration; with fewer workers than jobs there are several rounds."""
     busy = min(num_jobs, num_workers)
     rounds = math.ceil(num_jobs / busy)
     speed = _speed(machine, site, num_workers, busy)
     slots = min(busy, site.num_slots)
     work_s = workload.samples / speed.rate
-    # the operating system shares the cores evenly, so all jobs of a round end together, and none
-    # waits for another
+    # the operating system shares the cores evenly, so all jobs of a round end together
     sharing = busy / slots
     sigma = machine.spread.of_job(workload.samples / workload.minibatch_size)
     stretch = rounds * max(sharing, straggler_factor(sigma, busy))
     travel_s = central_s(num_jobs, workload.model_bytes, replace(site.link, add_speed=math.inf))
     compute_s = work_s * stretch + rounds * sharing * speed.fixed_s + travel_s
     average_s = num_jobs * workload.model_bytes / site.link.add_speed
-    # a thread of low priority: it has cores that no worker uses, and all of them while the
-    # coordinator averages and saves
+    # diagnostics run in a thread of low priority: on cores without workers, and on all cores while
+    # the coordinator averages and saves
     used = 0 if machine.num_gpus else speed.num_threads * (1 if site.one_by_one
                                                            else math.ceil(busy / site.num_machines))
     hidden_s = average_s + machine.checkpoint_s + (compute_s if used < machine.num_cores else 0.0)
@@ -211,16 +208,14 @@ def _speed(machine: Machine, site: Site, num_workers: int, busy: int) -> Speed:
     if site.one_by_one:
         return _between(machine.serial, threads_of(machine.num_cores, num_workers), "num_threads")
     count = math.ceil(busy / site.num_machines)
-    # nobody takes turns, so a measurement of workers that did says nothing
+    # without sharing, measurements of workers that shared cores do not apply
     if count <= site.slots_per_machine:
         count = min(count, machine.slots(machine.parallel[-1].num_threads))
     return _between(machine.parallel, count, "num_processes")
 
 
 def _between(measured: Sequence[Speed], wanted: int, axis: str) -> Speed:
-    """Straight lines between measured points, both axes logarithmic; beyond the ends the nearest
-    point.
-    """
+    """Interpolate linearly in log-log scale; beyond the ends the nearest point is used."""
     low = max((s for s in measured if getattr(s, axis) <= wanted),
               key=lambda s: float(getattr(s, axis)), default=measured[0])
     high = min((s for s in measured if getattr(s, axis) >= wanted),
@@ -245,7 +240,7 @@ class RunPrediction:
     iterations: tuple[Prediction, ...]
     # in the first one
     warm_up_s: float
-    # in words: what it was made from
+    # description of the source of the prediction
     source: str
 
     @property
@@ -255,7 +250,7 @@ class RunPrediction:
 
 def predict_run(machine: Machine, workload: Workload, site: Site, job_counts: Sequence[int], *,
                 num_workers: int) -> RunPrediction:
-    """`job_counts` has the number of jobs of each outer iteration."""
+    """Predict a run; `job_counts` has the number of jobs of each outer iteration."""
     by_count = {count: predict(machine, workload, site, num_jobs=count, num_workers=num_workers)
                 for count in set(job_counts)}
     first = by_count[job_counts[0]]
@@ -266,12 +261,10 @@ def predict_run(machine: Machine, workload: Workload, site: Site, job_counts: Se
 
 def extrapolate(records: Sequence[OuterIterationRecord], job_counts: Sequence[int], *,
                 num_slots: int) -> RunPrediction | None:
-    """A prediction from a run's own first outer iterations; None when there are fewer than two of
-    them.
+    """Predict from the first outer iterations of the run; None if there are fewer than two.
 
-    The first one is left out and gives the warm-up.  Where the number of jobs grows, their time
-    does once there are more of them than `num_slots` (cores, GPUs or workers, whichever are
-    fewest).
+    The first one only gives the warm-up. The duration grows with the number of jobs beyond
+    `num_slots` (cores, GPUs or workers, whichever are fewest).
     """
     seen = list(records[:_WATCHED])
     if len(seen) < 2:
@@ -297,13 +290,13 @@ def _turns(num_jobs: int, num_slots: int) -> float:
     return max(1.0, num_jobs / num_slots)
 
 
-# Beside the actual --------------------------------------------------------------------------------
+# Comparison ---------------------------------------------------------------------------------------
 
 
 def compare(records: Sequence[OuterIterationRecord], predicted: RunPrediction) -> list[str]:
-    """Two lines: seconds per outer iteration by part, and in all; empty when there are no records.
+    """Return two lines: seconds per outer iteration by part, and in total; empty without records.
 
-    Records are matched by their outer iteration, so a resumed run may give only what it did itself.
+    Records are matched by their outer iteration, so a resumed run may contain only new ones.
     """
     pairs = [(record, predicted.iterations[record.outer_iter]) for record in records
              if record.outer_iter < len(predicted.iterations)]

@@ -1,7 +1,8 @@
-"""Measures what the planner needs to know about this machine: outer iterations in miniature, with the run's own jobs.
+"""Measurements of this machine for the planner: small outer iterations with the jobs of the run.
 
-Worker processes run real jobs, cut short where they are long; the coordinator's share (average, checkpoint, diagnostics) is
-done between them as in a run.  Settings take turns, so that a machine that is busy for a while is busy for all of them.
+Worker processes run real jobs, shortened if necessary. The work of the coordinator (average,
+checkpoint, diagnostics) is done between them as in a run. Settings are interleaved, so that
+temporary load affects all of them.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from ngsgd.training.planning import Progress
 from ngsgd.training.storage.checkpoint import CheckpointStore
 from ngsgd.training.task import Task, TaskSpec, seeded_model
 
-# of the probe; a machine with more cores is taken to go on as it did there
+# maximum number of processes of the probe; machines with more cores are extrapolated
 _MAX_PROCESSES = 64
-# with up to half as many cores, two workers per core are tried as well
+# with up to half as many cores, two workers per core are measured as well
 _MAX_SHARED = 16
 _MIN_LIMIT_S = 0.5
-# times that every setting is measured at least, whatever the time
+# minimum repetitions of every setting, regardless of time
 _MIN_CYCLES = 3
-# times that it should be
+# intended repetitions
 _CYCLES = 4
 _ECHOES = 5
-# whose mean length stands for all
+# shards whose mean length is used for all
 _MAX_SHARDS = 1000
 
 
 @dataclass(frozen=True)
 class ProcessLayout:
-    """Worker processes that run at the same time, and the threads of each."""
+    """Concurrent worker processes, and the threads of each."""
 
     num_processes: int
     num_threads: int
@@ -54,7 +55,7 @@ class ProcessLayout:
 
 @dataclass(frozen=True)
 class _Round:
-    """One outer iteration in miniature."""
+    """One small outer iteration."""
 
     jobs: tuple[JobTiming, ...]
     average_s: float
@@ -63,9 +64,18 @@ class _Round:
 
 
 def measure(spec: TaskSpec, config: RunConfig, *, num_cores: int, seconds: float, scratch: Path) -> tuple[Machine, Workload]:
-    """Takes about `seconds`, start of the processes included; checkpoints are tried out under `scratch`.
+    """Measure the machine in about `seconds`, including the start of the processes.
 
-    Raises what a worker raised, and ClusterError when one died or did not start.
+    Args:
+        spec: the task.
+        config: configuration of the run.
+        num_cores: cores to use.
+        seconds: duration.
+        scratch: folder for test checkpoints.
+
+    Raises:
+        ClusterError: a worker died or did not start.
+        NgsgdError: an error of a worker.
     """
     deadline = time.monotonic() + seconds
     coordinator = ProbeCoordinator(config, spec.task(torch.device("cpu")), scratch, num_cores)
@@ -76,7 +86,7 @@ def measure(spec: TaskSpec, config: RunConfig, *, num_cores: int, seconds: float
         limit_s = max(_MIN_LIMIT_S, (deadline - time.monotonic()) / (len(settings) * (_CYCLES + 1)))
         full = fullest(settings, num_cores=num_cores, num_gpus=num_gpus)
         cold = coordinator.round(processes, full, limit_s)
-        # the other workers' first jobs, which would not be like the rest
+        # first jobs of the other workers, which differ from later ones
         coordinator.round(processes, most, limit_s)
         link = _link(processes[0], coordinator.start)
         rounds: dict[ProcessLayout, list[_Round]] = defaultdict(list)
@@ -88,9 +98,9 @@ def measure(spec: TaskSpec, config: RunConfig, *, num_cores: int, seconds: float
 
 
 def settings_to_measure(config: RunConfig, *, num_cores: int, num_gpus: int) -> list[ProcessLayout]:
-    """1, 2, 4 ... workers up to one per core (or GPU), with the threads that a run would give them, and one worker alone.
+    """1, 2, 4 ... workers up to one per core (or GPU), with default threads, and a single worker.
 
-    Where cores are few, also two workers per core: what they lose by taking turns cannot be told from fewer.
+    With few cores, also two workers per core: the loss by sharing cannot be extrapolated.
     """
     fixed = config.cluster.threads_per_worker
     most = min(slots_of(fixed or 1, num_cores=num_cores, num_gpus=num_gpus), _MAX_PROCESSES)
@@ -100,13 +110,13 @@ def settings_to_measure(config: RunConfig, *, num_cores: int, num_gpus: int) -> 
 
 
 def fullest(settings: Sequence[ProcessLayout], *, num_cores: int, num_gpus: int) -> ProcessLayout:
-    """The most workers that do not have to take turns."""
+    """The largest number of workers that do not share cores."""
     return max((s for s in settings if s.num_processes <= slots_of(s.num_threads, num_cores=num_cores, num_gpus=num_gpus)),
                key=lambda s: s.num_processes)
 
 
 def workload_of(config: RunConfig, task: Task, layout: FlatLayout) -> Workload:
-    """What a run with this configuration asks of a machine."""
+    """Size of the computation of a run with this configuration."""
     grid = task.shards()
     shards = itertools.product(range(grid.num_archives), range(grid.shards_per_archive))
     # minibatches of one example are examples
@@ -116,7 +126,7 @@ def workload_of(config: RunConfig, task: Task, layout: FlatLayout) -> Workload:
         memory = predict_run(config, task)
         of_memory = (memory.state, memory.peak)
     except ConfigError:
-        # time can be predicted without
+        # time can be predicted without memory
         of_memory = (0, 0)
     return Workload(samples, config.schedule.minibatch_size, 4 * layout.size, total, *of_memory)
 
@@ -125,7 +135,7 @@ def workload_of(config: RunConfig, task: Task, layout: FlatLayout) -> Workload:
 
 
 class ProbeCoordinator:
-    """Gives out jobs and does with their results what the coordinator of a run does."""
+    """Assigns jobs and processes their results like the coordinator of a run."""
 
     def __init__(self, config: RunConfig, task: Task, scratch: Path, num_cores: int) -> None:
         self.config, self.task = config, task
@@ -136,7 +146,7 @@ class ProbeCoordinator:
                                     num_threads=num_cores)
         self.store = CheckpointStore(scratch, self.layout, config.checkpoint.num_to_keep)
         self.num_rounds = 0
-        # a model that grows is whole by then
+        # a growing model is complete by then
         self.first_outer_iter = task.shards().schedule(config.schedule).num_outer_iters
 
     def round(self, processes: Sequence[Process], setting: ProcessLayout, limit_s: float) -> _Round:
@@ -159,7 +169,7 @@ class ProbeCoordinator:
         return _Round(jobs, average_s, checkpoint_s, clock.lap())
 
     def make_job(self, index: int, num_jobs: int) -> Job:
-        """The next shard, trained from the first model: what is learned does not matter here."""
+        """The next shard, trained from the initial model: the result is not used."""
         grid = self.task.shards()
         passes = self.num_rounds * num_jobs + index
         shard = Shard(passes % grid.num_archives, passes % grid.shards_per_archive)
@@ -180,7 +190,7 @@ class _LapTimer:
 
 
 def _link(worker: Process, vector: Vector) -> Link:
-    """Latency and bandwidth between this process and a worker; the speed of adding comes later."""
+    """Latency and bandwidth between this process and a worker; the speed of adding is set later."""
     def echo_s(what: Vector) -> float:
         times = []
         for _ in range(_ECHOES):
@@ -199,8 +209,8 @@ def _summary(num_cores: int, num_gpus: int, rounds: dict[ProcessLayout, list[_Ro
               for setting, found in rounds.items()}
     full = fullest(list(speeds), num_cores=num_cores, num_gpus=num_gpus)
     fewest = min(setting.num_threads for setting in speeds)
-    # the setting "one worker alone" counts as parallel only where a run of one worker would have
-    # those threads
+    # a single worker counts as parallel only if a run of one worker would use that number of
+    # threads
     alone = max((s for s in speeds if s.num_processes == 1), key=lambda setting: setting.num_threads)
     parallel = [s for s in speeds if s.num_processes > 1 or s == alone]
     serial = [s for s in speeds if s == alone or (s.num_processes == 1 and s.num_threads == fewest)]
@@ -217,9 +227,10 @@ def _summary(num_cores: int, num_gpus: int, rounds: dict[ProcessLayout, list[_Ro
 
 
 def _speed(setting: ProcessLayout, rounds: Sequence[_Round], workload: Workload, num_slots: int) -> Speed:
-    """Medians over rounds of means over workers: a round in which something else ran does not count for much.
+    """Medians over rounds of means over workers, robust against disturbed rounds.
 
-    Workers that share cores end one after another, and the last of them tells how long the cores were busy.
+    Workers that share cores end at different times; the last one shows how long the cores were
+    busy.
     """
     turns = max(1.0, setting.num_processes / num_slots)
     over_workers = statistics.fmean if turns == 1.0 else max

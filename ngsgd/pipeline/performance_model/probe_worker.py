@@ -1,4 +1,4 @@
-"""The worker processes of the probe: they run jobs, cut short where they are long, and say where the time went."""
+"""Worker processes of the probe: they run jobs, shortened if necessary, and return timings."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ngsgd.training.worker import Worker
 
 # minibatches at the start of a job with a Fisher update each
 _WARM = 11
-# for a killed process to end
+# seconds for a killed process to end
 _END_S = 5.0
-# minibatches between two looks at the clock: a multiple of the usual update period, 4
+# minibatches between two readings of the clock: a multiple of the default update period, 4
 _MARK = 8
 
 
@@ -37,52 +37,53 @@ class TimedJob:
 
 @dataclass(frozen=True)
 class JobTiming:
-    """Where the time of a job went."""
+    """Timing of a job."""
 
-    seconds: float           # all of it
-    # of a minibatch after the first eleven
+    seconds: float           # total
+    # per minibatch after the first eleven
     step_s: float
-    # what a job of any length takes besides its steps
+    # time of a job besides its steps
     fixed_s: float
     num_minibatches: int
     parameters: Vector
 
 
 class Process:
-    """A worker process, seen from here."""
+    """Handle of a worker process."""
 
     def __init__(self, process: Any, connection: Connection, timeout_s: float) -> None:
         self.process, self.connection, self.timeout_s = process, connection, timeout_s
 
     def send(self, message: object) -> None:
-        # it is gone; `receive` says so
+        # it is gone, which `receive` reports
         with contextlib.suppress(OSError):
             self.connection.send(message)
 
     def receive(self) -> Any:
-        """Its answer; raises what it raised."""
+        """Return the answer of the process; raise its exception."""
         try:
             if not self.connection.poll(self.timeout_s):
-                raise ClusterError(f"a worker of the probe did not answer within cluster.start_timeout_s = {self.timeout_s:g}; "
-                                   "give it more time.")
+                raise ClusterError("a worker of the probe did not answer within "
+                                   f"cluster.start_timeout_s = {self.timeout_s:g}; raise the "
+                                   "timeout.")
             answer = self.connection.recv()
         except (EOFError, OSError) as error:
             self.process.join(1.0)
-            raise ClusterError(f"a worker of the probe ended with code {self.process.exitcode}; see whether memory is short, and "
-                               "try a smaller model.") from error
+            raise ClusterError(f"a worker of the probe ended with code {self.process.exitcode}; "
+                               "check the free memory, or use a smaller model.") from error
         if isinstance(answer, NgsgdError):
             raise answer
         if isinstance(answer, Exception):
-            raise ClusterError(f"a worker of the probe failed ({type(answer).__name__}: {answer}); does "
-                               "`ngsgd train cluster=in_process` run?") from answer
+            raise ClusterError(f"a worker of the probe failed ({type(answer).__name__}: {answer}); "
+                               "check that `ngsgd train cluster=in_process` runs.") from answer
         return answer
 
 
 @contextlib.contextmanager
 def workers(spec: TaskSpec, count: int, num_gpus: int) -> Iterator[list[Process]]:
-    """`count` processes, each ready to take jobs; ended when the block is left."""
-    # forked from a process that has imported torch and done nothing else: one import for all, no
-    # lock of our threads
+    """Start `count` processes that are ready for jobs; they end with the context."""
+    # forked from a process that has only imported torch: one import for all, and no locks of our
+    # threads
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     started = []
@@ -105,7 +106,7 @@ def workers(spec: TaskSpec, count: int, num_gpus: int) -> Iterator[list[Process]
 
 
 def serve(connection: Connection, spec: TaskSpec, index: int, num_gpus: int) -> None:
-    """The worker process: answers tasks with timings and vectors with themselves, until the other side hangs up."""
+    """Run tasks and echo vectors in the worker process until the connection is closed."""
     try:
         if num_gpus:
             torch.cuda.set_device(index % num_gpus)
@@ -132,7 +133,7 @@ def timed(worker: Worker, task: TimedJob) -> JobTiming:
 
 
 class Watch:
-    """A stop signal that comes at a given time and notes, on the way, when minibatches were done."""
+    """A stop signal at a given time that also records when minibatches were done."""
 
     def __init__(self, deadline: float, *, uses_gpu: bool) -> None:
         self.deadline, self.uses_gpu = deadline, uses_gpu
@@ -144,13 +145,15 @@ class Watch:
         if self.num_asked < _WARM or (self.num_asked - _WARM) % _MARK:
             return False
         if self.uses_gpu:
-            # its queue runs ahead of what is done
+            # operations are queued ahead of the GPU
             torch.cuda.synchronize()
         self.marks.append((self.num_asked, time.perf_counter()))
         return self.marks[-1][1] > self.deadline and len(self.marks) > 1
 
     def step_s(self, seconds: float, num_minibatches: int) -> float:
-        """Seconds per minibatch once the Fisher estimates are warm; for a job too short to tell, its mean."""
+        """Seconds per minibatch after warm-up of the Fisher estimates; for a short job, its
+        mean.
+        """
         if len(self.marks) < 2:
             return seconds / num_minibatches
         (first, start), (last, end) = self.marks[0], self.marks[-1]

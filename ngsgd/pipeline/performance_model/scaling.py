@@ -19,63 +19,63 @@ from ngsgd.pipeline.performance_model.formulas import (
 )
 from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Site, Workload
 
-# share of an outer iteration that is not training, above which something is worth changing
+# fraction of an outer iteration without training above which a change is recommended
 MAX_OVERHEAD = 0.1
-# more workers than this on each core are not worth a number
+# more workers per core are not predicted
 _SHARED_CORES = 16
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What cannot be measured on one machine."""
+    """Values that cannot be measured on one machine."""
 
     # cores (or GPUs) of a machine of the cluster
     slots_per_machine: int
-    # bytes per second of a machine's link, each way
+    # bytes per second and direction of the link of a machine
     bandwidth: float
     latency_s: float
     failures_per_worker_hour: float
-    # until a lost worker is replaced
+    # seconds until a lost worker is replaced
     replace_s: float
-    # spread of a job's time over the machines; None: as measured here
+    # spread of the job time over the machines; None: as measured here
     sigma: float | None
-    # growth of the data needed with samples_per_iter; None: not known
+    # growth of the data needed with samples_per_iter; None: unknown
     gamma: float | None
-    outer_momentum: float        # eta; 0 = plain averaging
+    outer_momentum: float        # eta; 0: plain averaging
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is told about one number of workers."""
+    """Predictions for one number of workers."""
 
     workers: int
-    # all workers on this machine; None where that makes no sense
+    # all workers on this machine; None if that is not useful
     here: Prediction | None
-    # a core or GPU for each worker
+    # one core or GPU per worker
     there: Prediction
     num_machines: int
-    # of `there`, over one worker on this machine
+    # of `there`, relative to one worker on this machine
     speed_up: float
     speed_up_here: float | None
-    # share of the time lost to failures, as the coordinator deals with them
+    # fraction of the time lost to failures, with the recovery of the coordinator
     lost: float
-    # if any failure made all workers begin the outer iteration again
+    # the same if any failure restarted the outer iteration on all workers
     lost_restarting: float
-    # quickest way to average
+    # fastest averaging method
     averaging: str
     averaging_s: float
     samples: SampleAdvice
 
 
 def momentum_of(config: RunConfig) -> float:
-    """eta of the outer optimiser; bmuf chooses its own so that the outer iterations suffice."""
+    """eta of the outer optimizer; bmuf adapts eta to the number of outer iterations."""
     outer = config.outer
     momenta = {"diloco": outer.momentum, "streaming": outer.momentum}
     return momenta.get(outer.kind, 0.0)
 
 
 def site_of(machine: Machine, config: RunConfig, num_workers: int) -> Site:
-    """Where the workers of a run with this configuration are, if they are all on the measured machine."""
+    """Location of the workers of a run if they are all on the measured machine."""
     return planner.this_machine(machine, num_workers, threads_per_worker=config.cluster.threads_per_worker,
                                 one_by_one=config.cluster.kind == "in_process")
 
@@ -98,7 +98,7 @@ def rows(machine: Machine, workload: Workload, config: RunConfig, workers: Seque
                                  outer_momentum=assumed.outer_momentum)
         advice = recommend_samples(now=workload.samples, rate=there.effective_rate, overhead_s=there.overhead_s, bounds=bounds,
                                    gamma=assumed.gamma, max_overhead=MAX_OVERHEAD)
-        # archives hold about as many samples as are asked for
+        # archives contain about the configured number of samples
         if advice.samples == round(workload.samples):
             advice = replace(advice, samples=config.egs.samples_per_iter)
         found.append(Row(
@@ -109,7 +109,10 @@ def rows(machine: Machine, workload: Workload, config: RunConfig, workers: Seque
 
 
 def _best_average(num_workers: int, workload: Workload, link: Link, outer_iter_s: float) -> tuple[str, float]:
-    """The quickest way and its seconds; in one place where nothing else gains a hundredth of the outer iteration."""
+    """Return the fastest method and its seconds.
+
+    The central method is preferred if no other method saves 1 % of the outer iteration.
+    """
     times = averaging_times(num_workers, workload.model_bytes, link)
     quickest = min(times, key=lambda name: times[name])
     best = quickest if times["central"] - times[quickest] > 0.01 * outer_iter_s else "central"
@@ -121,7 +124,7 @@ def _here(machine: Machine, workload: Workload, config: RunConfig, num_workers: 
 
 
 def _site(machine: Machine, config: RunConfig, num_workers: int, assumed: Assumptions, link: Link) -> Site:
-    """A cluster; workers that fit on one machine have no network between them."""
+    """A cluster; workers on a single machine have no network between them."""
     if num_workers <= assumed.slots_per_machine:
         return replace(site_of(machine, config, num_workers), one_by_one=False,
                        slots_per_machine=max(num_workers, machine.slots(config.cluster.threads_per_worker or 1)))

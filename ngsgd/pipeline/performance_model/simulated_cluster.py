@@ -1,6 +1,7 @@
-"""The cluster that a simulation assumes: speeds, spread, failures and links, and what the planner's formulas make of them.
+"""The cluster of a simulation: speeds, spread, failures and links, and predictions of the formulas.
 
-No clock, no files, no torch: `ngsgd.pipeline.performance_model.simulator` runs the jobs.  Seconds are virtual.
+This module uses no clock, no files and no torch. `ngsgd.pipeline.performance_model.simulator` runs
+the jobs. Seconds are virtual.
 """
 
 from __future__ import annotations
@@ -23,44 +24,44 @@ _HOSTS, _FAILURES, _JOBS = range(3)
 
 @dataclass(frozen=True)
 class SimulatedCluster:
-    """Workers that are alike but for chance; with `seed` every draw is decided."""
+    """Workers with identical parameters; `seed` determines all random numbers."""
 
     # frames per second of an average worker; > 0
     rate: float = 20000.0
-    # of a job's time, log-normal with mean 1
+    # of the job time, log-normal with mean 1
     spread: Spread = _EVEN
     # of a job before its first minibatch
     overhead_s: float = 0.0
-    # of a worker that is there, busy or not
+    # per live worker, busy or idle
     failures_per_worker_hour: float = 0.0
-    # of the failures: the worker makes no progress any more, where others die; 0 to 1
+    # fraction of failures, 0 to 1, in which the worker hangs instead of dying
     hang_share: float = 0.0
-    # from a worker's end until another is ready in its place
+    # from the end of a worker until its replacement is ready
     replace_s: float = 20.0
     link: Link = _GIGABIT
-    # how parameters are averaged: one of TOPOLOGIES
+    # averaging method: one of TOPOLOGIES
     topology: str = "central"
     seed: int = 0
 
     def pace(self, worker: int) -> float:
-        """How many times the average a worker takes, now and always; also the one that replaces it."""
+        """Permanent time factor of a worker relative to the average; also for its replacement."""
         return _log_normal(self.spread.host, self._random(_HOSTS, worker))
 
     def seconds(self, num_frames: int, num_minibatches: int, identity: tuple[int, int, int], worker: int) -> float:
-        """From the first minibatch of a job to its last."""
+        """Seconds from the first minibatch of a job to its last."""
         chance = _log_normal(self.spread.step / math.sqrt(max(num_minibatches, 1)), self._random(_JOBS, *identity))
         return num_frames / self.rate * self.pace(worker) * chance
 
     def failures_of(self, worker: int) -> np.random.Generator:
-        """Where the moments of a worker's failures come from."""
+        """Random number generator of the failure times of a worker."""
         return self._random(_FAILURES, worker)
 
     def time_to_failure(self, chance: np.random.Generator) -> float:
-        """Seconds that a worker lives."""
+        """Lifetime of a worker in seconds."""
         return 3600.0 * float(chance.exponential()) / self.failures_per_worker_hour if self.failures_per_worker_hour else math.inf
 
     def average_s(self, num_jobs: int, num_bytes: float) -> float:
-        """Sending the model out, the results back, and adding them."""
+        """Seconds for sending the model and the results, and adding them."""
         return averaging_times(num_jobs, num_bytes, self.link)[TOPOLOGIES[self.topology]]
 
     def _random(self, stream: int, *key: int) -> np.random.Generator:
@@ -73,14 +74,14 @@ def _log_normal(sigma: float, chance: np.random.Generator) -> float:
 
 @dataclass(frozen=True)
 class Expected:
-    """One outer iteration as the formulas have it, in seconds."""
+    """One outer iteration as predicted by the formulas, in seconds."""
 
     work_s: float      # K / r
     # until the slowest job has ended
     compute_s: float
-    # as far as the jobs wait for it
+    # part that the jobs wait for
     average_s: float
-    # waiting for jobs that run again
+    # waiting for repeated jobs
     failures_s: float
 
     @property
@@ -89,10 +90,11 @@ class Expected:
 
 
 def expected(cluster: SimulatedCluster, config: RunConfig, *, num_jobs: int, samples: float, model_bytes: float) -> Expected:
-    """What the planner's formulas say of an outer iteration with a worker for each job of `samples` frames."""
+    """Predict an outer iteration with one worker per job of `samples` frames by the formulas."""
     schedule, work_s = config.schedule, samples / cluster.rate
     num_minibatches = samples / schedule.minibatch_size
-    # with shares by speed a slow machine has less to do, and only chance makes its job late
+    # with partitioning by speed a slow machine has less to do, and only random variation delays its
+    # job
     spread = cluster.spread if schedule.load_balancing == "none" else Spread(0.0, cluster.spread.step)
     job_s = schedule.sync_interval_s if schedule.load_balancing == "time" else (
         cluster.overhead_s + work_s * straggler_factor(spread.of_job(num_minibatches), num_jobs))
@@ -107,28 +109,28 @@ def expected(cluster: SimulatedCluster, config: RunConfig, *, num_jobs: int, sam
 
 @dataclass
 class Books:
-    """Where the workers' time went, in worker-seconds; the parts add up to `total_s`."""
+    """Use of the time of the workers, in worker-seconds; the parts sum to `total_s`."""
 
     total_s: float = 0.0
-    # minibatches of jobs that returned a result
+    # minibatches of jobs with a result
     trained_s: float = 0.0
     overhead_s: float = 0.0    # of those jobs
-    # of jobs that returned none: training, overhead, hanging
+    # of jobs without a result: training, overhead, hanging
     broken_s: float = 0.0
-    # workers that were gone
+    # workers that were being replaced
     replaced_s: float = 0.0
-    # waiting while nothing but repeated jobs was under way
+    # waiting while only repeated jobs ran
     repeats_s: float = 0.0
-    # waiting while first tries were
+    # waiting while first attempts ran
     stragglers_s: float = 0.0
     # waiting for the average
     average_s: float = 0.0
-    # hanging workers that were killed included
+    # including killed hung workers
     num_deaths: int = 0
     num_hangs: int = 0
 
     def shares(self) -> dict[str, float]:
-        """Shares of the workers' time, 0 to 1: `efficiency`, and what was lost to what."""
+        """Fractions of the worker time, 0 to 1: `efficiency`, and the losses by cause."""
         total_s = max(self.total_s, 1e-12)
         return {"efficiency": self.trained_s / total_s,
                 "failures": (self.broken_s + self.replaced_s + self.repeats_s) / total_s,

@@ -1,8 +1,9 @@
-"""N logical workers on a virtual clock: real training, simulated time, stragglers, deaths and hangs.
+"""N logical workers on a virtual clock: real training, simulated time, stragglers and failures.
 
-The coordinator drives it like any pool and asks `SimulatedPool.clock` for the time, so what is simulated is the code that
-runs on a cluster.  Every job that returns a result is trained by one worker in this process, and its numbers are those of
-any pool; a job that dies is not trained at all.  Nothing here sleeps: `wait` moves the clock to what happens next.
+The coordinator uses it like any pool and reads the time from `SimulatedPool.clock`, so the
+simulated code is the code that runs on a cluster. Every job with a result is trained by one worker
+in this process, with the same result as in any pool. A job that dies is not trained. The simulation
+never sleeps: `wait` advances the clock to the next event.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from ngsgd.training.worker_pool import Retired
 
 @dataclass
 class _Task:
-    """A job under way; its minibatches take equally long."""
+    """A running job; its minibatches take equally long."""
 
     job: Job
     began: float
     overhead_s: float
     minibatch_s: float
-    # after which it ends: all of them, or fewer once it was told to stop
+    # minibatches after which it ends: all, or fewer after a stop request
     num_minibatches: int
     was_told: bool = False
 
@@ -40,32 +41,32 @@ class _Task:
         return self.began + self.overhead_s + self.num_minibatches * self.minibatch_s
 
     def done(self, now: float) -> int:
-        """Minibatches that are done."""
+        """Minibatches completed at a time."""
         passed = (now - self.began - self.overhead_s) / self.minibatch_s
         return min(self.num_minibatches, max(0, math.floor(passed)))
 
 
 @dataclass
 class _SimulatedWorker:
-    """One worker, or the one that will replace it."""
+    """One worker, or its pending replacement."""
 
     index: int
     chance: np.random.Generator
     fails_at: float
-    # while it is gone
+    # time of its return while it is gone
     back_at: float | None = None
-    # from then on it makes no progress
+    # no progress from this time on
     hung_at: float = math.inf
     task: _Task | None = None
 
     @property
     def is_idle(self) -> bool:
-        """As far as the coordinator can tell."""
+        """Idle, as far as the coordinator can observe."""
         return self.back_at is None and self.task is None
 
     @property
     def wakes_at(self) -> float:
-        """When something happens to it by itself."""
+        """Time of the next spontaneous event."""
         if self.back_at is not None:
             return self.back_at
         if self.hung_at < math.inf:
@@ -74,7 +75,7 @@ class _SimulatedWorker:
 
 
 class SimulatedPool:
-    """A WorkerPool whose time is virtual; the same seed gives the same events."""
+    """A WorkerPool with virtual time; the same seed gives the same events."""
 
     def __init__(self, spec: SpeechTaskSpec, cluster: SimulatedCluster, num_workers: int, num_threads: int, *,
                  should_stop: Callable[[], bool] = never,
@@ -88,12 +89,12 @@ class SimulatedPool:
         self.books = Books()
         self._now = 0.0
         self._outcomes: deque[Outcome] = deque()
-        # workers that had something to do so far: a schedule may begin with few jobs
+        # workers that were busy so far: a schedule may begin with few jobs
         self._num_wanted = 0
         self._slots = [self._new_slot(index) for index in range(num_workers)]
 
     def clock(self) -> float:
-        """Virtual seconds since the pool was made."""
+        """Virtual seconds since the pool was created."""
         return self._now
 
     def start(self) -> None:
@@ -101,7 +102,8 @@ class SimulatedPool:
         self._worker = self.make_worker(self.spec, 0)
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:
-        # its travel is part of what `mean` takes: the planner's formulas count both ways together
+        # its transfer is part of the time of `mean`: the formulas of the planner include both
+        # directions
         write(vector := np_empty(self._worker.layout.size))
         return LocalRef(vector)
 
@@ -109,7 +111,7 @@ class SimulatedPool:
         pass
 
     def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> None:
-        """Lets the time of averaging pass; the coordinator adds up itself, so that the bits are those of one process."""
+        """Advance the clock by the averaging time; the coordinator averages as in one process."""
         num_bytes = max((result.sent.read().nbytes for result in results), default=0)
         self._advance(self._now + self.cluster.average_s(max(len(results), 1), num_bytes), is_averaging=True)
 
@@ -123,8 +125,8 @@ class SimulatedPool:
         return []
 
     def submit(self, job: Job) -> None:
-        # the same job goes to the same worker where it can, as in the other pools: a slow machine's
-        # job can then be shorter
+        # assign a job to the same worker where possible, as in the other pools: then a slow machine
+        # can get a shorter job
         slot = min((slot for slot in self._slots if slot.is_idle),
                    key=lambda s: (s.index != job.job % self.num_workers, s.index))
         sizes = [self._size(piece) for piece in job.pieces]
@@ -158,14 +160,14 @@ class SimulatedPool:
     def close(self) -> None:
         self.abandon()
 
-    # What happens ---------------------------------------------------------------------------------
+    # Events ---------------------------------------------------------------------------------------
 
     def _new_slot(self, index: int) -> _SimulatedWorker:
         chance = self.cluster.failures_of(index)
         return _SimulatedWorker(index, chance, self.cluster.time_to_failure(chance))
 
     def _advance(self, until: float, *, is_averaging: bool = False) -> None:
-        """Moves the clock, and on its way lets everything happen at its own moment."""
+        """Advance the clock and process all events in order."""
         while (slot := min(self._slots, key=lambda s: s.wakes_at)).wakes_at <= until:
             self._pass(slot.wakes_at, is_averaging)
             self._happen(slot)
@@ -184,7 +186,7 @@ class SimulatedPool:
             self._end(slot, f"simulated failure at {self._now:.1f} s")
 
     def _end(self, slot: _SimulatedWorker, reason: str) -> None:
-        """A worker is gone, and its job with it."""
+        """End a worker and its job."""
         task, slot.task = slot.task, None
         slot.back_at, slot.hung_at = self._now + self.cluster.replace_s, math.inf
         self.books.num_deaths += 1
@@ -193,7 +195,7 @@ class SimulatedPool:
             self._outcomes.append(JobFailure(task.job, slot.index, reason, True))
 
     def _result(self, slot: _SimulatedWorker, task: _Task) -> JobResult:
-        """Trains the job, now that it is known how far it came."""
+        """Train the job, now that its number of minibatches is known."""
         slot.task = None
         num_done = 0
 
@@ -209,7 +211,7 @@ class SimulatedPool:
         return replace(result, seconds=seconds)
 
     def _pass(self, until: float, is_averaging: bool) -> None:
-        """Time in which nothing happens, and who spends it on what."""
+        """Account for a period without events."""
         seconds, self._now = until - self._now, until
         tasks = [slot.task for slot in self._slots if slot.task]
         free = self._num_wanted - len(tasks)
@@ -225,7 +227,7 @@ class SimulatedPool:
             self.books.repeats_s += waited_s
 
     def _size(self, piece: WorkItem) -> tuple[int, int]:
-        """(frames, minibatches) of a piece."""
+        """(frames, minibatches) of a work item."""
         size, num_frames = self.spec.config.schedule.minibatch_size, self.spec.shards().num_frames(piece.shard)
         stop = num_frames if piece.stop is None else min(num_frames, piece.stop * size)
         frames = stop - piece.first * size

@@ -1,1 +1,1 @@
-"""A run on disk: its folder, its final model, its fingerprint, and the permission to import what it names."""
+"""A run on disk: folder, final model, fingerprint, and trust in the modules it names."""

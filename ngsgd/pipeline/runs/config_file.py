@@ -1,4 +1,4 @@
-"""config.yaml of a run folder: the settings of the run, written with passwords masked."""
+"""config.yaml of a run folder: the settings of the run, with masked passwords."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from ngsgd.masking import masked
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The settings as YAML, with an end mark that shows whether a file is complete; a task has no settings of speech."""
+    """Return the settings as YAML with an end mark, which shows that a file is complete.
+
+    A custom task has no settings of speech.
+    """
     import yaml
 
     settings = _plain(asdict(config))
@@ -26,7 +29,7 @@ def _without_speech(settings: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _plain(node: Any) -> Any:
-    """The same with lists for tuples, which YAML does not have, and masked texts."""
+    """Convert tuples, which YAML lacks, to lists, and mask secrets."""
     if isinstance(node, dict):
         return {name: _plain(value) for name, value in node.items()}
     if isinstance(node, (list, tuple)):

@@ -32,12 +32,12 @@ from ngsgd.tasks.frame_scores import average_posterior
 _TRANSFORM = "input_transform.safetensors"
 # SHA-256 of every other file of a final model
 DIGESTS = "digests.json"
-_AGAIN = "restore it from a copy, or make it again from the run's checkpoints with ngsgd resume."
+_AGAIN = "restore it from a copy, or recreate it from the checkpoints of the run with ngsgd resume."
 
 
 def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsReader) -> None:
-    """Parameters, and beside them what is needed to use them: shapes, features, class priors."""
-    # the divisor of decoding: the priors of a sequence objective, or the average posterior
+    """Write the parameters, and the data needed to use them: shapes, features, class priors."""
+    # the divisor in decoding: the priors of a sequence objective, or the average posterior
     if config.objective.kind != "ce":
         prior_P = np.asarray(np.exp(load_arrays(folder.denominator)["log_prior"]))
     else:
@@ -60,11 +60,9 @@ def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: E
 
 def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transform: Tensor | None,
                 extractor: Path | None = None) -> None:
-    """A folder that `open_final` reads; `extractor` is the file that makes the i-vectors of the
-    model's input.
-    """
+    """Write a folder for `open_final`; `extractor` computes the i-vectors of the model input."""
     with new_directory(path) as temporary:
-        # a copy each: tied weights share memory, which safetensors refuses
+        # copies: tied weights share memory, which safetensors rejects
         state = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
         save_file(state, temporary / "model.safetensors")
         if transform is not None:
@@ -77,14 +75,12 @@ def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transfor
 
 
 def check_final(path: Path) -> None:
-    """Raises CheckpointError unless every file of a final model is as it was written; those of
-    earlier versions have no digests.
-    """
+    """Raise CheckpointError unless all files match their digests, which earlier versions lack."""
     if not (path / DIGESTS).exists():
         return
     try:
         digests = read_json(path / DIGESTS)
-        # a plain name only: a received file must not make this one read a device
+        # plain names only: a malicious file must not make this function read a device
         wrong = [name for name, digest in digests.items() if Path(name).name != name
                  or sha256(path / name) != digest]
         wrong += [name for name in ("model.json", "model.safetensors") if name not in digests]
@@ -94,35 +90,32 @@ def check_final(path: Path) -> None:
         raise CheckpointError(f"{path / DIGESTS} cannot be read ({type(error).__name__}: {error}); "
                               f"{_AGAIN}") from error
     if wrong:
-        raise CheckpointError(f"{path / wrong[0]} is not what was written (its SHA-256 differs "
-                              f"from {DIGESTS}); {_AGAIN}")
+        raise CheckpointError(f"{path / wrong[0]} was changed (its SHA-256 differs from "
+                              f"{DIGESTS}); {_AGAIN}")
 
 
 def load_final(folder: RunFolder, *, trust: bool = False) -> tuple[nn.Module,
                                                                    npt.NDArray[np.float64]]:
-    """(model, priors) of a run that has ended; `trust` allows the import of a module that the run
-    names (see `trust`).
-    """
+    """Return (model, priors) of a finished run; `trust` allows importing its module."""
     try:
         return open_final(folder.final, trust=trust)
     except OSError as error:
-        raise CheckpointError(f"{folder.path} has no final model that can be read ({error}); "
-                              f"finish it with `ngsgd resume {folder.path}`.") from error
+        raise CheckpointError(f"{folder.path} has no readable final model ({error}); finish it "
+                              f"with `ngsgd resume {folder.path}`.") from error
 
 
 def open_final(path: Path, *, trust: bool = False,
                own: ModelConfig | None = None) -> tuple[nn.Module, npt.NDArray[np.float64]]:
-    """(model, priors) from a folder that `save_final` wrote.
+    """Return (model, priors) from a folder written by `save_final`.
 
     Args:
         path: the folder.
-        trust: import the module that it names (`model._target_`), whoever began its run; see
-            docs/own-model.md.
-        own: the model of the run that starts from it, whose module is imported if both name the
-            same.
+        trust: import the module that it names (`model._target_`), regardless of who began its run;
+            see docs/own-model.md.
+        own: model of the run that starts from it, whose module is imported if both name the same.
 
     Raises:
-        OSError: a file is not there.
+        OSError: a file is missing.
         ConfigError: it names a module whose import is not allowed.
         CheckpointError: a file is damaged.
     """

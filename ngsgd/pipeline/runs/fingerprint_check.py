@@ -1,4 +1,4 @@
-"""The numeric fingerprint of a run: kept in its folder, and compared with the processes that resume it."""
+"""The numeric fingerprint of a run, compared with the processes that resume it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ngsgd.training.worker import resolve_threads
 
 @dataclass(frozen=True)
 class FingerprintCheck:
-    """What all processes that compute for a run must have in common."""
+    """Requirements on all processes that compute for a run."""
 
-    # of a worker, for as long as the run lasts
+    # per worker, constant for the complete run
     num_threads: int
     agreement: Agreement
     file: FingerprintFile
-    # to the run's fingerprint of before, accepted by the user
+    # differences from the earlier fingerprint of the run, accepted by the user
     differences: list[str] = field(default_factory=list)
 
     @classmethod
@@ -33,27 +33,36 @@ class FingerprintCheck:
     @classmethod
     def of_resumed_run(cls, config: RunConfig, folder: RunFolder, report: Callable[[str], None], *, allow_other_bits: bool
                        ) -> FingerprintCheck:
-        """With the number of threads that the run began with; `config` is the run's own, before another number of workers.
+        """Compare this machine with a started run, using its number of threads.
 
-        Raises CheckpointError where this machine would compute other bits, unless they are allowed.
+        `config` is the stored configuration, before a change of the number of workers.
+
+        Raises:
+            CheckpointError: results would not be bitwise identical, and this is not allowed.
         """
         file = FingerprintFile(folder.fingerprint)
         stored = file.newest()
         if stored is None:
-            report("this run was begun by a version of ngsgd that kept no numeric fingerprint: nothing is known of the bits before")
+            report("this run was begun by a version of ngsgd without numeric fingerprints, so "
+                   "bitwise identity with its earlier results cannot be checked")
             return cls.of_new_run(config, folder, allow_other_bits=allow_other_bits)
         num_threads = stored.threads or resolve_threads(config.cluster, os.cpu_count() or 1)
         here = _of_coordinator(config, num_threads)
         differences = stored.differences(here)
         if differences and not allow_other_bits:
-            raise CheckpointError(f"{folder.path} was trained with another numeric fingerprint, so the rest would not be bitwise "
-                                  f"identical:\n  " + "\n  ".join(differences) + "\nResume where these are as they were, or accept "
-                                  f"other bits with {OVERRIDE}.")
+            raise CheckpointError(f"{folder.path} was trained with another numeric fingerprint, so "
+                                  "the rest would not be bitwise identical:\n "
+                                  " " + "\n  ".join(differences) + "\nRestore these "
+                                                                                 "values before "
+                                                                                 "resuming, or "
+                                                                                 "accept other "
+                                                                                 "results with "
+                                                                                 f"{OVERRIDE}.")
         wanted = here if differences else stored
         return cls(num_threads, Agreement(wanted, allow_other_bits=allow_other_bits), file, differences)
 
     def keep(self, outer_iter: int) -> None:
-        """Write down what the workers have, before they compute outer iteration `outer_iter`."""
+        """Store the fingerprint of the workers before they compute outer iteration `outer_iter`."""
         stored, found = self.file.newest(), self.agreement.found
         if found is not None and found != stored:
             self.file.append(found, outer_iter, stored.differences(found) if stored else ())
@@ -61,5 +70,5 @@ class FingerprintCheck:
 
 def _of_coordinator(config: RunConfig, num_threads: int) -> Fingerprint:
     here = Fingerprint.of_this_process(num_threads, precision=config.cluster.precision)
-    # the machine that coordinates a Ray cluster may be of another kind than those that compute
+    # the coordinator of a Ray cluster may run on another kind of machine than the workers
     return here.without_machine() if config.cluster.kind == "ray" else here

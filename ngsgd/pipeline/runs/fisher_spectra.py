@@ -1,4 +1,4 @@
-"""Eigenvalues of the Fisher factors of a run, measured by one job more."""
+"""Eigenvalues of the Fisher factors of a run, measured by one additional job."""
 
 from __future__ import annotations
 
@@ -25,20 +25,25 @@ def fisher_spectra(folder: RunFolder, config: RunConfig) -> dict[str, list[float
 
     One job trains on one archive from the newest checkpoint, and its result is dropped.
 
+    Args:
+        folder: folder of the run.
+        config: configuration of the run.
+
     Returns:
-        Eigenvalues by "layer/side", the last of which stands for all that the factor does not hold.
+        Eigenvalues by "layer/side"; the last one represents all directions outside the factor.
 
     Raises:
-        ConfigError: The model or the objective of the run excludes the measurement.
-        DataError: The examples or the checkpoint are gone.
+        ConfigError: the model or the objective of the run is not supported.
+        DataError: the examples or the checkpoint are gone.
     """
     if config.task._target_:
-        raise ConfigError("the run trains a task of the user's own, and they are of speech models")
+        raise ConfigError("the run trains a custom task, but spectra require a speech model")
     if config.model._target_:
-        raise ConfigError("the model is a module of the user's own (model._target_), which is not "
-                          "imported for a report")
+        raise ConfigError("the model is a custom module (model._target_), which is not imported "
+                          "for a report")
     if config.objective.kind != "ce":
-        raise ConfigError(f"objective.kind is {config.objective.kind}, and they are of single frames")
+        raise ConfigError(f"objective.kind is {config.objective.kind}, but spectra require an "
+                          "objective of single frames")
     try:
         egs = read_json(folder.data)["egs"]
         layout = FlatLayout.of(model_for(config, EgsReader(Path(egs))))

@@ -1,4 +1,4 @@
-"""What `final/` needs beside the network to recognize speech, and bundles of it in one file."""
+"""Files for speech recognition in `final/` besides the network, and bundles in one file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from torch import __version__ as torch_version
 
 import ngsgd
-from ngsgd.asr import bundle
+from ngsgd.asr import bundle_files
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode.calibration import Calibration
@@ -32,14 +32,14 @@ _MAX_BYTES = 1 << 34
 def keep_recognizer(
     folder: RunFolder, config: RunConfig, corpus: Corpus, result: DecodingResult
 ) -> None:
-    """Complete `final/` with all that recognizing speech takes; the index is written last."""
+    """Write all files for speech recognition to `final/`; the index is written last."""
     wer = {"valid": str(result.valid), "test": str(result.test),
            **_interval(asdict(result.test_interval))}
     content_of = _content(folder, config, corpus, result.setting, result.calibration, wer)
     for name, content in content_of.items():
         path = folder.final / name
-        # the index comes last in the mapping
-        if name in bundle.MODEL_FILES or (
+        # the index is the last entry of the mapping
+        if name in bundle_files.MODEL_FILES or (
             path.is_file() and read_regular_bytes(path, _MAX_BYTES) == content
         ):
             continue
@@ -48,9 +48,9 @@ def keep_recognizer(
 
 
 def open_bundle(model: str, *, trust: bool = False) -> Bundle:
-    """The content of a bundle, a run folder, or a run by its name under runs/.
+    """Open a bundle, a run folder, or a run by its name under runs/.
 
-    A custom network is imported where this user began the run, or with `trust` (see
+    A custom network is imported if this user began the run, or with `trust` (see
     docs/own-model.md).
     """
     path = Path(model)
@@ -65,7 +65,7 @@ def open_bundle(model: str, *, trust: bool = False) -> Bundle:
 
 
 def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: Path) -> None:
-    """Write one file with all that recognizing speech takes, also of a run of an earlier version."""
+    """Write a bundle in one file, also for a run of an earlier version."""
     check_final(folder.final)
     path = folder.decode / "wer.json"
     try:
@@ -80,14 +80,13 @@ def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: 
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} has no scale and penalty ({type(error).__name__}: {error}); decode the run "
-            f"first with: "
-            f"ngsgd decode {folder.path}."
+            f"first with: ngsgd decode {folder.path}."
         ) from error
-    bundle.write_file(output, _content(folder, config, corpus, weights, calibration, wer))
+    bundle_files.write_file(output, _content(folder, config, corpus, weights, calibration, wer))
 
 
 def _interval(of_test: Mapping[str, float] | None) -> dict[str, str]:
-    """Earlier versions wrote none."""
+    """Interval of the test WER, which earlier versions did not write."""
     return {"test_interval_95": f"{of_test['low']:.2f} to {of_test['high']:.2f}"} if of_test else {}
 
 
@@ -102,10 +101,10 @@ def _content(
     """Name -> content of every file of a bundle, the index last."""
     model_files = {
         name: read_regular_bytes(folder.final / name, _MAX_BYTES)
-        for name in bundle.MODEL_FILES
+        for name in bundle_files.MODEL_FILES
         if (folder.final / name).is_file()
     }
-    index = bundle.index_of(
+    index = bundle_files.index_of(
         model_files,
         language=corpus.language,
         features=config.features,
@@ -115,7 +114,7 @@ def _content(
         all_speech=_all_speech(corpus.train),
         provenance=_provenance(folder, config, corpus, wer),
     )
-    return {**model_files, **corpus.language.files(), bundle.INDEX: index.encode()}
+    return {**model_files, **corpus.language.files(), bundle_files.INDEX: index.encode()}
 
 
 def _all_speech(speech: SpeechSet) -> Stats | None:
@@ -131,7 +130,7 @@ def _all_speech(speech: SpeechSet) -> Stats | None:
 def _provenance(
     folder: RunFolder, config: RunConfig, corpus: Corpus, wer: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Where the model comes from; no path or address of the machine that trained it."""
+    """Origin of the model, without paths or addresses of the training machine."""
     train = corpus.train
     return {
         "run": folder.path.name,

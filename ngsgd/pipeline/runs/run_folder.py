@@ -1,4 +1,4 @@
-"""The folder of a run: where each file is, and how a run gets its name."""
+"""The folder of a run: paths of its files, and names of runs."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _DIGEST = "# sha256 of the lines above: "
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Every file that a run writes, by name; docs/files.md tells what is in each."""
+    """Paths of the files of a run; docs/files.md describes their content."""
 
     path: Path
 
     RUN_ID: ClassVar[str] = "run_id"
-    # the extractor; beside the final model, too
+    # the extractor; also next to the final model
     IVECTORS: ClassVar[str] = "ivectors.safetensors"
 
     @classmethod
     def create(cls, config: RunConfig, config_yaml: str) -> RunFolder:
-        """A new folder under the output directory, holding the composed configuration."""
+        """Create a folder under the output directory, with the composed configuration."""
         root = Path(config.output_dir)
         name = f"{run_name(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
         # two runs started in one second
@@ -63,8 +63,8 @@ class RunFolder:
             except FileExistsError:
                 continue
             except OSError as error:
-                raise ConfigError(f"the run folder {folder.path} cannot be made "
-                                  f"({error.strerror}); choose another place with "
+                raise ConfigError(f"the run folder {folder.path} cannot be created "
+                                  f"({error.strerror}); choose another folder with "
                                   "output_dir=PATH, or a shorter name=.") from error
             folder.checkpoints.mkdir()
             # before the first job: a run without its configuration cannot be resumed
@@ -72,15 +72,15 @@ class RunFolder:
             write_text(folder.path / folder.RUN_ID, secrets.token_hex(16))
             fsync(root)
             return folder
-        raise ConfigError(f"a hundred runs are named {root / name}; set another name=.")
+        raise ConfigError(f"there are 100 runs named {root / name}; set another name=.")
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """The folder of an existing run."""
+        """Open the folder of an existing run."""
         folder = cls(path)
         if not folder.config.is_file():
-            raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml; see "
-                                  f"the folders in {path.parent}.")
+            raise CheckpointError(f"{path} is not a run folder: it has no config.yaml; choose one "
+                                  f"of the folders in {path.parent}.")
         return folder
 
     @property
@@ -89,8 +89,9 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """Random, so that no received folder can be taken for a run of this user; empty for runs of
-        earlier versions.
+        """Random id that identifies runs of this user; empty for runs of earlier versions.
+
+        A folder from another user therefore cannot pass as a run of this user.
         """
         try:
             return read_regular_text(self.path / self.RUN_ID, max_bytes=1024).strip()
@@ -116,17 +117,17 @@ class RunFolder:
 
     @property
     def workers(self) -> Path:
-        """What the worker processes write (cluster=local)."""
+        """Output of the worker processes (cluster=local)."""
         return self.path / "workers"
 
     @property
     def data(self) -> Path:
-        """Which prepared data the run trains on."""
+        """Prepared data of the run."""
         return self.path / "data.json"
 
     @property
     def fingerprint(self) -> Path:
-        """What decided the bits of the run's results: versions, processor, kernels, threads."""
+        """Numeric fingerprint of the results: versions, processor, kernels, threads."""
         return self.path / "fingerprint.json"
 
     @property
@@ -135,7 +136,7 @@ class RunFolder:
 
     @property
     def denominator(self) -> Path:
-        """What a sequence objective tells labels apart from."""
+        """Denominator of a sequence objective."""
         return self.path / "denominator.safetensors"
 
     @property
@@ -145,7 +146,7 @@ class RunFolder:
 
     @property
     def ivectors(self) -> Path:
-        """What makes the run's i-vectors (ivectors.dim)."""
+        """i-vector extractor of the run (ivectors.dim)."""
         return self.path / self.IVECTORS
 
     @property
@@ -154,7 +155,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """Scores of the final model of a task of the user's own."""
+        """Scores of the final model of a custom task."""
         return self.path / "metrics.json"
 
     @property
@@ -163,29 +164,30 @@ class RunFolder:
 
     @property
     def report(self) -> Path:
-        """What `ngsgd report` makes."""
+        """Report of `ngsgd report`."""
         return self.path / "report.html"
 
     @property
     def measured(self) -> Path:
-        """What `ngsgd compare` saw of the process that trained, if it trained the run."""
+        """Measurements of the training process by `ngsgd compare`, if it trained the run."""
         return self.path / "measured.json"
 
     @property
     def process(self) -> Path:
-        """Which process trains; there while one does."""
+        """Identity of the training process, while there is one."""
         return self.path / "process.json"
 
     @property
     def lock(self) -> Path:
-        """Who writes to the run, and how often that has changed."""
+        """Holder of the run lock, and number of holders so far."""
         return self.path / "lock"
 
     @contextlib.contextmanager
     def locked(self, purpose: str, warn: Callable[[str], None]) -> Iterator[RunLock]:
-        """The right to write to the run; RunLockedError where another process has it.
+        """Exclusive permission to write to the run; removes temporary files of killed processes.
 
-        Removes temporary files of a killed process.
+        Raises:
+            RunLockedError: another process holds the lock.
         """
         lines = read_json_lines(self.ledger) if self.ledger.is_file() else []
         fences = [line["fence"] for line in lines if type(line.get("fence")) is int]
@@ -197,8 +199,9 @@ class RunFolder:
 
     @contextlib.contextmanager
     def marked_as_running(self) -> Iterator[None]:
-        """Says which process it is that trains, for `ngsgd status` and `ngsgd stop`; a killed one
-        leaves its mark behind.
+        """Store the identity of the training process, for `ngsgd status` and `ngsgd stop`.
+
+        A killed process leaves the file behind.
         """
         write_text(self.process, json.dumps(process_identity.current()))
         try:
@@ -207,8 +210,10 @@ class RunFolder:
             self.process.unlink(missing_ok=True)
 
     def remember_data(self, digest: str, egs_directory: Path, extractor: Path | None) -> None:
-        """Notes the data at the first start and keeps the i-vector extractor; a resumed run on
-        other data would be another run.
+        """Record the data at the first start and copy the i-vector extractor.
+
+        Raises:
+            CheckpointError: the data changed since the run began.
         """
         if extractor is not None and not self.ivectors.exists():
             with new_file(self.ivectors) as temporary:
@@ -217,37 +222,43 @@ class RunFolder:
             about = {"digest": digest, "egs": str(egs_directory)}
             write_text(self.data, json.dumps(sealed(about), indent=1))
         elif self._known_data()["digest"] != digest:
-            raise CheckpointError(f"the data of {self.path} has changed since the run began; start "
-                                  "a new run.")
+            raise CheckpointError(f"the data of {self.path} changed since the run began; start a "
+                                  "new run.")
 
     def _known_data(self) -> dict[str, Any]:
         try:
-            # runs of before the digests have none
+            # files of earlier versions have no digest
             about, _ = unsealed(read_json(self.data))
             if not isinstance(about.get("digest"), str):
                 raise ValueError("it names no data")
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.data} is damaged ({error}); remove it, and the run is "
-                                  "resumed without the comparison "
-                                  "of its data with those it began with.") from error
+            raise CheckpointError(f"{self.data} is damaged ({error}); remove it to resume without "
+                                  "comparing the data with those of the start of the "
+                                  "run.") from error
         return about
 
 
 def with_digest(config_yaml: str) -> str:
-    """The text of config.yaml with a last line that holds its checksum."""
+    """Return the text of config.yaml with a last line that contains its checksum."""
     return f"{config_yaml}{_DIGEST}{hashlib.sha256(config_yaml.encode()).hexdigest()}\n"
 
 
 def require_unchanged(config: Path, *, accept: bool = False) -> bool:
-    """Whether config.yaml was changed since the run began; raises CheckpointError if so, unless
-    that is accepted.
+    """Whether config.yaml was changed since the run began.
 
-    An accepted change is kept: the checksum becomes that of the present content.
+    An accepted change is permanent: the checksum is updated to the current content.
+
+    Args:
+        config: path of config.yaml.
+        accept: accept a change.
+
+    Raises:
+        CheckpointError: it was changed, and `accept` is False.
     """
     text = read_log(config)
     body, mark, digest = text.rpartition(_DIGEST)
     if not mark:
-        # runs of before the checksum have neither one nor an id
+        # runs of earlier versions have neither a checksum nor an id
         if not (config.parent / RunFolder.RUN_ID).exists():
             return False
         body = text
@@ -255,41 +266,42 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
         return False
     if not accept:
         raise CheckpointError(f"{config} was changed since the run began: its checksum does not "
-                              "match. If you changed it, resume with --accept-changed-config; "
-                              "otherwise it is damaged, and the run may be trained with other "
-                              "settings than it began with.")
+                              "match. If the change is intended, resume with "
+                              "--accept-changed-config; otherwise the file is damaged, and its "
+                              "settings may differ from those at the start.")
     write_text(config, with_digest(body))
     return True
 
 
 def check_output_dir(config: RunConfig) -> None:
-    """Raises ConfigError unless files can be written there."""
+    """Raise ConfigError unless files can be written to the output directory."""
     try:
         Path(config.output_dir).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=config.output_dir):
             pass
     except OSError as error:
-        raise ConfigError(f"output_dir is {config.output_dir}, where nothing can be written "
-                          f"({error.strerror}); "
-                          "choose another with output_dir=PATH.") from error
+        raise ConfigError(f"output_dir is {config.output_dir}, which is not writable "
+                          f"({error.strerror}); choose another folder with "
+                          "output_dir=PATH.") from error
 
 
 def what_is_trained(config: RunConfig) -> str:
-    """The name of the task, or corpus and model of a speech recipe."""
+    """Name of the task, or corpus and model of a speech recipe."""
     return config.task.label if config.task._target_ else f"{config.data.corpus}-{config.model.label}"
 
 
 def run_name(config: RunConfig) -> str:
-    """What tells runs of one corpus apart, unless the user named the run."""
+    """Name of the run: as configured, else built from the settings that distinguish runs."""
     others = [config.outer.kind] if config.outer.kind != RunConfig().outer.kind else []
     return config.name or "-".join([what_is_trained(config), config.optimizer.kind, *others,
                                     f"j{config.schedule.num_jobs_final}", f"s{config.seed}"])
 
 
 def run_to_continue(config: RunConfig) -> Path | None:
-    """The newest run of the configured name in the output directory; None where there is none yet."""
+    """The newest run of the configured name in the output directory; None if there is none."""
     if not config.name:
-        raise ConfigError("--continue finds a run by its name, and none is given; add name=NAME.")
+        raise ConfigError("--continue selects a run by its name, but name is not set; add "
+                          "name=NAME.")
     stamped = re.compile(rf"{re.escape(config.name)}-\d{{8}}-\d{{6}}(-\d+)?")
     found = [file.parent for file in Path(config.output_dir).glob("*/config.yaml")
              if stamped.fullmatch(file.parent.name)]
@@ -297,10 +309,9 @@ def run_to_continue(config: RunConfig) -> Path | None:
 
 
 def known_run(run: str) -> Path | None:
-    """The folder of a run given as a path, by its folder under runs/, or by its name= there, the
-    newest of several.
+    """Folder of a run by path, folder name under runs/, or name=; the newest of several.
 
-    None where the word names something else.
+    None if there is no such run.
     """
     named = sorted(Path("runs").glob(f"{glob.escape(run)}-[0-9]*/config.yaml"), reverse=True) if run and "/" not in run else []
     folders = (Path(run), Path("runs") / run, *(config.parent for config in named))
@@ -309,7 +320,7 @@ def known_run(run: str) -> Path | None:
 
 
 def folder_of_model(init_model: str) -> Path:
-    """The folder of a run, or of a model made by `ngsgd import`, which has no configuration."""
+    """Folder of a run, or of a model of `ngsgd import`, which has no configuration."""
     return Path(init_model) if (Path(init_model) / "final" / "model.json").is_file() else find_run(init_model)
 
 

@@ -11,7 +11,7 @@ from ngsgd.config.build import defaults, leaves, with_defaults
 from ngsgd.errors import ConfigError
 from ngsgd.pipeline.runs.yaml_text import read_yaml_text
 
-# PyYAML reads numbers such as 1e-3, which people write, as texts
+# PyYAML reads common numbers such as 1e-3 as strings
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?([eE][-+]?\d+)$")
 
 
@@ -19,7 +19,7 @@ def read_config(path: Path) -> RunConfig:
     """Read config.yaml of a run folder; options of later versions have their defaults.
 
     Raises:
-        ConfigError: it does not exist, is damaged, or holds wrong values.
+        ConfigError: it does not exist, is damaged, or contains wrong values.
     """
     import yaml
 
@@ -29,13 +29,13 @@ def read_config(path: Path) -> RunConfig:
         # a subclass of SafeLoader
         values = yaml.load(text, _loader())
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; is this a run folder of ngsgd train?") from None
+        raise ConfigError(f"{path} does not exist; use a run folder of ngsgd train.") from None
     except yaml.YAMLError as error:
         raise ConfigError(yaml_problem(error, path)) from None
     except (OSError, UnicodeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
+        raise ConfigError(f"{path} cannot be read: {error}; restore it.") from None
     if not values or not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no settings; it is damaged, restore it or train again.")
+        raise ConfigError(f"{path} contains no settings; restore it, or train again.")
     settings, _ = with_new_names(cast("dict[str, Any]", values))
     *_, (last, _) = leaves(defaults(), "")
     is_complete = has_end_mark or last in dict(leaves(settings, ""))
@@ -48,7 +48,7 @@ def read_config(path: Path) -> RunConfig:
 
 
 def yaml_problem(error: Any, path: Path) -> str:
-    """What is wrong with a YAML file, and in which line."""
+    """Describe a YAML error with its line."""
     mark = getattr(error, "problem_mark", None)
     where = f"{mark.name}:{mark.line + 1}" if mark else str(path)
     said = getattr(error, "problem", None) or str(error).partition("\n")[0]
@@ -56,7 +56,7 @@ def yaml_problem(error: Any, path: Path) -> str:
 
 
 def _loader() -> Any:
-    """PyYAML's safe loader; a key that stands twice is an error."""
+    """The safe loader of PyYAML; duplicate keys are errors."""
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]

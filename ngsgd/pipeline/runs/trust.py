@@ -1,8 +1,8 @@
-"""Which models of received runs may be imported: those that this user began on this machine, or allowed by name.
+"""Permission to import modules of received runs: begun by this user here, or explicitly trusted.
 
-`model._target_` of a run is code.  A run folder or a final model can come from anybody, so what it names is imported only
-if this process was told to: by the command line that begins a run, by the flag --trust, by NGSGD_TRUST=1, or by the record
-of runs that this user began, which lies outside of every run folder.
+`model._target_` of a run is code, and a run folder or a final model may come from anyone. Its
+module is imported only with permission: by the command line that begins a run, the flag --trust,
+NGSGD_TRUST=1, or the record of runs that this user began, which is outside of every run folder.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from ngsgd.pipeline.runs.run_folder import RunFolder
 
 VARIABLE = "NGSGD_TRUST"
-# settings that name a module, or what a file holds of them
+# settings that name a module, or their content in a file
 Module = ModelConfig | TaskConfig | Mapping[str, Any]
-# the settings that decide what is imported and how it is called
+# the settings that determine the imported code and its arguments
 _EXECUTED = ("_target_", "search_path", "args")
 _MAX_RECORDS = 5000
 _YES = ("1", "true", "yes")
@@ -39,12 +39,16 @@ allowed_modules: set[str] = set()
 
 
 def allow(model: Module) -> None:
-    """Allows these settings for the rest of this process: the user gave them, or said that they are trusted."""
+    """Allow these settings for the rest of this process: they are given or trusted by the user."""
     allowed_modules.add(_digest(_settings(model)))
 
 
 def remember(model: ModelConfig | TaskConfig, run_id: str) -> None:
-    """Records that this user began the run, so that it resumes without --trust; raises OSError if there is no room."""
+    """Record that this user began the run, so that it resumes without --trust.
+
+    Raises:
+        OSError: the record cannot be written.
+    """
     path = _record_path()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(path):
@@ -55,21 +59,22 @@ def remember(model: ModelConfig | TaskConfig, run_id: str) -> None:
 
 
 def remember_or_warn(model: ModelConfig | TaskConfig, run_id: str, warn: Callable[[str], None]) -> None:
-    """As `remember`; without a home directory, or with a full one, the run begins with a warning."""
+    """Call `remember`; warn if there is no home directory or no disk space."""
     try:
         remember(model, run_id)
     except (OSError, RuntimeError) as error:
-        warn(f"that you began this run could not be recorded ({error}); to resume or decode it, add --trust.")
+        warn(f"the start of this run could not be recorded ({error}); add --trust to resume or "
+             "decode it.")
 
 
 def require(model: Module, source: Path, run_id: str = "", *, trust: bool = False) -> None:
-    """Raises ConfigError unless what these settings name may be imported here.
+    """Raise ConfigError unless the module of these settings may be imported here.
 
     Args:
-        model: settings of the model that `source` holds; those without a module of the user's own are always allowed.
-        source: the file that they come from, for the message.
-        run_id: the run that they say they belong to.
-        trust: the user said so, with --trust.
+        model: settings of the model in `source`; those without a custom module are always allowed.
+        source: the file with the settings, for the message.
+        run_id: id of the run in that file.
+        trust: True with --trust.
     """
     settings = _settings(model)
     if not settings.get("_target_"):
@@ -81,28 +86,30 @@ def require(model: Module, source: Path, run_id: str = "", *, trust: bool = Fals
         return
     where = settings.get("search_path") or "the current folder"
     raise ConfigError(
-        f"{source} asks to import {settings['_target_']} from {where}{_shown_args(settings)}, which runs that code as you, and "
-        "this user did not begin that run on this machine. Look at that module; if you trust it, repeat the command with "
-        f"--trust (in Python: {VARIABLE}=1 in the environment).")
+        f"{source} asks to import {settings['_target_']} from {where}{_shown_args(settings)}, "
+        "which runs that code with your permissions, but this user did not begin that run on this "
+        "machine. Inspect that module; if you trust it, repeat the command with --trust (in "
+        f"Python: {VARIABLE}=1 in the environment).")
 
 
 def require_run(folder: RunFolder, model: ModelConfig | TaskConfig, *, trust: bool = False) -> None:
-    """As `require`, for what training imports: the run's own model, and the one that it starts from."""
+    """Call `require` for the imports of training: the model of the run, and its initial model."""
     require(model, folder.config, folder.run_id, trust=trust)
     if isinstance(model, ModelConfig) and (folder.init_model / "model.json").is_file():
         require_final(folder.init_model, model, trust=trust)
 
 
 def require_final(final: Path, own: ModelConfig | None = None, *, trust: bool = False) -> None:
-    """As `require`, for a folder with a final model; `own` is the model of the run that starts from it (see `as_own`)."""
+    """Call `require` for a final model; `own` is the model of the run that starts from it."""
     about = read_about(final)
     require(as_own(about["model"], own), final / "model.json", about["run_id"], trust=trust)
 
 
 def as_own(settings: Mapping[str, Any], own: ModelConfig | None) -> Mapping[str, Any]:
-    """The settings of a final model with module, folder and arguments of the run that starts from it, if both name one module.
+    """Replace module and arguments of a final model by those of the run that starts from it.
 
-    The parameters must fit that module in any case, so nothing that only the final model names has to be imported.
+    This applies if both name one module. The parameters must match that module in any case, so a
+    module that only the final model names need not be imported.
     """
     if own is None or not own._target_ or settings.get("_target_") != own._target_:
         return settings
@@ -110,15 +117,21 @@ def as_own(settings: Mapping[str, Any], own: ModelConfig | None) -> Mapping[str,
 
 
 def read_about(final: Path) -> dict[str, Any]:
-    """The content of a final model's model.json; raises OSError if it is not there, CheckpointError if it is damaged."""
+    """Read model.json of a final model.
+
+    Raises:
+        OSError: it is missing.
+        CheckpointError: it is damaged.
+    """
     path = final / "model.json"
     try:
         about = read_json(path)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {str(error)[:100]}); restore it, or finish the run "
-                              "again with ngsgd resume.") from error
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {str(error)[:100]}); "
+                              "restore it, or recreate it with ngsgd resume.") from error
     if not isinstance(about, dict) or not isinstance(about.get("model"), dict):
-        raise CheckpointError(f"{path} does not describe a model; restore it, or finish the run again with ngsgd resume.")
+        raise CheckpointError(f"{path} does not describe a model; restore it, or recreate it with "
+                              "ngsgd resume.")
     return {**about, "run_id": str(about.get("run_id", ""))}
 
 
@@ -132,7 +145,10 @@ def _record_path() -> Path:
 
 
 def _records() -> dict[str, str]:
-    """Run id -> digest of its model's settings; empty where the file is not there, damaged, or others could have written it."""
+    """Run id -> digest of its model settings.
+
+    It is empty if the file is missing, damaged or writable by others.
+    """
     path = _record_path()
     try:
         with path.open(encoding="utf-8") as file:
@@ -148,13 +164,12 @@ def _records() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Two runs that begin at once must both be recorded."""
+    """Lock the record, so that two simultaneous runs are both recorded."""
     handle = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
         while time.monotonic() < deadline:
-            # without the lock, as on a file system that has none, at worst the record of one of two
-            # runs is lost
+            # on a file system without locks, at worst the record of one of two runs is lost
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -170,7 +185,7 @@ def _settings(model: Module) -> Mapping[str, Any]:
 
 def _digest(settings: Mapping[str, Any]) -> str:
     executed = [settings.get(name) or None for name in _EXECUTED]
-    # through JSON first: a file has texts for all keys, and lists for tuples
+    # through JSON first: a file has strings for all keys, and lists for tuples
     plain = json.loads(json.dumps(executed, default=str))
     return digest_of_json(plain)
 

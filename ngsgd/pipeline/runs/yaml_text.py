@@ -1,4 +1,4 @@
-"""YAML of files that others may have written: a regular file, of a bounded size, also after its aliases are expanded."""
+"""Safe reading of untrusted YAML: a regular file of bounded size, also after alias expansion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_NODES = 200_000
 
 
 class NamedText(io.StringIO):
-    """Text that YAML errors give the file name of."""
+    """Text with a file name for YAML errors."""
 
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text)
@@ -22,18 +22,19 @@ class NamedText(io.StringIO):
 
 
 def read_yaml_text(path: Path) -> NamedText:
-    """The text of a YAML file that is safe to load.
+    """Return the text of a YAML file that is safe to load.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is larger than the limit.
         UnicodeDecodeError: it is not UTF-8.
-        yaml.YAMLError: it is not YAML, is nested too deeply, or its aliases expand to too many values.
+        yaml.YAMLError: it is not YAML, is nested too deeply, or its aliases expand to too many
+            values.
     """
     import yaml
 
     text = read_regular_text(path, _MAX_BYTES)
     try:
-        # without an anchor and an alias nothing expands
+        # nothing expands without an anchor and an alias
         if "&" in text and "*" in text and _expanded(yaml.compose(NamedText(text, str(path)), yaml.SafeLoader), {}) > _MAX_NODES:
             raise yaml.YAMLError(f"its aliases expand to more than {_MAX_NODES} values")
     except RecursionError:
@@ -42,7 +43,7 @@ def read_yaml_text(path: Path) -> NamedText:
 
 
 def _expanded(node: Any, sizes: dict[int, int]) -> int:
-    """How many values a node stands for; an alias of a node that holds it is endless."""
+    """Number of values of a node; an alias of a node that contains it is infinite."""
     if node is None or isinstance(node.value, str):
         return 1
     if id(node) not in sizes:

@@ -1,1 +1,1 @@
-"""Hyperparameter tuning by gradient on a short proxy of a run: what `ngsgd tune` computes."""
+"""Hyperparameter tuning by gradients on a short proxy of a run (`ngsgd tune`)."""

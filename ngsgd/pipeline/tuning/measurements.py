@@ -1,4 +1,4 @@
-"""What a tuning proxy costs, and how close its hypergradient is to finite differences."""
+"""Cost of a tuning proxy, and accuracy of its hypergradient compared with finite differences."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ngsgd.pipeline.tuning.proxy import Proxy
 if TYPE_CHECKING:
     from ngsgd.hypergrad import HypergradientReport
 
-# A unit or a limit that switches between the two points spoils wide differences, and rounding
-# spoils narrow ones; the nearest result counts. Logarithms of hyperparameters, in float64.
+# A unit or a clipping that switches between the two points affects wide differences, and rounding
+# affects narrow ones; the nearest result counts. Logarithms of hyperparameters, in float64.
 _DIFFERENCES = (1e-6, 1e-4, 1e-2)
 
 
@@ -21,17 +21,17 @@ class ProxyCost:
     """Time and memory of one hypergradient of a proxy, from one measured job.
 
     Attributes:
-        report: The measured hypergradient.
-        is_reversed: Whether the job was computed backwards exactly; else from checkpoints.
-        reversal_bits: Bits kept per parameter and step for the way back.
-        ratio: Time of a hypergradient over that of a training run.
-        run_s: Seconds of a training run of the whole proxy.
-        num_parameters: Size of the model.
-        store_bytes: Memory with every step stored.
-        reversible_bytes: Memory with exactly reversible steps.
-        engine: The engine that `auto` chooses.
-        reason: Why.
-        num_threads: Threads of torch.
+        report: the measured hypergradient.
+        is_reversed: whether the job was reversed exactly; otherwise checkpoints were used.
+        reversal_bits: bits stored per parameter and step for the reverse pass.
+        ratio: time of a hypergradient over that of a training run.
+        run_s: seconds of a training run of the complete proxy.
+        num_parameters: size of the model.
+        store_bytes: memory with every step stored.
+        reversible_bytes: memory with exactly reversible steps.
+        engine: the engine that `auto` chooses.
+        reason: reason for the choice.
+        num_threads: threads of torch.
     """
 
     report: HypergradientReport
@@ -82,7 +82,7 @@ def measure_cost(proxy: Proxy, config: RunConfig, num_steps: int) -> ProxyCost:
 
 @dataclass(frozen=True)
 class Slope:
-    """The slope of the loss along one part of the space, such as the learning rates."""
+    """Slope of the loss along one part of the space, such as the learning rates."""
 
     part: str
     hypergradient: float

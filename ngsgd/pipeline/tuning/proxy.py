@@ -1,4 +1,4 @@
-"""The short run that hyperparameters are tuned on: the model, examples and optimizer of the configuration."""
+"""The short run for tuning hyperparameters: model, examples and optimizer of the configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngsgd.config import RunConfig
 
-# these bring torch, and --help shall answer at once
+# these import torch, and --help must answer immediately
 if TYPE_CHECKING:
     from ngsgd.hypergrad import HypergradientRun, HyperparameterPlan, HyperSpace
     from ngsgd.hypergrad.egs_task import EgsTask
@@ -32,7 +32,7 @@ class Proxy:
         from ngsgd.hypergrad import BaseHyperparameters, HyperSpace
         from ngsgd.hypergrad.egs_task import EgsTask
 
-        # fixed: other numbers give other bits
+        # fixed: another number changes the results bitwise
         torch.set_num_threads(config.cluster.threads_per_worker or 1)
         tune, optimizer = config.tune, config.optimizer
         num_jobs = config.schedule.num_jobs_final
@@ -49,7 +49,7 @@ class Proxy:
         return cls(config, task, space)
 
     def evaluate(self, plan: HyperparameterPlan) -> HypergradientRun:
-        """One run of the proxy."""
+        """Run the proxy once."""
         from ngsgd.hypergrad import evaluate_hyperparameters
 
         tune = self.config.tune
@@ -58,7 +58,7 @@ class Proxy:
         return evaluate_hyperparameters(self.task, plan, engine, jobs=jobs, gradients=self.gradients())
 
     def gradients(self) -> Any:
-        """Return those of the configured optimizer: None for plain SGD, or natural gradients."""
+        """Gradients of the configured optimizer: None for plain SGD, or natural gradients."""
         if self.config.optimizer.kind == "sgd":
             return None
         from ngsgd.hypergrad.natural import natural_gradients

@@ -1,4 +1,4 @@
-"""What a search found: its figures, and the settings that train as the best run of the proxy did."""
+"""Result of a search: its figures, and the settings of the best run of the proxy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.pipeline.tuning.proxy import Proxy
 
-# these import torch, and --help must answer at once
+# these import torch, and --help must answer immediately
 if TYPE_CHECKING:
     from ngsgd.hypergrad import HyperSpace, SearchResult
     from ngsgd.hypergrad.search import TrialCallback
@@ -22,15 +22,15 @@ class Tuned:
     """The best run of a search.
 
     Attributes:
-        valid: Its validation loss, minus objf per frame.
-        held_out: Its loss on frames that the search did not use.
-        theta: Logarithms of its hyperparameters, in the order of `names`.
-        names: One name per number of `theta`.
-        values: Its hyperparameters by part of the space, such as `schedule`.
-        cost: Training runs of the proxy that the search took.
-        preconditioner: What the hypergradient took the preconditioner for.
-        exact: Whether all hypergradients were exact.
-        proxy: Steps, jobs, outer iterations and frames of the proxy.
+        valid: its validation loss, minus objf per frame.
+        held_out: its loss on frames that the search did not use.
+        theta: logarithms of its hyperparameters, in the order of `names`.
+        names: one name per number of `theta`.
+        values: its hyperparameters by part of the space, such as `schedule`.
+        cost: training runs of the proxy that the search used.
+        preconditioner: treatment of the preconditioner in the hypergradient.
+        exact: whether all hypergradients were exact.
+        proxy: steps, jobs, outer iterations and frames of the proxy.
     """
 
     valid: float
@@ -45,7 +45,7 @@ class Tuned:
 
 
 def search(proxy: Proxy, watch: TrialCallback) -> SearchResult:
-    """Tune by the budget and the share of coarse trials of the configuration."""
+    """Tune with the budget and the fraction of coarse trials of the configuration."""
     from ngsgd.hypergrad import tune_hyperparameters
     from ngsgd.pipeline.tuning.coarse_search import seeder
 
@@ -66,8 +66,8 @@ def try_multiples(proxy: Proxy, theta: Sequence[float]) -> SearchResult:
     from ngsgd.hypergrad.search import transfer
 
     if len(theta) != proxy.space.size:
-        raise ConfigError(f"{len(theta)} numbers were tuned and tune.space has {proxy.space.size}; "
-                          "give the settings of ngsgd tune run again.")
+        raise ConfigError(f"{len(theta)} numbers were tuned, but tune.space has "
+                          f"{proxy.space.size}; use the settings of the ngsgd tune run again.")
     theta_D = torch.tensor(theta, dtype=torch.float64)
     return transfer(proxy.evaluate, proxy.space, theta_D)
 
@@ -76,7 +76,7 @@ def tuned(proxy: Proxy, found: SearchResult) -> Tuned:
     """Return the best run of a search, with its loss on held-out frames.
 
     Raises:
-        DataError: No run ended in finite numbers.
+        DataError: all runs diverged.
     """
     import torch
 
@@ -84,8 +84,8 @@ def tuned(proxy: Proxy, found: SearchResult) -> Tuned:
 
     best, space = found.best, proxy.space
     if not math.isfinite(best.value):
-        raise DataError("no run of the proxy ended in finite numbers; lower schedule.lr_initial, or "
-                        "set limits on change.")
+        raise DataError("all runs of the proxy diverged; lower schedule.lr_initial, or enable "
+                        "update-norm clipping.")
     theta_D = torch.tensor(best.theta, dtype=torch.float64)
     values = space.values(space.clamp(theta_D) if best.kind != "transfer" else theta_D)
     held_out = final_value(proxy.task.held_out, space.build(theta_D), gradients=proxy.gradients())
@@ -99,7 +99,7 @@ def tuned(proxy: Proxy, found: SearchResult) -> Tuned:
 
 
 def rates_before(space: HyperSpace) -> list[float]:
-    """Return a job's learning rate at each knot of the schedule, before tuning."""
+    """Return the learning rate of a job at each knot of the schedule, before tuning."""
     s = space.settings
     return [float(s.lr_initial * (s.lr_final / s.lr_initial) ** (knot / (space.knots - 1)))
             for knot in range(space.knots)]
@@ -107,7 +107,7 @@ def rates_before(space: HyperSpace) -> list[float]:
 
 def settings_of(config: RunConfig, space: HyperSpace, values: Mapping[str, Sequence[float]],
                 num_jobs: int) -> dict[str, Any]:
-    """Return nested settings that train as the proxy was trained.
+    """Return nested settings that reproduce the training of the proxy.
 
     Learning rates of the proxy are effective ones, and its l2 is per frame.
     """
@@ -119,7 +119,7 @@ def settings_of(config: RunConfig, space: HyperSpace, values: Mapping[str, Seque
                              "lr_factors": [rate / middle for rate in rates]}
     if "momentum" in values:
         found["optimizer"]["momentum"] = min(values["momentum"][0], 0.999)
-    # half of l2 |w|^2 on the loss summed over a minibatch, against weight_decay |w|^2 per frame,
+    # half of l2 |w|^2 on the loss summed over a minibatch, versus weight_decay |w|^2 per frame,
     # divided among the jobs
     per_frame = num_jobs / (2.0 * config.schedule.minibatch_size)
     keys = {"layer_lr": ("lr_factor", 1.0), "l2": ("weight_decay", per_frame),

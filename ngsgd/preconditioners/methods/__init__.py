@@ -1,1 +1,1 @@
-"""One preconditioner a file, and what several of them share."""
+"""Preconditioning methods, and base classes that several of them share."""

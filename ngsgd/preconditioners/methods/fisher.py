@@ -1,9 +1,13 @@
-"""Natural gradients (F + d I)^-1 g by what is kept of F: its diagonal, blocks of output units, blocks of layers, all of it.
+"""Natural gradients (F + d I)^-1 g with exact parts of F.
+
+Diagonal, unit-wise, layer-wise or full.
 
     diagonal    g / (1/R sum_n g_n^2 + d)
-    unit-wise   F_o = 1/R sum_n e_no^2 [a; 1][a; 1]^T for each output o (Roux et al. 2008; Ollivier 2015)
+    unit-wise   F_o = 1/R sum_n e_no^2 [a; 1][a; 1]^T for each output o
     layer-wise  F = 1/R sum_n vec(g_n) vec(g_n)^T of one layer
     full        the same of all layers together
+
+Source of the unit-wise form: Roux et al. 2008; Ollivier 2015.
 
 Letters: V vectors, N samples, O outputs, I inputs (with the 1 of the bias), D = O I.
 """
@@ -28,12 +32,28 @@ from ngsgd.preconditioners.states import State
 
 # of a dense matrix: 1.6 GB in float32
 _MAX_DIMENSION = 20_000
-# the statistic of the whole model, kept under its first weight
+# Key of the statistic of the complete model, under its first weight.
 _ALL = "all"
 
 
 class DiagonalNG(Preconditioner):
-    """The diagonal of F; with `fisher="exact"`, of the generalized Gauss-Newton matrix."""
+    """Diagonal of F; with `fisher="exact"`, of the generalized Gauss-Newton matrix.
+
+    Args:
+        model: the module to precondition.
+        fisher: "empirical" (default), "mc" (Monte Carlo samples of the targets) or "exact"
+            (Gauss-Newton).
+        num_draws: Monte Carlo samples per row with "mc". Default 1.
+        options: see `Preconditioner`.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = DiagonalNG(model, damping=1e-2)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
+    """
 
     Options = FisherOptions
     splits_work = True
@@ -47,17 +67,18 @@ class DiagonalNG(Preconditioner):
         if known is None or rows.a_NTI.shape[1] > 1 or not self._is_passed_on(name):
             super().update_statistics(name, rows)
         elif bool((rows.a_NTI.norm() * rows.e_VNTO.norm()).square().isfinite()):
-            # no element is larger
-            # in the memory of the last: what is new is handed out page by page
+            # In the memory of the last statistics, because new memory is mapped page by page.
             self._pass_on(name, self._squares(rows, known))
         else:
             self.num_skipped += 1
 
     @staticmethod
     def _squares(rows: Rows, memory_OI: Tensor | None) -> State:
-        """Of the weight, written over `memory_OI` if there is one position, and of the bias.
+        """Return the squares of the weight, over `memory_OI` if there is one position, and of the
+        bias.
 
-        Without the column of ones, so that rows of the product are as long as those of the gradient, and aligned.
+        The column of ones is separate, so that rows are aligned and as long as those of the
+        gradient.
         """
         a_NTI = rows.a_NTI if rows.bias is None else rows.a_NTI[:, :, :-1]
         if a_NTI.shape[1] > 1:
@@ -82,7 +103,23 @@ class DiagonalNG(Preconditioner):
 
 
 class UnitWiseNG(Preconditioner):
-    """A matrix of inputs for each output unit: O I^2 numbers a layer."""
+    """Unit-wise F: one I x I matrix for each output unit, O I^2 numbers per layer.
+
+    Args:
+        model: the module to precondition.
+        fisher, num_draws: see `DiagonalNG`.
+        options: see `Preconditioner`.
+
+    Source: Roux et al. 2008; Ollivier 2015.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = UnitWiseNG(model, damping=1e-2)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
+    """
 
     Options = FisherOptions
     splits_work = True
@@ -94,7 +131,7 @@ class UnitWiseNG(Preconditioner):
         if rows.a_NTI.shape[1] == 1:
             weight_NO = rows.e_VNTO[:, :, 0].square().sum(dim=0)
             a_NI = rows.a_NTI[:, 0]
-            for o in range(O):  # never N x O x I floats
+            for o in range(O):  # avoids N x O x I floats
                 torch.mm((a_NI * weight_NO[:, o, None]).T, a_NI, out=F_OII[o])
         else:
             g_XOI = rows.individual()
@@ -109,7 +146,24 @@ class UnitWiseNG(Preconditioner):
 
 
 class LayerWiseNG(Preconditioner):
-    """F of each layer, dense: for layers of a few thousand parameters; ConfigError beyond 20 000."""
+    """Dense F of each layer, for layers of up to a few thousand parameters.
+
+    Args:
+        model: the module to precondition.
+        fisher, num_draws: see `DiagonalNG`.
+        options: see `Preconditioner`.
+
+    Raises:
+        ConfigError: a layer has more than 20 000 parameters.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = LayerWiseNG(model, damping=1e-2)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
+    """
 
     Options = FisherOptions
     splits_work = True
@@ -128,14 +182,32 @@ class LayerWiseNG(Preconditioner):
 
 
 class FullNG(Preconditioner):
-    """F of all affine layers together, dense: for models of a few thousand parameters; ConfigError beyond 20 000."""
+    """Dense F of all affine layers together, for models of up to a few thousand parameters.
+
+    Args:
+        model: the module to precondition.
+        fisher, num_draws: see `DiagonalNG`.
+        options: see `Preconditioner`; layers cannot have a separate damping.
+
+    Raises:
+        ConfigError: the model has more than 20 000 parameters.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = FullNG(model, damping=1e-2)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
+    """
 
     Options = FisherOptions
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
         if "damping" in {key for own in (self.options.layer_options or {}).values() for key in own}:
-            raise ConfigError("FullNG: a layer can have no damping of its own, since all layers are one block; set damping.")
+            raise ConfigError("FullNG: layers cannot have a separate damping, because all layers "
+                              "are one block; set damping.")
 
     def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
         assert isinstance(seen, FisherSample)
@@ -170,7 +242,8 @@ class FullNG(Preconditioner):
 
 
 def require_small(name: str, dimension: int) -> None:
-    """Raises ConfigError for a dense matrix that no memory should hold."""
+    """Raise ConfigError for a dense matrix that is too large."""
     if dimension > _MAX_DIMENSION:
-        raise ConfigError(f"{name} has {dimension} parameters, whose dense curvature would take {dimension**2 * 4 / 1e9:.0f} GB; "
-                          "take KFAC, SMWNG or SENG, or skip the layer.")
+        raise ConfigError(f"{name} has {dimension} parameters, whose dense curvature would take "
+                          f"{dimension**2 * 4 / 1e9:.0f} GB; choose KFAC, SMWNG or SENG, or skip "
+                          "the layer.")

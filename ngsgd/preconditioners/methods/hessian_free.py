@@ -1,6 +1,7 @@
-"""Hessian-free (Martens 2010): (C + d I)^-1 g of each minibatch by conjugate gradients, C its Gauss-Newton matrix or its Hessian.
+"""Hessian-free optimization: solve (C + d I) x = g for each minibatch by conjugate gradients.
 
-Nothing of C is kept from one minibatch to the next but where the iteration starts: at the last direction, times a decay.
+C is the Gauss-Newton matrix or the Hessian of the minibatch. Only the start of the iteration
+depends on earlier minibatches: it is the last direction times a decay. Source: Martens 2010.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ PRODUCTS = ("ggn", "hessian")
 
 @dataclass(frozen=True)
 class HessianFreeOptions(EveryStepOptions):
-    """Of Hessian-free."""
+    """Options of Hessian-free optimization."""
 
-    # the model of the loss is not to be trusted far away: more than other methods take
+    # The quadratic model is inaccurate far away, so it needs more damping than other methods.
     damping: float = 1e-2
-    # of the last direction, where the iteration starts; 0: at zero
+    # Factor of the last direction at the start of the iteration; 0 starts at zero.
     ema_decay: float = 0.95
-    # "ggn", never negative, or "hessian", where negative curvature ends the iteration
+    # "ggn" is never negative; with "hessian", negative curvature ends the iteration.
     products: str = "ggn"
-    # products for each minibatch; each costs about two backward passes
+    # Products per minibatch; each costs about two backward passes.
     max_cg_steps: int = 10
-    # norm of the residual by that of the gradient
+    # norm of the residual relative to the gradient norm
     cg_tolerance: float = 1e-3
 
     def problems(self) -> list[str]:
@@ -45,27 +46,50 @@ class HessianFreeOptions(EveryStepOptions):
         if not self.cg_tolerance > 0.0:
             found.append(f"cg_tolerance is {self.cg_tolerance}; it must be above 0.")
         if "damping" in {key for own in (self.layer_options or {}).values() for key in own}:
-            found.append("layer_options has damping; all layers are one system, so set damping.")
+            found.append("layer_options has damping; all layers are one linear system, so set "
+                         "damping.")
         return found
 
 
 class HessianFree(SecondOrderMethod):
-    """Hessian-free; memory is that of the graph of one minibatch and a few gradients."""
+    """Hessian-free optimization.
+
+    It needs memory for the graph of one minibatch and a few gradients.
+
+    Args:
+        model: the module to precondition.
+        products: "ggn" (default) or "hessian"; negative curvature of the latter ends the iteration.
+        max_cg_steps: products per minibatch, each about two backward passes. Default 10.
+        cg_tolerance: norm of the residual relative to the gradient norm. Default 1e-3.
+        ema_decay: factor of the last direction at the start of the iteration. Default 0.95.
+        options: see `Preconditioner`.
+
+    Source: Martens 2010.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = HessianFree(model, max_cg_steps=3)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
+    """
 
     Options = HessianFreeOptions
-    # all layers are one system
+    # All layers are one linear system.
     joins_bias = False
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        self.num_products = 0     # taken so far
+        self.num_products = 0     # products so far
 
     def update_curvature(self, seen: Any) -> None:
-        """Nothing to keep: `apply` asks the minibatch."""
+        """Keep nothing; `apply` uses the graph of the minibatch."""
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.minibatch is None:
-            raise ConfigError("HessianFree needs the minibatch's graph, which ends with step(); call step().")
+            raise ConfigError("HessianFree needs the graph of the minibatch, which step() frees; "
+                              "call step().")
         names = sorted(grads)
         shapes = [grads[name].shape for name in names]
 

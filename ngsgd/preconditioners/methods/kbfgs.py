@@ -1,11 +1,14 @@
-"""K-BFGS (Goldfarb, Ren and Bahamou 2020): K-FAC's two inverses by BFGS updates, without an inversion or a root.
+"""K-BFGS: BFGS updates of the two inverses of K-FAC, without matrix inversions or roots.
 
-    P g = H_g G H_a                                          lambda = sqrt(damping), for either factor
-    H_a  of A + lambda I, A = mean of a a^T:  s = H_a mean(a),  y = A s + lambda s;   starts at the first minibatch's inverse
-    H_g  of the Hessian with respect to outputs z:  s = mean(z+) - mean(z),  y = mean(e+) - mean(e) of the same minibatch before
-         and after the optimiser's step, doubly damped (y <- y + lambda s);           starts at I
+    P g = H_g G H_a                                  lambda = sqrt(damping), for either factor
+    H_a  of A + lambda I, A = mean of a a^T:         s = H_a mean(a),  y = A s + lambda s
+    H_g  of the Hessian with respect to outputs z:   s = mean(z+) - mean(z),  y = mean(e+) - mean(e)
 
-a: input rows, z: output rows, e: derivatives of a row's loss with respect to z; means are over rows.
+H_a starts at the inverse of the first minibatch, H_g at I. The plus sign marks the same minibatch
+after the optimizer step; its pair is doubly damped (y <- y + lambda s).
+
+a: input rows, z: output rows, e: derivatives of the loss of a row with respect to z; means are over
+rows. Source: Goldfarb, Ren and Bahamou 2020.
 
 Letters: O outputs, I inputs (with the 1 of the bias).
 """
@@ -30,29 +33,48 @@ from ngsgd.preconditioners.states import State
 
 @dataclass(frozen=True)
 class KBFGSOptions(FisherOptions):
-    """Of K-BFGS."""
+    """Options of K-BFGS."""
 
-    # mu_1: s^T y is brought to at least this share of y^T H y; above 0, below 1
+    # mu_1, in (0, 1): s^T y is raised to at least this fraction of y^T H y.
     min_curvature: float = 0.2
 
     def problems(self) -> list[str]:
         found = super().problems()
         if self.fisher != "empirical":
-            found.append(f"fisher is {self.fisher!r}; it must be \"empirical\": the loss's own derivatives are compared.")
+            found.append(f"fisher is {self.fisher!r}; it must be \"empirical\", because "
+                         "derivatives of the loss itself are compared.")
         if not 0.0 < self.min_curvature < 1.0:
             found.append(f"min_curvature is {self.min_curvature}; it must be above 0 and below 1.")
         return found
 
 
 class KBFGS(TwoPassMethod):
-    """K-BFGS; a look costs one more forward and backward pass, and updates of O^2 + I^2 operations a layer."""
+    """K-BFGS; a curvature update costs another forward and backward pass and O^2 + I^2 operations
+    per layer.
+
+    Args:
+        model: the module to precondition.
+        min_curvature: mu_1, in (0, 1): s^T y is raised to at least this fraction of y^T H y.
+            Default 0.2.
+        options: see `Preconditioner`; `evaluate` must be used, and its closure is called twice.
+
+    Source: Goldfarb, Ren and Bahamou 2020.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = KBFGS(model)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
+    """
 
     Options = KBFGSOptions
     looks_at_held = True
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        # by weight: mean z and mean e at the first look
+        # by weight: mean z and mean e of the first pass
         self._first: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,7 +86,7 @@ class KBFGS(TwoPassMethod):
         self._first = {}
         for name, rows in seen.layers():
             self._bias_of[name] = rows.bias
-            # products are no larger
+            # This bounds all products.
             if not all(bool(x.square().sum().isfinite()) for x in (rows.a_NTI, rows.e_VNTO)):
                 self.num_skipped += 1
                 continue
@@ -74,13 +96,14 @@ class KBFGS(TwoPassMethod):
             self._first[name] = self._means(name, rows)
 
     def _part(self, name: str) -> None:
-        """What is applied stays as it is while the statistics, whose matrices it shares, move on."""
+        """Detach the inverses to apply from the statistics, which share matrices and change later.
+        """
         known = self.statistics.get(name, {})
         self.inverses[name] = {key: value.clone() if value is known.get(key) else value
                                for key, value in self.inverses.get(name, {}).items()}
 
     def _with_inputs(self, name: str, rows: Rows) -> State:
-        """The layer's statistics with A and H_a of this minibatch, too, in their own memory."""
+        """Update A and H_a of the layer with this minibatch, in place."""
         root = self.option(name, "damping") ** 0.5
         a_XI, known = rows.a_NTI.flatten(0, 1), self.statistics.get(name)
         if known is None:
@@ -106,15 +129,15 @@ class KBFGS(TwoPassMethod):
         return mean_z_O, rows.e_VNTO.sum(dim=(0, 1, 2)) / rows.num_rows
 
     def second_evaluation(self, passes: list[Callable[[], Tensor]], num_rows: int | None) -> None:
-        # the first look was not finite: there is nothing to compare with
+        # The first pass was not finite, so there is nothing to compare with.
         if not self._first:
             return
         watch = FisherRecorder(self.model, fisher="empirical", num_draws=1, generator=None,
                                skipped=self._skipped)
         watch.give_rows(num_rows)
         with watch:
-            # the derivatives of outputs pass by on the way to the biases; gradients of weights
-            # would be made for nothing
+            # Differentiating with respect to biases yields output derivatives without weight
+            # gradients.
             self.gradients(passes, {self._bias_of[name] or name for name in self._first})
         with torch.no_grad():
             for name, rows in watch.signal().rows.items():

@@ -1,8 +1,10 @@
-"""Kronecker-factored natural gradients: F of an affine layer is about B (x) A, of outputs and of inputs.
+"""Kronecker-factored natural gradients: F of an affine layer is about B (x) A (outputs, inputs).
 
-    K-FAC   (B + sqrt(d)/pi I)^-1 G (A + pi sqrt(d) I)^-1,  pi^2 = (tr A / dim A) / (tr B / dim B)    Martens and Grosse 2015, 6.3
-    SKFAC   the same of one minibatch, through N x N matrices (Tang et al. 2021)
-    EKFAC   U_B [(U_B^T G U_A) / (S + d)] U_A^T,  S_ij = 1/R sum_n (U_B^T G_n U_A)_ij^2          George et al. 2018
+    K-FAC   (B + sqrt(d)/pi I)^-1 G (A + pi sqrt(d) I)^-1,  pi^2 = (tr A / dim A) / (tr B / dim B)
+    SKFAC   the same for one minibatch, through N x N matrices
+    EKFAC   U_B [(U_B^T G U_A) / (S + d)] U_A^T,  S_ij = 1/R sum_n (U_B^T G_n U_A)_ij^2
+
+Sources: Martens and Grosse 2015, section 6.3; Tang et al. 2021; George et al. 2018.
 
 Letters: N samples, T positions, X rows, O outputs, I inputs (with the 1 of the bias).
 """
@@ -26,20 +28,19 @@ from ngsgd.preconditioners.fisher_recorder import Rows
 from ngsgd.preconditioners.options import FisherOptions
 from ngsgd.preconditioners.states import State
 
-# of the rows of a side
+# Factor that belongs to the rows of a side.
 _FACTOR = {"a": "A", "e": "B"}
-# per dimension; below, a factor is zero and says nothing of how to share the damping
+# Per dimension; below it a factor is zero, and pi is undefined.
 _MIN_TRACE = 1e-20
 
 
 @dataclass(frozen=True)
 class KroneckerOptions(FisherOptions):
-    """Of the methods with Kronecker factors."""
+    """Options of the methods with Kronecker factors."""
 
-    # rows of a minibatch that K-FAC's factors are estimated from, drawn at each look; 0: all
+    # Randomly chosen rows per minibatch for the factors of K-FAC; 0: all.
     max_rows: int = 0
-    # positions of a sample: "expand", frames with targets of their own; "reduce", one target for
-    # all
+    # Positions of a sample: "expand" for frames with separate targets, "reduce" for one target.
     sharing: str = "expand"
 
     def problems(self) -> list[str]:
@@ -52,9 +53,28 @@ class KroneckerOptions(FisherOptions):
 
 
 class KFAC(Preconditioner):
-    """K-FAC; `fisher="exact"` are the factors that BackPACK calls KFLR.
+    """K-FAC; with `fisher="exact"` the factors are those that BackPACK calls KFLR.
 
-    Equals (F + damping I)^-1 g, but for the factored damping, where B or A is constant over samples; an approximation elsewhere.
+    P g equals (F + damping I)^-1 g, up to the factored damping, if B or A is constant over samples.
+    Otherwise it is an approximation.
+
+    Args:
+        model: the module to precondition.
+        max_rows: randomly chosen rows of a minibatch for the factors; 0 uses all (default).
+        sharing: positions of a sample are independent ("expand", default) or belong to one target
+            ("reduce").
+        fisher, num_draws: see `DiagonalNG`.
+        options: see `Preconditioner`.
+
+    Source: Martens and Grosse 2015, section 6.3 for the damping.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = KFAC(model, damping=1e-2)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
     """
 
     Options = KroneckerOptions
@@ -63,18 +83,18 @@ class KFAC(Preconditioner):
     passes_on = True
 
     def update_curvature(self, seen: Any) -> None:
-        # what the backward pass has left free would stay beside the factors
+        # Return memory that the backward pass has freed before the factors are allocated.
         give_back()
         super().update_curvature(seen)
         if self.options.fisher != "empirical":
-            # rows of derivatives that are not the gradient's own
+            # Only these derivative rows are separate from those of the gradient.
             give_back()
 
     def measure(self, name: str, rows: Rows) -> State:
         return self._products(*self._chosen(rows), {})
 
     def _products(self, a_XI: Tensor, e_XO: Tensor, of_e: float, memory: State) -> State:
-        """A and B, written over `memory` where that has matrices of their size."""
+        """Compute A and B, in `memory` if it has matrices of their size."""
         found = {}
         for key, x_XD, scale in (("A", a_XI, 1.0 / len(a_XI)), ("B", e_XO, of_e)):
             D = x_XD.shape[1]
@@ -84,7 +104,9 @@ class KFAC(Preconditioner):
         return found
 
     def _chosen(self, rows: Rows) -> tuple[Tensor, Tensor, float]:
-        """(input rows, derivative rows, factor of the latter's squares in B), of all rows or of those drawn."""
+        """Return (input rows, derivative rows, factor of their squares in B), of all or the chosen
+        rows.
+        """
         a_NTI, e_VNTO = rows.shared(self.options.sharing)
         a_XI, num_rows = a_NTI.flatten(0, 1), self.options.max_rows
         if not 0 < num_rows < len(a_XI):
@@ -98,7 +120,7 @@ class KFAC(Preconditioner):
             super().update_statistics(name, rows)
             return
         a_XI, e_XO, of_e = self._chosen(rows)
-        # no product is larger than its trace
+        # The trace bounds all products.
         if not all(bool(x_XD.square().sum().isfinite()) for x_XD in (a_XI, e_XO)):
             self.num_skipped += 1
             return
@@ -106,7 +128,7 @@ class KFAC(Preconditioner):
             self._pass_on(name, self._products(a_XI, e_XO, of_e, self.inverses.get(name, {})))
             return
         assert known is not None
-        # the products are added to the averages as they are made: no factor is there twice
+        # Add products directly to the averages, to avoid a second copy of the factors.
         decay = self.option(name, "ema_decay")
         for key, x_XD, scale in (("A", a_XI, 1.0 / len(a_XI)), ("B", e_XO, of_e)):
             add_gram(x_XD, known[key], keep=decay, scale=(1.0 - decay) * scale)
@@ -121,18 +143,34 @@ class KFAC(Preconditioner):
         return (inverse["B"], inverse["A"]) if "A" in inverse else None
 
     def apply_rows(self, name: str, a_XI: Tensor, e_XO: Tensor) -> tuple[Tensor, Tensor]:
-        """(A^-1 a, B^-1 e): their product e^T a is P g, at 2 N d^2 in place of 2 d^3 operations a side.
+        """Return (A^-1 a, B^-1 e), whose product e^T a is P g.
 
-        For loops of one's own whose minibatch has fewer rows than a layer has inputs or outputs.
+        Costs 2 N d^2 instead of 2 d^3 operations per side. Use it in a custom loop whose minibatch
+        has fewer rows than a layer has inputs or outputs.
         """
         inverse = self.inverses[name]
         return gemm.mm(a_XI, inverse["A"]), gemm.mm(e_XO, inverse["B"])
 
 
 class SKFAC(KFAC):
-    """K-FAC of the last minibatch alone, for layers wider than the minibatch: of their width no matrix is made or kept.
+    """K-FAC of the last minibatch, for layers wider than the minibatch, without matrices of their
+    width.
 
-    The same directions as `KFAC(ema_decay=0)`, which the moving average has to be here.
+    Directions equal those of `KFAC(ema_decay=0)`.
+
+    Args:
+        model: the module to precondition.
+        options: see `KFAC`; ema_decay must be 0 (default).
+
+    Source: Tang et al. 2021.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = SKFAC(model, damping=1e-2)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
     """
 
     has_mean = False
@@ -142,7 +180,8 @@ class SKFAC(KFAC):
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **{"ema_decay": 0.0, **options})
         if self.options.ema_decay or any("ema_decay" in own for own in (self.options.layer_options or {}).values()):
-            raise ConfigError("SKFAC: ema_decay must be 0, since it keeps the rows of one minibatch and no factors; take KFAC.")
+            raise ConfigError("SKFAC: ema_decay must be 0, because SKFAC stores the rows of one "
+                              "minibatch instead of factors; choose KFAC.")
 
     def measure(self, name: str, rows: Rows) -> State:
         a_NTI, e_VNTO = rows.shared(self.options.sharing)
@@ -151,7 +190,9 @@ class SKFAC(KFAC):
 
     @staticmethod
     def _smaller(side: str, x_XD: Tensor) -> State:
-        """The rows; or their factor, where there are more of them (positions of a convolution) than it is wide."""
+        """Return the rows, or their factor if there are more rows than columns (positions of a
+        convolution).
+        """
         return {side: x_XD} if len(x_XD) <= x_XD.shape[1] else {_FACTOR[side]: gemm.mm(x_XD.T, x_XD)}
 
     def invert(self, name: str, known: State) -> State:
@@ -193,19 +234,33 @@ class SKFAC(KFAC):
 
 
 class EKFAC(KFAC):
-    """K-FAC's eigenvectors with second moments of the gradient along them in place of products of eigenvalues.
+    """Eigenvectors of K-FAC with second moments of the gradient instead of products of eigenvalues.
 
-    Moments restart with the basis, from the minibatch that the basis was renewed with.
+    Moments restart with the basis, from the minibatch of the inverse update.
+
+    Args:
+        model: the module to precondition.
+        options: see `KFAC`.
+
+    Source: George et al. 2018.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = EKFAC(model, damping=1e-2)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
     """
 
-    # each rank would have the moments of its own rows
+    # Each rank would have the moments of its rows only.
     splits_work = False
-    # nor from its factors alone
+    # The factors alone do not determine the inverse.
     passes_on = False
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        # of this step's minibatch, for moments in a basis that is not there yet
+        # rows of this step, for moments in a basis that is computed later
         self._rows: dict[str, Rows] = {}
 
     def measure(self, name: str, rows: Rows) -> State:
@@ -234,7 +289,7 @@ class EKFAC(KFAC):
     def invert(self, name: str, known: State) -> State:
         values_A, U_A = eigh(known["A"])
         values_B, U_B = eigh(known["B"])
-        # after averaging: the products of eigenvalues, until rows come
+        # After averaging, use products of eigenvalues until rows are available.
         if name not in self._rows:
             return {"U_A": U_A, "U_B": U_B, "S": torch.outer(values_B, values_A).clamp(min=0.0),
                     "weight": torch.ones((), device=values_A.device)}
@@ -250,11 +305,15 @@ class EKFAC(KFAC):
         return gemm.mm(gemm.mm(U_B, rotated_OI), U_A.T)
 
     def apply_rows(self, name: str, a_XI: Tensor, e_XO: Tensor) -> tuple[Tensor, Tensor]:
-        """Not possible: the moments lie between the two factors, so that no row can be preconditioned alone."""
+        """Raise NotImplementedError.
+
+        The moments lie between the two factors, so rows are not separable.
+        """
         raise NotImplementedError("EKFAC cannot precondition rows; apply it to the gradient.")
 
     def _moments(self, rows: Rows, basis: State) -> Tensor:
-        """O x I: 1/R sum of the squares of gradients in the basis, of frames ("expand") or of samples ("reduce")."""
+        """Return 1/R times the sum of squared gradients in the basis, O x I, of frames or samples.
+        """
         a_NTI, e_VNTO = gemm.linear(rows.a_NTI, basis["U_A"].T, None), gemm.linear(rows.e_VNTO, basis["U_B"].T, None)
         if self.options.sharing == "expand" or a_NTI.shape[1] == 1:
             e2_XO = e_VNTO.square().sum(dim=0).flatten(0, 1)
@@ -263,12 +322,12 @@ class EKFAC(KFAC):
 
 
 def shared_damping(B_OO: Tensor, A_II: Tensor, total: float) -> tuple[float, float]:
-    """(damping of B, damping of A); their product is the total."""
+    """Return (damping of B, damping of A); their product is the total."""
     return _shared(float(A_II.trace()) / len(A_II), float(B_OO.trace()) / len(B_OO), total)
 
 
 def _mean_square(known: State, side: str) -> float:
-    """Trace of SKFAC's factor by its width."""
+    """Return the trace of a factor of SKFAC divided by its width."""
     if side in known:
         return float(known[side].square().sum()) / known[side].shape[1]
     return float(known[_FACTOR[side]].trace()) / len(known[_FACTOR[side]])

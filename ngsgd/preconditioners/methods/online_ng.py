@@ -1,12 +1,13 @@
-"""Kaldi's two natural gradients (arXiv 1410.7455) in the place of a preconditioner: rows are preconditioned, then multiplied.
+"""Kaldi's two natural gradients (arXiv 1410.7455) as preconditioners.
 
-    P g = gamma sum_x ehat_x ahat_x^T    of input rows a and derivative rows e, each side by itself, with the norm that it had
+    P g = gamma sum_x ehat_x ahat_x^T    of input rows a and derivative rows e
 
-    simple   each row by the inverse Fisher matrix of the other rows of the minibatch (Appendix A); nothing is kept
-    online   by a low-rank estimate that goes on from minibatch to minibatch (section 3)
+    simple   each row times the inverse Fisher matrix of the other rows (Appendix A); stateless
+    online   a low-rank estimate that is updated over minibatches (section 3)
 
-`ngsgd.NGSGD` does the same inside of the backward pass, quicker, with Kaldi's treatment of every kind of layer; these stand
-beside the other methods, for comparisons and loops of other optimisers.
+Each side is preconditioned separately and keeps its norm. `ngsgd.NGSGD` computes the same inside
+the backward pass, which is faster, with Kaldi's treatment of every kind of layer. The classes here
+serve comparisons and loops with other optimizers.
 
 Letters: X rows (samples, positions), O outputs, I inputs (with the 1 of the bias).
 """
@@ -32,10 +33,10 @@ _SIDES = ("input", "output")
 
 @dataclass(frozen=True)
 class SimpleOptions(EveryStepOptions, FisherOptions):
-    """Of the simple method."""
+    """Options of the simple method."""
 
     ema_decay: float = 0.0
-    # smoothing towards the identity, in units of the mean eigenvalue; Kaldi uses 4
+    # Smoothing towards the identity, in units of the mean eigenvalue; Kaldi uses 4.
     alpha: float = 4.0
 
     def problems(self) -> list[str]:
@@ -43,29 +44,49 @@ class SimpleOptions(EveryStepOptions, FisherOptions):
         if not self.alpha > 0.0:
             found.append(f"alpha is {self.alpha}; it must be above 0.")
         if self.fisher != "empirical":
-            found.append(f"fisher is {self.fisher!r}; it must be \"empirical\": the loss's own derivatives make the gradient.")
+            found.append(f"fisher is {self.fisher!r}; it must be \"empirical\", because "
+                         "derivatives of the loss itself form the gradient.")
         if self.ema_decay or self.layer_options:
-            found.append("ema_decay and layer_options have no meaning here; leave them out.")
+            found.append("ema_decay and layer_options have no effect here; remove them.")
         return found
 
 
 class SimpleNG(Preconditioner):
-    """The simple method; damping has no meaning for affine layers, alpha has.  Other layers get the diagonal of one minibatch."""
+    """Simple natural gradient of Kaldi; stateless.
+
+    Affine layers use alpha instead of damping. Other layers use the diagonal of one minibatch.
+
+    Args:
+        model: the module to precondition.
+        alpha: smoothing towards the identity, in units of the mean eigenvalue. Default 4, as in
+            Kaldi.
+        options: see `Preconditioner`.
+
+    Source: arXiv 1410.7455, Appendix A.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = SimpleNG(model)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
+    """
 
     Options = SimpleOptions
     has_mean = False
 
     def measure(self, name: str, rows: Rows) -> State:
-        """The direction, for a gradient of norm 1: it belongs to this minibatch alone."""
+        """Return the direction, for a gradient of norm 1; it is valid for this minibatch only."""
         a_XI, e_XO = rows.a_NTI.flatten(0, 1), rows.e_VNTO.flatten(0, 2)
         plain = (e_XO.T @ a_XI).norm()
         made = self.preconditioned(name, "output", e_XO).T @ self.preconditioned(name, "input", a_XI)
         return {"direction": made / plain.clamp(min=torch.finfo(plain.dtype).tiny)}
 
     def preconditioned(self, name: str, side: str, rows_XD: Tensor) -> Tensor:
-        """The rows of one side of a layer, with the norm that they had."""
+        """Precondition the rows of one side of a layer and restore their norm."""
         if not bool(rows_XD.isfinite().all()):
-            # the statistics that follow are not finite, and counted
+            # The statistics are then not finite, and the update is counted as skipped.
             return rows_XD
         return precondition_simple(rows_XD, self.options.alpha)
 
@@ -79,19 +100,37 @@ class SimpleNG(Preconditioner):
 
 @dataclass(frozen=True)
 class OnlineOptions(SimpleOptions):
-    """Of the online method; see `ngsgd.NGSGD`."""
+    """Options of the online method; see `ngsgd.NGSGD`."""
 
-    # of the estimate for input rows
+    # rank of the estimate for input rows
     rank_in: int = 20
-    rank_out: int = 80                   # for derivative rows
+    rank_out: int = 80                   # rank for derivative rows
     # minibatches between updates of the estimates
     update_period: int = 4
-    # rows after which the past counts 1/e
+    # time constant of the estimates in rows
     num_samples_history: float = 2000.0
 
 
 class OnlineNG(SimpleNG):
-    """The online method."""
+    """Online natural gradient of Kaldi, with a low-rank Fisher estimate for each side of a layer.
+
+    Args:
+        model: the module to precondition.
+        rank_in, rank_out: ranks of the estimates for input and derivative rows. Default 20 and 80.
+        update_period: minibatches between updates of the estimates. Default 4.
+        num_samples_history: time constant of the estimates in rows. Default 2000.
+        options: see `SimpleNG`.
+
+    Source: arXiv 1410.7455, section 3.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = OnlineNG(model)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
+    """
 
     Options = OnlineOptions
 
@@ -101,7 +140,7 @@ class OnlineNG(SimpleNG):
         self._estimates: dict[tuple[str, str], OnlineNaturalGradient] = {}
 
     def preconditioned(self, name: str, side: str, rows_XD: Tensor) -> Tensor:
-        """The rows of one side of a layer, with the norm that they had."""
+        """Precondition the rows of one side of a layer and restore their norm."""
         if not bool(rows_XD.isfinite().all()):
             return rows_XD
         if (name, side) not in self._estimates:
@@ -116,14 +155,18 @@ class OnlineNG(SimpleNG):
                                      alpha=own.alpha, relative_floor=True)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """All that the next steps depend on, by parameter; "" holds the counters."""
+        """Return the complete state by parameter; "" holds the counters."""
         state = super().state_dict()
         for (name, side), estimate in self._estimates.items():
             state.setdefault(name, {}).update({f"{side}.{key}": value for key, value in estimate.state_dict().items()})
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Continues where the state was taken, bit for bit; CheckpointError if it belongs to another model."""
+        """Load a state; training continues bitwise identically.
+
+        Raises:
+            CheckpointError: the state belongs to another model.
+        """
         sides = [f"{side}." for side in _SIDES]
         super().load_state_dict({name: {key: value for key, value in entry.items() if not key.startswith(tuple(sides))}
                                  for name, entry in state.items()})

@@ -1,11 +1,15 @@
-"""PSGD (Li 2018): P = Q^T Q with triangular Q, fitted by steps along Q's own group to what the Hessian does to random vectors.
+"""PSGD: P = Q^T Q with triangular Q, fitted on the Lie group of Q to Hessian-vector products.
 
-    v ~ N(0, I), h = H v:  minimise E[h^T P h + v^T P^-1 v], whose least is at P = |H|^-1
-    dense       a = Q h,         b = Q^-T v,            t = triu(a a^T - b b^T),   Q <- Q - mu / max|t| t Q
-    Kronecker   a = Ql dG Qr^T,  b = Ql^-T dX Qr^-1,    Ql by triu(a a^T - b b^T), Qr by triu(a^T a - b^T b)      dX = v, dG = h
-    diagonal    q <- q - mu / max|t| t q,  t = (q h)^2 - (v / q)^2
+    v ~ N(0, I), h = H v:  minimize E[h^T P h + v^T P^-1 v], whose minimum is at P = |H|^-1
+    dense       a = Q h,         b = Q^-T v,          t = triu(a a^T - b b^T)
+    Kronecker   a = Ql dG Qr^T,  b = Ql^-T dX Qr^-1,  dX = v,  dG = h,
+                Ql by triu(a a^T - b b^T),  Qr by triu(a^T a - b^T b)
+    diagonal    t = (q h)^2 - (v / q)^2
 
-The Kronecker form is for affine layers, P g = Ql^T Ql G Qr^T Qr; other parameters get the diagonal.
+with the step Q <- Q - mu / max|t| t Q in all cases.
+
+The Kronecker form is for affine layers, P g = Ql^T Ql G Qr^T Qr; other parameters use the diagonal.
+Source: Li 2018.
 
 Letters: O outputs, I inputs (with the 1 of the bias), D elements.
 """
@@ -29,19 +33,19 @@ from ngsgd.preconditioners.options import Options
 from ngsgd.preconditioners.states import State
 
 FORMS = ("kronecker", "full")
-# the factor of the whole model, kept under its first parameter
+# Key of the factor of the complete model, under its first parameter.
 _ALL = "all"
 
 
 @dataclass(frozen=True)
 class PSGDOptions(Options):
-    """Of PSGD."""
+    """Options of PSGD."""
 
-    # of Q: "kronecker" for each layer, or "full", one matrix for models of up to 20 000 parameters
+    # Form of Q: "kronecker" per layer, or "full", one matrix for models of up to 20 000 parameters.
     form: str = "kronecker"
-    # mu, above 0 to below 1: relative step of Q; less is less noisy
+    # mu, in (0, 1): relative step size of Q; smaller values are less noisy.
     factor_lr: float = 0.1
-    # Q is updated by steps of factor_lr and has no moving average
+    # Steps of factor_lr update Q, without a moving average.
     ema_decay: float = 0.0
 
     def problems(self) -> list[str]:
@@ -51,17 +55,36 @@ class PSGDOptions(Options):
         if not 0.0 < self.factor_lr < 1.0:
             found.append(f"factor_lr is {self.factor_lr}; it must be above 0 and below 1.")
         if self.ema_decay:
-            found.append("ema_decay has no meaning here: Q is updated by steps of factor_lr; leave it out.")
+            found.append("ema_decay has no effect here: Q is updated by steps of factor_lr; remove "
+                         "it.")
         return found
 
 
 class PSGD(SecondOrderMethod):
-    """PSGD; one product with the Hessian for each look at the curvature.  The damping is added to H."""
+    """PSGD; each curvature update costs one Hessian-vector product. The damping is added to H.
+
+    Args:
+        model: the module to precondition.
+        form: of Q: "kronecker" per layer (default), or "full", one matrix for models of up to 20
+            000 parameters.
+        factor_lr: mu, in (0, 1): relative step size of Q. Default 0.1.
+        options: see `Preconditioner`; ema_decay must be 0.
+
+    Source: Li 2018.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = PSGD(model)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
+    """
 
     Options = PSGDOptions
 
     def update_curvature(self, seen: Any) -> None:
-        # before and after what takes most
+        # Before and after the allocation peak.
         give_back()
         v = self.drawn(seen)
         h = self.product("hessian", v, is_last=True)
@@ -77,7 +100,7 @@ class PSGD(SecondOrderMethod):
             self._fit_layers(v, h)
 
     def _fit_layers(self, v: dict[str, Tensor], h: dict[str, Tensor]) -> None:
-        """Layer by layer; the pairs are let go on the way."""
+        """Fit layer by layer, and free the pairs."""
         biases = {bias for weight, bias in self._bias_of.items() if weight in v}
         for name in [name for name in v if name in self._bias_of or name not in biases]:
             fit = self._kronecker if name in self._bias_of else self._diagonal
@@ -105,8 +128,7 @@ class PSGD(SecondOrderMethod):
             scale = _first_scale(dX_OI, dG_OI) ** 0.25
             Ql_OO, Qr_II = (_identity(dX_OI, size, scale) for size in dX_OI.shape)
         else:
-            # the scale that one factor can take from the other is shared, so that both stay well
-            # within their numbers
+            # Balance the scale between the factors, to keep both within float range.
             share = (known["Ql"].diagonal().max() / known["Qr"].diagonal().max()).sqrt()
             Ql_OO, Qr_II = known["Ql"].div_(share), known["Qr"].mul_(share)
         a_OI = gemm.mm(gemm.mm(Ql_OO, dG_OI), Qr_II.T)
@@ -122,7 +144,7 @@ class PSGD(SecondOrderMethod):
         return {"q": q - self.options.factor_lr / _largest(t) * t * q}
 
     def _move(self, Q_DD: Tensor, t_DD: Tensor) -> None:
-        """A step of Q, in its own memory and that of t."""
+        """Take a step of Q in place; overwrites t."""
         t_DD.triu_()
         less_upper_product(Q_DD, t_DD.mul_(self.options.factor_lr / _largest(t_DD)))
 
@@ -149,7 +171,7 @@ class PSGD(SecondOrderMethod):
 
 
 def _difference(a_XD: Tensor, b_XD: Tensor) -> Tensor:
-    """a^T a - b^T b."""
+    """Return a^T a - b^T b."""
     found = empty(a_XD, a_XD.shape[1], a_XD.shape[1])
     add_gram(a_XD, found, keep=0.0)
     add_gram(b_XD, found, scale=-1.0)
@@ -157,14 +179,14 @@ def _difference(a_XD: Tensor, b_XD: Tensor) -> Tensor:
 
 
 def _first_scale(v: Tensor, h: Tensor) -> Tensor:
-    """c of P = c I that one pair asks for: |v| / |h|."""
+    """Return c of P = c I for one pair: |v| / |h|."""
     tiny = torch.finfo(v.dtype).tiny ** 0.5
     scale: Tensor = v.norm() / h.norm().clamp(min=tiny * v.norm())
     return scale
 
 
 def _identity(like: Tensor, size: int, scale: Tensor) -> Tensor:
-    """scale I, to be kept."""
+    """Return scale I in separate memory."""
     found = apart(like, size, size).zero_()
     found.diagonal().fill_(scale)
     return found

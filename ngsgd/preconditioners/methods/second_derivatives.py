@@ -1,6 +1,7 @@
-"""What methods that take products with second derivatives share: the minibatch's graph lives from `evaluate` to the end of `step`.
+"""Base class of methods with second derivatives; it keeps the graph of a minibatch for a step.
 
-Between two looks at the curvature a step costs what a plain one does.
+The graph exists from `evaluate` to the end of `step`. Steps without a curvature update cost the
+same as plain steps.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Gradients = Mapping[str, Tensor]
 
 
 class SecondOrderMethod(Preconditioner):
-    """Methods whose `update_curvature` asks `self.minibatch` for products; these are of the loss's mean per row, as curvature is
-    with all methods.
+    """Methods whose `update_curvature` takes products from `self.minibatch`.
 
-    Any loss that torch can differentiate twice will do; one that is not torch's own counts as a mean.
+    Products are of the mean loss per row, as curvature is for all methods. Any loss that torch can
+    differentiate twice is supported; a custom loss counts as a mean.
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
@@ -41,7 +42,7 @@ class SecondOrderMethod(Preconditioner):
         if not self.is_due("curvature"):
             yield
             return
-        # several passes before a step are one minibatch
+        # Several passes before a step are one minibatch.
         self.minibatch = self.minibatch or FullModelProducts(self.model)
         with self.minibatch, twice_differentiable():
             yield
@@ -54,29 +55,34 @@ class SecondOrderMethod(Preconditioner):
                 self.minibatch.differentiate(loss)
 
     def step(self, lr: float | None = None) -> None:
-        """Replaces `.grad` of every parameter by the preconditioned one; `lr` is needed for kl_clip alone."""
+        """Replace `.grad` of every parameter by the preconditioned gradient.
+
+        Args:
+            lr: learning rate of the optimizer; only kl_clip needs it.
+        """
         try:
-            # layers that are computed again (checkpointing) have to save the same tensors
+            # Recomputed layers (checkpointing) must save the same tensors.
             with naming_missing(type(self).__name__), expanded(self.model), twice_differentiable():
                 super().step(lr)
         finally:
             self._forget_minibatch()
 
     def _forget_minibatch(self) -> None:
-        """There will be no more products of this one; its graph takes much memory."""
+        """Free the graph, which is large; no further products of this minibatch are possible."""
         if self.minibatch is not None:
             self.minibatch.forget()
         self.minibatch = None
 
     def _look(self, grads: Gradients) -> bool:
         if self.minibatch is None or not self.minibatch.is_differentiated:
-            raise ConfigError(f"{type(self).__name__} has no minibatch to differentiate twice; compute the loss by "
-                              "preconditioner.evaluate(closure), or inside of watch() and with preconditioner.backward(loss).")
+            raise ConfigError(f"{type(self).__name__} has no minibatch to differentiate twice; "
+                              "compute the loss with preconditioner.evaluate(closure), or inside "
+                              "watch() and with preconditioner.backward(loss).")
         self.update_curvature(grads)
         return True
 
     def product(self, kind: str, vectors: Gradients, **options: Any) -> dict[str, Tensor]:
-        """The "hessian" or "ggn" of the minibatch times vectors, in at least float32."""
+        """Return the "hessian" or "ggn" of the minibatch times vectors, in at least float32."""
         assert self.minibatch is not None
         parameters = self.minibatch.parameters
         own = {name: self.oriented(name, v.to(parameters[name].dtype))
@@ -85,9 +91,9 @@ class SecondOrderMethod(Preconditioner):
         return {name: self.oriented(name, upcast(value)) for name, value in found.items()}
 
     def drawn(self, grads: Gradients, *, signs: bool = False) -> dict[str, Tensor]:
-        """A normal number, or a random sign, for every element of the gradients."""
+        """Return normal random numbers, or random signs, in the shapes of the gradients."""
         found = {}
-        # in the order of names, which a restart does not change
+        # Sorted by name, because a restart may change the order.
         for name, g in sorted(grads.items()):
             v = torch.randn(g.shape, generator=self.generator, dtype=g.dtype, device=g.device)
             found[name] = torch.where(v < 0.0, -1.0, 1.0).to(g.dtype) if signs else v

@@ -1,11 +1,14 @@
-"""Natural gradients through the Gram matrix of samples' gradients: F of one minibatch, of any number of parameters.
+"""Natural gradients through the Gram matrix of per-sample gradients of one minibatch.
 
-    (U^T U / R + d I)^-1 g = (1/d) [g - U^T (R d I + U U^T)^-1 U g],   U: one row g_n for each sample     (Woodbury)
+    (U^T U / R + d I)^-1 g = (1/d) [g - U^T (R d I + U U^T)^-1 U g]     (Woodbury)
 
-    SMW-NG  all layers together (Ren and Goldfarb 2019); with `fisher="exact"` SMW-GN, the Gauss-Newton matrix
-    SENG    layer by layer, the Gram matrix from sketched coordinates (Yang et al. 2020)
+    SMW-NG  all layers together (Ren and Goldfarb 2019)
+    SENG    layer by layer, with the Gram matrix of sketched coordinates (Yang et al. 2020)
 
-U is never written down for layers with one position: U U^T = (A A^T) * (E E^T).
+U has one row g_n for each sample. With `fisher="exact"`, SMW-NG is SMW-GN (Gauss-Newton).
+
+The number of parameters is not limited: for layers with one position U is never formed, because U
+U^T = (A A^T) * (E E^T).
 
 Letters: V vectors, N samples, X = V N, T positions, O outputs, I inputs (with the 1 of the bias).
 """
@@ -31,22 +34,22 @@ from ngsgd.preconditioners.states import State
 
 @dataclass(frozen=True)
 class GramOptions(FisherOptions):
-    """Of methods that keep the rows of one minibatch: the past has no share in it."""
+    """Options of methods that store the rows of one minibatch and no moving average."""
 
     ema_decay: float = 0.0
 
     def problems(self) -> list[str]:
         found = super().problems()
         if self.ema_decay or any("ema_decay" in own for own in (self.layer_options or {}).values()):
-            found.append("ema_decay must be 0: rows of one minibatch are kept, which cannot be averaged with those of another.")
+            found.append("ema_decay must be 0: rows of different minibatches cannot be averaged.")
         return found
 
 
 @dataclass(frozen=True)
 class SENGOptions(GramOptions):
-    """Of SENG."""
+    """Options of SENG."""
 
-    # coordinates of inputs and of outputs that the Gram matrix is estimated from; 0: all
+    # Sampled coordinates of inputs and of outputs for the Gram matrix; 0: all.
     sketch: int = 0
 
     def problems(self) -> list[str]:
@@ -55,10 +58,12 @@ class SENGOptions(GramOptions):
 
 
 class _FromRows(Preconditioner):
-    """What the two share: P g from rows that are held, where g = e^T a needs no product of its own.
+    """Base class of SENG and SMWNG.
 
-    At the looks of the empirical Fisher matrix the rows of g are those of U, g_n = U_n / s, so that U g = K 1 / s with the Gram
-    matrix K, and P g = (1/d) sum_n (1 - s b_n) e_n a_n^T is one product.
+    P g from stored rows, without a separate product for g = e^T a.
+
+    For the empirical Fisher matrix the rows of g are those of U, g_n = U_n / s. Then U g = K 1 / s
+    with the Gram matrix K, and P g = (1/d) sum_n (1 - s b_n) e_n a_n^T is one product.
     """
 
     looks_at_held = True
@@ -66,15 +71,14 @@ class _FromRows(Preconditioner):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        # s, at a look at the rows that g is made of, which are applied at once; 0 at other steps
+        # s, if the gradient consists of the rows of this curvature update; 0 at other steps.
         self._scale = 0.0
-        self._gradients: dict[str, FactoredGrad] = {}   # this step's
+        self._gradients: dict[str, FactoredGrad] = {}   # factored gradients of this step
 
     @contextlib.contextmanager
     def _watching(self, num_rows: int | None) -> Iterator[None]:
-        # where every step looks and renews, the rows of the last minibatch need not lie beside the
-        # passes of this one; elsewhere
-        # they are kept for the case that this one is not finite
+        # If every step updates curvature and inverse, free the last rows before the passes of this
+        # minibatch. Otherwise keep them in case this minibatch is not finite.
         if all(self.is_due(what) and self._last[what] == self.num_steps - 1 for what in ("curvature", "inverse")):
             for kept_so_far in (self.statistics, self.inverses):
                 for name in [name for name, known in kept_so_far.items() if "e" in known]:
@@ -92,21 +96,24 @@ class _FromRows(Preconditioner):
         last = self.statistics.pop(name, None)
         super().update_statistics(name, rows)
         if name in self.statistics and self.is_due("inverse"):
-            # rows of the last minibatch, in whose place these will be
+            # Free the rows of the last minibatch, which these replace.
             self.inverses.pop(name, None)
         elif last is not None:
             self.statistics.setdefault(name, last)
         self._hold_once(name)
 
     def _hold_once(self, name: str) -> None:
-        """Rows of the gradient that are those of U are held as such, once; unless their own norm will be asked for."""
+        """Store rows shared by the gradient and U once, unless the gradient norm is needed."""
         known, rows = self.statistics.get(name, {}), self._gradients.get(name)
         if rows is not None and self.options.graft == "none" and self.are_own(known, rows):
             self._gradients[name] = FactoredGrad(known["a"][:, 0, :rows.a_XI.shape[1]],
                                                  known["e"][0, :, 0], rows.has_bias)
 
     def _held_scale(self, inverse: State, rows: FactoredGrad) -> float:
-        """What is held over the gradient's rows: s where it is held once."""
+        """Return the ratio of the stored rows to those of the gradient.
+
+        S if they are stored once.
+        """
         return self._scale if rows.e_XO.data_ptr() == inverse["e"].data_ptr() else 1.0
 
     def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, FactoredGrad]:
@@ -123,11 +130,11 @@ class _FromRows(Preconditioner):
         return "e" in inverse and inverse["a"].shape[1] == 1 and len(inverse["e"]) == 1
 
     def are_own(self, inverse: State, rows: FactoredGrad) -> bool:
-        """Whether the rows are those that the curvature was just taken from."""
+        """Return whether the rows are those of the latest curvature update."""
         return self._scale > 0.0 and self.can_hold("", inverse) and len(rows.a_XI) == len(inverse["a"])
 
     def products_of_rows(self, inverse: State, rows: FactoredGrad) -> Tensor:
-        """U g, of rows with one position."""
+        """Return U g, of rows with one position."""
         a_NI, e_NO = inverse["a"][:, 0], inverse["e"][0, :, 0]
         held_scale = self._held_scale(inverse, rows)
         if len(a_NI) * (a_NI.shape[1] + e_NO.shape[1]) < a_NI.shape[1] * e_NO.shape[1]:
@@ -141,7 +148,7 @@ class _FromRows(Preconditioner):
 
     def combined(self, inverse: State, rows: FactoredGrad, b_N: Tensor,
                  damping: float) -> tuple[Tensor, Tensor | None]:
-        """(g - U^T b) / d, of the weight and of the bias."""
+        """Return (g - U^T b) / d, of the weight and of the bias."""
         if self.are_own(inverse, rows):
             factor_N = (1.0 - self._scale * b_N) / (damping * self._held_scale(inverse, rows))
             return rows._replace(e_XO=rows.e_XO * factor_N[:, None]).product()
@@ -152,10 +159,27 @@ class _FromRows(Preconditioner):
 
 
 class SENG(_FromRows):
-    """F of each layer by its own Gram matrix; exact with `sketch=0`.
+    """Natural gradient of each layer through its Gram matrix; exact with `sketch=0`.
 
-    A sketch keeps `sketch` of d coordinates, drawn anew for each minibatch, times sqrt(d / sketch): the Gram matrix is right in the
-    mean over draws.
+    A sketch keeps `sketch` of d coordinates, sampled again for each minibatch, times sqrt(d /
+    sketch). The expected Gram matrix is then exact.
+
+    Args:
+        model: the module to precondition.
+        sketch: sampled coordinates of inputs and of outputs for the Gram matrix; 0 uses all
+            (default).
+        fisher, num_draws: see `DiagonalNG`.
+        options: see `Preconditioner`; ema_decay must be 0 (default).
+
+    Source: Yang et al. 2020.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = SENG(model, damping=1e-2)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
     """
 
     Options = SENGOptions
@@ -164,7 +188,7 @@ class SENG(_FromRows):
         a_NTI, e_VNTO = rows.a_NTI, rows.e_VNTO / rows.num_rows**0.5
         gram_XX = gram(self._sketched(a_NTI), self._sketched(e_VNTO))
         found = {"a": a_NTI, "e": e_VNTO, "gram": gram_XX}
-        # U g from the matrix without a sketch
+        # U g uses the matrix without a sketch.
         if self._scale and self._is_sketched(rows) and self.can_hold(name, found):
             found["sums"] = gram(a_NTI, e_VNTO).sum(dim=1)
         return found
@@ -200,25 +224,43 @@ class SENG(_FromRows):
 
 
 class SMWNG(_FromRows):
-    """F of all affine layers together by one Gram matrix; equals `FullNG(ema_decay=0)`, for models of any size."""
+    """Natural gradient of all affine layers together through one Gram matrix.
+
+    Equals `FullNG(ema_decay=0)`, for models of any size.
+
+    Args:
+        model: the module to precondition.
+        fisher, num_draws: see `DiagonalNG`; with "exact" this is SMW-GN.
+        options: see `Preconditioner`; ema_decay must be 0 (default).
+
+    Source: Ren and Goldfarb 2019.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = SMWNG(model, damping=1e-2)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
+    """
 
     Options = GramOptions
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        # K 1 of the last look
+        # K 1 of the last curvature update
         self._sums: Tensor | None = None
 
     def measure(self, name: str, rows: Rows) -> State:
         return {"a": rows.a_NTI, "e": rows.e_VNTO / rows.num_rows**0.5}
 
     def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
-        # the layers of one minibatch belong together
+        # The layers of one minibatch belong together.
         self.statistics.clear()
         super().update_curvature(seen)
 
     def refresh(self) -> None:
-        # in the order of names: that of a dict is not the same after a restart
+        # Sorted by name, because a restart may change the order.
         affine = [known for _, known in sorted(self.statistics.items()) if "e" in known]
         super().refresh()
         if affine:
@@ -259,7 +301,7 @@ class SMWNG(_FromRows):
 
     def _all_products(self, affine: Mapping[str, State], joined: Mapping[str, Tensor],
                       held: Mapping[str, FactoredGrad]) -> Tensor:
-        """U g of all layers."""
+        """Return U g of all layers."""
         if self._sums is not None and all(name in held and self.are_own(inverse, held[name]) for name, inverse in affine.items()):
             return self._sums / self._scale
         return torch.stack([self.products_of_rows(inverse, held[name]) if name in held
@@ -268,12 +310,12 @@ class SMWNG(_FromRows):
 
 
 def gram(a_NTI: Tensor, e_VNTO: Tensor) -> Tensor:
-    """X x X: the products of samples' gradients sum_t e a^T, for X = V N."""
+    """Return the products of per-sample gradients sum_t e a^T, X x X for X = V N."""
     V, N, T, O = e_VNTO.shape  # noqa: E741
     if T == 1:
         a_NI, e_XO = a_NTI[:, 0], e_VNTO.reshape(V * N, O)
         return products_of(e_XO).mul_(products_of(a_NI).repeat(V, V))
-    # gradients are smaller than the products of positions
+    # Gradients are smaller than the products of positions.
     if T * (O + a_NTI.shape[2]) > O * a_NTI.shape[2]:
         g_XD = torch.einsum("vnto,nti->vnoi", e_VNTO, a_NTI).reshape(V * N, -1)
         return gemm.mm(g_XD, g_XD.T)
@@ -282,16 +324,16 @@ def gram(a_NTI: Tensor, e_VNTO: Tensor) -> Tensor:
 
 
 def sample_products(a_NTI: Tensor, e_VNTO: Tensor, g_OI: Tensor) -> Tensor:
-    """X: U g, the products of samples' gradients with g."""
+    """Return U g, the products of per-sample gradients with g, of length X."""
     return ((a_NTI @ g_OI.T) * e_VNTO).sum(dim=(2, 3)).flatten()
 
 
 def combination(a_NTI: Tensor, e_VNTO: Tensor, b_X: Tensor) -> Tensor:
-    """O x I: U^T b, the sum of samples' gradients, each times its b."""
+    """Return U^T b, the sum of per-sample gradients times b, O x I."""
     weighted_NTO = (e_VNTO * b_X.view(*e_VNTO.shape[:2], 1, 1)).sum(dim=0)
     return gemm.mm(weighted_NTO.flatten(0, 1).T, a_NTI.flatten(0, 1))
 
 
 def solved(root_XX: Tensor, right_X: Tensor) -> Tensor:
-    """The solution for a Cholesky root."""
+    """Solve with a Cholesky root."""
     return torch.cholesky_solve(right_X.to(root_XX.dtype)[:, None], root_XX)[:, 0].to(right_X.dtype)

@@ -1,10 +1,12 @@
-"""Preconditioners of each tensor's dimensions, from gradients alone.
+"""Preconditioners of each tensor dimension, from gradients only.
 
-    Shampoo   G x_1 L_1^(-1/(2 k)) .. x_k L_k^(-1/(2 k)),  L_i = mean of G_(i) G_(i)^T over steps    Gupta et al. 2018, algorithm 2
-    SOAP      Q [m / (sqrt(v) + d)] in the eigenvectors Q of the L_i, m and v Adam's moments of Q^T g  Vyas et al. 2024, algorithm 3
+    Shampoo   G x_1 L_1^(-1/(2 k)) .. x_k L_k^(-1/(2 k)),  L_i = mean of G_(i) G_(i)^T over steps
+    SOAP      Q [m / (sqrt(v) + d)] with eigenvectors Q of the L_i and Adam's moments of Q^T g
 
-Large tensors are cut into blocks, small adjacent dimensions are merged (a convolution's channels and taps).  The damping of Shampoo
-is relative to the largest eigenvalue of each L_i.
+Sources: Gupta et al. 2018, algorithm 2; Vyas et al. 2024, algorithm 3.
+
+Large tensors are split into blocks, and small adjacent dimensions are merged (channels and taps of
+a convolution). The damping of Shampoo is relative to the largest eigenvalue of each L_i.
 
 Letters: k dimensions of a block, D size of one of them.
 """
@@ -30,7 +32,7 @@ from ngsgd.preconditioners.states import State
 
 @dataclass(frozen=True)
 class BlockOptions(Options):
-    """Of both."""
+    """Options of Shampoo and SOAP."""
 
     # largest dimension of a factor
     block_size: int = 1024
@@ -42,13 +44,13 @@ class BlockOptions(Options):
 
 @dataclass(frozen=True)
 class ShampooOptions(BlockOptions):
-    """Of Shampoo."""
+    """Options of Shampoo."""
 
-    # times the largest eigenvalue of a factor
+    # relative to the largest eigenvalue of a factor
     damping: float = 1e-6
-    # of G G^T: "average" with ema_decay, or "sum" of all steps, as in the paper
+    # Accumulation of G G^T: "average" with ema_decay, or "sum" of all steps, as in the paper.
     history: str = "average"
-    # "eigen", or "newton": products only, quicker on GPUs
+    # "eigen", or "newton": GEMMs only, which is faster on GPUs.
     root_method: str = "eigen"
 
     def problems(self) -> list[str]:
@@ -60,10 +62,30 @@ class ShampooOptions(BlockOptions):
 
 
 class Shampoo(Preconditioner):
-    """Shampoo; a bias is a tensor of one dimension, and with it full-matrix AdaGrad."""
+    """Shampoo; for a bias, a tensor of one dimension, this is full-matrix AdaGrad.
+
+    Args:
+        model: the module to precondition.
+        damping: relative to the largest eigenvalue of a factor. Default 1e-6.
+        history: accumulation of G G^T: "average" with ema_decay (default), or "sum" of all steps,
+            as in the paper.
+        root_method: "eigen" (default), or "newton", GEMMs only, which is faster on GPUs.
+        block_size: largest dimension of a factor. Default 1024.
+        options: see `Preconditioner`.
+
+    Source: Gupta et al. 2018, algorithm 2.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = Shampoo(model)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
+    """
 
     Options: ClassVar[type[BlockOptions]] = ShampooOptions
-    joins_bias = False   # tensors stay apart
+    joins_bias = False   # tensors are separate blocks
     splits_work = True
     agrees_over_ranks = True
 
@@ -97,7 +119,7 @@ class Shampoo(Preconditioner):
         return found.view_as(g)
 
     def can_hold(self, name: str, inverse: State) -> bool:
-        # a matrix, not merged into a vector
+        # True for a matrix that was not merged into a vector.
         return "0.1" in inverse
 
     def direction_of_rows(self, name: str, inverse: State, rows: FactoredGrad) -> tuple[Tensor, Tensor | None]:
@@ -111,7 +133,7 @@ class Shampoo(Preconditioner):
 
     @staticmethod
     def _rotated(block: Tensor, index: int, inverse: State, *, transpose: bool) -> Tensor:
-        """The block's matrix, or its transpose, on every dimension."""
+        """Multiply every dimension of the block by its matrix, or its transpose."""
         if block.ndim == 2:
             left_OO, right_II = (inverse[f"{index}.{k}"].T if transpose else inverse[f"{index}.{k}"] for k in range(2))
             return gemm.mm(gemm.mm(left_OO, block), right_II.T)
@@ -127,19 +149,19 @@ class Shampoo(Preconditioner):
             yield merged[corner]
 
 
-# units of the last place of a norm: what is below is noise
+# Rounding noise of a norm, in units of the last place.
 _ROUNDING = 8.0
 
 
 @dataclass(frozen=True)
 class SOAPOptions(BlockOptions):
-    """Of SOAP."""
+    """Options of SOAP."""
 
     # eps: added to sqrt(v), as in Adam
     damping: float = 1e-8
-    # beta 2: of v and of the L_i
+    # beta 2: decay of v and of the L_i
     ema_decay: float = 0.95
-    # beta 1: of the gradient; 0 to below 1
+    # beta 1: decay of the gradient average, in [0, 1)
     momentum: float = 0.95
 
     def problems(self) -> list[str]:
@@ -150,31 +172,49 @@ class SOAPOptions(BlockOptions):
 
 
 class SOAP(Shampoo):
-    """Adam in the eigenvectors of Shampoo's L_i; a vector keeps its own coordinates (Adam).
+    """Adam in the eigenbasis of Shampoo's factors L_i; vectors use Adam in their coordinates.
 
-    The first gradient of a tensor only begins the L_i, and its direction is 0.  m and v are updated at every step, in the basis
-    of the steps before; only the L_i wait for curvature_interval and the basis for inverse_interval.  A new basis is one round of
-    power iteration from the last and a QR decomposition: m is rotated into it, v keeps to its columns.  Momentum is SOAP's own, so
-    that of the optimizer stays 0.
+    The first gradient of a tensor initializes the L_i, and its direction is 0. m and v are updated
+    at every step in the current basis. Only the L_i follow curvature_interval, and the basis
+    inverse_interval. A new basis is one power iteration from the last one and a QR decomposition. m
+    is rotated into it; v keeps its columns. SOAP has its own momentum, so use momentum 0 in the
+    optimizer.
+
+    Args:
+        model: the module to precondition.
+        damping: eps, added to sqrt(v). Default 1e-8.
+        ema_decay: beta 2, decay of v and of the L_i. Default 0.95.
+        momentum: beta 1, decay of the gradient average, in [0, 1). Default 0.95.
+        block_size: largest dimension of a factor. Default 1024.
+        options: see `Preconditioner`.
+
+    Source: Vyas et al. 2024, algorithm 3.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = SOAP(model)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
     """
 
     Options = SOAPOptions
     applies_first = True
 
     def can_hold(self, name: str, inverse: State) -> bool:
-        # the moments lie between the bases
+        # The moments lie between the bases.
         return False
 
     def measure_gradient(self, name: str, g: Tensor) -> State:
-        # the square of the first gradient in float64, which keeps the digits that decide the first
-        # basis
+        # Square the first gradient in float64, for the digits that determine the first basis.
         return super().measure_gradient(name, g if name in self.inverses else g.double()) if g.ndim > 1 else {}
 
     def _average(self, name: str, new: State) -> None:
         if new:
             Preconditioner._average(self, name, new)
         else:
-            # a vector has no factors
+            # A vector has no factors.
             self.statistics[name], self.weights[name] = {}, 1.0
 
     def refresh(self) -> None:
@@ -189,7 +229,7 @@ class SOAP(Shampoo):
         return self._begun(name, known) if old is None else self._tracked(known, old)
 
     def _begun(self, name: str, known: State) -> State:
-        """The first basis, and moments of nothing."""
+        """Return the first basis and zero moments."""
         p = self.oriented(name, upcast(dict(self.model.named_parameters())[name].detach()))
         moments = {f"{index}.{key}": torch.zeros_like(block) for index, block in enumerate(self._blocks(p)) for key in ("m", "v")}
         return {**{key: _eigenvectors(L_DD, p.dtype) for key, L_DD in known.items()}, **moments,
@@ -197,14 +237,13 @@ class SOAP(Shampoo):
 
     @staticmethod
     def _tracked(known: State, old: State) -> State:
-        """The basis and the moments after one round of power iteration."""
+        """Return the basis and the moments after one power iteration."""
         found = dict(old)
         for key, L_DD in known.items():
             index, _, k = key.partition(".")
             Q_DD = old[key]
             LQ_DD = gemm.mm(L_DD, Q_DD)
-            # the shift keeps columns that L sends to 0, whose image is rounding noise, where they
-            # were
+            # The shift keeps columns in the null space of L, whose image is rounding noise.
             LQ_DD.add_(Q_DD * _noise(L_DD.norm()))
             order_D = (Q_DD * LQ_DD).sum(dim=0).argsort(descending=True, stable=True)
             found[key] = torch.linalg.qr(LQ_DD[:, order_D])[0]
@@ -216,21 +255,24 @@ class SOAP(Shampoo):
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = {}
         for name, g in grads.items():
-            # averaged over workers, whose bases have no mean
+            # Averaged over workers, whose bases have no mean.
             if name not in self.inverses and self.statistics.get(name):
                 self.inverses[name] = self._inverted(name, self.curvature(name))
             if name in self.inverses:
                 found[name] = self._adam(self.inverses[name], g, self.option(name, "ema_decay"), self.option(name, "damping"))
             else:
-                # and not zeros: a gradient that is not finite stays so
+                # Not zeros, so that a non-finite gradient stays non-finite.
                 found[name] = g * 0.0
-                # this step looks at the curvature, whatever the interval
+                # Update the curvature in this step, whatever the interval.
                 self._last = dict.fromkeys(self._last)
         return found
 
     def _adam(self, inverse: State, g: Tensor, beta_2: float, damping: float) -> Tensor:
-        """The direction; moments stay as they are where the gradient is not finite, which the host is not asked for."""
-        # and so the squares of all coordinates
+        """Return the direction.
+
+        Moments do not change for a non-finite gradient, without a host sync.
+        """
+        # Then the squares of all coordinates are finite, too.
         is_finite = torch.linalg.vector_norm(g).isfinite()
         share_m, share_v = is_finite * g.new_full((), 1.0 - self.options.momentum), is_finite * g.new_full((), 1.0 - beta_2)
         for key, share in (("weight_m", share_m), ("weight_v", share_v)):
@@ -241,7 +283,7 @@ class SOAP(Shampoo):
             m.lerp_(own, share_m)
             v.lerp_(own.square(), share_v)
             root = (v / inverse["weight_v"]).sqrt_()
-            # a rotation's rounding is no gradient
+            # Rounding noise of a rotation must not count as a gradient.
             root.add_(damping + _noise(root.norm()))
             out.copy_(self._rotated(m / inverse["weight_m"] / root, index, inverse, transpose=False))
         return torch.where(is_finite, found.view_as(g), g)
@@ -256,9 +298,9 @@ def _noise(norm: Tensor) -> Tensor:
 
 
 def _eigenvectors(L_DD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of products of gradients of that type: as columns, in falling order.
+    """Return the eigenvectors as columns, in descending order of the eigenvalues.
 
-    For eigenvalues that are 0 but for rounding any basis would do; it is the same always.
+    `dtype` is that of the gradients. In the null space the basis is arbitrary but deterministic.
     """
     values_D, U_DD = eigh(L_DD.double())
     null = values_D <= values_D.norm() * max((_ROUNDING * torch.finfo(dtype).eps) ** 2, _ROUNDING * torch.finfo(torch.float64).eps)
@@ -274,7 +316,10 @@ def _corners(shape: Sequence[int], size: int) -> Iterator[tuple[slice, ...]]:
 
 
 def _merged(g: Tensor, size: int) -> Tensor:
-    """Adjacent dimensions become one while the product is at most the block size; ones are dropped."""
+    """Merge adjacent dimensions while their product is at most the block size.
+
+    Drop those of size 1.
+    """
     shape: list[int] = []
     for length in g.shape:
         if shape and shape[-1] * length <= size and (len(shape) > 1 or length == 1 or shape[-1] == 1):

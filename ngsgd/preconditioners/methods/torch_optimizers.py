@@ -1,7 +1,8 @@
-"""Adam, AdamW and Muon of torch.optim behind the protocol: the direction is what they would subtract at a learning rate of 1.
+"""Adam, AdamW and Muon of torch.optim as preconditioners.
 
-Each runs on a copy: parameters that are zero before a step are minus the direction after it.  Their directions do not grow with the
-gradient, so a GradScaler has to unscale first.
+The direction is the update at learning rate 1. Each optimizer runs on a copy of the parameters:
+zeros before a step are minus the direction after it. Directions do not scale with the gradient, so
+a GradScaler must unscale first.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from ngsgd.preconditioners.options import EveryStepOptions
 
 @dataclass(frozen=True)
 class AdamOptions(EveryStepOptions):
-    """Of Adam."""
+    """Options of Adam."""
 
     # eps: added to the root of second moments
     damping: float = 1e-8
-    # beta 2: of second moments
+    # beta 2: decay of second moments
     ema_decay: float = 0.999
-    # beta 1: of the gradient; 0 to below 1
+    # beta 1: decay of the gradient average, in [0, 1)
     momentum: float = 0.9
-    # share of the parameter in the direction; Adam: of the gradient
+    # Multiple of the parameter in the direction; for Adam, in the gradient.
     weight_decay: float = 0.0
 
     def problems(self) -> list[str]:
@@ -43,10 +44,29 @@ class AdamOptions(EveryStepOptions):
 
 
 class Adam(Preconditioner):
-    """torch.optim.Adam (Kingma and Ba 2015)."""
+    """torch.optim.Adam as a preconditioner.
+
+    Args:
+        model: the module to precondition.
+        damping: eps, added to the root of second moments. Default 1e-8.
+        ema_decay: beta 2, decay of second moments. Default 0.999.
+        momentum: beta 1, decay of the gradient average, in [0, 1). Default 0.9.
+        weight_decay: multiple of the parameter in the gradient. Default 0.
+        options: see `Preconditioner`; layer_options is not supported.
+
+    Source: Kingma and Ba 2015.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = Adam(model)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
+    """
 
     Options = AdamOptions
-    joins_bias = False   # element by element
+    joins_bias = False   # elementwise
     agrees_over_ranks = True
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
@@ -58,16 +78,16 @@ class Adam(Preconditioner):
         self._optimizers = {name: self.optimizer(name, copy) for name, copy in self._copies.items()}
 
     def optimizer(self, name: str, copy: Tensor) -> torch.optim.Optimizer:
-        """torch's, of one parameter and for a learning rate of 1."""
+        """Create the torch optimizer of one parameter, with learning rate 1."""
         own = self.options
         return torch.optim.Adam([copy], lr=1.0, betas=(own.momentum, own.ema_decay), eps=own.damping, weight_decay=own.weight_decay)
 
     def viewed(self, x: Tensor) -> Tensor:
-        """The shape in which torch's optimiser gets a parameter."""
+        """Return the shape in which the torch optimizer gets a parameter."""
         return x.detach()
 
     def update_curvature(self, seen: Any) -> None:
-        """Nothing: `apply` moves the moments, too."""
+        """Do nothing; `apply` updates the moments."""
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parameters = dict(self.model.named_parameters())
@@ -78,7 +98,7 @@ class Adam(Preconditioner):
                 found[name] = g
                 continue
             copy = self._copies[name]
-            # the parameter itself where it has a share in the direction: decay is relative to it
+            # With weight decay start from the parameter, because decay is relative to it.
             before = torch.zeros_like(copy)
             if self.options.weight_decay:
                 before = self.viewed(self.oriented(name, parameters[name])).to(copy)
@@ -93,18 +113,34 @@ class Adam(Preconditioner):
         return found
 
     def refresh(self) -> None:
-        """Nothing: the moments are what is applied."""
+        """Do nothing; the moments are applied directly."""
 
 
 @dataclass(frozen=True)
 class AdamWOptions(AdamOptions):
-    """Of AdamW."""
+    """Options of AdamW."""
 
-    weight_decay: float = 0.01   # as torch's
+    weight_decay: float = 0.01   # default of torch
 
 
 class AdamW(Adam):
-    """torch.optim.AdamW (Loshchilov and Hutter 2019)."""
+    """torch.optim.AdamW as a preconditioner.
+
+    Args:
+        model: the module to precondition.
+        weight_decay: multiple of the parameter in the direction. Default 0.01.
+        options: see `Adam`.
+
+    Source: Loshchilov and Hutter 2019.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = AdamW(model)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
+    """
 
     Options: ClassVar[type[AdamOptions]] = AdamWOptions
 
@@ -116,11 +152,11 @@ class AdamW(Adam):
 
 @dataclass(frozen=True)
 class MuonOptions(AdamOptions):
-    """Of Muon."""
+    """Options of Muon."""
 
-    # of Muon; of AdamW, for vectors, too
+    # momentum of Muon, and beta 1 of AdamW for vectors
     momentum: float = 0.95
-    # of the Newton-Schulz iteration
+    # Newton-Schulz iterations
     orthogonal_steps: int = 5
 
     def problems(self) -> list[str]:
@@ -129,7 +165,24 @@ class MuonOptions(AdamOptions):
 
 
 class Muon(AdamW):
-    """torch.optim.Muon (Jordan et al. 2024) for matrices, dimensions behind the first taken together; AdamW for vectors."""
+    """torch.optim.Muon for matrices (dimensions after the first are flattened), AdamW for vectors.
+
+    Args:
+        model: the module to precondition.
+        momentum: momentum of Muon, and beta 1 of AdamW for vectors. Default 0.95.
+        orthogonal_steps: Newton-Schulz iterations. Default 5.
+        options: see `AdamW`.
+
+    Source: Jordan et al. 2024.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> preconditioner = Muon(model)
+        >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+        >>> loss = preconditioner.evaluate(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> preconditioner.step()
+    """
 
     Options = MuonOptions
 

@@ -1,7 +1,7 @@
-"""What quasi-Newton methods share: a minibatch is looked at again after the optimiser's step.
+"""Base class of quasi-Newton methods, which evaluate a minibatch again after the optimizer step.
 
-The second look is taken when the next minibatch is evaluated, or before the state is asked for, with the random numbers and buffers
-(running statistics) of the first.  It leaves `.grad` alone.
+The second pass runs when the next minibatch is evaluated, or before the state is read. It uses the
+random numbers and buffers (running statistics) of the first pass, and does not change `.grad`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ _Closure = Callable[[], Tensor]
 
 @dataclass
 class _Pending:
-    """The passes of the last minibatch that was looked at."""
+    """The passes of the last minibatch with a curvature update."""
 
     step: int
-    # and the states of the random numbers before
+    # closures, and the random states before them
     passes: list[tuple[_Closure, list[Tensor]]] = field(default_factory=list)
-    # that the losses of the passes are a mean over, where the user says so
+    # number of rows that the losses are a mean over, if given
     num_rows: int | None = None
-    # of the parameters, when the step was made
+    # parameter norms at the step
     norms: list[float] = field(default_factory=list)
 
 
 class TwoPassMethod(Preconditioner):
-    """Methods that compare two looks at a minibatch: `second_evaluation` takes the second one.
+    """Methods that compare two passes of a minibatch.
+
+    `second_evaluation` processes the second one.
 
     Needs `evaluate(closure)`; the closure is called twice.
     """
@@ -49,10 +51,14 @@ class TwoPassMethod(Preconditioner):
         return {**super().__getstate__(), "_pending": None}
 
     def evaluate(self, closure: _Closure, *, num_rows: int | None = None) -> Tensor:
-        """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`."""
+        """Run the forward and backward pass of a minibatch; gradients are added to `.grad`.
+
+        Returns:
+            The loss.
+        """
         self.run_second_pass()
         if self._pending is not None and self._pending.step != self.num_steps:
-            # the optimiser left the step out
+            # The optimizer skipped the step.
             self._pending = None
         if self.is_due("curvature"):
             self._pending = self._pending or _Pending(self.num_steps)
@@ -62,16 +68,20 @@ class TwoPassMethod(Preconditioner):
         return super().evaluate(closure, num_rows=num_rows)
 
     def step(self, lr: float | None = None) -> None:
-        """Replaces `.grad` of every parameter by the preconditioned one; `lr` is needed for kl_clip alone."""
+        """Replace `.grad` of every parameter by the preconditioned gradient.
+
+        Args:
+            lr: learning rate of the optimizer; only kl_clip needs it.
+        """
         if self._pending is None and self.is_due("curvature"):
-            raise ConfigError(f"{type(self).__name__} looks at a minibatch twice and has no closure for that; compute the loss by "
-                              "preconditioner.evaluate(closure).")
+            raise ConfigError(f"{type(self).__name__} evaluates a minibatch twice and needs a "
+                              "closure; compute the loss with preconditioner.evaluate(closure).")
         super().step(lr)
         if self._pending is not None:
             self._pending.norms = self._norms()
 
     def run_second_pass(self) -> None:
-        """Takes the second look, if one is due: when the optimiser has moved the parameters."""
+        """Run the second pass if one is due: after the optimizer has changed the parameters."""
         pending = self._pending
         if pending is None or pending.step == self.num_steps or self._norms() == pending.norms:
             return
@@ -88,21 +98,28 @@ class TwoPassMethod(Preconditioner):
                     buffer.copy_(buffers[name])
 
     def second_evaluation(self, passes: list[_Closure], num_rows: int | None) -> None:
-        """Takes in the same minibatch with the parameters after the step."""
+        """Update with the same minibatch and the parameters after the step."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """All that the next steps depend on; takes the second look first, so call it after the optimiser's step."""
+        """Return the complete state; runs the second pass, so call it after the optimizer step."""
         self.run_second_pass()
         return super().state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Continues where the state was taken, bit for bit; CheckpointError if it belongs to another model."""
+        """Load a state; training continues bitwise identically.
+
+        Raises:
+            CheckpointError: the state belongs to another model.
+        """
         self._pending = None
         super().load_state_dict(state)
 
     def gradients(self, passes: list[_Closure], names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """The sum of the passes' gradients by parameter name, of those named or all; `.grad` stays as it is."""
+        """Return the sum of the gradients of the passes by parameter name.
+
+        `.grad` does not change.
+        """
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad and (names is None or name in names)}
         total = {name: torch.zeros_like(upcast(p)) for name, p in parameters.items()}
         for closure in passes:
@@ -114,8 +131,7 @@ class TwoPassMethod(Preconditioner):
         return total
 
     def _norms(self) -> list[float]:
-        # tells whether the optimiser has made its step; fused optimisers do not raise the tensors'
-        # version counters
+        # Compare values to detect the step, because fused optimizers do not raise version counters.
         parameters = [p.detach() for p in self.model.parameters()]
         found: list[float] = torch.stack(torch._foreach_norm(parameters, 2, torch.float64)).tolist()
         return found

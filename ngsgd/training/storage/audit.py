@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import sys
 from collections import Counter
@@ -298,11 +300,17 @@ def _named(name: _Pass, span: _Span) -> str:
 
 
 def main() -> int:
-    if len(sys.argv) != 2:
-        print("usage: python -m ngsgd.training.storage.audit RUN_FOLDER", file=sys.stderr)
-        return 2
-    problems = audit(Path(sys.argv[1]) / "ledger.jsonl")
-    print("\n".join(problems) or "no findings")
+    parser = argparse.ArgumentParser(
+        prog="python -m ngsgd.training.storage.audit",
+        description="Check that a run counted all planned data exactly once; exit code 1: it did not.")
+    parser.add_argument("run", metavar="RUN_FOLDER", type=Path, help="run folder with ledger.jsonl")
+    parser.add_argument("--json", action="store_true", help="print a JSON list of the problems")
+    options = parser.parse_args()
+    problems = audit(options.run / "ledger.jsonl")
+    if options.json:
+        print(json.dumps(problems, indent=1))
+    else:
+        print("\n".join(problems) or "no findings")
     return bool(problems)
 
 

@@ -102,6 +102,29 @@ def test_columns_of_the_help_of_train_do_not_collide(columns: str, monkeypatch: 
         assert f"{' | '.join(compose.groups()[group])} (default {default})" in joined
 
 
+@pytest.mark.parametrize(("words", "same"), [
+    ([], ["--help"]), (["help"], ["--help"]), (["-h", "train"], ["train", "-h"]), (["help", "resume"], ["resume", "--help"]),
+    (["help", "train", "outer"], ["train", "--help", "outer"])], ids=" ".join)
+def test_help_can_be_asked_for_in_several_ways(words: list[str], same: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 0
+    first = capsys.readouterr()
+    assert cli.main(same) == 0
+    assert capsys.readouterr().out == first.out != ""
+    assert first.err == ""
+
+
+@pytest.mark.parametrize(("words", "new"), [
+    (["status", "--address", "http://127.0.0.1:1"], "--dashboard-url"), (["simulate", "--rate", "0"], "--frames-per-s"),
+    (["transcribe", "RUN", "a.wav", "--rate", "8000"], "--sample-rate"),
+    (["export", "RUN", "OUT", "--format", "onnx", "--data"], "--include-data")], ids=lambda words: words[0])
+def test_an_old_flag_works_and_names_the_new_one(words: list[str], new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands fail because of its value, so it was read."""
+    assert cli.main(words) != 0
+    warning, *errors = capsys.readouterr().err.splitlines()
+    assert new in warning
+    assert any(new in line for line in errors)
+
+
 BAD_INPUTS = [
     (["trian"], "'trian'"),
     (["train", "optimizer.max_chnage=1"], "optimizer.max_change=1"),
@@ -253,7 +276,7 @@ def test_continue_starts_a_run_once_and_then_resumes_it(service: Service, tmp_pa
     assert cli.main(words) == 0
     assert len(service.trained) == 1 and service.runs == [("resume at auto with 3", run, False)]
     assert cli.main(["train", "--continue"]) == 2
-    assert "--continue finds a run by its name" in capsys.readouterr().err
+    assert "--continue" in capsys.readouterr().err
 
 
 def test_completion_offers_commands_then_settings(
@@ -282,6 +305,24 @@ def test_completion_offers_flags_and_runs(
     monkeypatch.setenv("COMP_LINE", "ngsgd doctor --o")
     assert cli.main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out.split() == ["--output-dir"]
+
+
+@pytest.mark.parametrize(("line", "offered"), [
+    ("ngsgd train schedule.lr_", ["schedule.lr_initial=", "schedule.lr_final=", "schedule.lr_factors="]),
+    ("ngsgd train seed=1 sched", ["schedule."]),
+    ("ngsgd train optimizer=kfac,so", ["optimizer=kfac,soap"]),
+    ("ngsgd train cluster.elastic=", ["cluster.elastic=true", "cluster.elastic=false"]),
+    ("ngsgd train --help sch", ["schedule"]),
+    ("ngsgd help tra", ["train", "transcribe"]),
+    ("ngsgd export --format o", ["onnx"]),
+    ("ngsgd tune tr", ["transfer"]),
+    ("ngsgd completion f", ["fish"]),
+])
+def test_completion_offers_settings_values_and_choices(line: str, offered: list[str], monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    assert cli.main(["completion", "--words"]) == 0
+    assert capsys.readouterr().out.split() == offered
 
 
 def test_words_after_two_dashes_belong_to_the_other_command(capsys: pytest.CaptureFixture[str]) -> None:

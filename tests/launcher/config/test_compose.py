@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from ngsgd.config import ModelConfig, RunConfig, check
-from ngsgd.config.build import flatten, plain
+from ngsgd.config.build import flatten, paths, plain
+from ngsgd.config.other_names import OTHER_NAMES, SETTINGS_INSTEAD, instead_of
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose
@@ -73,8 +74,8 @@ def test_a_model_and_an_optimizer_on_the_command_line_win_over_a_recipe(recipe: 
      "+optimizer.max_change=1: settings can be changed, not added or deleted; write optimizer.max_change=VALUE."),
     ("~optimizer", "~optimizer: settings can be changed, not added or deleted; write optimizer=VALUE."),
     ("schedule.num_epochs=abc", "schedule.num_epochs is 'abc'; it must be a number."),
-    ("seed=1.5", "seed is 1.5; it must be a whole number."),
-    ("seed=true", "seed is true; it must be a whole number."),
+    ("seed=1.5", "seed is 1.5; it must be an integer."),
+    ("seed=true", "seed is true; it must be an integer."),
     ("schedule.lr_initial=inf", "schedule.lr_initial is inf; it must be a finite number."),
     ("schedule.lr_initial=nan", "schedule.lr_initial is nan; it must be a finite number."),
     ("decode.acoustic_scales=[1,x]",
@@ -111,6 +112,13 @@ def test_unreadable_override_is_one_line() -> None:
     [problem] = problems_of("name=[1")
     assert problem.startswith("'name=[1' cannot be read")
     assert "\n" not in problem
+
+
+def test_names_of_other_trainers_lead_to_settings_that_exist() -> None:
+    assert set(OTHER_NAMES.values()) <= set(paths())
+    words = {word for name in SETTINGS_INSTEAD for word in instead_of(name, "1").split() if "=" in word}
+    keys = {word.partition("=")[0] for word in words}
+    assert keys <= {*paths(), *compose.groups()}
 
 
 def test_all_mistakes_are_reported_at_once() -> None:

@@ -45,37 +45,37 @@ def imported() -> None:
                    "ConfigError before anything is made: it names the option, the kind and the options of that kind; the column "
                    "`used with` of the settings page lists all conditions")
 @pytest.mark.parametrize(("overrides", "sentence"), [
-    (["outer.lr=0.5"], "outer.lr is 0.5, but outer.kind=bmuf does not use it; leave it out. Options of bmuf: "
+    (["outer.lr=0.5"], "outer.lr is 0.5, but outer.kind=bmuf does not use it; remove it. Options of bmuf: "
      "gain, overlap, ema_decay."),
-    (["outer=average", "outer.gain=2"], "outer.gain is 2.0, but outer.kind=average does not use it; leave it out. Options of "
+    (["outer=average", "outer.gain=2"], "outer.gain is 2.0, but outer.kind=average does not use it; remove it. Options of "
      "average: overlap, ema_decay."),
-    (["optimizer=sgd", "optimizer.rank_in=40"], "optimizer.rank_in is 40, but optimizer.kind=sgd does not use it; leave it out. "
+    (["optimizer=sgd", "optimizer.rank_in=40"], "optimizer.rank_in is 40, but optimizer.kind=sgd does not use it; remove it. "
      "Options of sgd: momentum, max_change, max_param_change, weight_decay, backstitch_scale, proportional_shrink, "
      "layer_options, equalize_layers."),
     (["optimizer=kfac", "optimizer.beta1=0.5"], "optimizer.beta1 is 0.5, but optimizer.kind=kfac does not use it; "
-     "leave it out. Options of kfac: momentum, max_change, max_param_change, weight_decay, proportional_shrink, layer_options, "
+     "remove it. Options of kfac: momentum, max_change, max_param_change, weight_decay, proportional_shrink, layer_options, "
      "equalize_layers, curvature_state, damping, curvature_interval, inverse_interval, ema_decay, fisher, graft, "
      "kl_clip, skip."),
-    (["optimizer.damping=0.1"], "optimizer.damping is 0.1, but optimizer.kind=ngsgd does not use it; leave it out. "),
+    (["optimizer.damping=0.1"], "optimizer.damping is 0.1, but optimizer.kind=ngsgd does not use it; remove it. "),
     (["model.pnorm_group=2"], "model.pnorm_group is 2, but model.kind=relu does not use it"),
     (["model=tdnn", "model.bottleneck_dim=32"], "model.bottleneck_dim is 32, but model.kind=tdnn does not use it"),
-    (["objective=mmi", "objective.boost=0.2"], "objective.boost is 0.2, but objective.kind=mmi does not use it; leave it out. "
+    (["objective=mmi", "objective.boost=0.2"], "objective.boost is 0.2, but objective.kind=mmi does not use it; remove it. "
      "Options of mmi: acoustic_scale, ce_weight."),
     (["cluster=local", "cluster.address=auto"], "cluster.address is auto, but cluster.kind=local does not use it"),
-    (["cluster.exchange_timeout_s=5"], "cluster.exchange_timeout_s is 5.0, but it has no effect with cluster.exchange=auto; leave "
-     "it out, or set cluster.exchange=collective or nccl."),
+    (["cluster.exchange_timeout_s=5"], "cluster.exchange_timeout_s is 5.0, but it has no effect with cluster.exchange=auto; remove "
+     "it, or set cluster.exchange=collective or nccl."),
     (["combination.kind=none", "combination.max_models=3"], "combination.max_models is 3, but combination.kind=none does not use "
-     "it; leave it out. none has no options."),
+     "it; remove it. none has no options."),
     (["data.oov_word=x"], "data.oov_word is x, but data.corpus=digits does not use it"),
     (["features.num_ceps=20"], "features.num_ceps is 20, but features.kind=fbank does not use it"),
-    (["augment.noise_dir=here"], "augment.noise_dir is here, but it has no effect with augment.noise=false; leave it out, or set "
+    (["augment.noise_dir=here"], "augment.noise_dir is here, but it has no effect with augment.noise=false; remove it, or set "
      "augment.noise=true."),
     (["schedule.sync_interval_s=5"], "schedule.sync_interval_s is 5.0, but it has no effect with "
-     "schedule.load_balancing=none; leave it out, or set schedule.load_balancing=time."),
+     "schedule.load_balancing=none; remove it, or set schedule.load_balancing=time."),
     (["tracking.kind=none", "tracking.uri=x"], "tracking.uri is x, but tracking.kind=none does not use it"),
     (["model._target_=nets:Net", "model.hidden_dim=64"], "model.hidden_dim is 64, but model._target_=nets:Net does not use it; "
-     "leave it out."),
-    (["model=pnorm", "model._target_=nets:Net"], "model.kind is pnorm, but model._target_=nets:Net does not use it; leave it out."),
+     "remove it."),
+    (["model=pnorm", "model._target_=nets:Net"], "model.kind is pnorm, but model._target_=nets:Net does not use it; remove it."),
 ])
 def test_an_option_that_is_not_used_is_refused_by_name(overrides: list[str], sentence: str) -> None:
     [problem] = problems_of(*overrides)

@@ -54,6 +54,8 @@ def test_probe_reports_the_capability_of_the_proxy(on_toy: Any, tmp_path: Path, 
     assert on_toy("probe", config(tmp_path, optimizer=OptimizerConfig(rank_in=4, rank_out=4))) == 0
     told = capsys.readouterr().out
     assert "constant (approximate)" in told
+    assert on_toy("probe", config(tmp_path), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["num_parameters"] > 0
 
 
 @pytest.mark.slow
