@@ -116,10 +116,10 @@ def _made(model: Callable[[], nn.Module]) -> nn.Module:
     return model().double()
 
 
-# layers that run once for the whole minibatch
+# layers that run once for the complete minibatch
 
 
-@pytest.mark.entry("A4", "you collect curvature of a model with a layer that runs once for the whole minibatch, such as "
+@pytest.mark.entry("A4", "you collect curvature of a model with a layer that runs once for the complete minibatch, such as "
                          "`pos(torch.arange(T))`", "error",
                    "`ConfigError` names the layer and the remedy: an input for each sample, such as "
                    "`pos(torch.arange(T).expand(N, T))`, with which all quantities are exact, or `layers=` / `skip=`; also where "

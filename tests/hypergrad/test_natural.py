@@ -1,4 +1,4 @@
-"""NG-SGD: the same trajectory as the optimiser's, and a gradient that is exact but for the preconditioner being held constant."""
+"""NG-SGD: the same trajectory as the optimizer's, and a gradient that is exact but for the preconditioner being held constant."""
 
 from __future__ import annotations
 
