@@ -1,4 +1,6 @@
-"""Links from the pages to files beside docs/: they work on the code host, and here become the file's name.
+"""Replace links from pages to files outside of docs/ by the name of the file.
+
+Such links work on the code host and not on the site.
 
 A link to a file that is not there ends the build, which MkDocs itself would not notice.
 """

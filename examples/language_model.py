@@ -1,4 +1,4 @@
-"""A character language model on 4 workers, and the same model trained by one process with torch's AdamW.
+"""A character language model on 4 workers, and with torch's AdamW in one process.
 
     python examples/language_model.py [WORKERS EPOCHS]
 """

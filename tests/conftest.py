@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's own 15 a worker starves beside anything else that computes
+os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's own 15 a worker starves next to anything else that computes
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "1")
 # the record of runs that a user began must not be that of whoever runs the tests

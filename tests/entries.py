@@ -1,4 +1,4 @@
-"""The tables "what happens now" in the docs: read from the tests that hold each line.
+"""The support tables in the docs, generated from the tests of each row.
 
 A test carries `@pytest.mark.entry(number, situation, outcome, sentence)`: the number of the entry, what a user does, one of
 `OUTCOMES`, and what happens then.  Further tests of an entry carry the number alone.  The source is parsed, never imported.
@@ -85,7 +85,7 @@ def missing(found: dict[str, Entry]) -> list[str]:
 
 
 def with_tables(text: str, page: str, found: dict[str, Entry]) -> str:
-    """The page with its tables made anew; each stands between two marks."""
+    """The page with its tables made again; each stands between two marks."""
     for name, (where, _) in TABLES.items():
         if where == page:
             marks = rf"(<!-- entries: {name} -->\n).*?(<!-- end of entries -->)"

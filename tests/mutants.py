@@ -1,7 +1,7 @@
 """Whether the tests notice mistakes in the numerical code: `python tests/mutants.py [NAME ...]`, 0 if they notice all.
 
 Each mutant is one change of one file, of a kind that is easily made: what the paper says where Kaldi does otherwise, a scale
-forgotten, a floor left out.  In a copy of the package and its tests the change is made and the tests that should fail are run;
+forgotten, a floor skipped.  In a copy of the package and its tests the change is made and the tests that should fail are run;
 a mutant that they let pass has survived.  First the same tests run on the unchanged copy.  About two minutes on one core.
 """
 
@@ -46,7 +46,7 @@ STAGES = "ngsgd/models/growth_stages.py"
 TRANSFORM_TEST = "tests/models/test_input_transform.py::test_the_transform_is_kaldis"
 GROWTH = "tests/training/test_growth.py"
 DEVICE_STEP = (
-    "tests/device/test_audit.py::test_a_step_runs_on_the_device_and_waits_only_where_the_table_says"
+    "tests/device/test_audit.py::test_a_step_runs_on_the_device_and_waits_only_where_listed"
     "[NGSGD]"
 )
 
@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant("gram_matrix_of_the_old_estimate", ONLINE, "self._state = state\n        self._gram_RR = None",
            "self._state = state",
            (f"{PROPERTIES}::test_the_gram_matrix_follows_every_change_of_the_estimate",)),
-    # ------------------------------------------------------------------------------ what is left out of the estimate
+    # ------------------------------------------------------------------------------ what is skipped of the estimate
     Mutant("loss_scale_in_the_estimate", OPS, "one.num_rows / one.scale**2", "one.num_rows",
            (f"{LIMIT}::test_a_loss_scale_that_changes_enters_neither_the_limit_nor_the_estimates",)),
     Mutant("loss_scale_in_the_limit", KRONECKER, " * scale / loss_scale", " * scale",
@@ -158,17 +158,17 @@ MUTANTS = [
     Mutant("split_an_outer_iteration_early", STAGES, "// 2 + 1 if", "// 2 if",
            ("tests/models/test_stages.py::test_the_split_comes_halfway_between_the_last_layer_and_the_end",)),
     Mutant("bypass_of_the_frame_before", "ngsgd/models/tdnn.py", "_splice(needed, times, (0,))", "_splice(needed, times - 1, (0,))",
-           ("tests/models/test_tdnn.py::test_windows_and_whole_utterances_give_the_reference_frame_by_frame",)),
+           ("tests/models/test_tdnn.py::test_windows_and_utterances_match_the_reference_frame_by_frame",)),
     Mutant("momentum_of_what_was_there_before", "ngsgd/optim/outer.py", "self.rule.buffers.get(name, values)",
            "array[part] if name in self.rule.buffers else values",
-           (f"{GROWTH}::test_what_is_put_into_a_model_has_no_momentum_and_no_past",)),
+           (f"{GROWTH}::test_values_written_into_a_model_have_no_momentum",)),
     Mutant("nothing_made_for_a_stage_after_a_resume", "ngsgd/training/averaging/averaged_model.py",
            "self.stage = self.task.growth.stage(start.progress.outer_iter)",
            "self.stage = self.task.growth.stage(start.progress.outer_iter + 1)",
-           (f"{GROWTH}::test_resuming_between_any_two_stages_gives_the_bits_of_the_run_that_was_not_stopped",)),
+           (f"{GROWTH}::test_resuming_between_any_two_stages_is_bitwise_identical",)),
     Mutant("a_piece_cut_as_in_the_outer_iteration_that_runs_it", "ngsgd/training/worker.py",
            "if self.task.growth.is_early(piece.outer_iter):", "if self.task.growth.is_early(job.outer_iter):",
-           (f"{GROWTH}::test_what_an_early_outer_iteration_put_off_is_cut_as_it_was_there",)),
+           (f"{GROWTH}::test_shards_deferred_by_an_early_outer_iteration_keep_their_bounds",)),
     Mutant("a_tensor_made_without_its_device", "ngsgd/optim/layers/batched.py",
            "torch.full((), value, dtype=like.dtype, device=like.device)",
            "torch.full((1,), value, dtype=like.dtype)[0]", (DEVICE_STEP,)),

@@ -1,7 +1,7 @@
 """Measure the structure of the source tree: folders, files, functions, names, comments, options and imports.
 
     python -m tests.structure                    # this tree
-    python -m tests.structure --tree ../old      # another checkout, for a comparison of before and after
+    python -m tests.structure --tree ../old      # another checkout, to compare two versions
 
 With `--durations FILE`, the output of `pytest --durations=0`, it also counts tests slower than one second.
 """

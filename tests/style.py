@@ -205,7 +205,7 @@ def _private(node: ast.AST) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Attribute) and _is_private(node.attr) and ast.unparse(node.value) not in {"self", "cls"}:
         yield PRIVATE, ast.unparse(node)
     if isinstance(node, ast.ImportFrom):
-        # tests may share what they like
+        # tests may share any helper
         names = [alias.name for alias in node.names if not (node.module or "").startswith("tests.")]
         yield from ((PRIVATE, f"{node.module}.{name}") for name in names if _is_private(name))
     if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in {"setattr", "delattr", "getattr"}:

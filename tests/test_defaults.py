@@ -58,6 +58,14 @@ def test_defaults_of_the_optimizers_are_equal_in_the_library_and_in_a_run(kind: 
         assert {"rank_in", "rank_out", "update_period", "num_samples_history", "alpha", "max_change_per_sample"} <= set(shared)
 
 
+@pytest.mark.parametrize("kind", METHODS)
+def test_the_signature_of_a_method_has_its_options_and_their_defaults(kind: Any) -> None:
+    parameters = list(inspect.signature(METHODS[kind]).parameters.values())[1:]
+    assert {one.kind for one in parameters} == {inspect.Parameter.KEYWORD_ONLY}
+    preconditioner = METHODS[kind](torch.nn.Linear(2, 2))
+    assert {one.name: one.default for one in parameters} == vars(preconditioner.options)
+
+
 @pytest.mark.entry("P1")
 @pytest.mark.parametrize("kind", METHODS)
 def test_the_configuration_lists_the_options_that_a_method_has(kind: Any) -> None:
@@ -123,7 +131,7 @@ def loss_of(model: nn.Module, x_ND: Tensor, y_N: Tensor) -> Tensor:
 @pytest.mark.entry("P1")
 @pytest.mark.parametrize(("kind", "options"), [("psgd", {"ema_decay": 0.5}), ("simple", {"ema_decay": 0.5})])
 def test_a_method_refuses_an_option_of_all_that_it_does_not_use(kind: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="meaning"):
+    with pytest.raises(ConfigError, match="ema_decay"):
         METHODS[kind](nn.Linear(2, 2), **options)
 
 

@@ -52,7 +52,7 @@ def test_a_schedule_can_be_compared_and_hashed() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "   ", "abc", "0,x,0", "0,0.3@half,0", "0,,0", "0,0.3@,0", "lstm*=", "lstm*=0,0.3,0 0,zero"])
-def test_what_is_no_schedule_is_refused(text: str) -> None:
+def test_an_invalid_schedule_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="dropout schedule"):
         DropoutSchedule.parse(text)
 

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and logs without half lines."""
+"""Files that are complete or absent, and logs without half lines."""
 
 from __future__ import annotations
 

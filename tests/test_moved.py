@@ -1,4 +1,4 @@
-"""Names of before still work, and warn with the name of today."""
+"""Names of earlier versions still work, and warn with the name of today."""
 
 from __future__ import annotations
 

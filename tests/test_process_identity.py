@@ -102,7 +102,7 @@ def test_without_pidfd_the_identity_is_still_compared(
 
 
 @pytest.mark.parametrize("stored", [{}, {"host": "a", "process_id": 5}, {"process_id": {}}])
-def test_what_earlier_versions_stored_is_never_recognized(stored: dict[str, Any]) -> None:
+def test_prepared_data_of_earlier_versions_is_not_reused(stored: dict[str, Any]) -> None:
     assert not process_identity.is_complete(stored)
     assert not process_identity.is_alive(stored)
     assert not process_identity.send_signal(stored, signal.SIGTERM)

@@ -15,7 +15,7 @@ import ngsgd
 
 
 @pytest.mark.parametrize("name", ngsgd.__all__)
-def test_every_public_name_is_there(name: str) -> None:
+def test_every_public_name_exists(name: str) -> None:
     assert getattr(ngsgd, name).__doc__
 
 
@@ -41,7 +41,7 @@ def test_every_package_is_reachable_from_a_bare_import() -> None:
 
 
 @pytest.mark.entry("R3")
-def test_every_name_in_the_pages_is_there() -> None:
+def test_every_name_in_the_pages_exists() -> None:
     wanted = {name: page.name for page in PAGES for name in names_in(page.read_text(encoding="utf-8"))}
     assert len(wanted) > 30
     missing = []

@@ -55,7 +55,7 @@ def test_a_run_shorter_than_one_outer_iteration_still_has_one() -> None:
                    "its learning rate is `lr_final`; no ZeroDivisionError")
 @pytest.mark.parametrize(("num_archives", "frames_per_eg", "num_epochs", "num_jobs", "passes"), [
     (1, 8, 0.1, 1, 1), (1, 8, 0.1, 2, 2), (3, 4, 0.01, 2, 2), (2, 8, 0.1, 1, 1), (2, 8, 0.2, 1, 3)])
-def test_a_part_of_an_epoch_is_the_nearest_whole_passes_below_and_at_least_one_outer_iteration(
+def test_a_part_of_an_epoch_is_the_nearest_complete_passes_below_and_at_least_one_outer_iteration(
         num_archives: int, frames_per_eg: int, num_epochs: float, num_jobs: int, passes: int) -> None:
     schedule = Schedule(num_archives, frames_per_eg, num_epochs, 0.1, 0.01, num_jobs, num_jobs)
     plans = list(schedule.outer_iterations())

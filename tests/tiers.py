@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 LIMIT_S = 2.0
-# `make check` leaves out the tests of slower files
+# `make check` skips the tests of slower files
 _QUICK_S = 0.1
 # pyproject.toml and CONTRIBUTING.md describe them
 TIER_MARKERS = ("end_to_end", "slow", "faults", "services", "gpu")

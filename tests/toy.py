@@ -56,7 +56,7 @@ def config(**changes: Any) -> RunConfig:
 
 
 class Recorder:
-    """A tracker that keeps what it hears."""
+    """A tracker that records its calls."""
 
     def __init__(self) -> None:
         self.records: list[OuterIterationRecord] = []

@@ -358,8 +358,9 @@ def _docstring(lines: list[str], node: ast.Constant) -> Iterator[Paragraph]:
         in_doctest = in_doctest or words.startswith(">>> ")
         if indent <= base and words:
             in_section = words.rstrip(":") in _SECTIONS
+        is_row = words.startswith("|")
         starts = not words or in_doctest or _ITEM.match(line) or (in_section and _ENTRY.match(line))
-        if starts:
+        if starts or is_row:
             in_code = not in_section and indent > base + 2 and not current.lines and number > first
             if current.lines:
                 yield current
@@ -374,6 +375,9 @@ def _docstring(lines: list[str], node: ast.Constant) -> Iterator[Paragraph]:
             or in_code
             or (indent <= base and words.rstrip(":") in _SECTIONS)
         ):
+            continue
+        if is_row:
+            yield Paragraph(number, [line], has_sentences=False)
             continue
         if not current.lines:
             current.first = number

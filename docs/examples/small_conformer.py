@@ -1,4 +1,6 @@
-"""A small Conformer-like encoder (Gulati et al. 2020) over the frames of a window: docs/own-model.md.
+"""A small Conformer-like encoder (Gulati et al. 2020) over a window of frames.
+
+Described in docs/own-model.md.
 
 Letters: N rows, W frames of the window, D features of a frame, C model dimension, H heads.
 """
@@ -16,8 +18,7 @@ def feed_forward(dim: int) -> nn.Sequential:
 
 
 class Attention(nn.Module):
-    """Self-attention of nn.Linear layers: nn.MultiheadAttention keeps its weights in one parameter without a layer, which
-    has no natural gradient."""
+    """Self-attention of nn.Linear layers."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Convolution(nn.Module):
 
 
 class Block(nn.Module):
-    """Half a feed-forward layer, attention, convolution, half a feed-forward layer; each beside a bypass."""
+    """Half-step feed-forward layers around attention and convolution, each with a bypass."""
 
     def __init__(self, dim: int, num_heads: int, kernel_size: int) -> None:
         super().__init__()

@@ -16,6 +16,7 @@ Letters: O outputs, I inputs (with the 1 of the bias).
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +35,7 @@ from ngsgd.preconditioners import step_limits
 from ngsgd.preconditioners.distributed import ProcessGroupComm
 from ngsgd.preconditioners.factored_grad import FactoredGrad, RowGradients, is_cheaper_by_rows, multiplied_right
 from ngsgd.preconditioners.fisher_recorder import FisherRecorder, FisherSample, Rows
-from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options
+from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options, signature_of
 from ngsgd.preconditioners.states import OWN, State, kept, mean_state, own
 
 # Fraction of parameters with plain gradient that triggers a warning.
@@ -88,6 +89,13 @@ class Preconditioner:
     looks_at_held: ClassVar[bool] = False
     # The direction uses the curvature of earlier steps.
     applies_first: ClassVar[bool] = False
+
+    __signature__: ClassVar[inspect.Signature] = signature_of(Options)
+
+    def __init_subclass__(cls) -> None:
+        """Show the options of the method in help() and completion, with their defaults."""
+        super().__init_subclass__()
+        cls.__signature__ = signature_of(cls.Options)
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.model = model

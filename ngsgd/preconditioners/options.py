@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -105,6 +106,14 @@ def make_options(kind: type[AnyOptions], method: str, given: Mapping[str, Any]) 
     if problems := [f"{method}: {problem}" for problem in options.problems()]:
         raise ConfigError(problems)
     return options
+
+
+def signature_of(kind: type[Options]) -> inspect.Signature:
+    """Return the signature of a method: the model, then its options as keyword-only arguments."""
+    model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="nn.Module")
+    return inspect.Signature([model, *(
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(kind))])
 
 
 def is_due(interval: Interval, step: int, last: int | None) -> bool:

@@ -63,7 +63,7 @@ def test_other_words_over_the_same_phones_make_another_graph(tmp_path: Path) -> 
     assert found.graph_of(other).words == ("NY",) and found.graph.words == ("NO", "YES")
 
 
-def test_what_is_not_a_model_is_refused_with_the_next_step(
+def test_an_invalid_model_is_rejected_with_the_next_step(
     tmp_path: Path, content: dict[str, bytes]
 ) -> None:
     with pytest.raises(CheckpointError, match="nothing"):

@@ -76,7 +76,7 @@ def test_equal_parts(num_frames: int, expected: list[int] | None) -> None:
     assert (None if path is None else path.tolist()) == expected
 
 
-# seed 1; from equal parts of all frames, words end up with some of the silence beside them: that is what the other start is for
+# seed 1; from equal parts of all frames, words end up with some of the silence next to them: that is what the other start is for
 @pytest.mark.parametrize(("start", "share"), [(forced_alignment.flat_start, 0.8), (forced_alignment.silence_start, 0.95)])
 def test_gaussians_find_the_states_that_speech_was_made_from(start: Callable[[Corpus, str], States], share: float) -> None:
     pytest.importorskip("kaldi_decoder")
@@ -91,7 +91,7 @@ def test_gaussians_find_the_states_that_speech_was_made_from(start: Callable[[Co
     assert (found_T == truth_T).mean() > share
 
 
-def test_short_utterances_are_left_out_and_no_utterance_at_all_is_an_error() -> None:
+def test_short_utterances_are_skipped_and_no_utterance_is_an_error() -> None:
     rng = np.random.default_rng(1)
     sets = [made_up_speech(draw_texts(rng, number), rng)[0] for number in (4, 5, 6)]
     long = SpeechSet(sets[0].frames, (("ab",) * 40, *sets[0].texts[1:]), sets[0].speakers)

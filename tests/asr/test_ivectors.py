@@ -88,7 +88,7 @@ def test_mixing_up_describes_clusters_as_well_as_they_can_be() -> None:
     x_ND = torch.cat([centre + torch.randn(200, 10, generator=torch.Generator().manual_seed(k))
                       for k, centre in enumerate(centres)])
     truth = DiagonalMixture(torch.full((4,), 0.25).double(), centres, torch.ones_like(centres))
-    found = ubm.train(x_ND, 8)  # with four, two of them may sit on one cluster for ever
+    found = ubm.train(x_ND, 8)  # with four, two of them may sit on one cluster forever
     assert float(found.log_joint(x_ND).logsumexp(dim=1).mean()) > float(truth.log_joint(x_ND).logsumexp(dim=1).mean())
     assert found.num_gaussians == 8 and float(torch.cdist(centres, found.mean_GD).min(dim=1).values.max()) < 1.5
 
@@ -143,7 +143,7 @@ def test_a_standard_prior_describes_the_same_speech() -> None:
     assert exact_log_likelihood(standard, made) == pytest.approx(before, rel=1e-9)
 
 
-def test_the_floor_lifts_what_is_below_it_and_nothing_else() -> None:
+def test_the_floor_raises_only_smaller_values() -> None:
     count = torch.tensor([10.0, 30.0]).double()
     raw = torch.stack([torch.diag(torch.tensor([1e-6, 4.0])), torch.diag(torch.tensor([4.0, 4.0]))]).double()
     found = extractors.floored(raw, count, 0.1)
@@ -218,7 +218,7 @@ def test_online_extraction_is_that_of_loops_over_frames(step: int) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_an_ivector_looks_ahead_no_further_than_the_context() -> None:
+def test_an_ivector_uses_no_more_lookahead_than_the_context() -> None:
     model, changed = online_model(), SAID[3].copy()
     changed[18:] += 1.0
     rows = []
@@ -242,7 +242,7 @@ def test_an_ivector_is_known_as_soon_as_its_context_is() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_at_the_end_without_limits_it_is_the_posterior_of_the_whole_utterance() -> None:
+def test_at_the_end_without_limits_it_is_the_posterior_of_the_utterance() -> None:
     model = online_model(replace(CONFIG, period=1, max_count=0.0))
     stream = IvectorStream(model)
     stream.accept(SAID[0])
@@ -282,7 +282,7 @@ def speech_of_two() -> SpeechSet:
     return speech_set.assemble(said, FeatureConfig(cmvn="none"))
 
 
-def test_a_trained_extractor_tells_speakers_apart_whose_means_were_taken_away(
+def test_a_trained_extractor_separates_speakers_after_mean_removal(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # few numbers, for speed
     monkeypatch.setattr(files, "CONTEXT", 1)
@@ -303,7 +303,7 @@ def test_a_trained_extractor_tells_speakers_apart_whose_means_were_taken_away(
     np.testing.assert_array_equal(extract(speech, kept, most_utterances=1)[3], rows[3])
 
 
-def test_gaussians_with_few_frames_tell_nothing_and_too_many_gaussians_are_told() -> None:
+def test_gaussians_with_few_frames_are_ignored_and_too_many_are_reported() -> None:
     found = statistics(utterances())
     rare = replace(found, count_UI=found.count_UI * torch.tensor([1.0, 1.0, 0.01]), first_UID=found.first_UID * torch.tensor(
         [1.0, 1.0, 0.01])[:, None], second_IDD=found.second_IDD * torch.tensor([1.0, 1.0, 0.01])[:, None, None])
@@ -315,7 +315,7 @@ def test_gaussians_with_few_frames_tell_nothing_and_too_many_gaussians_are_told(
         train(speech_of_two(), replace(SMALL, posterior_scale=1e-4), lambda _: None)
 
 
-def test_a_file_that_is_none_or_of_another_dimension_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_or_wrong_dimension_is_reported(tmp_path: Path) -> None:
     files.write(online_model(), tmp_path / "good")
     with pytest.raises(DataError, match=r"3 dimensions.*ivectors.dim.*5"):
         files.read(tmp_path / "good", replace(CONFIG, dim=5))

@@ -124,7 +124,7 @@ def read_graph(folder: Path) -> object:
 
 
 def value(name: str) -> Callable[[Path, bytes], None]:
-    """The payload in place of all fields of the first line but the key."""
+    """The payload instead of all fields of the first line but the key."""
     def plant(folder: Path, payload: bytes) -> None:
         first, *rest = (folder / name).read_bytes().splitlines()
         (folder / name).write_bytes(b"\n".join([first.split()[0] + b" " + payload, *rest, b""]))

@@ -73,7 +73,7 @@ def test_arrays_tensors_and_files_give_the_same(recognizer: Recognizer, tmp_path
         assert recognizer.transcribe(audio) == expected
 
 
-def test_a_stream_has_the_segments_of_the_whole_however_it_is_cut(recognizer: Recognizer) -> None:
+def test_a_stream_has_the_same_segments_for_any_chunks(recognizer: Recognizer) -> None:
     samples, words = long_recording()
     whole = recognizer.transcribe(samples, num_best=2)
     assert words_of(whole) == words and len(whole.segments) > 3
@@ -126,7 +126,7 @@ def test_several_hypotheses_differ_and_the_first_is_the_best(recognizer: Recogni
     [np.zeros(0, np.int16), np.zeros(1, np.int16), np.zeros(3 * RATE_HZ, np.int16)],
     ids=["none", "one", "silence"],
 )
-def test_nothing_said_is_no_word(recognizer: Recognizer, samples: np.ndarray) -> None:
+def test_silence_gives_no_word(recognizer: Recognizer, samples: np.ndarray) -> None:
     assert recognizer.transcribe(samples).words == ()
     assert list(recognizer.stream([samples])) == []
 

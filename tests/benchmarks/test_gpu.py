@@ -97,14 +97,14 @@ def test_a_part_that_hangs_is_ended_and_one_that_passed_is_skipped(
     capsys.readouterr()
     assert runner.run(["decoding"], tmp_path, dry_run=True, seconds=0.0) == 0
     assert "finished before" in capsys.readouterr().out
-    # no time is left, and what is known stays
+    # no time is left, and earlier results are kept
     assert runner.run(["steps", "exchange"], tmp_path, dry_run=True, seconds=0.0) == 1
     assert kept(tmp_path)["parts"]["steps"] == first["steps"]
     assert kept(tmp_path)["parts"]["exchange"]["status"] == "not run"
     assert kept(tmp_path)["parts"]["decoding"] == first["decoding"]
 
 
-def test_without_a_gpu_it_says_what_to_do(
+def test_without_a_gpu_it_names_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -191,7 +191,7 @@ def table(rendered: str, first: str) -> list[list[str]]:
     return [row for row in rows if row[0] == first]
 
 
-def test_the_page_shows_figures_failures_and_what_did_not_run() -> None:
+def test_the_page_shows_figures_failures_and_skipped_cases() -> None:
     rendered = page.text([run_on_a_gpu()])
     assert table(rendered, "mlp") == [["mlp", "512", "1.25 (1.04; 31 %)"]]
     [run] = table(rendered, "Some GPU")

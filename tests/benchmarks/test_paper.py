@@ -1,4 +1,4 @@
-"""What docs/results.md shows is what the runs gave, and its commands run."""
+"""docs/results.md matches the results of the runs, and its commands run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_line_of_results_has_the_key_of_its_settings(task: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_says_what_the_results_say(tmp_path: Path) -> None:
+def test_the_page_matches_the_results(tmp_path: Path) -> None:
     kept = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     page = tmp_path / "results.md"
     page.write_text(kept, encoding="utf-8")

@@ -1,1 +1,1 @@
-"""Everything that can break, broken on purpose: who, when, how; and what must hold afterwards."""
+"""Fault injection: the component, the time and the kind of each fault, and invariants afterwards."""

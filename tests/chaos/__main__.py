@@ -1,9 +1,9 @@
-"""Runs the whole fault matrix and prints what each case came to.
+"""Run the complete fault matrix and print the outcome of each case.
 
     python -m tests.chaos [--only WORD] [--write FILE]
 
 `--write` puts the table between the two marks of a file, such as docs/fault-tests.md.  Ends with code 1 if a case
-was not in order.
+failed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def _try(case: Case) -> tuple[str, bool]:
-    """A row of the table, and whether the case was in order."""
+    """A row of the table, and whether the case passed."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         try:
             seen = try_case(case, Path(folder) / "run")

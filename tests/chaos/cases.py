@@ -1,6 +1,6 @@
-"""All cases of the fault matrix, as data: who breaks, when, and how.
+"""All cases of the fault matrix, as data: the component, the time and the kind of each fault.
 
-The few that every test run does are spread so that each row and each column is met.
+The cases of every test run cover each row and each column.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a case came to; a case that is not in order raises AssertionError."""
+    """The outcome of a case; a case that fails raises AssertionError."""
 
     outcome: str                    # in words
-    is_equal: bool                  # the final model, bit for bit, to that of the run without faults
+    is_equal: bool                  # whether the final model is bitwise that of the run without faults
     recovery_s: float | None = None  # from the fault to the next try, or until a resumed run works again; None: nothing waited
 
 

@@ -1,4 +1,4 @@
-"""A coordinator in a process of its own, broken at any of its points, and taken up again by whoever started it."""
+"""A coordinator in a separate process that is killed at a given point and resumed by its parent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Ordeal:
     make_worker: MakeWorker = Worker
 
     def run(self, meanwhile: Callable[[int], None] = lambda coordinator: None) -> int | None:
-        """Its exit code; minus a signal's number if that ended it.  `meanwhile` is told its process id."""
+        """Its exit code; minus a signal's number if that ended it.  `meanwhile` receives its process id."""
         process = multiprocessing.get_context("forkserver").Process(target=_coordinate, args=(self,))
         process.start()
         try:
@@ -74,7 +74,7 @@ def _coordinate(ordeal: Ordeal) -> None:
 
 
 def break_coordinator(fault: Fault) -> None:
-    """Makes this process break at the point that the fault says, when it comes to the outer iteration that the fault says."""
+    """Make this process fail at the point and the outer iteration of the fault."""
     at = fault.at[0]
     is_there = f"iter-{at:06d}"
 

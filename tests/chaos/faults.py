@@ -30,7 +30,7 @@ _PAUSE_S = 0.03  # long enough for the coordinator to take in a message
 
 @dataclass(frozen=True)
 class Fault:
-    """What breaks `num_times` in a row; each time leaves a file beside `mark`."""
+    """What breaks `num_times` in a row; each time leaves a file next to `mark`."""
 
     when: str
     how: str
@@ -227,7 +227,7 @@ _WAYS["nothing"] = _nothing
 
 
 def _spoil_messages(worker: SpoilingWorker) -> None:
-    """Damages results on their way."""
+    """Damages results in transit."""
     fault, send = worker.fault, Messages.send
 
     def spoiling_send(messages: Messages, message: object) -> None:
@@ -272,7 +272,7 @@ def _twice(result: JobResult) -> list[object]:
 
 
 def _late(result: JobResult) -> list[object]:
-    """First it is said to have failed; what it sends nevertheless belongs to an attempt that was abandoned."""
+    """First the job is reported as failed; its later result belongs to an abandoned attempt."""
     return [JobFailure(result.job, result.worker, "gave up, says the test", False), result]
 
 

@@ -52,7 +52,7 @@ def _signal(processes: Sequence[int], number: signal.Signals) -> None:
 
 
 def trial(seconds: float, times: int, who: str, folder: Path) -> list[str]:
-    """What is wrong after a run of `ngsgd train` that was frozen so often; empty if all is well."""
+    """Problems of a run of `ngsgd train` that was suspended so often; empty if there are none."""
     service = Service(folder)
     # on two workers the corpus has some six outer iterations in two epochs
     settings = [f"schedule.num_epochs={_ITERS_PER_FREEZE * times}", "cluster.num_workers=2", "cluster.threads_per_worker=1"]
@@ -81,7 +81,7 @@ def _freeze_in_turns(service: Service, process: subprocess.Popen[str], tag: str,
         before = len(events(run, "outer_iteration"))
         found.append(freeze(process.pid, tag, seconds, who))
         print(f"freeze {len(found)} of {times}: {before} outer iterations before it", flush=True)
-        with contextlib.suppress(AssertionError):  # it is over, which the caller tells
+        with contextlib.suppress(AssertionError):  # the process has ended, which the caller reports
             service.wait_for_outer_iteration(before, "frozen", process)
     return found
 

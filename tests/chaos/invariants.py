@@ -1,4 +1,4 @@
-"""What must hold after every case, checked from outside: the files of the run, the processes and the memory of this machine.
+"""Properties after every case, checked from outside: the files of the run, the processes and the memory of this machine.
 
 I1 to I7 and I10 are read from the ledger, most of them by the audit program; numbers as in docs/fault-tests.md.
 """
@@ -24,7 +24,7 @@ from ngsgd.training.storage.audit import audit, read
 from tests.toy import Run
 
 TAG = "NGSGD_CHAOS"     # environment variable that marks programs started by a case, and with them all their children
-_SETTLE_S = 15.0        # for processes that were told to end, on a machine that is busy
+_SETTLE_S = 15.0        # for processes that were stopped, on a busy machine
 _NOISE_S = 4.0          # by which a pause may exceed its deadline on such a machine
 
 
@@ -61,7 +61,7 @@ def _is_of_multiprocessing(process: int) -> bool:
 
 
 def _once_settled(look: Callable[[], list[str]]) -> list[str]:
-    """What is still there when processes have had time to end."""
+    """Processes that remain after they have had time to end."""
     deadline = time.monotonic() + _SETTLE_S
     while (left := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -91,7 +91,7 @@ def _listening() -> set[int]:
 
 @dataclass
 class Surroundings:
-    """What was there before a case; `problems()` is what it left behind (I8)."""
+    """The state before a case; `problems()` lists what remains after it (I8)."""
 
     tag: str = ""
     processes: set[int] = field(default_factory=lambda: set(_children()))
@@ -116,7 +116,7 @@ class Surroundings:
 
 
 def problems(run: Run, *, pause_s: float | None = None, within: str = "") -> list[str]:
-    """All that is wrong with a run that has ended, but for what it left behind.
+    """All problems of a finished run, except for remaining resources.
 
     `pause_s` is the longest time without progress that was seen; `within` the hash that the final model must have.
     """
@@ -144,7 +144,7 @@ def num_recomputed(run: Run) -> Counter[int]:
 
 
 def _models_that_cannot_be_recomputed(run: Run) -> Iterator[str]:
-    """Every checkpoint that is kept must follow from the start and the vectors that the ledger says were accepted."""
+    """Every stored checkpoint must follow from the start and the accepted vectors of the ledger."""
     info = run.reader.info
     layout = run.store.layout
     fresh = build_model(run.config.model, info.num_inputs, info.num_classes, run.config.seed)

@@ -94,7 +94,7 @@ class StrikesForkServer(WatchedPool):
 
 @dataclass(frozen=True)
 class StopsAtBirth:
-    """Makes workers; once the first fault has ended one, its replacement stops while it reads what it is to make."""
+    """Makes workers; after the first fault, the replacement stops while it reads its job."""
 
     first: Fault
     second: Fault

@@ -39,7 +39,7 @@ _AT = (2, 1)
 
 
 def try_ray(case: Case, folder: Path) -> Seen:
-    """The run goes on, or its process ends in time and the run is resumed; either way no bit is lost."""
+    """The run continues, or its process ends in time and the run is resumed; either way no bit is lost."""
     folder.mkdir(parents=True, exist_ok=True)
     within = Run(_made(folder / "whole"), _config("")).train().model_sha256
     tag = uuid.uuid4().hex
@@ -161,7 +161,7 @@ def _fill_store(pool: Any) -> None:
 
 
 def _restart_head(cluster: Any) -> None:
-    """The process that knows who is in the cluster dies, and comes back having forgotten."""
+    """The process with the cluster membership dies and restarts without its state."""
     cluster.head_node.kill_gcs_server()
     time.sleep(1.0)
     cluster.head_node.start_gcs_server()

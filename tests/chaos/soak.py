@@ -1,4 +1,4 @@
-"""Hours of bad luck: a random fault every 20 to 30 s, and what is left of the speed.
+"""Soak test: a random fault every 20 to 30 s, and the remaining speed.
 
     python -m tests.chaos.soak [--workers 16] [--minutes 20]
 
@@ -58,7 +58,7 @@ class Plan:
 
 @dataclass
 class Report:
-    """What a soak came to; `problems` is empty if it is in order."""
+    """The outcome of a soak test; `problems` is empty if it passed."""
 
     num_faults: Counter[str]
     jobs_per_s: dict[str, float]            # "faulty" and "quiet"
@@ -76,10 +76,10 @@ class Report:
         return "\n".join([
             f"faults                 {self.num_faults.total()}: {_listed(self.num_faults)}",
             f"outer iterations       {self.num_outer_iters}",
-            f"jobs tried again       {self.tried_again.total()}: {_listed(self.tried_again)}",
+            f"jobs retried           {self.tried_again.total()}: {_listed(self.tried_again)}",
             f"jobs averaged per s    {self.jobs_per_s['faulty']:.3f} with faults, {self.jobs_per_s['quiet']:.3f} without",
             f"goodput                {self.goodput:.1%} ({spread})",
-            "problems               " + ("none: ledger in order, model equal bit for bit, nothing left behind"
+            "problems               " + ("none: ledger consistent, model bitwise identical, nothing left behind"
                                          if not self.problems else "\n  ".join(["", *self.problems]))])
 
 
@@ -94,7 +94,7 @@ def _kind_of(reason: str) -> str:
 
 @dataclass(frozen=True)
 class Steady:
-    """Makes workers whose minibatches last `minibatch_s`, and that raise an error when there is a file that says so."""
+    """Makes workers whose minibatches last `minibatch_s`, and that raise an error when a marker file exists."""
 
     folder: str
     minibatch_s: float
@@ -120,7 +120,7 @@ class _SteadyWorker(Worker):
 
 @dataclass
 class BadLuck:
-    """Strikes in a thread while it is told to, and ends the run when its time is over."""
+    """Injects faults in a thread until it is stopped, and ends the run when its time is over."""
 
     plan: Plan
     pool: ProcessPool

@@ -1,4 +1,4 @@
-"""A disk that is full, fails, is slow, or loses what it said it had."""
+"""A disk that is full, fails, is slow, or loses data that it reported as written."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def test_nothing_is_lost(case: Case, tmp_path: Path) -> None:
     try_case(case, tmp_path)
 
 
-def test_the_matrix_is_whole_and_every_row_and_column_is_met_in_every_run() -> None:
+def test_the_matrix_is_complete_and_every_run_covers_every_row_and_column() -> None:
     assert len(MATRIX) == len({str(case) for case in MATRIX}) == 138
     quick = [case for case in MATRIX if case.is_quick]
     assert len(quick) >= 40

@@ -1,4 +1,4 @@
-"""What fault tolerance promises beyond the matrix; docs/fault-tests.md says which test protects which requirement."""
+"""Requirements of fault tolerance beyond the matrix; docs/fault-tests.md maps requirements to tests."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_killed_coordinator_takes_its_hanging_workers_with_it(tmp_path: Path) 
     assert around.problems(tmp_path / "nowhere") == []
 
 
-def test_a_worker_that_does_not_read_stops_nobody() -> None:
+def test_a_worker_that_does_not_read_blocks_no_other_worker() -> None:
     ours, theirs = socket.socketpair()
     messages, peer = Messages(ours), Messages(theirs)
     large = np.arange(3_000_000)
@@ -149,7 +149,7 @@ def test_a_worker_that_fails_while_it_starts_gets_another_try(tmp_path: Path, ho
     check(run, around, within=reference(settings()))
 
 
-def test_a_worker_that_can_never_start_ends_the_run_and_says_why(tmp_path: Path) -> None:
+def test_a_worker_that_can_never_start_ends_the_run_with_the_reason(tmp_path: Path) -> None:
     run = run_in(tmp_path, settings())
     fault = Fault("start", "MemoryError", str(tmp_path / "struck"), num_times=99)
     with pytest.raises(ClusterError, match=r"worker 1 died 3 times while starting .*MemoryError: no memory, says the test"):
@@ -176,7 +176,7 @@ def test_a_preempted_worker_gets_no_more_jobs(tmp_path: Path) -> None:
     assert all_events(run).count("failed") == 1
 
 
-def test_an_idle_worker_ends_at_once_when_it_is_told_to(tmp_path: Path) -> None:
+def test_an_idle_worker_ends_at_once_on_sigterm(tmp_path: Path) -> None:
     run = run_in(tmp_path, settings())
     pool = WatchedPool(run)
     pool.start()
@@ -218,7 +218,7 @@ class RepeatsEverything(WatchedPool):
         return outcome
 
     def release(self, ref: object) -> None:
-        """Nothing is used again, so that a late result is still what it was."""
+        """No buffer is reused, so that a late result is unchanged."""
 
 
 def test_two_runs_at_once_on_one_machine_share_nothing(tmp_path: Path) -> None:
@@ -265,8 +265,8 @@ def test_averaging_64_results_takes_no_more_memory_than_one_model() -> None:
     assert peak < 1.5 * vectors[0].nbytes   # the mean itself, and chunks of it in double precision
 
 
-def test_shards_are_numbered_so_that_nobody_s_identity_decides_what_is_drawn(tmp_path: Path) -> None:
-    """Workers in another order, other attempts: the same bits, because seeds come from the shard."""
+def test_random_numbers_depend_on_the_shard_and_not_on_the_worker(tmp_path: Path) -> None:
+    """Workers in another order, other attempts: bitwise identical results, because seeds come from the shard."""
     run = run_in(tmp_path, settings())
     pool = WatchedPool(run)
     pool.start()
@@ -294,7 +294,7 @@ def test_a_joiner_contributes_only_what_it_trained_itself(tmp_path: Path) -> Non
     assert len(digests) == len(set(digests))
 
 
-def test_a_message_says_who_which_how_and_what_next(tmp_path: Path) -> None:
+def test_a_message_names_worker_shard_cause_and_next_step(tmp_path: Path) -> None:
     run = run_in(tmp_path, patient(settings()))
     fault = Fault("mid shard", "SIGKILL", str(tmp_path / "struck"))
     run.train(WatchedPool(run, fault, Breaks(fault)))
@@ -307,7 +307,7 @@ def test_a_message_says_who_which_how_and_what_next(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("changes", "said"), [
     ({"on_repeated_crash": "stop", "max_attempts": 1}, r"failure\.on_repeated_crash is stop:"),
 ])
-def test_what_the_user_may_set_is_named_when_a_run_ends(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+def test_a_run_that_ends_names_the_relevant_settings(tmp_path: Path, changes: dict[str, object], said: str) -> None:
     run = run_in(tmp_path, settings(failure=FailureConfig(hang_timeout_s=0.5, **changes)))  # type: ignore[arg-type]
     fault = Fault("mid shard", "SIGKILL", str(tmp_path / "struck"))
     with pytest.raises(ClusterError, match=said):
@@ -360,7 +360,7 @@ def _full_at_third_commit(write: Callable[..., None]) -> Callable[..., None]:
     return full
 
 
-def test_temporary_files_of_a_killed_process_are_taken_away(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     run = run_in(tmp_path, settings())
     left = run.store.directory / ".iter-000001.deadbeef.tmp"
     left.mkdir()

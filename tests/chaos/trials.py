@@ -1,4 +1,4 @@
-"""Runs one case of the matrix, sees that the fault struck and that nothing was lost, and says what it cost."""
+"""Run one case of the matrix, check that the fault happened and that nothing was lost, and return its cost."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _try_worker(case: Case, folder: Path) -> Seen:
 
 
 def events_at(run: Run, at: tuple[int, int]) -> list[str]:
-    """What the ledger says of a job."""
+    """The ledger's entry of a job."""
     return [line["event"] for line in read_json_lines(run.ledger_path) if (line.get("outer_iter"), line.get("job")) == at]
 
 
@@ -138,7 +138,7 @@ def _try_result(case: Case, folder: Path) -> Seen:
     assert fault.strikes(), "the fault never struck"
     is_lost = case.how in ("NaN", "Inf")
     check(run, around, pause_s=pool.longest_pause_s, within="" if is_lost else reference(settings()))
-    if is_lost:  # repeating it would give the same: it is left out, and said by name
+    if is_lost:  # a retry would give the same result: the job is dropped and named
         (incident,) = run.recorder.incidents
         assert incident.what == "job_rejected" and "not finite, the first in" in incident.message
         return Seen("rejected by name", False)

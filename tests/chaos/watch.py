@@ -19,7 +19,7 @@ from ngsgd.training.worker import Worker
 from tests.chaos.faults import Fault
 from tests.toy import Run
 
-LATE_S = 2.0   # a stopped worker goes on after this: later than it is missed
+LATE_S = 2.0   # a stopped worker continues after this time, later than its deadline
 
 
 class WatchedPool(ProcessPool):
@@ -51,7 +51,7 @@ class WatchedPool(ProcessPool):
         return outcome
 
     def recovery_s(self) -> float | None:
-        """From the fault to the next try, or to the next job in the place of the process it struck; None if there was none."""
+        """Time from the fault to the next attempt, or to the next job of the replacement; None if there was none."""
         if self.fault is None or not (strikes := self.fault.strikes()):
             return None
         process_id, struck_s = strikes[-1]
@@ -81,5 +81,5 @@ class WatchedPool(ProcessPool):
 
 def keep(folder: Path, vector: Vector, digest: int) -> None:
     """Under the name by which the ledger speaks of it."""
-    with contextlib.suppress(ValueError):  # what was damaged on its way may be no vector at all
+    with contextlib.suppress(ValueError):  # damaged data may not be a vector
         np.save(folder / f"{digest:016x}.npy", vector)

@@ -1,4 +1,4 @@
-"""The numeric fingerprint: what it contains, how two are compared, and what is kept in a run."""
+"""The numeric fingerprint: contents, comparison, and storage in a run."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_unknown_fields_equal_any() -> None:
     assert SOME.without_machine().completed_by(SOME) == SOME
 
 
-def test_json_keeps_everything_and_ignores_what_it_does_not_know() -> None:
+def test_json_keeps_everything_and_ignores_unknown_entries() -> None:
     stored = json.loads(json.dumps(SOME.to_json()))
     assert Fingerprint.from_json(stored) == SOME
     assert Fingerprint.from_json(stored | {"a field of later versions": 1}) == SOME
 
 
-def test_this_process_names_what_decides_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_of_this_process_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Fingerprint.of_this_process(3, torch.device("cpu"))
     assert found.torch == torch.__version__ and found.threads == 3 and found.device == "cpu" and found.processor
     assert found.kernels.keys() == {"fisher_projection.cpp", "nonlinearities.cpp", "packed_gemm.cpp"}
@@ -55,7 +55,7 @@ def test_this_process_names_what_decides_its_bits(monkeypatch: pytest.MonkeyPatc
     assert "MKL_CBWR" in line
 
 
-def test_a_process_without_kernels_says_so() -> None:
+def test_a_process_without_kernels_reports_it() -> None:
     with native.in_torch_operations():
         assert set(kernels().values()) == {NO_KERNEL}
 
@@ -71,7 +71,7 @@ def test_the_code_is_python_and_cpp(suffix: str, tmp_path: Path, monkeypatch: py
     assert len(found) == 2
 
 
-def test_the_first_worker_decides_what_is_not_known() -> None:
+def test_the_first_worker_decides_unknown_values() -> None:
     agreement = Agreement(SOME.without_machine())
     assert agreement.refusal(SOME) == "" and agreement.found == SOME
     assert "fisher_projection.cpp" in agreement.refusal(replace(SOME, kernels={"fisher_projection.cpp": NO_KERNEL}))

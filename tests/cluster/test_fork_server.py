@@ -59,7 +59,7 @@ def _wait_for(process: psutil.Process, status: str) -> None:
 
 @pytest.mark.parametrize("stopped", ["the newborn", "all"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_worker_stopped_while_it_is_born_ends_with_the_coordinator(tmp_path: Path, when: str, stopped: str) -> None:
+def test_a_worker_stopped_during_its_start_ends_with_the_coordinator(tmp_path: Path, when: str, stopped: str) -> None:
     program = tmp_path / "coordinator.py"
     program.write_text(COORDINATOR)
     (tmp_path / "stops_newborn.py").write_text(STOPS_NEWBORN)

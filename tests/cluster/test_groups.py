@@ -22,7 +22,7 @@ from ngsgd.files import read_json_lines
 from ngsgd.pipeline.services import Services
 from ngsgd.tasks import DatasetTask
 
-# 8 shards of 64 examples: whole minibatches of 8 and 16
+# 8 shards of 64 examples: complete minibatches of 8 and 16
 SETTINGS: dict[str, Any] = {"num_epochs": 3, "num_workers": 2, "lr": 0.02, "seed": 3}
 
 
@@ -114,7 +114,7 @@ def test_a_rank_that_dies_costs_its_job_only(tmp_path: Path, whole: str, number:
     assert incidents
 
 
-def test_what_a_group_does_not_have_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_settings_unsupported_by_a_group_are_rejected_before_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="optimizer=kfac"):
         train(tmp_path, 2, 8, optimizer="kfac")
     with pytest.raises(ConfigError, match="backstitch_scale"):

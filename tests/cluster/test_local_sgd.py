@@ -166,7 +166,7 @@ def test_batch_norm_statistics_are_those_of_the_rank(one_rank: None) -> None:
         torch.testing.assert_close(value, before[name], rtol=1e-6, atol=1e-6)
 
 
-def test_a_state_continues_bit_for_bit(one_rank: None) -> None:
+def test_a_state_continues_bitwise_identically(one_rank: None) -> None:
     def trained(steps: range, state: dict[str, Any] | None = None) -> tuple[torch.Tensor, dict[str, Any]]:
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

@@ -20,13 +20,13 @@ def test_restarts_are_counted_by_worker_over_the_last_hour() -> None:
     assert restarts.allow(0, "x")
     assert not restarts.allow(0, "killed by SIGKILL")
     assert [one.worker for one in restarts.news()] == [0]
-    assert restarts.news() == []  # each is told once
+    assert restarts.news() == []  # each is reported once
     clock.now = 3600.0  # the first one is an hour ago
     assert restarts.allow(0, "x")
     assert not restarts.allow(0, "x")
     assert restarts.allow(1, "x")
 
 
-def test_minus_one_is_for_ever_and_zero_never() -> None:
+def test_minus_one_is_without_limit_and_zero_never() -> None:
     assert all(Restarts(-1).allow(0, "x") for _ in range(1000))
     assert not Restarts(0).allow(0, "x")

@@ -49,7 +49,7 @@ class PoolThatSignals(ProcessPool):
     OuterConfig("average"), OuterConfig("bmuf", gain=1.5, overlap=True),
     OuterConfig("streaming", num_fragments=2, fragment_mixing=0.5, fragment_delay=1)],
     ids=lambda o: f"{o.kind}-{o.overlap}-{o.fragment_delay}")
-def test_processes_and_one_process_give_the_same_bits_and_leave_no_process(tmp_path: Path, outer: OuterConfig) -> None:
+def test_processes_and_one_process_give_identical_bits_and_leave_no_process(tmp_path: Path, outer: OuterConfig) -> None:
     in_process = undisturbed(config(outer=outer))
     run = Run(tmp_path / "processes", config(outer=outer))
     pool = pool_of(run)
@@ -94,7 +94,7 @@ def test_a_killed_worker_costs_nothing_where_fisher_estimates_are_kept(tmp_path:
 
 
 class Talkative(Worker):
-    """Says what it is doing, and dies of it."""
+    """Report the step and die in it."""
 
     def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
         if job.identity == (1, 0, 1):
@@ -125,7 +125,7 @@ def test_workers_that_cannot_start_end_the_run(tmp_path: Path) -> None:
         run.train(pool)
 
 
-def test_a_worker_that_cannot_read_its_data_says_so(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_read_its_data_reports_it(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.spec = replace(run.spec, egs_directory=str(tmp_path / "nowhere"))
     with pytest.raises(Exception, match="directory"):
@@ -170,4 +170,4 @@ def test_a_run_without_a_worker_left_ends_in_a_sentence(tmp_path: Path) -> None:
     run = Run(tmp_path, config(failure=FailureConfig(max_restarts_per_hour=0)))
     with pytest.raises(ClusterError, match="no worker is left: each died more than"):
         run.train(PoolThatSignals(run, signal.SIGKILL, lambda job: job.outer_iter == 1))
-    assert run.store.latest()[0] is not None  # what was committed stays
+    assert run.store.latest()[0] is not None  # committed work is kept

@@ -68,7 +68,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """A residual block of attention with a normalisation."""
+    """A residual block of attention with a normalization."""
 
     def __init__(self, norm: nn.Module, *, cross: bool) -> None:
         super().__init__()

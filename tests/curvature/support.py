@@ -1,4 +1,4 @@
-"""Which network stands for which row of the support table of docs/curvature.md, and the losses of its cells."""
+"""The network of each row of the support table of docs/curvature.md, and the losses of its cells."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ ROWS = {
     "on the way: p-norm, renormalisation": ("p-norm",),
     "on the way: sub-classes, attention, products of two branches": ("sub-classes", "attention", "tdnnf"),
 }
-# parameters of normalisations and embeddings have no factors; in other rows such layers are left out by layers=
+# parameters of normalizations and embeddings have no factors; in other rows such layers are skipped by layers=
 WITHOUT_FACTORS = ("conv1d same", "batch norm", "batch norm of rows", "layer norm", "rms norm over frames", "group norm",
                    "embedding")
 
-_FAST = ("linear", "conv2d", "residual", "gru")   # with every loss also where slow tests are left out
+_FAST = ("linear", "conv2d", "residual", "gru")   # with every loss also where slow tests are skipped
 
 
 def cells(names: Iterable[str]) -> list[Any]:

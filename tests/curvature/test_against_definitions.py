@@ -51,7 +51,7 @@ def test_first_order_quantities_and_diagonal_ggn_equal_their_definitions(name: s
         close(of.batch_diag_ggn, blocks[parameter].diagonal(dim1=1, dim2=2))
         V_XP = of.sqrt_ggn.flatten(2).flatten(0, 1)
         close(V_XP.T @ V_XP, blocks[parameter].sum(dim=0))
-        root_VNP = torch.einsum("vnf,nfp->vnp", draws_VNF, J[parameter])   # the draws themselves: see test_sampling
+        root_VNP = torch.einsum("vnf,nfp->vnp", draws_VNF, J[parameter])   # the samples themselves: see test_sampling
         close(of.sqrt_ggn_mc, root_VNP)
         close(of.batch_diag_ggn_mc, root_VNP.square().sum(dim=0))
         close(of.diag_ggn_mc, root_VNP.square().sum(dim=(0, 1)))

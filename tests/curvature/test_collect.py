@@ -1,4 +1,4 @@
-"""What collecting does around the numbers: hooks, passes, precision, and what it refuses."""
+"""Side effects of collecting: hooks, passes, precision, and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_nothing_is_left_on_the_model_after_the_context_or_an_error() -> None:
     assert not _hooks(model) and not CE._forward_hooks
 
 
-def test_gradients_are_those_of_a_plain_backward_pass_bit_for_bit() -> None:
+def test_gradients_are_bitwise_those_of_a_plain_backward_pass() -> None:
     model, x, y = _net()
     CE(model(x), y).backward()
     plain = [p.grad for p in model.parameters()]
@@ -163,7 +163,7 @@ def test_chosen_samples_alone() -> None:
     close(some["0.weight"].sqrt_ggn, every["0.weight"].sqrt_ggn[:, [5, 2]])
 
 
-def test_chosen_layers_alone_also_beside_unknown_ones() -> None:
+def test_chosen_layers_alone_also_with_unknown_ones() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -269,7 +269,7 @@ def test_records_of_a_layer_used_twice() -> None:
     close(gradient, expected)
 
 
-def test_what_is_read_between_passes_does_not_change_afterwards() -> None:
+def test_values_read_between_passes_do_not_change() -> None:
     model, x, y = _net()
     with collect(model, "kflr", "kfac_emp", "variance", "diag_ggn", loss_fn=CE) as q:
         CE(model(x), y).backward()

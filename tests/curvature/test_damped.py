@@ -36,7 +36,7 @@ def test_a_convolution_keeps_its_shape_and_a_zero_factor_shares_nothing() -> Non
     close(direction, g / 0.25)
 
 
-def test_what_cannot_be_solved_is_told() -> None:
+def test_unsolvable_systems_are_reported() -> None:
     with pytest.raises(DivergenceError, match="positive definite"):
         damped_direction(torch.ones(2), torch.ones(2), Kronecker(torch.full((2, 2), float("nan")), None), damping=0.1)
     with pytest.raises(ValueError, match="damping"):

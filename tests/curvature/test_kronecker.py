@@ -78,7 +78,7 @@ def _check_bias(bias: Quantities, weight: Quantities, sharing: str) -> None:
     for quantity in ("kflr", "kfac", "kfac_emp"):
         torch.testing.assert_close(getattr(bias, quantity).B_OO, getattr(weight, quantity).B_OO, rtol=0.0, atol=0.0)
         assert getattr(bias, quantity).A_II is None
-    if sharing != "expand":  # B is the bias's block then, also of the draws
+    if sharing != "expand":  # B is the bias's block then, also of the samples
         V_XO = bias.sqrt_ggn_mc.flatten(0, 1)
         close(bias.kfac.B_OO, V_XO.T @ V_XO)
 

@@ -1,4 +1,4 @@
-"""The parts that have a fast form of their own: moments of convolutions, roots and draws of cross-entropy, large results."""
+"""Parts with a separate fast implementation: moments of convolutions, roots and samples of cross-entropy, large results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done in pieces, all at once or later gives what is done in one go: squares, vectors, inputs that wait."""
+"""Work in pieces equals work in one pass: squares, vectors, deferred inputs."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.curvature.support import close
 from tests.curvature.test_collect import CE, _net
 
 
-def test_rows_of_a_sample_side_by_side_are_told_by_num_samples() -> None:
+def test_adjacent_rows_of_a_sample_are_declared_by_num_samples() -> None:
     torch.manual_seed(0)
     conv, output = nn.Conv1d(4, 6, 3).double(), nn.Linear(6, 3).double()
     model = nn.ModuleList([conv, output])
@@ -141,7 +141,7 @@ def test_batch_normalization_over_the_minibatch_is_refused(quantity: str) -> Non
         model(torch.randn(4, 5))
 
 
-def test_bad_requests_are_all_told_at_once() -> None:
+def test_bad_requests_are_all_reported_at_once() -> None:
     model, _, _ = _net()
     with pytest.raises(ConfigError) as error:
         collect(model, "varianz", loss_fn=CE, sharing="none", normalization="no")
@@ -152,11 +152,11 @@ def test_bad_requests_are_all_told_at_once() -> None:
         collect(model, "variance")
 
 
-def test_what_was_not_asked_for_or_not_reached_is_told() -> None:
+def test_unrequested_and_unreached_parts_are_reported() -> None:
     model, x, y = _net()
     with collect(model, "variance", loss_fn=CE) as q:
         CE(model(x), y).backward()
-    with pytest.raises(AttributeError, match="asked"):
+    with pytest.raises(AttributeError, match="requested"):
         q["0.weight"].diag_ggn  # noqa: B018
     with pytest.raises(KeyError, match="trainable"):
         q["weight"]
@@ -214,7 +214,7 @@ def test_layers_without_factors_are_listed_with_the_argument_to_pass(quantity: s
 
 
 class _Scaled(nn.Module):
-    """A parameter of its own beside a layer."""
+    """A direct parameter in addition to a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class _Scaled(nn.Module):
 
 @pytest.mark.entry("B11", "a model has a layer whose curvature is not known, or you collect the "
                    "curvature of samples beside a BatchNorm in training mode", "error",
-                   "`ConfigError` names the argument that leaves the layer out: `layers=` of "
+                   "`ConfigError` names the argument that skips the layer: `layers=` of "
                    "`collect`, `skip=` of preconditioners. For BatchNorm it says what to do: "
                    "`eval()`, or Kronecker factors alone.")
 def test_an_unknown_layer_is_refused_with_the_argument_that_leaves_it_out() -> None:

@@ -116,10 +116,10 @@ def _made(model: Callable[[], nn.Module]) -> nn.Module:
     return model().double()
 
 
-# layers that run once for the whole minibatch
+# layers that run once for the complete minibatch
 
 
-@pytest.mark.entry("A4", "you collect curvature of a model with a layer that runs once for the whole minibatch, such as "
+@pytest.mark.entry("A4", "you collect curvature of a model with a layer that runs once for the complete minibatch, such as "
                          "`pos(torch.arange(T))`", "error",
                    "`ConfigError` names the layer and the remedy: an input for each sample, such as "
                    "`pos(torch.arange(T).expand(N, T))`, with which all quantities are exact, or `layers=` / `skip=`; also where "
@@ -653,10 +653,10 @@ def test_a_loss_of_a_part_of_the_rows_is_refused() -> None:
         return torch.stack([CE(o[:, t], y[:, t]) for t in range(6)]).sum()
 
     for quantity in ("diag_ggn", "kflr", "diag_h", "kfra"):
-        with pytest.raises(ConfigError, match=r"saw 4.*saw 24"), \
+        with pytest.raises(ConfigError, match=r"4 rows.*24 samples"), \
                 collect(model, quantity, loss_fn=CE):
             loss().backward()
-    with pytest.raises(ConfigError, match="saw 4 rows"):
+    with pytest.raises(ConfigError, match="has 4 rows"):
         KFAC(model, fisher="exact").evaluate(loss)
     with collect(model, "diag_ggn", loss_fn=CE, num_samples=N) as q:
         loss().backward()

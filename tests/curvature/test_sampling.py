@@ -1,6 +1,6 @@
 """Monte-Carlo quantities against their exact values.
 
-A mean over M draws deviates by about M^(-1/2).  Bounds are six standard deviations, estimated from the draws themselves: with
+A mean over M draws deviates by about M^(-1/2).  Bounds are six standard deviations, estimated from the samples themselves: with
 the seed fixed a test either passes or not; over seeds one of its about 60 numbers would be outside once in 10^7.
 """
 
@@ -26,7 +26,7 @@ def _loss(name: str) -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["cross-entropy", "squared error", "binary cross-entropy"])
-def test_draws_have_the_exact_curvature_as_their_mean(name: str) -> None:
+def test_monte_carlo_samples_have_the_exact_curvature_as_mean(name: str) -> None:
     model, x, _ = problem("linear")
     loss_fn, y = _loss(name)
     first, activation, last = model.children()

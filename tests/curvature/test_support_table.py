@@ -1,4 +1,4 @@
-"""The support table of docs/curvature.md says what the tests show: each of its cells is one of their cases."""
+"""The support table of docs/curvature.md matches the tests: each cell is a test case."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_row_has_its_networks_and_every_network_its_row() -> None:
     assert {name for names in ROWS.values() for name in names} == set(PROBLEMS)
 
 
-def test_every_cell_is_tested_to_be_what_it_says() -> None:
+def test_every_cell_of_the_table_is_tested() -> None:
     columns, rows = documented()
     untested = []
     for label, cells in rows.items():

@@ -130,7 +130,7 @@ def test_labels_that_do_not_fit_the_frames_are_refused() -> None:
         dataclasses.replace(train, pdf_T=train.pdf_T[:-1])
 
 
-def test_second_call_reads_what_is_there(tmp_path: Path) -> None:
+def test_a_second_call_reads_the_existing_data(tmp_path: Path) -> None:
     directory = prepare(tmp_path)
     before = (directory / "info.json").stat().st_mtime_ns
     assert prepare(tmp_path) == directory
@@ -173,7 +173,7 @@ def test_an_example_that_is_not_there_is_refused(tmp_path: Path) -> None:
         EgsReader(prepare(tmp_path)).example(9, 0)
 
 
-def test_part_of_a_pass_has_the_minibatches_of_the_whole(tmp_path: Path) -> None:
+def test_part_of_a_pass_has_the_minibatches_of_the_complete_pass(tmp_path: Path) -> None:
     reader = EgsReader(prepare(tmp_path))
     whole, part = (list(reader.minibatches(Shard(0, 1), 16, seed=0, outer_iter=0, job=0, first=first, stop=stop))
                    for first, stop in ((0, None), (2, 4)))
@@ -181,7 +181,7 @@ def test_part_of_a_pass_has_the_minibatches_of_the_whole(tmp_path: Path) -> None
     assert all(torch.equal(a.x_ND, b.x_ND) and torch.equal(a.pdf_N, b.pdf_N) for a, b in zip(part, whole[2:4], strict=True))
 
 
-def test_the_index_counts_what_is_there(tmp_path: Path) -> None:
+def test_the_index_counts_the_existing_entries(tmp_path: Path) -> None:
     info = EgsReader(prepare(tmp_path)).info
     for archive in range(info.num_archives):
         pdf_EF = load_file(tmp_path / next(tmp_path.glob("egs-*")) / f"egs.{archive:04d}.safetensors")["pdf"]
@@ -254,14 +254,14 @@ def test_a_full_disk_gives_one_message_and_removes_incomplete_archives(tmp_path:
     assert list((tmp_path / "egs").iterdir()) == []
 
 
-def test_a_writer_that_dies_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_dies_is_reported_and_its_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ngsgd.data.write_process.sys.executable", "/bin/false")
     with pytest.raises(DataError, match="ended with 1"):
         prepare(tmp_path, config=dataclasses.replace(CONFIG, num_writers=2))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_room_is_reported_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(DataError, match=r"0\.0 GB.*0\.0 GB"):
         prepare(tmp_path)
@@ -271,7 +271,7 @@ def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path, monk
 # Weights ---------------------------------------------------------------------------------------------------------------
 
 
-def test_weights_go_with_their_frames_and_frames_of_weight_0_are_left_out(tmp_path: Path) -> None:
+def test_weights_follow_their_frames_and_frames_of_weight_0_are_skipped(tmp_path: Path) -> None:
     random = np.random.default_rng(3)
     weight_T = np.where(random.random(1000) < 0.3, 0.0, random.random(1000)).astype(np.float32)
     train = dataclasses.replace(frame_set(1000, 1), weight_T=weight_T)
@@ -290,7 +290,7 @@ def test_weights_go_with_their_frames_and_frames_of_weight_0_are_left_out(tmp_pa
 
 
 @pytest.mark.parametrize(("silence_weight", "left"), [(0.0, {1, 2, 3, 4, 5}), (0.25, set(range(6)))])
-def test_silence_weighs_what_the_configuration_says(tmp_path: Path, silence_weight: float, left: set[int]) -> None:
+def test_silence_has_the_configured_weight(tmp_path: Path, silence_weight: float, left: set[int]) -> None:
     config = dataclasses.replace(CONFIG, silence_weight=silence_weight)
     reader = EgsReader(prepare_archives(frame_set(1000, 1), frame_set(300, 2), config, num_classes=NUM_CLASSES, digest="toy",
                                         cache_root=tmp_path, silence_classes=[0]))
@@ -324,7 +324,7 @@ def damaged(folder: Path, how: str) -> EgsReader:
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "altered"])
-def test_a_damaged_archive_says_its_number_and_the_others_can_be_read(tmp_path: Path, how: str) -> None:
+def test_a_damaged_archive_is_reported_by_number_and_others_are_readable(tmp_path: Path, how: str) -> None:
     reader = damaged(tmp_path, how)
     with pytest.raises(DamagedArchiveError, match=r"egs\.0001\.safetensors") as caught:
         list(reader.minibatches(Shard(1, 0), 8, seed=0, outer_iter=0, job=0))
@@ -361,7 +361,7 @@ def test_examples_of_another_format_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0not json at all!", b"\x02\0\0\0\0\0\0\0{}"])
-def test_what_is_no_file_of_arrays_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_arrays_is_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(FormatError):
         ArrayFile(tmp_path / "file")
@@ -378,7 +378,7 @@ def test_a_thread_makes_minibatches_in_advance_and_ends_with_its_reader(tmp_path
     assert not [thread for thread in threading.enumerate() if thread.name == "ngsgd-prefetch"]
 
 
-def test_what_ends_the_items_early_is_raised_where_it_happened() -> None:
+def test_an_error_in_the_items_is_raised_where_it_happened() -> None:
     def items() -> Iterator[int]:
         yield from (1, 2)
         raise DataError("the third one is broken")
@@ -410,7 +410,7 @@ def test_who_comes_second_keeps_the_files_that_others_read(tmp_path: Path) -> No
     assert (tmp_path / "egs" / "file").read_text() == "first"
 
 
-# what goes beside the frames
+# side inputs of frames
 
 
 def beside(frames: FrameSet, dim: int = 3, period: int = 10) -> FrameSet:
@@ -423,7 +423,7 @@ def beside(frames: FrameSet, dim: int = 3, period: int = 10) -> FrameSet:
 
 
 @pytest.mark.parametrize("num_writers", [1, 2])
-def test_what_goes_beside_a_frame_is_in_its_row_once_and_in_the_archive_once(tmp_path: Path, num_writers: int) -> None:
+def test_a_side_input_is_stored_once_per_row_and_archive(tmp_path: Path, num_writers: int) -> None:
     train = beside(frame_set(1000, 1))
     config = dataclasses.replace(CONFIG, num_writers=num_writers)
     directory = prepare_archives(train, beside(frame_set(300, 2)), config, num_classes=NUM_CLASSES, digest="toy",
@@ -441,7 +441,7 @@ def test_what_goes_beside_a_frame_is_in_its_row_once_and_in_the_archive_once(tmp
     assert all(len(reader.archive_arrays(a)["side"]) < 2 * reader.info.num_examples[a] for a in range(reader.info.num_archives))
 
 
-def test_masks_leave_alone_what_goes_beside_the_frames(tmp_path: Path) -> None:
+def test_masks_do_not_change_side_inputs_of_frames(tmp_path: Path) -> None:
     reader = EgsReader(prepare_archives(beside(frame_set(1000, 1)), beside(frame_set(300, 2)), CONFIG, num_classes=NUM_CLASSES,
                                         digest="toy", cache_root=tmp_path))
     plain, masked = (
@@ -450,7 +450,7 @@ def test_masks_leave_alone_what_goes_beside_the_frames(tmp_path: Path) -> None:
     assert torch.equal(plain[:, -3:], masked[:, -3:]) and not torch.equal(plain[:, :-3], masked[:, :-3])
 
 
-def test_rows_beside_frames_that_do_not_fit_are_refused() -> None:
+def test_side_inputs_that_do_not_fit_the_frames_are_rejected() -> None:
     frames = beside(frame_set(100, 1))
     assert frames.side is not None
     with pytest.raises(DataError, match=r"100 frames.*99 side rows"):

@@ -20,7 +20,7 @@ def masked(config: AugmentConfig, num_rows: int = 500, seed: int = 0,
     return x_ND.view(-1, WIDTH, DIM), found.view(-1, WIDTH, DIM)
 
 
-def test_what_is_hidden_are_whole_runs_of_frames_and_of_features() -> None:
+def test_masks_cover_contiguous_frames_and_features() -> None:
     config = AugmentConfig(spec=True)
     x_NWD, found_NWD = masked(config, probability=1.0)
     for x_WD, found_WD in zip(x_NWD, found_NWD, strict=True):
@@ -50,7 +50,7 @@ def test_widths_and_places_are_uniform_and_rows_are_chosen_with_their_probabilit
     assert (abs(counts - len(first) * share) < 5 * (len(first) * share * (1 - share)) ** 0.5).all()
 
 
-def test_masks_repeat_with_their_draws_and_leave_the_argument_alone() -> None:
+def test_masks_repeat_with_their_seed_and_do_not_change_the_argument() -> None:
     config = AugmentConfig(spec=True)
     x_NWD, first = masked(config)
     assert torch.equal(first, masked(config)[1])

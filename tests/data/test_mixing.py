@@ -1,4 +1,4 @@
-"""Statistics that tell well-mixed archives from ill-mixed ones."""
+"""Statistics that distinguish well-mixed and badly mixed archives."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def in_order(frames: FrameSet, random: np.random.Generator, **numbers: Any) -> E
     return ExampleSource(frames.features_TD, frames.pdf_T, frames.weight_T, frames.offsets, first_E, utterance_E, **numbers)
 
 
-def test_what_is_expected_is_the_mean_and_spread_over_random_orders() -> None:
-    """4000 random divisions of 3000 draws into 5 archives, seed 0; the mean entropy is then known to 2 % of its deviation."""
+def test_the_expectation_is_the_mean_and_spread_over_random_orders() -> None:
+    """4000 random divisions of 3000 samples into 5 archives, seed 0; the mean entropy is then known to 2 % of its deviation."""
     random = np.random.default_rng(0)
     values = random.choice(7, 3000, p=[0.4, 0.3, 0.1, 0.1, 0.05, 0.03, 0.02])
     found = []
@@ -88,7 +88,7 @@ def test_a_single_archive_has_nothing_to_mix(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.splitlines()[-1].startswith("mixing ")
 
 
-def test_a_run_says_where_its_examples_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_the_location_of_its_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("{}")
     (tmp_path / "data.json").write_text(json.dumps({"digest": "x", "egs": "/some/where/egs-1"}))
     assert main(["info", str(tmp_path)]) == 0

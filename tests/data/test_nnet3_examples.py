@@ -19,7 +19,7 @@ def example(key: str, num_frames: int = 3, left_context: int = 2) -> Nnet3Exampl
                         random.integers(5, size=num_frames).astype(np.int32), random.random(num_frames).astype(np.float32), 5)
 
 
-def test_examples_come_back_with_the_same_bits(tmp_path: Path) -> None:
+def test_examples_come_back_with_identical_bits(tmp_path: Path) -> None:
     written = [example("a"), example("bb", num_frames=300, left_context=200),  # times beyond what fits into one byte
                replace(example("c"), ivector_S=np.arange(7, dtype=np.float32))]
     assert write_nnet3_examples(tmp_path / "egs.ark", written) == 3
@@ -64,7 +64,7 @@ def test_compressed_features_are_read_as_kaldiio_reads_them(tmp_path: Path, kind
     np.testing.assert_allclose(found.features_WD, one.features_WD, rtol=0.0, atol=error)
 
 
-def test_a_file_that_is_cut_off_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_is_reported(tmp_path: Path) -> None:
     write_nnet3_examples(tmp_path / "egs.ark", [example("a")])
     content = (tmp_path / "egs.ark").read_bytes()
     (tmp_path / "egs.ark").write_bytes(content[:-20])

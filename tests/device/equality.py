@@ -1,4 +1,4 @@
-"""Runs of both devices side by side, and mistakes that the watch must see; one JSON object on each line.
+"""Runs of both devices in parallel, and mistakes that the watch must see; one JSON object on each line.
 
     python -m tests.device.equality [CASE ...]
 """

@@ -8,7 +8,7 @@ and each operator runs on the wrapped ones.  `Watch` sees each operator on the w
 - counts the kernels that a GPU would launch,
 - counts the places where the host waits for the device.
 
-The registration holds for the whole process, so tests call this in a process of its own.
+The registration holds for the complete process, so tests call this in a separate process.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Watch(TorchDispatchMode):
 
     @contextmanager
     def step(self) -> Iterator[Watch]:
-        """Counts afresh; inside, no tensor may be made on the CPU."""
+        """Counts again; inside, no tensor may be made on the CPU."""
         self.launches.clear()
         self.waits.clear()
         self.inside_step = True

@@ -1,6 +1,6 @@
 """Every public name runs on a pretended device: right devices, few launches, no wait but those of the table.
 
-The cases run in one process of their own (see `pretended`).
+The cases run in one separate process (see `pretended`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_runs_on_the_device_and_waits_only_where_the_table_says(
+def test_a_step_runs_on_the_device_and_waits_only_where_listed(
         case: str, seen: dict[str, Any]) -> None:
     assert "error" not in seen[case], seen[case]
     for place, steps in seen[case]["waits"].items():
@@ -105,12 +105,12 @@ def test_numbers_on_the_device_are_those_of_a_cpu() -> None:
 
 @pytest.mark.parametrize(("case", "error"), [
     ("mixes devices", "WrongDevice"), ("no device", "WrongDevice")])
-def test_the_watch_sees_a_tensor_on_the_wrong_device(case: str, error: str) -> None:
+def test_the_audit_detects_a_tensor_on_the_wrong_device(case: str, error: str) -> None:
     assert _run("tests.device.equality", case)[case].startswith(error)
 
 
 @pytest.mark.parametrize("case", ["item", "copy", "copy back", "truth values", "tolist"])
-def test_the_watch_sees_a_wait(case: str) -> None:
+def test_the_audit_detects_a_wait(case: str) -> None:
     assert _run("tests.device.equality", case)[case] == 1
 
 

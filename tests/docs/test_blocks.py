@@ -1,4 +1,4 @@
-"""The Python blocks of every page run in their order, and the tutorial's commands run at small size."""
+"""Python blocks of every page run in their order, and the tutorial runs at small size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GIVEN: dict[str, dict[str, Any]] = {"docs/natural-gradient.md": {"torch": torch
 # processes import their script
 _SCRIPTS = {"docs/any-model.md", "docs/local-sgd.md"}
 _OF_A_RUN = {"docs/tutorial.md", "docs/transcribe.md", "docs/export.md"}
-# their own tests run them, and read what they print
+# their own tests run them and check the output
 _ELSEWHERE = {"docs/curvature.md", "docs/preconditioners.md"}
 
 
@@ -118,7 +118,7 @@ def test_python_with_a_trained_model_runs(tutorial: Path, monkeypatch: pytest.Mo
     _run("docs/transcribe.md", {"samples": samples, "chunks": samples.split(4000)})
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_python_with_an_exported_model_runs(tutorial: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("onnx", "onnxscript", "onnxruntime", "sherpa_onnx"):
         pytest.importorskip(module)

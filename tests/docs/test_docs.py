@@ -23,7 +23,7 @@ PAGES = [page for page in ALL_PAGES if page.name not in ("RESULTS.md", "CHANGELO
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_in_the_pages_can_be_given(page: Path) -> None:
-    """Commands and flags exist, settings compose; whether the run folders exist is not looked at."""
+    """Commands and flags exist, and settings compose; run folders need not exist."""
     problems = []
     for line in _command_lines(page):
         words = shlex.split(line, comments=True)
@@ -61,7 +61,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "reference" / "settings" / "index.html").is_file()
 
 
-def test_every_test_that_the_fault_tolerance_page_names_is_there() -> None:
+def test_every_test_named_by_the_fault_tests_page_exists() -> None:
     page = (ROOT / "docs" / "fault-tests.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if re.match(r"\| [HML]\d+ \|", line)]
     assert [row.split("|")[1].strip() for row in rows] == [
@@ -77,7 +77,7 @@ def test_every_test_that_the_fault_tolerance_page_names_is_there() -> None:
             assert not test or f"def {test}(" in path.read_text(encoding="utf-8"), cited
 
 
-def test_the_tables_of_what_happens_are_written_from_the_tests() -> None:
+def test_the_support_tables_match_the_tests() -> None:
     found = entries.entries()
     for page in entries.pages():
         text = (ROOT / page).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The reference is what the code says, and covers every exported name."""
+"""The reference is generated from the code, and covers every exported name."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_every_entry_exists() -> None:
     assert unknown == []
 
 
-def test_generated_pages_are_what_the_code_says() -> None:
-    """The list of options is frozen by this page: `make reference` writes it again, and the difference is reviewed."""
+def test_generated_pages_are_current() -> None:
+    """The pages freeze the options: `make reference` writes them, and changes are reviewed."""
     for name, text in reference.pages().items():
         kept = (REFERENCE / name).read_text(encoding="utf-8")
         assert kept == text, f"docs/reference/{name}: run make reference"

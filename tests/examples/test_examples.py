@@ -1,4 +1,4 @@
-"""The scripts of examples/ run, in small, and print what plain torch gives beside them."""
+"""The scripts of examples/ run, in small, and print what plain torch gives next to them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(folder: Path, script: str, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", _SMALL)
-def test_it_trains_and_prints_the_loss_of_plain_torch_beside_it(script: str, tmp_path: Path) -> None:
+def test_it_trains_and_also_prints_the_loss_of_plain_torch(script: str, tmp_path: Path) -> None:
     arguments, largest = _SMALL[script]
     losses = [float(found) for found in re.findall(r"valid.loss (\d+\.\d+)$", run(tmp_path, script, *arguments), re.MULTILINE)]
     # a run of its own ends with a table of its metrics, before the lines of the script
@@ -66,6 +66,6 @@ def test_a_hypergradient_is_the_finite_difference_of_torch(tmp_path: Path) -> No
 
 
 def test_every_example_is_run() -> None:
-    # in tests/pipeline/exports, which has exported models
-    elsewhere = {"onnx_recognizer.py"}
+    # in tests/pipeline/exports, which has exported models, and in tests/docs
+    elsewhere = {"onnx_recognizer.py", "speak_digits.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == {*_SMALL, *elsewhere, "gradient_variance.py", "hypergradient.py"}

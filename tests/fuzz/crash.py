@@ -57,7 +57,7 @@ def _try(stage: Stage, point: Point, expected: Expected, report: Report) -> Iter
 
 
 def recover(stage: Stage, expected: Expected, *, must_resume: bool = False) -> Iterator[str]:
-    """Resumes the run, or begins another one where nothing was committed yet; what is wrong after."""
+    """Resume the run, or start another one if nothing was committed; return the problems."""
     if not stage.runs():
         yield from _new_run(stage, expected)
         return

@@ -21,7 +21,7 @@ _WORDS_OF_WARNING = ("damaged", "checksum", "digest", "differs", "changed")
 
 @dataclass(frozen=True)
 class Case:
-    """One file of a saved state, and what happens to it."""
+    """One file of a saved state, and its damage."""
 
     base: str
     file: str      # relative to the output directory, with RUN for the run folder
@@ -34,7 +34,7 @@ class Case:
 
 @dataclass
 class Bench:
-    """The stage, what is expected of it undamaged, and where canaries appear."""
+    """The stage, its expected undamaged result, and the place of canaries."""
 
     stage: Stage
     expected: Expected
@@ -94,7 +94,7 @@ def _cases(bench: Bench) -> list[Case]:
 
 
 def _commands(base: str, file: str) -> tuple[str, ...]:
-    """What may read the file; readers first, as a resumed run repairs what it finds."""
+    """Commands that read the file; readers first, because a resumed run repairs files."""
     name = Path(file).name
     looking = (*_LOOKING, "report")
     if base == STOPPED:

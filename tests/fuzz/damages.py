@@ -103,7 +103,7 @@ def _at(data: bytearray, rng: random.Random) -> int:
     return rng.randrange(len(data))
 
 
-# Other things in place of a file ------------------------------------------------------------
+# Other things instead of a file ------------------------------------------------------------
 
 
 def _instead(make: Callable[[Path], object]) -> Damage:

@@ -17,7 +17,7 @@ LIBRARY = "NGSGD_FUZZ_LIBRARY"   # environment variable with the path of the com
 
 
 class Mode(enum.IntEnum):
-    """What happens at the operation with the chosen number; the values are those of interpose.c."""
+    """The fault at the operation with the chosen number; the values are those of interpose.c."""
 
     COUNT = 1
     KILL = 2         # SIGKILL before it

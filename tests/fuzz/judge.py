@@ -1,4 +1,4 @@
-"""Checks of a run after a fault; each returns sentences about what is wrong."""
+"""Checks of a run after a fault; each returns a list of problems."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def garbage(stage: Stage, run: Path) -> Iterator[str]:
 
 
 def well_told(outcome: Outcome, *, may_fail: bool = True) -> Iterator[str]:
-    """A command ends with 0 or with one sentence and the exit code of its kind."""
+    """A command ends with 0 or with one message and the exit code of its kind."""
     if outcome.hung or outcome.signal:
         yield outcome.ending
         return

@@ -152,7 +152,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Cut:
-    """A state of the disk, and what had been reported to the user by then."""
+    """A state of the disk, and the output of the run until then."""
 
     kind: str
     operation: Operation       # the last one before the cut

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-_VARIABLE = re.compile(r"\b[0-9a-f]{8}\b|\d+")   # parts of a sentence that differ between cases
+_VARIABLE = re.compile(r"\b[0-9a-f]{8}\b|\d+")   # parts of a message that differ between cases
 _BETWEEN_COUNTS = 50
 T = TypeVar("T")
 

@@ -101,7 +101,7 @@ class Child:
         """Its outcome; a command that takes longer is killed and counts as hung."""
         if self.ended is None:
             hung = not select.select([self.watch], [], [], timeout_s)[0]
-            # the child leads a process group, so what it started ends with it
+            # the child leads a process group, so its children end with it
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             _, status = os.waitpid(self.pid, 0)

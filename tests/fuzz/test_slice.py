@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By campaign: the number of cases, and what is wrong in which."""
+    """By campaign: the number of cases, and the problems of each."""
     path = tmp_path_factory.mktemp("fuzz") / "results.json"
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}

@@ -1,4 +1,4 @@
-"""Two coordinators on one run: one goes on, the other is refused.
+"""Two coordinators on one run: one continues, the other is refused.
 
 The first that writes a checkpoint waits there until the other has ended or waits too, so the outcome
 does not depend on which is faster.

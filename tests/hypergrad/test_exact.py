@@ -1,4 +1,4 @@
-"""Whole-number momentum: there and back to the bit, beside a float64 trajectory, and what must not pass in silence."""
+"""Integer momentum: exact reversal, a float64 trajectory, and errors that must be reported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(state: ExactMomentum, num_steps: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("engine", ["eager", "auto"])
-def test_every_step_back_gives_the_bits_of_the_way_there(engine: str) -> None:
+def test_every_reverse_step_is_bitwise_the_forward_state(engine: str) -> None:
     weights = drawn(9)
     state = ExactMomentum(weights, GROUPS, engine=engine)
     states = run(state, 300)
@@ -128,7 +128,7 @@ def test_without_keeping_nothing_is_put_aside() -> None:
     assert torch.equal(kept.x_P, free.x_P) and free.spill_bytes == 0 and kept.spill_bytes > 0
 
 
-def test_a_saved_state_goes_on_and_back() -> None:
+def test_a_saved_state_continues_forward_and_backward() -> None:
     state, other = ExactMomentum(drawn(9), GROUPS), ExactMomentum(torch.zeros(2000), GROUPS)
     run(state, 90)
     other.load_state_dict(state.state_dict())
@@ -141,7 +141,7 @@ def test_a_saved_state_goes_on_and_back() -> None:
     assert torch.equal(other.weights(), drawn(9))
 
 
-# What must not pass in silence ------------------------------------------------------------------------------------------
+# Errors that must be reported ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["eager", "auto"])

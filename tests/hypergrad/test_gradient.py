@@ -75,7 +75,7 @@ def test_all_engines_give_the_same_numbers_in_float32() -> None:
     task, plan = tasks.task(tasks.mlp(nn.ReLU, dtype=torch.float32)), tasks.plan(24, jobs=2, iters=2, limits=True)
     one, *others = (hypergradient(task, plan, engine) for engine in ENGINES)
     for other in others:
-        assert other.value == one.value  # the way there is the same, bit for bit
+        assert other.value == one.value  # the way there is the same, bitwise
         expected = {name: getattr(one, name) for name in plan.tensors()}
         assert max(relative_errors(other, expected).values()) < 1e-6  # velocities are kept in float32 by the others
 
@@ -119,7 +119,7 @@ def test_agrees_with_torchopt_on_the_learning_rate() -> None:
     found = hypergradient(task,
                           HyperparameterPlan.constant(num_steps, tasks.LAYERS, lr=0.4,
                                                       momentum=0.9), "reversible")
-    lr = torch.tensor(0.04, dtype=torch.float64, requires_grad=True)  # its velocity takes the whole gradient, ours a tenth
+    lr = torch.tensor(0.04, dtype=torch.float64, requires_grad=True)  # its velocity takes the complete gradient, ours a tenth
     optimizer = torchopt.sgd(lr=lambda count: lr, momentum=0.9)
     parameters = tuple(p.clone().requires_grad_() for p in task.start.values())
     state = optimizer.init(parameters)
@@ -133,7 +133,7 @@ def test_agrees_with_torchopt_on_the_learning_rate() -> None:
     assert float(found.lr_TG.sum()) == pytest.approx(0.1 * float(slope), rel=1e-9)
 
 
-# What goes wrong is reported with its step ------------------------------------------------------------------------------
+# Errors are reported with their step ------------------------------------------------------------------------------
 
 
 class _Mutable(ModuleTask):

@@ -1,4 +1,4 @@
-"""NG-SGD: the same trajectory as the optimiser's, and a gradient that is exact but for the preconditioner being held constant."""
+"""NG-SGD: the same trajectory as the optimizer's, and a gradient that is exact but for the preconditioner being held constant."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_engines_agree_through_averaging() -> None:
 
 def test_reversing_is_refused_and_so_are_other_layers() -> None:
     task = tasks.task()
-    with pytest.raises(ConfigError, match="backwards"):
+    with pytest.raises(ConfigError, match="engine=checkpoint"):
         hypergradient(task, plan(4, 0.5), "reversible", gradients=natural_gradients(task, CONFIG))
     other = tasks.task(nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4)).double())
     with pytest.raises(ConfigError, match="1 is a LayerNorm"):

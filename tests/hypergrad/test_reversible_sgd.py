@@ -1,4 +1,4 @@
-"""The optimiser in a plain loop: beside torch's and this package's SGD, and back again."""
+"""The optimizer in a plain loop: next to torch's and this package's SGD, and back again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def vector(model: nn.Module) -> Tensor:
 def test_trajectory_equals_torch_sgd(nesterov: bool) -> None:
     ours, theirs = network(), network()
     one = ReversibleSGD(ours, 0.5, momentum=0.9, nesterov=nesterov, weight_decay=0.01)
-    # torch's velocity takes the whole gradient, ours a share of 1 - momentum
+    # torch's velocity takes the complete gradient, ours a share of 1 - momentum
     other = torch.optim.SGD(theirs.parameters(), 0.05, momentum=0.9, nesterov=nesterov, weight_decay=0.01)
     for step in range(100):
         one.step(closure(ours, one, step))
@@ -100,7 +100,7 @@ def test_another_minibatch_is_reported_with_its_step() -> None:
     assert caught.value.step == 5
 
 
-def test_a_saved_optimizer_goes_on_and_back() -> None:
+def test_a_saved_optimizer_continues_forward_and_backward() -> None:
     model, other = network(), network()
     optimizer, loaded = ReversibleSGD(model, 0.3), ReversibleSGD(other, 0.1)
     start = vector(model).clone()

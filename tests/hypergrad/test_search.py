@@ -62,7 +62,7 @@ def test_hypergradients_reach_theta() -> None:
         assert float(slope_D[index]) == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-5, abs=1e-8), made.names()[index]
 
 
-def test_interpolation_meets_its_knots() -> None:
+def test_interpolation_passes_through_its_knots() -> None:
     matrix_TK = interpolation(9, 3)
     assert torch.equal(matrix_TK[[0, 4, 8]], torch.eye(3, dtype=torch.float64))
     assert torch.allclose(matrix_TK.sum(dim=1), torch.ones(9, dtype=torch.float64))

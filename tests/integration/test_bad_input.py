@@ -1,4 +1,4 @@
-"""Ten kinds of bad input and more: one sentence, the right exit code, no traceback, nothing half-written."""
+"""Ten kinds of bad input and more: one message, the right exit code, no traceback, nothing half-written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_one_sentence_the_right_code_and_no_file(tmp_path: Path, capsys: pytest.
     assert contents(tmp_path) == []
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_mistakes_are_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = call(capsys, "train", f"output_dir={tmp_path}", "optimizer.max_chnage=1", "schedule.num_epochs=-1", "model=cnn")
     assert code == 2
     assert len(lines) == 3
@@ -64,7 +64,7 @@ def test_an_archive_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert contents(tmp_path) == ["recordings.tar.xz", "runs"]  # the output directory, empty
 
 
-def test_resuming_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = call(capsys, "resume", str(tmp_path))
     assert code == 2 and len(lines) == 1
     assert "run folder" in lines[0]
@@ -107,7 +107,7 @@ def test_an_archive_of_examples_with_a_flipped_bit(tmp_path: Path, tiny_run: Pat
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over_and_the_run_goes_on(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_the_run_continues(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newest = sorted((tiny_run / "checkpoints").iterdir())[-1]
     (newest / "model.safetensors").write_bytes(b"")
     assert main(["resume", str(tiny_run)]) == 0

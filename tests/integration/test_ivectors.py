@@ -1,4 +1,4 @@
-"""i-vectors and causal features, the whole way: trained, resumed, decoded frame by frame, exported."""
+"""i-vectors and causal features end to end: trained, resumed, decoded frame by frame, exported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(service: Service) -> Path:
     return run
 
 
-def test_streaming_gives_the_words_of_the_whole_utterances(service: Service, run: Path) -> None:
+def test_streaming_gives_the_words_of_offline_decoding(service: Service, run: Path) -> None:
     done = service.call(str(run), "--streaming", "--chunk-frames", "5", command="decode")
     assert done.returncode == 0, done.stderr
     found = json.loads((run / "decode" / "streaming.json").read_text())
@@ -39,7 +39,7 @@ def test_streaming_gives_the_words_of_the_whole_utterances(service: Service, run
     assert found["latency_ms"] == pytest.approx(10 * (5 + 5 - 1) + 12.5)  # the network's context is wider than the i-vectors'
 
 
-def test_a_stopped_run_goes_on_with_its_own_extractor_and_ends_with_the_same_bits(service: Service, run: Path) -> None:
+def test_a_stopped_run_resumes_with_its_extractor_bitwise_identically(service: Service, run: Path) -> None:
     stopped = service.stop_and_resume("stopped", 1, "cluster.num_workers=2", *SETTINGS)
     assert final_hash(stopped) == final_hash(run)
     extractor = (run / "ivectors.safetensors").read_bytes()

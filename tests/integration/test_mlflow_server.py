@@ -116,7 +116,7 @@ def test_nothing_is_lost_when_the_server_is_killed_and_started_again(tmp_path: P
 
 
 def _python_of_the_tutorial() -> str:
-    """As a reader would paste it, beside a folder `runs` with a run called first."""
+    """As a reader would paste it, next to a folder `runs` with a run called first."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "tutorial.md").read_text(encoding="utf-8")
     [block] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     return str(block)

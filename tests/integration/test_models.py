@@ -1,4 +1,4 @@
-"""Models that grow and models of the user's own, the whole way: from the command line to a word error rate and back."""
+"""Models that grow and models of a user, end to end: from the command line to a word error rate and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
     return Service(tmp_path_factory.mktemp("models"))
 
 
-def test_a_model_that_is_not_there_is_told_before_any_data_is_made(service: Service) -> None:
+def test_a_missing_model_is_reported_before_data_is_prepared(service: Service) -> None:
     done = service.call("model._target_=no_such_module:Net", "name=absent")
     assert done.returncode == 2
     assert done.stderr.strip().count("\n") == 0 and "there is no module no_such_module" in done.stderr

@@ -1,4 +1,4 @@
-"""The Ray that a run starts for itself, in a process of its own: what it leaves open, and what it leaves behind."""
+"""A Ray instance that a run starts, in a separate process: open ports and remaining files."""
 
 from __future__ import annotations
 

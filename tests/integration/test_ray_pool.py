@@ -39,7 +39,7 @@ class PoolThatLosesWorkers(RayPool):
             self.killed.append(process_id)
 
 
-def test_ray_and_in_process_give_the_same_bits_and_leave_no_process(tmp_path: Path) -> None:
+def test_ray_and_in_process_give_identical_bits_and_leave_no_process(tmp_path: Path) -> None:
     in_process = undisturbed(config())
     run = Run(tmp_path / "ray")
     pool = RayPool(run.spec, 1, run.store.layout.size)
@@ -87,7 +87,7 @@ def test_a_run_without_a_worker_left_ends_in_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["collective", "object_store"])
-def test_the_ways_between_machines_give_the_bits_of_shared_memory(tmp_path: Path, exchange: Any) -> None:
+def test_exchanges_between_machines_are_bitwise_identical_to_shared_memory(tmp_path: Path, exchange: Any) -> None:
     whole = undisturbed(config())
     cluster = ClusterConfig(num_workers=2, threads_per_worker=1, exchange=exchange)
     run = Run(tmp_path / exchange, config(cluster=cluster))
@@ -114,7 +114,7 @@ def test_a_worker_killed_while_it_keeps_its_result_costs_nothing(tmp_path: Path)
 
 
 @pytest.mark.parametrize("exchange", ["collective", "object_store"])
-def test_compressed_moves_arrive_whole(tmp_path: Path, exchange: Any) -> None:
+def test_compressed_deltas_arrive_complete(tmp_path: Path, exchange: Any) -> None:
     plain = Run(tmp_path / "plain")
     plain.train()
     cluster = ClusterConfig(num_workers=2, threads_per_worker=1, exchange=exchange, compression="int8")
@@ -131,7 +131,7 @@ def test_more_jobs_than_workers_wait_their_turn(tmp_path: Path) -> None:
     assert {record.num_accepted for record in run.recorder.records} == {4}
 
 
-def test_a_worker_that_cannot_read_its_data_says_so(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_read_its_data_reports_it(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.spec = dataclasses.replace(run.spec, egs_directory=str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="nowhere is not a directory of examples"):

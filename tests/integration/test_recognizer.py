@@ -63,14 +63,14 @@ def test_words_are_those_of_the_decoded_test_set(run: Path, tmp_path: Path) -> N
         assert [word.word for word in recognizer.transcribe(recording).words] == words
 
 
-def test_a_bundle_gives_the_scores_of_the_run_bit_for_bit(run: Path, tmp_path: Path) -> None:
+def test_scores_of_a_bundle_are_bitwise_identical_to_the_run(run: Path, tmp_path: Path) -> None:
     [*_, recording] = sorted((run.parents[1] / "waves_yesno").iterdir())
     assert main(["export", "--format", "bundle", str(run), str(tmp_path / "model.ngsgd")]) == 0
     of_run = Recognizer.load(run).transcribe(recording, num_best=5)
     assert Recognizer.load(tmp_path / "model.ngsgd").transcribe(recording, num_best=5) == of_run
 
 
-def test_a_run_of_an_earlier_version_says_how_and_is_exported(run: Path, tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_is_exported_with_instructions(run: Path, tmp_path: Path) -> None:
     old = shutil.copytree(run, tmp_path / "old")
     (old / "final" / INDEX).unlink()
     with pytest.raises(CheckpointError, match="export --format bundle"):

@@ -1,4 +1,4 @@
-"""Sequence training and the exchange with Kaldi, the whole way: from the command line to a word error rate and back."""
+"""Sequence training and the exchange with Kaldi, end to end: from the command line to a word error rate and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def start(service: Service) -> Path:
     return run
 
 
-def test_smbr_goes_on_from_a_run_and_stopped_or_not_ends_with_the_same_bits(service: Service, start: Path) -> None:
+def test_smbr_continues_a_run_and_is_bitwise_identical_after_a_stop(service: Service, start: Path) -> None:
     settings = ["objective=smbr", f"init_model={start}", "cluster.num_workers=2", "optimizer.equalize_layers=true",
                 "schedule.minibatch_size=400", "schedule.num_epochs=2"]
     done = service.call("cluster=in_process", "name=whole", *settings)
@@ -51,7 +51,7 @@ def test_lattice_free_mmi_starts_from_nothing(service: Service, start: Path) -> 
     assert max(priors) == min(priors)
 
 
-def test_a_model_goes_to_kaldi_and_comes_back_and_training_goes_on_from_it(service: Service, start: Path) -> None:
+def test_a_model_exported_to_kaldi_and_imported_continues_training(service: Service, start: Path) -> None:
     there, back = service.output_dir / "kaldi", service.output_dir / "back"
     done = service.call(str(start), "--output", str(there), "--include-data", "--egs", "1", command="export")
     assert done.returncode == 0, done.stderr
@@ -65,7 +65,7 @@ def test_a_model_goes_to_kaldi_and_comes_back_and_training_goes_on_from_it(servi
     assert done.returncode == 0, done.stderr
 
 
-def test_streaming_gives_the_words_of_the_whole_utterances(service: Service, start: Path) -> None:
+def test_streaming_gives_the_words_of_offline_decoding(service: Service, start: Path) -> None:
     done = service.call(str(start), "--streaming", "--chunk-frames", "5", command="decode")
     assert done.returncode == 0, done.stderr
     found = json.loads((start / "decode" / "streaming.json").read_text())
@@ -73,7 +73,7 @@ def test_streaming_gives_the_words_of_the_whole_utterances(service: Service, sta
     assert found["latency_ms"] == pytest.approx(10 * (5 + 5 - 1) + 12.5)
 
 
-def test_a_start_that_does_not_fit_is_told_in_a_sentence(service: Service, start: Path) -> None:
+def test_an_incompatible_initial_model_is_reported(service: Service, start: Path) -> None:
     done = service.call("objective=mmi", "cluster=in_process", "name=none")
     assert done.returncode == 2 and "init_model=RUN" in done.stderr
     done = service.call("objective=mmi", f"init_model={start}", "model.hidden_dim=32", "cluster=in_process", "name=other")

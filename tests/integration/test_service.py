@@ -1,4 +1,4 @@
-"""The whole way, as a user goes it: data, workers, averaging, decoding, a stop, a kill, a resume."""
+"""End to end, as a user runs it: data, workers, averaging, decoding, a stop, a kill, a resume."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def whole_run(service: Service) -> Path:
 
 
 @pytest.mark.end_to_end
-def test_a_run_leaves_everything_that_it_says(whole_run: Path) -> None:
+def test_a_run_writes_all_documented_files(whole_run: Path) -> None:
     for name in ("config.yaml", "events.jsonl", "ledger.jsonl", "final/model.safetensors", "final/model.json",
                  "decode/wer.json", "decode/test.per_utt.txt", "learning_curve.png"):
         assert (whole_run / name).stat().st_size > 0, name
@@ -78,7 +78,7 @@ def test_sigterm_stops_a_run_that_can_be_resumed(service: Service) -> None:
 
 
 @pytest.mark.end_to_end
-def test_ctrl_c_stops_a_run_and_resuming_gives_the_bits_of_the_whole_run(service: Service, whole_run: Path) -> None:
+def test_ctrl_c_stops_a_run_and_resuming_gives_the_bits_of_the_complete_run(service: Service, whole_run: Path) -> None:
     run = _stopped(service, signal.SIGINT, 3)
     done = service.call(str(run), command="resume")
     assert done.returncode == 0, done.stderr

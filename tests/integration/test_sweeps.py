@@ -41,7 +41,7 @@ def test_a_run_that_fails_does_not_stop_the_others_and_its_exit_code_is_that_of_
     assert len(service.runs("half")) == 1
 
 
-def test_optuna_minimises_the_word_errors_of_the_held_out_set(service: Service) -> None:
+def test_optuna_minimizes_the_wer_of_the_held_out_set(service: Service) -> None:
     done = service.call("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.direction=minimize", "name=optuna",
                         "schedule.lr_initial=tag(log,interval(0.004,0.02))", *_COMMON)
     assert done.returncode == 0, done.stderr

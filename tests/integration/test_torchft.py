@@ -1,4 +1,4 @@
-"""Our outer optimisers go where torchft's LocalSGD and (Streaming) DiLoCo go: the same model, data and inner steps.
+"""Our outer optimizers go where torchft's LocalSGD and (Streaming) DiLoCo go: the same model, data and inner steps.
 
 torchft's classes run as they are, each replica in a thread of its own; their manager, which would need a server and process
 groups, is a barrier over these threads.
@@ -146,7 +146,7 @@ def test_diloco_and_nesterov_block_momentum_go_where_torchfts_diloco_goes(rule: 
 
 
 def our_streaming_path(fragments: list[slice], delay: int, mixing: float) -> Any:
-    """Every job's own parameters after each synchronisation of one fragment; they go on from them elsewhere."""
+    """Every job's own parameters after each synchronisation of one fragment; they continue from them elsewhere."""
     outer = OuterOptimizer(DiLoCo(0.7, 0.9), flat(new_model()))
     models, path = [new_model() for _ in range(REPLICAS)], []
     for t in range(ROUNDS):

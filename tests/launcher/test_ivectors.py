@@ -1,4 +1,4 @@
-"""The i-vectors of a run: whose extractor is taken, and what stands beside which frame."""
+"""The i-vectors of a run: whose extractor is taken, and what stands next to which frame."""
 
 from __future__ import annotations
 

@@ -53,13 +53,13 @@ def test_statistics_and_transform_are_the_reference() -> None:
     assert same_but_for_signs(ours, expected, 1e-9)  # both float64
 
 
-def test_columns_choose_what_is_transformed() -> None:
+def test_columns_select_the_transformed_part() -> None:
     rows_ND, pdf_N = rows(50, 5)
     chosen = class_statistics([Minibatch(torch.from_numpy(rows_ND), torch.from_numpy(pdf_N))], 8, np.array([3, 1]))
     np.testing.assert_allclose(chosen.total_DD, np.cov(rows_ND[:, [3, 1]].T, bias=True), rtol=1e-10)
 
 
-def test_a_feature_that_never_varies_is_told_in_a_sentence() -> None:
+def test_a_feature_that_never_varies_is_reported() -> None:
     rows_ND, pdf_N = rows(50, 3)
     rows_ND[:, 1] = 0.0
     found = class_statistics([Minibatch(torch.from_numpy(rows_ND), torch.from_numpy(pdf_N))], 8, np.arange(3))

@@ -1,4 +1,4 @@
-"""P-norm and renormalise, forward and backward, against Kaldi (golden/blocks.npz)."""
+"""P-norm and renormalize, forward and backward, against Kaldi (golden/blocks.npz)."""
 
 from pathlib import Path
 from typing import Any

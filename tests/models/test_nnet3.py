@@ -1,4 +1,4 @@
-"""nnet3 raw models: the same bits back, the form that Kaldi reads, and what cannot be exchanged."""
+"""nnet3 raw models: bitwise identical results back, the form that Kaldi reads, and what cannot be exchanged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def trained(name: str, window: Window = WINDOW) -> tuple[nn.Module, ModelConfig]
 
 @pytest.mark.parametrize("window", [WINDOW, BESIDE])
 @pytest.mark.parametrize("name", SHAPES)
-def test_models_come_back_with_the_same_bits(name: str, window: Window) -> None:
+def test_models_come_back_with_identical_bits(name: str, window: Window) -> None:
     model, config = trained(name, window)
     text = to_text(describe(model, config, window))
     made = rebuild(from_text(text))
@@ -125,8 +125,8 @@ def test_statistics_of_kaldi_and_other_settings_are_passed_over() -> None:
 
 @pytest.mark.parametrize(("settings", "reason"), [
     ({"num_subclasses": 30}, "sums sub-classes"), ({"kind": "tdnnf"}, "bypass"), ({"prior_scale_power": -0.25}, "scales"),
-    ({"_target_": "my:Net"}, "your own")])
-def test_what_nnet3_has_no_component_for_is_refused_with_the_reason(settings: dict[str, Any], reason: str) -> None:
+    ({"_target_": "my:Net"}, "custom module")])
+def test_layers_without_an_nnet3_component_are_rejected_with_the_reason(settings: dict[str, Any], reason: str) -> None:
     model, config = trained("relu")
     with pytest.raises(ConfigError, match=reason):
         describe(model, replace(config, **settings), WINDOW)
@@ -138,7 +138,7 @@ def test_what_nnet3_has_no_component_for_is_refused_with_the_reason(settings: di
     ("RectifiedLinearComponent", "SigmoidComponent", "SigmoidComponent"), ("<TargetRms> 1", "<TargetRms> 0.5", "target-rms"),
     ("<Nnet3>", "<Nnet>", "raw model"), ("  0.5 3 ]", "  0.5 ]", "LinearParams"),
     ("name=output.affine component=output.affine", "name=output.affine component=missing", "missing")])
-def test_what_cannot_be_read_is_told_in_a_sentence(old: str, new: str, reason: str) -> None:
+def test_unreadable_input_is_reported(old: str, new: str, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         rebuild(from_text(SAMPLE.replace(old, new)))
 
@@ -176,7 +176,7 @@ WORDS = ["nan", "inf", "-1", "0", "1e9", "99999999999", "", "]", "[", "<Dim>", "
 
 
 def test_mutated_models_are_refused_or_finite() -> None:
-    """Each of 400 files has one word replaced; nothing but DataError is raised."""
+    """Each of 400 files has one word replaced; only DataError is raised."""
     random = np.random.default_rng(0)
     model, config = trained("pnorm")
     for text in (SAMPLE, to_text(describe(model, config, BESIDE))):

@@ -1,4 +1,4 @@
-"""Models of the user's own: what is wrong with one is told in a sentence, and what is right trains in every process."""
+"""Models of a user: errors are reported in one message, and correct models train in every process."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def built(config: ModelConfig) -> Any:
 
 
 @pytest.mark.parametrize("separator", [":", "."])
-def test_the_factory_is_told_the_sizes_the_seed_and_the_arguments(folder: Path, separator: str) -> None:
+def test_the_factory_receives_the_sizes_the_seed_and_the_arguments(folder: Path, separator: str) -> None:
     config = ModelConfig(_target_=f"{module_of(folder)}{separator}Net", search_path=str(folder), args={"width": 5})
     state = torch.random.get_rng_state()
     model = built(config)
@@ -107,7 +107,7 @@ def test_the_factory_is_told_the_sizes_the_seed_and_the_arguments(folder: Path, 
     ("MODULE:infinite", "logits"),
     ("MODULE:WrongOptions", "layer_options.*no_such_layer"),
 ])
-def test_what_is_wrong_is_told_in_a_sentence(folder: Path, target: str, said: str) -> None:
+def test_errors_are_reported(folder: Path, target: str, said: str) -> None:
     config = ModelConfig(_target_=target.replace("MODULE", module_of(folder)), search_path=str(folder))
     with pytest.raises(ConfigError, match=said) as caught:
         built(config)
@@ -130,13 +130,13 @@ def test_the_command_line_gives_arguments(overrides: list[str], tmp_path: Path) 
     assert read_config(tmp_path / "config.yaml") == config
 
 
-def test_arguments_that_are_no_mapping_are_told() -> None:
+def test_arguments_that_are_no_mapping_are_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         compose.compose(["model._target_=a.b:C", "model.args=3"])
     assert caught.value.problems == ["model.args is 3; it must be a mapping, such as {width: 64}."]
 
 
-def test_options_of_a_layer_reach_the_optimiser(folder: Path) -> None:
+def test_options_of_a_layer_reach_the_optimizer(folder: Path) -> None:
     model = built(ModelConfig(_target_=f"{module_of(folder)}:Factored", search_path=str(folder)))
     optimizer = make_optimizer(model, toy.config().optimizer, 0.01, 1.0)
     assert [group["orthonormal_constraint"] for group in optimizer.param_groups] == [-1.0, 0.0]

@@ -44,7 +44,7 @@ def test_early_are_the_first_iteration_and_those_with_a_new_layer() -> None:
     (5, {"num_layers": 4, "add_layers_period": 2}, "4 layers after 5.*5"),
     (9, {"num_layers": 4, "add_layers_period": 2, "num_subclasses": 9}, "after 9"),
 ])
-def test_a_run_that_is_too_short_is_told_so(num_outer_iters: int, model: dict[str, Any], said: str) -> None:
+def test_a_run_that_is_too_short_is_reported(num_outer_iters: int, model: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         stages(num_outer_iters, **model)
     stages(num_outer_iters + 3, **model)
@@ -81,8 +81,8 @@ def test_a_new_layer_gets_its_start_and_the_output_layer_small_random_values() -
     state = {name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()}
     made = model.remade(state, Stage(1), Stage(2), seed=5)
     assert set(made) == {"affine2.weight", "affine2.bias", "output.weight", "output.bias"}
-    assert float(made["affine2.weight"].std()) == pytest.approx(20**-0.5, rel=0.15)  # 400 draws: 3.5 % a standard deviation
-    assert float(made["output.weight"].std()) == pytest.approx(0.1 * 20**-0.5, rel=0.4)  # 60 draws: 9 %
+    assert float(made["affine2.weight"].std()) == pytest.approx(20**-0.5, rel=0.15)  # 400 samples: 3.5 % a standard deviation
+    assert float(made["output.weight"].std()) == pytest.approx(0.1 * 20**-0.5, rel=0.4)  # 60 samples: 9 %
     assert all(bool((value == 7.0).all()) for value in state.values())
     again, other = (model.remade(state, Stage(1), Stage(2), seed=seed) for seed in (5, 6))
     assert all(torch.equal(made[name], again[name]) for name in made)

@@ -39,7 +39,7 @@ def test_the_sum_is_the_reference_and_exponentials_sum_to_one() -> None:
 
 
 @pytest.mark.parametrize("distance", [60.0, 1000.0])
-def test_a_class_that_is_far_off_has_the_floor_for_a_value_and_a_derivative_that_says_where_to_go(distance: float) -> None:
+def test_a_distant_class_has_the_floor_as_value_and_a_useful_gradient(distance: float) -> None:
     z_NS = torch.tensor([[distance, 0.0, 0.0]], requires_grad=True)
     y_NP = SumSubclasses([1, 2])(z_NS)
     assert float(y_NP[0, 1].detach()) == pytest.approx(math.log(1e-20))
@@ -62,7 +62,7 @@ def test_a_split_moves_two_copies_apart_by_the_same_noise_and_halves_them() -> N
     weight_PH, bias_P = torch.zeros(1, 4000), torch.zeros(1)
     weight_SH, bias_S = split_rows(weight_PH, bias_P, [2], torch.Generator().manual_seed(0))
     assert torch.equal(weight_SH[0], -weight_SH[1])
-    assert float(weight_SH[0].std()) == pytest.approx(0.01, rel=0.05)  # 4000 draws: 1.1 % is one standard deviation
+    assert float(weight_SH[0].std()) == pytest.approx(0.01, rel=0.05)  # 4000 samples: 1.1 % is one standard deviation
     assert bias_S.tolist() == pytest.approx([math.log(0.5)] * 2)
 
 

@@ -1,4 +1,4 @@
-"""Time-delay networks: windows and whole utterances give the same numbers, those of dilated convolutions."""
+"""Time-delay networks: windows and complete utterances give the same numbers, those of dilated convolutions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def utterance(num_frames: int) -> tuple[np.ndarray, Tensor]:
 @pytest.mark.parametrize("num_frames", [1, 2, 17])
 @pytest.mark.parametrize("normalize", ["renormalize", "batchnorm"])
 @pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
-def test_windows_and_whole_utterances_give_the_reference_frame_by_frame(kind: Any, normalize: Any, num_frames: int) -> None:
+def test_windows_and_utterances_match_the_reference_frame_by_frame(kind: Any, normalize: Any, num_frames: int) -> None:
     model = network(kind, normalize)
     frames, x_TI = utterance(num_frames)
     expected = np.stack([reference.frame_by_frame(model, frames, t) for t in range(num_frames)])
@@ -57,8 +57,8 @@ def test_windows_and_whole_utterances_give_the_reference_frame_by_frame(kind: An
 
 @pytest.mark.parametrize("has_transform", [False, True])
 @pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
-def test_what_goes_beside_a_frame_reaches_its_output_alone(kind: Any, has_transform: bool) -> None:
-    """Windows and whole utterances give the same; a bias of the first layer does what a constant beside all frames does."""
+def test_a_side_input_affects_its_output_alone(kind: Any, has_transform: bool) -> None:
+    """Windows and complete utterances give the same; a bias of the first layer does what a constant next to all frames does."""
     side_dim = 2
     config = ModelConfig(kind=kind, num_layers=3, hidden_dim=8, bottleneck_dim=4, tdnn_offsets=OFFSETS[kind],
                          input_transform="lda" if has_transform else "none")
@@ -122,7 +122,7 @@ def test_every_affine_layer_takes_natural_gradient_steps(kind: Any) -> None:
     assert f"{kind}2.affine" in optimizer.preconditioned
 
 
-def test_an_input_transform_is_applied_to_what_the_first_layer_sees() -> None:
+def test_an_input_transform_is_applied_before_the_first_layer() -> None:
     transform = torch.randn(5, 3 * DIM + 1, generator=torch.Generator().manual_seed(4))
     model = network("tdnn", transform=transform)
     frames, x_TI = utterance(9)
@@ -139,7 +139,7 @@ def departure(M: Tensor) -> float:
 
 
 @pytest.mark.slow
-def test_training_keeps_the_factors_semi_orthogonal_and_the_seed_decides_the_bits(tmp_path: Path) -> None:
+def test_training_keeps_the_factors_semi_orthogonal_and_depends_on_the_seed(tmp_path: Path) -> None:
     model = ModelConfig(kind="tdnnf", num_layers=3, hidden_dim=16, bottleneck_dim=6, tdnn_offsets="-1,0 -1,0,1 0")
     config = toy.config(model=model, schedule=replace(toy.config().schedule, num_epochs=4.0))
     run, again = toy.Run(tmp_path / "a", config), toy.Run(tmp_path / "b", config)
@@ -164,7 +164,7 @@ def test_layer_options_name_the_factors() -> None:
     ({"tdnn_offsets": "-1,0,1 0"}, "model.num_layers is 1"),
     ({"tdnn_offsets": "-6,0", "num_layers": 1}, "6 frames"),
 ])
-def test_offsets_that_cannot_be_are_told_in_a_sentence(changes: dict[str, object], said: str) -> None:
+def test_offsets_that_cannot_be_are_reported(changes: dict[str, object], said: str) -> None:
     model = replace(ModelConfig(kind="tdnn", num_layers=1), **changes)  # type: ignore[arg-type]
     (problem,) = check(RunConfig(model=model, egs=EgsConfig(left_context=5, right_context=5)))
     assert said in problem

@@ -1,4 +1,4 @@
-"""Machines on one machine: network, process, mount and host-name namespaces that share nothing but the file system's tree.
+"""Machines on one machine: network, process, mount and host-name namespaces that share only the file system's tree.
 
 Each node has its own address, /proc, /dev/shm and host name, so that parameters can travel in no other way than over its
 cable.  Root and iproute2 are needed; `missing` says what is not there.

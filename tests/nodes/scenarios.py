@@ -56,7 +56,7 @@ def a_raylet_is_killed(cluster: Lab, expected: str) -> dict[str, Any]:
 
 
 def the_head_is_lost(cluster: Lab, expected: str) -> dict[str, Any]:
-    """The head's machine goes, and Ray's nodes follow: the run, whose coordinator is elsewhere, ends with a sentence."""
+    """The head machine and the Ray nodes are lost: the run, whose coordinator is elsewhere, ends with a message."""
     process = cluster.train(cluster.network.nodes[1], "headless")
     cluster.wait_for(4, "headless")
     cluster.network.nodes[0].stop()
@@ -81,7 +81,7 @@ def resumed_on_another_cluster(cluster: Lab, expected: str) -> dict[str, Any]:
 
 
 def over_a_slow_network(cluster: Lab, expected: str) -> dict[str, Any]:
-    """What averaging takes beside the planner's formula."""
+    """The time of averaging compared with the planner's formula."""
     run = cluster.finish(cluster.train(cluster.network.nodes[0], "slow"), "slow")
     _same(run, expected)
     link = Link(_RATE, _LATENCY_S, 8e9)

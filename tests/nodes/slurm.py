@@ -192,12 +192,12 @@ def warned_at_the_time_limit(slurm: Slurm, expected: Callable[[list[str]], str])
 
 
 def preempted(slurm: Slurm, expected: Callable[[list[str]], str]) -> dict[str, Any]:
-    """A job of a partition that goes first takes the nodes away; the run saves, and goes on when they are free."""
+    """A job of a partition that goes first takes the nodes away; the run saves, and continues when they are free."""
     return _gives_way(slurm, "gives-way", expected)
 
 
 def preempted_without_a_word(slurm: Slurm, expected: Callable[[list[str]], str]) -> dict[str, Any]:
-    """The same where Slurm does not warn the script: Ray ends first, the job still queues again, and the run still goes on."""
+    """The same where Slurm does not warn the script: Ray ends first, the job still queues again, and the run still continues."""
     conf = slurm.folder / "slurm.conf"
     conf.write_text(conf.read_text().replace("SlurmctldParameters=preempt_send_user_signal\n", ""))
     slurm.call(slurm.network.nodes[0], "scontrol", "reconfigure")

@@ -50,7 +50,7 @@ def _enter(libc: ctypes.CDLL, namespace: int) -> None:
 
 
 def carry(ports: dict[bytes, _Port], rate: float, latency_s: float) -> None:
-    """Carries packets for ever; `rate` in bytes per second, 0 for no limit."""
+    """Carries packets forever; `rate` in bytes per second, 0 for no limit."""
     due: list[tuple[float, int, bytes, bytes]] = []   # (when, order, to, packet)
     order = itertools.count()
     with selectors.DefaultSelector() as selector:

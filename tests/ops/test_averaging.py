@@ -26,7 +26,7 @@ def test_mean_of_vectors_equals_float64_and_hardly_depends_on_the_order(count: i
     np.testing.assert_allclose(weighted_mean(vectors[::-1], weights[::-1]), mean, rtol=2e-7, atol=1e-9)
 
 
-def test_one_model_averages_to_itself_bit_for_bit() -> None:
+def test_the_average_of_one_model_is_bitwise_identical() -> None:
     vector = np.random.default_rng(0).normal(size=1 << 19).astype(np.float32)  # more than one chunk
     assert np.array_equal(weighted_mean([vector], [123]), vector)
 

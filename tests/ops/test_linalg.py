@@ -36,8 +36,8 @@ def test_the_damped_inverse_is_that_of_the_damped_matrix() -> None:
     torch.testing.assert_close(damped_inverse(A, 1e-3) @ damped, torch.eye(12, dtype=torch.float64), rtol=0.0, atol=1e-11)
 
 
-def test_what_float32_cannot_factorise_is_done_in_float64() -> None:
-    A = torch.ones(2, 2)   # of rank 1, with a damping that float32 loses beside 1
+def test_matrices_that_float32_cannot_factorize_use_float64() -> None:
+    A = torch.ones(2, 2)   # of rank 1, with a damping that float32 loses next to 1
     assert bool(torch.linalg.cholesky_ex(A + 1e-9 * torch.eye(2))[1])
     found = damped_inverse(A, 1e-9)
     assert found.dtype == torch.float32
@@ -45,7 +45,7 @@ def test_what_float32_cannot_factorise_is_done_in_float64() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0.0)   # condition 2e9 in float64
 
 
-def test_what_is_not_finite_is_told() -> None:
+def test_non_finite_values_are_reported() -> None:
     bad = torch.full((3, 3), float("nan"))
     with pytest.raises(DivergenceError, match="positive"):
         damped_inverse(bad, 1.0)
@@ -108,7 +108,7 @@ def test_an_update_that_would_spoil_the_inverse_is_refused(bad: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5, 256, 300, 700])
-def test_triangular_products_equal_whole_ones(size: int) -> None:
+def test_triangular_products_equal_full_ones(size: int) -> None:
     Q, t = _drawn(size, size).triu(), _drawn(size, size).triu()
     wanted = Q - t @ Q
     less_upper_product(Q, t)

@@ -112,7 +112,7 @@ def test_renormalize_on_every_processor(size: float, engine: str) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("layer", [PNorm(3), Renormalize()])
-def test_what_is_not_finite_stays_in_its_row_and_shows(layer: torch.nn.Module, bad: float, engine: str) -> None:
+def test_non_finite_values_stay_in_their_row(layer: torch.nn.Module, bad: float, engine: str) -> None:
     x = drawn(4, 9)
     x[1, 4] = bad
     y, _, dX = both_directions(layer, x)

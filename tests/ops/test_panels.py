@@ -93,7 +93,7 @@ def test_threads_change_no_bit() -> None:
         assert torch.equal(dW_OI, found[0][0]) and torch.equal(db_O, found[0][1])
 
 
-# D below, at and above a panel, with whole vectors and a rest; W larger than the cache, which is met a part at a time
+# D below, at and above a panel, with complete vectors and a rest; W larger than the cache, which is met a part at a time
 @pytest.mark.parametrize("shape", [(30, 20, 4), (49, 48, 8), (50, 97, 7), (25, 333, 20), (55, 8195, 40)])
 @pytest.mark.parametrize("engine", ["C++", "torch"])
 def test_preconditioned_rows_in_panels_are_those_kept_by_rows(shape: tuple[int, int, int], engine: str) -> None:
@@ -165,7 +165,7 @@ def test_masked_rows_and_rows_without_an_estimate(always: None) -> None:
         assert bool(layer.weight.grad.any()) == (mask == 0)
 
 
-def test_the_limit_per_sample_sees_rows(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_per_sample_counts_rows(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_gemm, "product", None)
     assert trained(2, 40, bias=True, max_change_per_sample=0.01)[0].isfinite().all()
 
@@ -186,7 +186,7 @@ def test_who_multiplies_is_decided_by_processor_types_and_sizes(monkeypatch: pyt
     packed_gemm.is_faster.cache_clear()
     monkeypatch.setattr(native, "is_made_by", lambda vendor: vendor == "AuthenticAMD")
     try:
-        assert not packed_gemm.should_use(large, large)   # ngsgd.ops.gemm has the quicker one there
+        assert not packed_gemm.should_use(large, large)   # ngsgd.ops.gemm has the faster one there
     finally:
         packed_gemm.is_faster.cache_clear()
 

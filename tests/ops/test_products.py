@@ -98,7 +98,7 @@ def test_products_of_torch(left: str, right: str, onednn: None) -> None:
     assert calls.num_onednn == 0
 
 
-def test_what_onednn_cannot_do_is_left_to_torch(onednn: None) -> None:
+def test_gemms_unsupported_by_onednn_use_torch(onednn: None) -> None:
     a = torch.randn(4, 3, requires_grad=True)
     gemm.mm(a, torch.randn(3, 2)).sum().backward()   # oneDNN's product has no derivative here
     assert a.grad is not None
@@ -120,7 +120,7 @@ def test_memory_first_kept_in_inference_mode_serves_training_too(onednn: None, m
     torch.testing.assert_close(gemm.mm(a, b), a @ b)
 
 
-def test_memory_kept_for_copies_may_be_let_go(onednn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_kept_for_copies_may_be_freed(onednn: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "thread_buffers", threading.local())
     a, b = torch.randn(30, 40).T, torch.cat([torch.randn(30, 50)] * 2, dim=1)[:, :50]
     gemm.mm(a, b)

@@ -1,4 +1,4 @@
-"""Rows that meet an estimate: our C++, in each width of vectors, and torch operations, against the formula in float64."""
+"""Projection of rows onto an estimate: C++ in each vector width and torch operations, against the formula in float64."""
 
 from __future__ import annotations
 

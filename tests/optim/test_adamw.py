@@ -1,4 +1,4 @@
-"""Layers that AdamW trains beside those of SGD and NGSGD."""
+"""Layers that AdamW trains next to those of SGD and NGSGD."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_it_takes_the_steps_of_the_paper(kind: type[SGD]) -> None:
             torch.testing.assert_close(model.get_parameter(name).detach(), torch.from_numpy(exact[name].x), **EXACT)
 
 
-def test_ngsgd_trains_by_it_what_has_no_natural_gradient() -> None:
+def test_ngsgd_uses_it_for_parameters_without_natural_gradient() -> None:
     model = Tagger()
     optimizer = NGSGD(model, lr=0.04)
     assert {group["name"]: group["rule"] for group in optimizer.param_groups} == {
@@ -75,7 +75,7 @@ def test_ngsgd_trains_by_it_what_has_no_natural_gradient() -> None:
     assert float(loss_of(model, 0).detach()) < 0.5 * first
 
 
-def test_a_layer_of_a_natural_gradient_may_be_left_out_by_name() -> None:
+def test_a_layer_can_be_excluded_from_natural_gradient_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
     optimizer = NGSGD(model, layer_options={"2": {"rule": "sgd"}, "4": {"rule": "adamw"}})
     assert optimizer.preconditioned == ["0"]
@@ -102,7 +102,7 @@ def test_its_layers_have_no_limits_and_no_velocity(kind: type[SGD]) -> None:
 
 
 @pytest.mark.parametrize("kind", [NGSGD, SGD])
-def test_a_state_continues_bit_for_bit(kind: type[SGD]) -> None:
+def test_a_state_continues_bitwise_identically(kind: type[SGD]) -> None:
     options = {"lstm": {"rule": "adamw"}, "embedding": {"rule": "adamw"}}
     model = Tagger()
     optimizer = kind(model, 0.016, layer_options=options)

@@ -1,4 +1,4 @@
-"""What is said of Fisher estimates, against the estimates themselves."""
+"""Inspection of Fisher estimates, against the estimates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trained(num_directions: int, cosine_period: int = 0) -> NGSGD:
     return optimizer
 
 
-def test_the_spectrum_is_what_an_estimate_takes_out_of_each_direction() -> None:
+def test_the_spectrum_is_the_attenuation_of_each_direction() -> None:
     optimizer = trained(5)
     (estimate,) = (p for name, p in optimizer.preconditioners() if name == "0.input")
     state = estimate.state
@@ -81,6 +81,6 @@ def test_the_cosine_is_to_the_plain_gradient_and_only_there_when_asked_for() -> 
     assert figures(optimizer)["0/cosine"] == inspect(optimizer)["0"].cosine
 
 
-def test_layers_that_have_seen_nothing_are_left_out() -> None:
+def test_layers_without_data_are_skipped() -> None:
     optimizer = NGSGD(nn.Sequential(nn.Linear(4, 3)), lr=1e-3)
     assert inspect(optimizer) == {} and suggest_ranks(optimizer) == {} and figures(optimizer) == {}

@@ -98,7 +98,7 @@ def test_rows_of_zeros_leave_the_start_to_the_first_other_rows(num_zero: int) ->
             X = torch.randn(64, 12, generator=torch.Generator().manual_seed(seed)) * torch.linspace(1.0, 4.0, 12)
             Xhat, gamma = preconditioner.precondition(scale * X if seed >= num_zero else torch.zeros_like(X))
         outputs[scale, is_relative] = gamma * Xhat / scale
-    # rows of ordinary size: Kaldi's own numbers, bit for bit in one process
+    # rows of ordinary size: Kaldi's own numbers, bitwise in one process
     assert torch.equal(outputs[1.0, True], outputs[1.0, False])
     assert float((outputs[1e-6, True] - outputs[1.0, True]).norm() / outputs[1.0, True].norm()) < 5e-3  # as above
 
@@ -155,6 +155,6 @@ def test_a_mean_without_loss_reduction_is_warned_of(reduction: str, num: int) ->
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y, reduction=reduction).backward()
             optimizer.step()
-    found = [str(one.message) for one in caught if "looks like a mean" in str(one.message)]
+    found = [str(one.message) for one in caught if "seems to be a mean" in str(one.message)]
     assert len(found) == (reduction == "mean")
     assert all(f"over {num} samples" in one and "loss_reduction" in one for one in found)

@@ -1,4 +1,4 @@
-"""NGSGD and SGD as torch optimisers in somebody's own loop."""
+"""NGSGD and SGD as torch optimizers in a custom loop."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_names_in_the_state_dict_stay_and_detach_gives_plain_layers_back() -> No
     assert type(model[0]) is nn.Linear
 
 
-def test_training_resumes_bit_for_bit_from_saved_states() -> None:
+def test_training_resumes_bitwise_identically_from_saved_states() -> None:
     model = network()
     optimizer = NGSGD(model, lr=0.01, momentum=0.5)
     train(model, optimizer, range(7))

@@ -125,7 +125,7 @@ def test_backward_inside_or_outside_of_autocast_is_the_same() -> None:
     assert all(torch.equal(inside_states[name]["W"], outside_states[name]["W"]) for name in inside_states)
 
 
-def test_estimates_of_a_bfloat16_model_stay_in_float32_and_resume_bit_for_bit() -> None:
+def test_estimates_of_a_bfloat16_model_stay_in_float32_and_resume_bitwise() -> None:
     model = network().bfloat16()
     optimizer = NGSGD(model, lr=0.01, momentum=0.5)
     train(model, optimizer, range(7))
@@ -196,7 +196,7 @@ def test_a_changing_loss_scale_changes_neither_estimates_nor_parameters() -> Non
     assert float((parameters_of(scaled) - parameters_of(plain)).norm()) < 1e-5 * float(moved.norm())
 
 
-def test_without_being_told_of_the_scaler_the_estimates_are_of_scaled_derivatives() -> None:
+def test_without_grad_scaler_the_estimates_use_scaled_gradients() -> None:
     """Why there is an argument for it."""
     plain, scaled = network(), network()
     optimizer = NGSGD(plain, lr=0.005)
@@ -311,7 +311,7 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.parametrize("max_change_per_sample", [0.0, 0.075])
 @pytest.mark.parametrize("first_masked", [0, 3])
-def test_a_head_that_is_masked_for_a_whole_minibatch_stays_and_the_others_train(max_change_per_sample: float,
+def test_a_head_masked_for_a_minibatch_is_kept_and_the_others_train(max_change_per_sample: float,
                                                                                 first_masked: int) -> None:
     model = TwoHeads()
     optimizer = NGSGD(model, lr=0.01, ignore_zero_rows=True, max_change_per_sample=max_change_per_sample)
@@ -493,7 +493,7 @@ def test_weights_tied_between_embedding_and_output_fall_back_by_name_to_their_pl
     "N9",
     "two Linear layers share a weight",
     "works",
-    "each has estimates of its own, and the gradient is the sum of two natural gradients",
+    "each has separate estimates, and the gradient is the sum of two natural gradients",
 )
 @pytest.mark.parametrize("bias", [True, False])
 def test_weights_tied_between_two_linear_layers_get_the_sum_of_two_natural_gradients(bias: bool) -> None:
@@ -532,7 +532,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.entry(
     "N7",
-    "the model has an Embedding, LSTM, GRU, transposed convolution or parameters of its own",
+    "the model has an Embedding, LSTM, GRU, transposed convolution or direct parameters",
     "works",
     "AdamW trains them at 1/8 of lr; `optimizer.fallbacks` names them, and a warning gives their "
     "share above 30 %",
@@ -628,7 +628,7 @@ def test_a_closure_is_the_same_as_the_explicit_loop() -> None:
             loss = loss_of(by_closure, seed)
             loss.backward()
             return float(loss.detach())
-        with torch.no_grad():  # step turns gradients on for the closure, as torch's optimisers do
+        with torch.no_grad():  # step turns gradients on for the closure, as torch's optimizers do
             returned.append(optimizer.step(closure))
     assert returned == losses
     assert torch.equal(parameters_of(explicit), parameters_of(by_closure))
@@ -645,7 +645,7 @@ def test_learning_rate_schedulers(name: str) -> None:
         "lambda": lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 if step == 0 else 1.0 / step),
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns where it does not see the optimiser's steps
+        warnings.simplefilter("error")  # torch warns where it does not see the optimizer's steps
         scheduler = schedulers[name]()
         losses, rates = [], []
         for seed in range(10):
@@ -662,7 +662,7 @@ def test_learning_rate_schedulers(name: str) -> None:
     assert len({group["lr"] for group in optimizer.param_groups}) == 1
 
 
-def test_a_second_optimiser_on_a_model_starts_afresh() -> None:
+def test_a_second_optimizer_on_a_model_starts_again() -> None:
     model = network()
     first = NGSGD(model, lr=0.01)
     train(model, first, range(5))
@@ -677,7 +677,7 @@ def test_a_second_optimiser_on_a_model_starts_afresh() -> None:
     assert {preconditioner.num_calls for _, preconditioner in first.preconditioners()} == {5}
 
 
-def test_a_model_that_is_one_layer_keeps_the_name_of_its_estimates_with_a_second_optimiser() -> None:
+def test_a_model_that_is_one_layer_keeps_the_name_of_its_estimates_with_a_second_optimizer() -> None:
     """Or a state of the first could not be loaded."""
     model = nn.Linear(4, 3)
     first = NGSGD(model, lr=0.1)
@@ -691,7 +691,7 @@ def test_a_model_that_is_one_layer_keeps_the_name_of_its_estimates_with_a_second
     "L17",
     "you use activation checkpointing",
     "works",
-    "gradients are bit for bit those without it, and a minibatch counts once, reentrant or not",
+    "gradients are bitwise those without it, and a minibatch counts once, reentrant or not",
 )
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing_gives_the_same_gradients_and_counts_once(use_reentrant: bool) -> None:
@@ -716,7 +716,7 @@ def test_activation_checkpointing_gives_the_same_gradients_and_counts_once(use_r
     "N11",
     "a layer is parametrized (`parametrizations.weight_norm`, `spectral_norm`) or pruned (`prune`)",
     "works",
-    "AdamW trains what the parametrization made of the weight; to parametrize a layer that has natural gradient "
+    "AdamW trains the parameters of the parametrization; to parametrize a layer that has natural gradient "
     "raises ConfigError at the next step, so make NGSGD after that",
 )
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""NGSGD and SGD as ordinary optimizers: copies, pickles, transforms, param groups, states of others, and what they warn of."""
+"""NGSGD and SGD as ordinary optimizers: copies, pickles, transforms, param groups, states of others, and warnings."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_gradients_that_no_backward_pass_has_added_are_warned_of_once() -> None:
 @pytest.mark.entry("B12", "you use torch.func, torch.jit, fx or torch.export on a model under NGSGD", "works",
                    "`torch.func.grad`, `vmap`, `torch.jit.trace`, `torch.fx.symbolic_trace` and `torch.export` see torch's "
                    "plain layers; `torch.jit.script` raises ConfigError and names the way out, a copy")
-def test_torch_func_sees_a_plain_model() -> None:
+def test_torch_func_uses_a_plain_model() -> None:
     model, optimizer = trained()
     model.eval()
     before = estimates(optimizer)
@@ -271,7 +271,7 @@ def test_scripting_is_refused_with_the_way_out() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.entry("P7", "you save a whole model under NGSGD with torch.save", "works",
+@pytest.mark.entry("P7", "you save a complete model under NGSGD with torch.save", "works",
                    "the file holds torch's plain layers and loads without ngsgd")
 def test_a_saved_model_loads_without_ngsgd(tmp_path: Path) -> None:
     model, optimizer = trained()
@@ -290,7 +290,7 @@ def test_a_saved_model_loads_without_ngsgd(tmp_path: Path) -> None:
                    "`SGD` and `ReversibleSGD` are copied and pickled with their model; NGSGD raises ConfigError, since it "
                    "belongs to the layers of its model; all their state_dicts load under torch.load's default weights_only")
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_a_copied_sgd_goes_on_with_its_copied_model(way: str) -> None:
+def test_a_copied_sgd_trains_its_copied_model(way: str) -> None:
     model = network()
     optimizer = SGD(model, lr=0.001, momentum=0.5)
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -560,7 +560,7 @@ def test_skipped_steps_are_warned_of_once(kind: type[SGD]) -> None:
     "L13",
     "more than 30 % of the parameters have no natural gradient",
     "works",
-    'AdamW trains them, and a warning says so once, with their share; `fallback="adamw"`, or a `rule` in '
+    'AdamW trains them, and one warning gives their share; `fallback="adamw"`, or a `rule` in '
     "`layer_options`, says that this is intended",
 )
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Outer optimisers against their formulas in float64, against torch's SGD, and against each other."""
+"""Outer optimizers against their formulas in float64, against torch's SGD, and against each other."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_classical_block_momentum_is_torchs_sgd_with_momentum() -> None:
 @pytest.mark.parametrize("rule", [Average(), Bmuf(1.0)], ids=["average", "gain_1"])
 @settings(deadline=None)
 @given(num_jobs=st.integers(1, 64), seed=st.integers(0, 10_000))
-def test_averaging_and_gain_1_are_the_weighted_mean_bit_for_bit(rule: OuterRule, num_jobs: int, seed: int) -> None:
+def test_averaging_and_gain_1_are_bitwise_the_weighted_mean(rule: OuterRule, num_jobs: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     outer = OuterOptimizer(rule, some_model(50, np.float32))
     for t in range(3):
@@ -236,7 +236,7 @@ def test_moves_say_the_same_as_parameters(rule: OuterRule) -> None:
 
 
 @pytest.mark.parametrize("rule", [Bmuf(4.0), BlockMomentum(0.9, 0.7)], ids=["bmuf", "nbm"])
-def test_what_the_broadcast_was_rounded_by_is_no_move_of_the_jobs(rule: OuterRule) -> None:
+def test_rounding_of_the_broadcast_is_no_delta_of_the_jobs(rule: OuterRule) -> None:
     outer = after_a_few_steps(rule, 100)
     momentum, eta = outer.arrays["block_momentum"].astype(np.float64), outer.numbers["eta"]
     outer.step([outer.broadcast()], [1.0], info(3, num_jobs=9))
@@ -412,10 +412,10 @@ def test_resume_from_a_saved_state_is_bitwise_equal(rule: OuterRule) -> None:
     OuterOptimizer(DiLoCo(), np.zeros(30, np.float32), ema_decay=0.9), OuterOptimizer(Average(), np.zeros(30, np.float32)),
     OuterOptimizer(Bmuf(), np.zeros(30, np.float32)),
 ], ids=["size", "dtype", "moving_average", "no_momentum", "block_momentum"])
-def test_the_state_of_another_optimiser_is_refused(other: OuterOptimizer) -> None:
+def test_the_state_of_another_optimizer_is_refused(other: OuterOptimizer) -> None:
     outer = after_a_few_steps(DiLoCo(), 30)
     before = outer.eval_model().copy()
-    with pytest.raises(ValueError, match="optimiser's"):
+    with pytest.raises(ValueError, match="another outer"):
         outer.load_state_dict(other.state_dict())
     assert bits(outer.eval_model()) == bits(before)
 

@@ -308,7 +308,7 @@ def test_several_semi_orthogonal_layers_take_turns() -> None:
     assert sorted({names[0] for names in moved}) == ["0.weight", "2.weight", "3.weight", "5.weight"]
 
 
-def test_training_with_a_semi_orthogonal_layer_resumes_bit_for_bit() -> None:
+def test_training_with_a_semi_orthogonal_layer_resumes_bitwise_identically() -> None:
     """Also where it was stopped between two pulls."""
     options = {"2": {"orthonormal_constraint": -1.0}}
     model = factored_network()

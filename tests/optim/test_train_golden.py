@@ -1,4 +1,4 @@
-"""Whole training steps against Kaldi's nnet3-train (golden/train.npz): forward, backward, NG, limits, momentum, l2."""
+"""Complete training steps against Kaldi's nnet3-train (golden/train.npz): forward, backward, NG, limits, momentum, l2."""
 
 from __future__ import annotations
 

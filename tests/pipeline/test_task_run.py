@@ -1,4 +1,4 @@
-"""Runs of a task of the user's own: from Python and from the command line, stopped, killed and continued."""
+"""Runs of a task of a user: from Python and from the command line, stopped, killed and continued."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class StopAfter:
 
 
 @pytest.mark.slow
-def test_a_stopped_run_is_continued_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_stopped_run_continues_bitwise_identically(tmp_path: Path) -> None:
     whole = ngsgd.train(blobs.make_task, output_dir=tmp_path / "whole", services=Services(), **SETTINGS)
     stop = StopAfter()
     with pytest.raises(RunInterrupted):
@@ -184,7 +184,7 @@ def test_the_command_line_trains_and_resumes_a_task(tmp_path: Path, monkeypatch:
     (["data.corpus=an4"], "data.corpus"),
     (["model.hidden_dim=7"], "model.hidden_dim"),
 ])
-def test_mistakes_are_told_before_a_run_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str],
+def test_mistakes_are_reported_before_a_run_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str],
                                                        named: str, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main([*TRAIN, *words]) == 2

@@ -37,7 +37,7 @@ def _net() -> nn.Sequential:
         nn.Linear(4, 3),
     ).double()
     for p in model.parameters():
-        nn.init.normal_(p)  # scales and offsets of their own
+        nn.init.normal_(p)  # separate scales and offsets
     return model
 
 
@@ -252,7 +252,7 @@ def test_vectors_of_the_loss_pass_through_batch_norm() -> None:
 
 
 @pytest.mark.parametrize("quantity", ["kfac_emp", "kflr"])
-def test_collect_has_kronecker_factors_beside_batch_norm(quantity: str) -> None:
+def test_collect_has_kronecker_factors_with_batch_norm(quantity: str) -> None:
     model, (x, y) = _net(), _minibatch()
     with collect(model, quantity, loss_fn=nn.CrossEntropyLoss(), layers=[*AFFINE, "9"]) as q:
         CE(model(x), y).backward()

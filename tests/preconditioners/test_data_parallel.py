@@ -171,7 +171,7 @@ def _refusal_of_fsdp(kind: str, when: str) -> str:
     return ""
 
 
-def test_every_method_says_how_it_stands_to_replicas() -> None:
+def test_every_method_states_its_support_of_replicas() -> None:
     assert {kind for kind in METHODS if METHODS[kind].splits_work} == {*SPLIT}
     assert {kind for kind in METHODS if METHODS[kind].agrees_over_ranks} == {*AGREE, "shampoo", "soap"}
     assert issubclass(METHODS["kfac"], Preconditioner)

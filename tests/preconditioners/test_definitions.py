@@ -87,7 +87,7 @@ def _plain() -> dict[str, Tensor]:
                    "for every method")
 @pytest.mark.parametrize(("fisher", "vectors"), [("empirical", _of_samples), ("exact", _of_root)])
 @pytest.mark.parametrize("kind", ["diagonal", "unit", "layer", "seng", "full", "smw"])
-def test_methods_of_whole_gradients(kind: str, fisher: str, vectors: Callable[[], list[dict[str, Tensor]]]) -> None:
+def test_methods_of_complete_gradients(kind: str, fisher: str, vectors: Callable[[], list[dict[str, Tensor]]]) -> None:
     found, plain, each = _direction(kind, fisher), _plain(), vectors()
     if kind in ("full", "smw"):
         flat = torch.cat([plain[layer].flatten() for layer in LAYERS])
@@ -118,6 +118,6 @@ def test_kfac_and_ekfac_take_frames_as_rows() -> None:
 
 @pytest.mark.entry("A13")
 def test_the_two_definitions_differ() -> None:
-    """On purpose: a sample's square has the products of its frames, which K-FAC leaves out."""
+    """On purpose: a sample's square has the products of its frames, which K-FAC skips."""
     of_samples, of_frames = (_fisher(each, ("0",)).diagonal() for each in (_of_samples(), _of_frames()))
     assert float((of_samples - of_frames).norm()) > 0.1 * float(of_frames.norm())

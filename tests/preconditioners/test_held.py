@@ -117,7 +117,7 @@ def _twice(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _adversarial(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """A derivative by the input alone is taken on the way; the layers' rows of that pass are no gradient of theirs."""
+    """A gradient w.r.t. the input alone is taken on the way; the layers' rows of that pass are no gradient of theirs."""
     moved = x.clone().requires_grad_()
     hidden = model[0](moved)   # type: ignore[index]
     (direction,) = torch.autograd.grad(hidden.square().sum(), moved)

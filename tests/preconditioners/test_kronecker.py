@@ -25,8 +25,8 @@ def test_kfac_equals_the_dense_solve(name: str, damping: float, exact: bool) -> 
 
 
 @pytest.mark.parametrize("method", [KFAC, EKFAC])
-def test_draws_have_the_exact_factors_as_mean(method: type[KFAC]) -> None:
-    """4000 draws at seed 1: relative standard error about 1/60 per element, checked at 5 of them."""
+def test_monte_carlo_samples_have_the_exact_factors_as_mean(method: type[KFAC]) -> None:
+    """4000 samples at seed 1: relative standard error about 1/60 per element, checked at 5 of them."""
     case = problem("conv frames")
     sampled = method(case.model, fisher="mc", num_draws=4000, seed=1)
     exact = method(case.model, fisher="exact")
@@ -35,7 +35,7 @@ def test_draws_have_the_exact_factors_as_mean(method: type[KFAC]) -> None:
     for layer in exact.statistics:
         B, wanted = sampled.curvature(layer)["B"], exact.curvature(layer)["B"]
         assert float((B - wanted).norm() / wanted.norm()) < 5.0 / 60.0
-        assert abs(float(B.trace() / wanted.trace()) - 1.0) < 5.0 / 60.0   # does not shrink with the number of draws
+        assert abs(float(B.trace() / wanted.trace()) - 1.0) < 5.0 / 60.0   # does not shrink with the number of samples
 
 
 def test_factors_of_drawn_rows_have_those_of_all_as_mean() -> None:
@@ -70,7 +70,7 @@ def test_skfac_equals_kfac_of_one_minibatch(name: str) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [3, 40])
-def test_skfac_keeps_what_is_smaller(num_rows: int) -> None:
+def test_skfac_keeps_the_smaller_matrix(num_rows: int) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(9, 5)
     preconditioner = SKFAC(model)

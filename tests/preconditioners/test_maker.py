@@ -131,7 +131,7 @@ def test_arithmetic_between_stand_ins_is_done_later() -> None:
     torch.testing.assert_close(loss, 1.0 + (output["loss"] - 0.5 * output["penalty"]).detach() / 2.0 + output["loss"].detach())
 
 
-def test_mistakes_are_told() -> None:
+def test_mistakes_are_reported() -> None:
     model = Net(lambda f, y: f)
     maker = GradientMaker(model)
     with pytest.raises(ConfigError, match="setup_model_call first"):
@@ -140,7 +140,7 @@ def test_mistakes_are_told() -> None:
     with pytest.raises(ConfigError, match="setup_loss_call or setup_loss_repr"):
         maker.forward_and_backward()
     maker.setup_loss_repr(y)
-    with pytest.raises(ConfigError, match="single"):
+    with pytest.raises(ConfigError, match="scalar"):
         maker.forward_and_backward()
     with pytest.raises(TypeError, match="yet"):
         list(y)

@@ -62,7 +62,7 @@ def test_adam_equals_its_formula(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["adam", "adamw", "muon"])
 @pytest.mark.parametrize("name", ["linear", "conv frames"])
-def test_torch_s_optimisers_take_the_same_steps_behind_the_protocol(kind: str, name: str) -> None:
+def test_optimizers_of_torch_take_the_same_steps_through_the_interface(kind: str, name: str) -> None:
     own, case, lr = problem(name), problem(name), 0.01
     preconditioner = METHODS[kind](case.model, weight_decay=0.1)
     matrices = [nn.Parameter(p.detach().flatten(1)) for p in own.model.parameters() if p.ndim > 1]

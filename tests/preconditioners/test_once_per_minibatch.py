@@ -1,4 +1,4 @@
-"""Layers that run once for the whole minibatch, whose rows are no samples: position embeddings, an affine layer of one row."""
+"""Layers that run once for the complete minibatch, whose rows are no samples: position embeddings, an affine layer of one row."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _words() -> tuple[Tensor, Tensor]:
     return torch.randint(7, (N, T), generator=generator), torch.randint(3, (N, T), generator=generator)
 
 
-@pytest.mark.entry("P10", "your model has a layer that runs once for the whole minibatch (BERT's position_embeddings, 1 x T) "
+@pytest.mark.entry("P10", "your model has a layer that runs once for the complete minibatch (BERT's position_embeddings, 1 x T) "
                    "and you use a preconditioner that looks at rows", "error",
                    "ConfigError in the first backward pass names the layer; give it an input for each sample, or leave it its "
                    "plain gradient with skip=")

@@ -39,7 +39,7 @@ def test_equals_the_dense_reference(dim: int, rank: int, num_rows: int, alpha: f
         xhat, scale = fast.precondition(X)
         dense_xhat, gamma = dense.precondition(X.numpy())
         dense.update(X.numpy(), eta)
-        # both float64; Z squares the condition number of the Fisher matrix, at most 1 / delta = 2000, hence 1e-16 * 4e6
+        # both float64; Z squares the condition number of the Fisher matrix, at most 1 / delta = 2000, so 1e-16 * 4e6
         np.testing.assert_allclose(xhat.numpy(), dense_xhat, rtol=1e-7, atol=1e-8 * float(X.abs().max()))
         np.testing.assert_allclose(float(scale), gamma, rtol=1e-7)
     W = fast.state_dict()["W"].numpy()
@@ -75,7 +75,7 @@ def test_strong_directions_are_shortened_relative_to_weak_ones() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-def test_what_is_not_finite_never_enters_the_state(bad: float) -> None:
+def test_non_finite_values_never_enter_the_state(bad: float) -> None:
     clean, spoilt = OnlineNaturalGradient(3), OnlineNaturalGradient(3, on_nonfinite="skip")
     for t in range(5):
         for ng in (clean, spoilt):
@@ -100,7 +100,7 @@ def test_frozen_calls_change_nothing_and_are_not_counted() -> None:
     assert torch.equal(before["W"], after["W"])
 
 
-def test_a_loaded_state_continues_bit_for_bit() -> None:
+def test_a_loaded_state_continues_bitwise_identically() -> None:
     ng = OnlineNaturalGradient(3, update_period=4)
     for t in range(13):
         ng.precondition(rows(20, 8, t))

@@ -1,4 +1,4 @@
-"""What must hold for the online preconditioner whatever the rows: symmetries, degenerate rows, masks, schedules, states.
+"""Properties of the online preconditioner for all rows: symmetries, degenerate rows, masks, schedules, states.
 
 Letters: N rows, D dimension, R rank.
 """
@@ -25,7 +25,7 @@ from tests.reference.online_natural_gradient import DenseFisher
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 EPSILON, DELTA = 1e-10, 5e-4  # the floors of d and rho, absolute and relative
 # Both sides in float64: Z squares the condition number of the Fisher matrix, at most about 1 / DELTA, and the smallest
-# eigenvalues are floored relative to the largest, hence 1e-16 * 4e6 and a few calls of it
+# eigenvalues are floored relative to the largest, so 1e-16 * 4e6 and a few calls of it
 EXACT = 1e-8
 
 
@@ -55,7 +55,7 @@ def copied(ng: OnlineNaturalGradient, *, change: Callable[[dict[str, Any]], dict
 
 
 def assert_close(ours: Tensor | float, theirs: Tensor | float, tolerance: float = EXACT) -> None:
-    """Relative to the size of the whole."""
+    """Relative to the norm of the reference."""
     ours, theirs = torch.as_tensor(ours).double(), torch.as_tensor(theirs).double()
     error = float((ours - theirs).norm())
     assert error <= tolerance * float(theirs.norm()), error

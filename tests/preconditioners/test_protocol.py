@@ -56,7 +56,7 @@ def test_restart_from_a_state_dict_is_bitwise_equal(method: str, name: str) -> N
     one = _make(method, whole)
     _trained(one, name, whole, range(9))
     before = _make(method, parted)
-    _trained(before, name, parted, range(5))   # between two inverses, so that an old one goes on
+    _trained(before, name, parted, range(5))   # between two inverses, so that an old one continues
     after = _make(method, parted)
     # as arrays, which is how states travel and are stored: sorted by name, rows adjacent
     after.load_state_dict({name: {key: np.array(value, order="C") for key, value in sorted(entry.items())}
@@ -105,7 +105,7 @@ def test_the_mean_of_workers_states_is_taken_and_used(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_maker_gives_the_steps_of_an_own_loop(method: str) -> None:
-    """The maker's calls are set up anew for each minibatch; a second look at one is at what was set up then."""
+    """The maker's calls are set up again for each minibatch; a second look at one is at what was set up then."""
     own, case = problem("linear"), problem("linear")
     preconditioner, maker = _make(method, own.model), GradientMaker(case.model, _make(method, case.model))
     for step in range(3):
@@ -296,7 +296,7 @@ def test_normalisations_embeddings_and_groups_get_the_diagonal() -> None:
     close(norm.weight.grad, plain / (squares + 0.1))
 
 
-def test_mistakes_are_told() -> None:
+def test_mistakes_are_reported() -> None:
     case = problem("linear")
     with pytest.raises(ConfigError, match=r"KFAC.*dampin"):
         KFAC(case.model, dampin=1.0)
@@ -312,7 +312,7 @@ def test_mistakes_are_told() -> None:
 
 
 @pytest.mark.parametrize("method", ["kfac", "diagonal", "unit", "layer"])
-def test_statistics_that_have_no_past_are_not_kept_beside_what_is_applied(method: str) -> None:
+def test_statistics_without_history_are_not_stored_twice(method: str) -> None:
     case = problem("linear")
     passed_on = METHODS[method](case.model, damping=0.1, ema_decay=0.0, inverse_interval=2)
     kept = METHODS[method](case.model, damping=0.1, ema_decay=0.0, inverse_interval=2, averaging="average")
@@ -358,7 +358,7 @@ def test_parameters_of_half_precision_have_estimates_in_float32(method: str, hal
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_copies_and_pickles_go_on_bitwise_equal(method: str) -> None:
+def test_copies_and_pickles_continue_bitwise_identically(method: str) -> None:
     """Also between `evaluate` and `step`, without the minibatch at hand."""
     model = problem("linear").model.float()
     preconditioner = _make(method, model)

@@ -141,7 +141,7 @@ class _Noisy(nn.Module):
         return found
 
 
-def test_the_second_look_repeats_the_first_and_leaves_no_trace() -> None:
+def test_the_second_pass_repeats_the_first_and_changes_nothing() -> None:
     torch.manual_seed(3)
     model = _Noisy()
     case = problem("linear")
@@ -171,7 +171,7 @@ def test_the_second_look_repeats_the_first_and_leaves_no_trace() -> None:
                                        lambda model: torch.optim.SGD(model.parameters(), lr=LR),
                                        lambda model: torch.optim.SGD(model.parameters(), lr=LR, fused=True)],
                          ids=["ngsgd", "torch", "fused"])
-def test_every_optimiser_s_step_is_noticed(optimizer: Callable[..., Any]) -> None:
+def test_the_step_of_every_optimizer_is_detected(optimizer: Callable[..., Any]) -> None:
     """Fused kernels do not raise a parameter's version counter."""
     case = problem("linear")
     steps, calls = optimizer(case.model), []
@@ -192,7 +192,7 @@ def _part_of_loss(case: Problem, part: slice) -> Tensor:
     return nn.functional.cross_entropy(case.model(case.x[part]), case.y[part], reduction="sum") / 6.0
 
 
-def test_parts_of_a_minibatch_make_the_pair_of_the_whole() -> None:
+def test_parts_of_a_minibatch_give_the_pair_of_the_complete_one() -> None:
     found = []
     for parts in ((slice(0, 6),), (slice(0, 4), slice(4, 6))):
         case = problem("linear")
@@ -207,7 +207,7 @@ def test_parts_of_a_minibatch_make_the_pair_of_the_whole() -> None:
     close(found[0], found[1])
 
 
-def test_a_loop_without_a_closure_is_told_so() -> None:
+def test_a_loop_without_a_closure_raises_an_error() -> None:
     case = problem("linear")
     preconditioner = KBFGS(case.model)
     with preconditioner.watch():
@@ -247,7 +247,7 @@ def _scaled_loss(case: Problem, scale: list[float]) -> Tensor:
 
 
 @pytest.mark.entry("B10", "a loss is NaN while you use KBFGS", "works",
-                   "the minibatch is skipped and counted in num_skipped, and later steps go on from the curvature before it")
+                   "the minibatch is skipped and counted in num_skipped, and later steps use the curvature before it")
 @pytest.mark.parametrize("interval", [1, 2])
 def test_kbfgs_skips_a_minibatch_whose_loss_is_nan(interval: int) -> None:
     case = problem("linear")
@@ -264,6 +264,6 @@ def test_kbfgs_skips_a_minibatch_whose_loss_is_nan(interval: int) -> None:
                 if step != 2:
                     p.sub_(p.grad, alpha=0.01)
                     found.append(bool(p.isfinite().all()))
-                else:   # a loop that goes on: the parameters move, and the minibatch is looked at again
+                else:   # a loop that continues: the parameters move, and the minibatch is looked at again
                     p.mul_(1.001)
     assert all(found) and preconditioner.num_skipped > 0

@@ -101,7 +101,7 @@ def test_layers_go_to_the_rank_with_the_least_to_do() -> None:
     assert owners == {"a": 0, "b": 1, "c": 1, "d": 0}
 
 
-def test_states_arrive_bit_for_bit_whatever_their_types() -> None:
+def test_states_of_all_types_arrive_bitwise_identical() -> None:
     state = {"weight": {"U": torch.randn(3, 5).T, "weight": torch.tensor(0.25, dtype=torch.float64), "half": torch.randn(3).half()}}
     mine = {"é": {"n": torch.tensor([7])}}
 
@@ -116,7 +116,7 @@ def test_states_arrive_bit_for_bit_whatever_their_types() -> None:
                 assert found[name][key].dtype == value.dtype and torch.equal(found[name][key], value)
 
 
-def test_mistakes_are_told() -> None:
+def test_mistakes_are_reported() -> None:
     for method in (EKFAC, SENG):
         with pytest.raises(ConfigError, match="split"):
             method(_net()).split_work(None)

@@ -25,7 +25,7 @@ def _draws(preconditioner: SecondOrderMethod) -> list[dict[str, Tensor]]:
 
     def drawn(grads: Mapping[str, Tensor], *, signs: bool = False) -> dict[str, Tensor]:
         found = original(grads, signs=signs)
-        seen.append(dict(found))   # methods let theirs go on the way
+        seen.append(dict(found))   # methods free theirs during the step
         return found
 
     preconditioner.drawn = drawn  # type: ignore[method-assign]
@@ -56,7 +56,7 @@ class Quadratic(nn.Module):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scale", [1.0, 64.0])
-def test_products_with_the_whole_model_equal_the_dense_matrices(name: str, scale: float) -> None:
+def test_products_with_the_complete_model_equal_the_dense_matrices(name: str, scale: float) -> None:
     """Also of a loss in two parts, and whatever its scale is."""
     case = problem(name)
     minibatch = FullModelProducts(case.model)
@@ -198,7 +198,7 @@ def test_hessian_free_reaches_a_quadratic_s_minimum_in_one_step_and_starts_where
 
 
 @pytest.mark.parametrize("method", [PSGD, HessianFree])
-def test_methods_without_a_graph_say_what_to_call(method: type[SecondOrderMethod]) -> None:
+def test_methods_without_a_graph_name_the_method_to_call(method: type[SecondOrderMethod]) -> None:
     case = problem("linear")
     preconditioner = method(case.model)
     with preconditioner.watch():

@@ -1,4 +1,4 @@
-"""Shampoo, SOAP and M-FAC against dense matrices of their whole history."""
+"""Shampoo, SOAP and M-FAC against dense matrices of their complete history."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_soap_at_interval_10_keeps_its_directions_small(graft: str) -> None:
 
 
 @pytest.mark.entry("A3")
-def test_soap_begins_anew_parameters_that_come_later_and_after_an_average() -> None:
+def test_soap_restarts_for_later_parameters_and_after_an_average() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     preconditioner = SOAP(model, curvature_interval=10, inverse_interval=10)
 

@@ -133,7 +133,7 @@ def test_a_module_skips_all_its_parameters_by_any_of_their_names(skip: tuple[str
 
 @pytest.mark.entry("P12")
 @pytest.mark.parametrize("kind", ["kfac", "shampoo", "adam", "psgd"])
-def test_entries_that_match_nothing_are_told_with_similar_names(kind: str) -> None:
+def test_entries_without_a_match_are_reported_with_similar_names(kind: str) -> None:
     with pytest.raises(ConfigError) as error:
         METHODS[kind](Vit(), skip=("cls_tokens", "MultiHeadAttention", "head", "*.q_proj.*"))
     first, second, third = error.value.problems
@@ -141,7 +141,7 @@ def test_entries_that_match_nothing_are_told_with_similar_names(kind: str) -> No
 
 
 @pytest.mark.entry("P12")
-def test_the_refusal_of_raw_parameters_names_what_to_skip() -> None:
+def test_the_error_for_raw_parameters_names_the_skip_entries() -> None:
     model = Vit()
     preconditioner = KFAC(model)
     with pytest.raises(ConfigError) as error:
@@ -151,7 +151,7 @@ def test_the_refusal_of_raw_parameters_names_what_to_skip() -> None:
     )
 
 
-def test_the_bias_of_a_skipped_weight_is_a_block_of_its_own_for_shampoo() -> None:
+def test_the_bias_of_a_skipped_weight_is_a_separate_block_for_shampoo() -> None:
     case, alone = problem("linear"), problem("linear")
     found = case.preconditioned(Shampoo(case.model, damping=0.1, skip=("0.weight",)))
     wanted = alone.preconditioned(Shampoo(alone.model, damping=0.1))

@@ -57,7 +57,7 @@ def _require_works(
 
 
 @pytest.mark.parametrize(("kind", "feature"), CELLS)
-def test_every_cell_is_what_the_table_says(kind: str, feature: Feature) -> None:
+def test_every_cell_behaves_as_the_table_states(kind: str, feature: Feature) -> None:
     net = made(feature)
     if kind not in feature.errors:
         _require_works(kind, feature, net)

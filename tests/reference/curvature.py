@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-Loss = Callable[[Tensor], Tensor]   # of the whole minibatch's output
+Loss = Callable[[Tensor], Tensor]   # of the complete minibatch's output
 
 
 def jacobians(model: nn.Module, x: Tensor, num_samples: int) -> dict[str, Tensor]:

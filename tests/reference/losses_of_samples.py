@@ -1,4 +1,4 @@
-"""Curvature from one scalar loss for each sample: nothing but autograd, in float64.
+"""Curvature from one scalar loss for each sample: only autograd, in float64.
 
 For loops in which a sample is not simply an index of one output: several calls of a model, several losses of one output.
 

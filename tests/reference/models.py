@@ -81,7 +81,7 @@ def lda(rows_ND: Array, pdf_N: npt.NDArray[np.int64], *, within_class_factor: fl
 
 
 def split_targets(counts: Sequence[float], num_subclasses: int, power: float, min_count: float) -> list[int]:
-    """GetSplitTargets by looking through all classes each time; a class that is full is left out for good."""
+    """GetSplitTargets by looking through all classes each time; a class that is full is skipped for good."""
     targets, is_open = [1] * len(counts), [True] * len(counts)
     while sum(targets) < num_subclasses and any(is_open):
         best = max((pdf for pdf in range(len(counts)) if is_open[pdf]), key=lambda pdf: counts[pdf] ** power / targets[pdf])

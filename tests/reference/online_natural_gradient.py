@@ -1,6 +1,6 @@
 """Online natural gradient with dense D x D matrices in float64, line by line from Appendix B of arXiv 1410.7455.
 
-Slow on purpose; nothing here is shared with the package.  Where Kaldi differs from the paper it says so.
+Slow on purpose; nothing here is shared with the package.  Differences between Kaldi and the paper are marked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Outer optimisers in float64, one element and one job at a time, from the formulas of their papers.
+"""Outer optimizers in float64, one element and one job at a time, from the formulas of their papers.
 
 B broadcast model, W evaluated model, G mean move of the jobs from B.  Every function takes the model that a run starts from
 and G of each outer iteration, and returns (W, B) after each.  Slow on purpose, and nothing here is shared with the package.

@@ -36,7 +36,7 @@ def paths(graph: StateGraph, num_frames: int) -> Iterator[tuple[tuple[int, ...],
 
 
 def enumerated(graph: StateGraph, scores_TP: Array, accuracy_TP: Array) -> tuple[float, Array, float, Array]:
-    """(log sum, its gradient by the scores, expected accuracy, its gradient), over all paths."""
+    """(log sum, its gradient w.r.t. the scores, expected accuracy, its gradient), over all paths."""
     found = list(paths(graph, len(scores_TP)))
     classes = [graph.pdf_S[list(states)] for states, _ in found]
     frames = np.arange(len(scores_TP))

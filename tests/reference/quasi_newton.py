@@ -19,7 +19,7 @@ def flat(named: dict[str, Tensor]) -> Tensor:
 
 
 def hessian(model: nn.Module, loss: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """D x D of the whole model, in the order of names."""
+    """D x D of the complete model, in the order of names."""
     return _second(model, x, loss)
 
 

@@ -71,7 +71,7 @@ def test_the_order_is_decided_by_the_seed_and_a_pass_can_be_taken_up_in_the_midd
     assert sum(map(len, (one.pdf_N for one in whole))) == found.num_frames(Shard(0, 0))
 
 
-def test_sequences_that_the_graph_does_not_know_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_sequences_that_are_not_in_the_graph_are_skipped_and_counted(tmp_path: Path) -> None:
     pdf_T = TRAIN.pdf_T.copy()
     pdf_T[57:114] = np.arange(57) % 2 * 5  # 0 5 0 5: in no other utterance
     found = reader(tmp_path, replace(TRAIN, pdf_T=pdf_T))

@@ -37,7 +37,7 @@ def test_a_transducer_with_empty_arcs_has_the_same_sum_over_paths() -> None:
 
 
 def test_a_circle_of_empty_arcs_is_refused() -> None:
-    with pytest.raises(DataError, match="circle"):
+    with pytest.raises(DataError, match="cycle"):
         from_arcs([StateArc(0, 1, NOTHING, 0.0), StateArc(1, 0, NOTHING, 0.0)], start=0,
                   log_final={1: 0.0})
 
@@ -60,7 +60,7 @@ def test_ngrams_are_relative_frequencies_and_sum_to_one() -> None:
     arcs = {(int(s), int(t)): math.exp(w) for s, t, w in zip(graph.source_A, graph.target_A, graph.log_weight_A, strict=True)}
     assert_close(arcs[by_class[0], by_class[0]], 1 / 3, rtol=1e-12, atol=0.0)  # two visits in three frames
     assert_close(arcs[by_class[0], by_class[1]], 2 / 3 * 1 / 2, rtol=1e-12, atol=0.0)  # left for 1 in one of two
-    # of 0 0 1 1 1 2: begin, stay, go on, stay twice, go on, end
+    # of 0 0 1 1 1 2: begin, stay, continue, stay twice, continue, end
     expected = math.log(1.0 * 1 / 3 * 1 / 3 * (2 / 3) ** 2 * 1 / 3 * 2 / 3)
     assert_close(graph.log_weight_of([0, 0, 1, 1, 1, 2]), expected, rtol=1e-12, atol=0.0)
 

@@ -1,4 +1,4 @@
-"""Sequence objectives against an enumeration of all paths, finite differences, and what they must be by definition."""
+"""Sequence objectives against an enumeration of all paths, finite differences, and their definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A classification task of the user's own, as a module that `task=` names and as functions for `ngsgd.train`."""
+"""A classification task of a user, as a module that `task=` names and as functions for `ngsgd.train`."""
 
 from __future__ import annotations
 

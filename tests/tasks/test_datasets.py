@@ -1,4 +1,4 @@
-"""A task made of any dataset: which examples are read, in which order, and what is scored."""
+"""A task from any dataset: examples, order, and scoring."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Stream(IterableDataset[int]):
     (blobs.dataset(), {"shard_size": 0}),
     (blobs.dataset(), {"loss_reduction": "none"}),
 ], ids=["no length", "one example", "share", "empty", "shard", "reduction"])
-def test_what_cannot_be_trained_on_is_refused(dataset: Any, options: dict[str, Any]) -> None:
+def test_unusable_training_data_is_rejected(dataset: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         DatasetTask(dataset, blobs.make_model, blobs.mean_loss, **options)
 

@@ -52,7 +52,7 @@ def test_each_objective_rises_with_two_jobs(tmp_path: Path, kind: Any) -> None:
 
 
 @pytest.mark.slow
-def test_resuming_gives_the_bits_of_the_whole_run(tmp_path: Path) -> None:
+def test_resuming_is_bitwise_identical_to_the_complete_run(tmp_path: Path) -> None:
     """Rates of layers are part of what is taken up."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "stopped").mkdir()
@@ -84,7 +84,7 @@ def test_a_rate_far_too_high_is_stopped_by_the_guards(tmp_path: Path) -> None:
         free.train()
 
 
-def test_a_worker_without_the_denominator_says_so(tmp_path: Path) -> None:
+def test_a_worker_without_the_denominator_reports_it(tmp_path: Path) -> None:
     training = run(tmp_path, "lfmmi")
     with pytest.raises(ConfigError, match="objective=ce"):
         Worker(SpeechTaskSpec(training.config, str(training.egs)), 0)

@@ -1,4 +1,4 @@
-"""The clock that leaves out the time in which this process was stopped."""
+"""The clock that skips the time in which this process was stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outer loop: what is averaged, what is rejected, what is tried again, and what a stop leaves behind."""
+"""The outer loop: averaging, rejection, retries, and the state after a stop."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class MeanPool(FaultyPool):
         return mean_of_chunk(vectors, shares_of(len(vectors), weights), slice(0, len(vectors[0])))
 
 
-@pytest.mark.entry("S2", "an outer rule of your own needs each job's vector, as a median does, and `cluster.exchange=collective` "
+@pytest.mark.entry("S2", "a custom outer rule needs each job's vector, as a median does, and `cluster.exchange=collective` "
                    "makes means on the workers", "works",
                    "a rule with a method `center` gets the vectors of all jobs under every exchange; the workers' mean is taken "
                    "for rules that are functions of the mean only")
@@ -248,7 +248,7 @@ class StopAfter:
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", [False, True], ids=["finishing the outer iteration", "at once"])
 @pytest.mark.parametrize("questions", [0, 1, 5])
-def test_resuming_after_a_stop_gives_the_bits_of_the_run_that_was_not_stopped(tmp_path: Path, questions: int,
+def test_resuming_after_a_stop_is_bitwise_identical_to_an_uninterrupted_run(tmp_path: Path, questions: int,
                                                                               at_once: bool) -> None:
     whole = undisturbed(config())
     run = Run(tmp_path / "stopped")
@@ -277,7 +277,7 @@ def test_a_stop_is_heard_between_two_minibatches(tmp_path: Path) -> None:
 
 
 class StopAfterFirstJob(StopAfter):
-    """Heard by the coordinator only once the worker has heard it."""
+    """Delivered to the coordinator only after the worker."""
 
     def __init__(self, heard: StopAfter) -> None:
         super().__init__(0, at_once=True)
@@ -326,7 +326,7 @@ def test_a_job_that_is_put_off_runs_in_the_next_outer_iteration(tmp_path: Path) 
     assert audit(run.ledger_path) == []
 
 
-def test_what_the_last_outer_iteration_puts_off_gets_one_of_its_own(tmp_path: Path) -> None:
+def test_shards_deferred_by_the_last_outer_iteration_get_an_extra_one(tmp_path: Path) -> None:
     run = Run(tmp_path, deferring())
     last = run.schedule.num_outer_iters - 1
     end = run.train(FaultyPool(run, on_first_try_of(last, 1, dies)))
@@ -334,7 +334,7 @@ def test_what_the_last_outer_iteration_puts_off_gets_one_of_its_own(tmp_path: Pa
     assert audit(run.ledger_path) == []
 
 
-def test_a_dropped_job_is_told_and_the_rest_is_averaged(tmp_path: Path) -> None:
+def test_a_dropped_job_is_reported_and_the_rest_is_averaged(tmp_path: Path) -> None:
     run = Run(tmp_path, config(failure=FailureConfig(policy="drop")))
     end = run.train(FaultyPool(run, on_first_try_of(1, 0, dies)))
     assert run.recorder.records[1].num_accepted == 1 and end.progress.frames_processed < 3600
@@ -361,7 +361,7 @@ def test_a_rolled_back_outer_iteration_runs_again_at_half_the_rate(tmp_path: Pat
     assert audit(run.ledger_path) == []
 
 
-def test_rolling_back_for_ever_is_not_possible(tmp_path: Path) -> None:
+def test_rollbacks_are_limited(tmp_path: Path) -> None:
     run = Run(tmp_path, config(failure=FailureConfig(on_divergence="halve")))
     with pytest.raises(DivergenceError, match="after 3 roll-backs"):
         run.train(FaultyPool(run, lambda r: nan_parameters(r) if r.job.outer_iter == 2 else r))

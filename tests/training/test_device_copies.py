@@ -58,7 +58,7 @@ def _method(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 class Cuda:
-    """What `ngsgd.training.device_copies` asks of torch.cuda, and what was done."""
+    """The functions of torch.cuda used by `ngsgd.training.device_copies`, and a record of the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compute = self.current = Stream()
@@ -111,7 +111,7 @@ def test_a_step_waits_on_the_gpu_for_its_own_copy_and_for_no_other(cuda: Cuda) -
         assert len(waited_for) == number + 1
         for tensor in (rows.x_ND, rows.weight_N):
             assert waited_for[-1].follows(tensor)
-            # copied by another stream, so that it can run beside the step before
+            # copied by another stream, so that it can run next to the step before
             assert not any(one is tensor for one in cuda.compute.queued)
             # and kept from that stream's next copies until this step is done
             assert cuda.used_on[id(tensor)] == [cuda.compute]

@@ -1,4 +1,4 @@
-"""What is told of a model on fixed subsets, and that it is told of the right model however the run ends."""
+"""Diagnostics of a model on fixed subsets, for the right model in every kind of end."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class StopAtOnce:
         return False
 
 
-def test_a_run_that_is_stopped_has_told_of_every_committed_outer_iteration(tmp_path: Path) -> None:
+def test_a_stopped_run_has_logged_every_committed_outer_iteration(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(RunInterrupted):
         run.train(stop=StopAtOnce(run.recorder))
@@ -114,7 +114,7 @@ class Crash(Exception):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_tells_what_a_crash_left_untold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_logs_events_missed_in_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Run(tmp_path / "whole")
     whole.train()
     run = Run(tmp_path / "crashed")
@@ -176,7 +176,7 @@ def quarantining(**changes: Any) -> Any:
     return config(egs=dataclasses.replace(config().egs, on_corrupt="quarantine", **changes))
 
 
-def test_a_run_goes_on_without_a_damaged_archive_if_it_is_told_to(tmp_path: Path) -> None:
+def test_a_run_continues_without_a_damaged_archive_if_configured(tmp_path: Path) -> None:
     run = Run(tmp_path, quarantining())
     damage(run.egs, 1)
     end = run.train()
@@ -189,7 +189,7 @@ def test_a_run_goes_on_without_a_damaged_archive_if_it_is_told_to(tmp_path: Path
     assert len(end.progress.quarantined) == 4  # one pass for each frame of its examples
 
 
-def test_a_damaged_archive_ends_a_run_unless_it_is_told_to_go_on(tmp_path: Path) -> None:
+def test_a_damaged_archive_ends_a_run_by_default(tmp_path: Path) -> None:
     run = Run(tmp_path)
     damage(run.egs, 1)
     with pytest.raises(DamagedArchiveError, match=r"egs\.0001\.safetensors"):

@@ -109,7 +109,7 @@ class Trial:
         return [line["event"] for line in read_json_lines(self.ledger_path)]
 
 
-def test_twenty_absences_of_the_coordinator_in_one_outer_iteration_kill_nobody(tmp_path: Path) -> None:
+def test_twenty_absences_of_the_coordinator_kill_no_worker(tmp_path: Path) -> None:
     freezes = [step for _ in range(10) for step in (*_polls(2.0, BOTH_WORK), (60.0, {}), *_polls(25.0, {}))]
     freezes += [step for _ in range(10) for step in (*_polls(2.0, BOTH_WORK), (5.0, {}), *_polls(20.0, {}))]
     trial = Trial(tmp_path, [*freezes, *BOTH_DONE])   # who wakes 25 s after the coordinator is still in time
@@ -117,7 +117,7 @@ def test_twenty_absences_of_the_coordinator_in_one_outer_iteration_kill_nobody(t
     assert len(trial.round.results) == 2
 
 
-def test_a_worker_has_a_whole_deadline_after_an_absence_and_no_more(tmp_path: Path) -> None:
+def test_a_worker_has_one_full_deadline_after_an_absence(tmp_path: Path) -> None:
     one_hangs = {0: "minibatch"}
     script = [*_polls(29.0, one_hangs), (60.0, {}), *_polls(DEADLINE_S + 1.0, one_hangs), *BOTH_DONE, *BOTH_DONE]
     trial = Trial(tmp_path, script)
@@ -180,7 +180,7 @@ def test_kills_of_ours_do_not_bring_a_shard_nearer_to_quarantine(tmp_path: Path)
     assert trial.incidents == ["worker_died"] * 4
 
 
-def test_deaths_of_its_own_still_quarantine_a_shard(tmp_path: Path) -> None:
+def test_crashes_of_a_worker_still_quarantine_a_shard(tmp_path: Path) -> None:
     dies = [(POLL_S, {0: "dies", 1: "dies"})]
     trial = Trial(tmp_path, [(POLL_S, {0: "done"}), *dies, *dies, *dies])
     assert trial.incidents[-1] == "shard_quarantined" and len(trial.round.quarantined) == 1

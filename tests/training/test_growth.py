@@ -79,7 +79,7 @@ kinds = pytest.mark.parametrize("run_config", KINDS.values(), ids=KINDS)
 @pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("questions", [1, 2, 3, 5])
-def test_resuming_between_any_two_stages_gives_the_bits_of_the_run_that_was_not_stopped(
+def test_resuming_between_any_two_stages_is_bitwise_identical(
         tmp_path: Path, run_config: RunConfig, questions: int) -> None:
     assert check(run_config) == []
     whole = undisturbed(run_config)
@@ -95,7 +95,7 @@ def test_resuming_between_any_two_stages_gives_the_bits_of_the_run_that_was_not_
 
 @pytest.mark.slow
 @kinds
-def test_jobs_that_run_again_and_other_processes_give_the_same_bits(tmp_path: Path, run_config: RunConfig) -> None:
+def test_jobs_that_run_again_and_other_processes_give_identical_bits(tmp_path: Path, run_config: RunConfig) -> None:
     whole = undisturbed(run_config)
     run = Run(tmp_path / "faulty", run_config)
     assert run.train(Watched(run, {(0, 1), (1, 0), (2, 1), (5, 0)})).model_sha256 == whole.model_sha256
@@ -135,7 +135,7 @@ def test_an_outer_iteration_that_is_rolled_back_runs_again_in_its_stage(tmp_path
     assert audit(run.ledger_path) == []
 
 
-def test_what_is_put_into_a_model_has_no_momentum_and_no_past() -> None:
+def test_values_written_into_a_model_have_no_momentum() -> None:
     model = np.arange(6, dtype=np.float32)
     outer = OuterOptimizer(Bmuf(2.0), model, ema_decay=0.9)
     for outer_iter in range(2):
@@ -193,7 +193,7 @@ def test_early_jobs_take_half_minibatches_and_smaller_steps(tmp_path: Path) -> N
         assert abs(early.num_minibatches - plain.num_minibatches * (2 if at[0] <= 2 else 1)) <= 1
 
 
-def test_what_an_early_outer_iteration_put_off_is_cut_as_it_was_there(tmp_path: Path) -> None:
+def test_shards_deferred_by_an_early_outer_iteration_keep_their_bounds(tmp_path: Path) -> None:
     run = Run(tmp_path, growing("kaldi"))
     worker = Worker(run.spec, 0)
     start = JobInit(LocalRef(worker.layout.flatten(worker.model.state_dict())))
@@ -211,6 +211,6 @@ def test_what_an_early_outer_iteration_put_off_is_cut_as_it_was_there(tmp_path: 
     ({"outer": OuterConfig("streaming"), "schedule": replace(config().schedule, early_rules="kaldi"), "model": ModelConfig()},
      r"schedule.early_rules is kaldi with outer.kind streaming"),
 ])
-def test_what_does_not_go_together_is_told_in_a_sentence(changes: dict[str, Any], said: str) -> None:
+def test_invalid_combinations_are_reported(changes: dict[str, Any], said: str) -> None:
     (problem,) = check(growing(**changes))
     assert re.search(said, problem)

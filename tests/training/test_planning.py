@@ -50,7 +50,7 @@ def test_with_fewer_workers_there_are_more_outer_iterations_over_the_same_data(a
     assert rates == sorted(rates, reverse=True)
 
 
-def test_what_was_put_off_comes_as_jobs_of_its_own_and_after_the_last_alone() -> None:
+def test_deferred_shards_become_separate_jobs_and_run_alone_after_the_last() -> None:
     late = WorkItem(Shard(2, 1), outer_iter=0, job=1)
     run = schedule()
     first = next_plan(run, Progress(0, 1, pending=(late,)), EqualPartitioner())

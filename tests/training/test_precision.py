@@ -1,4 +1,4 @@
-"""`cluster.precision`: what is computed in which format, and where it has no effect."""
+"""`cluster.precision`: the format of each computation, and places without effect."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Gpu:
 
 @pytest.mark.parametrize(("precision", "matmul", "allow_tf32"), [
     ("float32", "highest", False), ("tf32", "high", True), ("bf16", "highest", False)])
-def test_a_gpu_computes_what_the_option_says(monkeypatch: pytest.MonkeyPatch, precision: Precision, matmul: str,
+def test_a_gpu_computes_in_the_configured_precision(monkeypatch: pytest.MonkeyPatch, precision: Precision, matmul: str,
                                              allow_tf32: bool) -> None:
     gpu = Gpu(monkeypatch, (9, 0))
     set_precision(precision, torch.device("cuda", 0))
@@ -118,7 +118,7 @@ def test_a_gpu_without_the_format_is_refused(monkeypatch: pytest.MonkeyPatch, pr
 
 
 # --------------------------------------------------------------------------------------- fingerprint
-def test_the_fingerprint_tells_precisions_apart() -> None:
+def test_the_fingerprint_distinguishes_precisions() -> None:
     plain, half = (Fingerprint.of_this_process(1, CPU, precision) for precision in ("float32", "bf16"))
     (line,) = plain.differences(half)
     assert "bf16" in line

@@ -69,7 +69,7 @@ def test_kept_and_averaged_curvature_survive_a_resume_and_change_the_run(kind: A
     assert fresh.model_sha256 != whole.model_sha256
 
 
-def test_the_configuration_knows_all_methods_and_what_does_not_go_together() -> None:
+def test_the_configuration_has_all_methods_and_rejects_invalid_combinations() -> None:
     assert choices_of(OptimizerConfig, "kind") == ("ngsgd", "sgd", *METHODS)
     assert {kind for kind in METHODS if not METHODS[kind].has_mean} == set(WITHOUT_MEAN)
     assert {kind for kind in METHODS if issubclass(METHODS[kind].Options, EveryStepOptions)} == set(EVERY_MINIBATCH)

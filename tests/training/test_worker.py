@@ -1,4 +1,4 @@
-"""What one job does beyond plain steps: backstitch, dropout, shrinking, and what it says of its Fisher estimates."""
+"""Work of a job beyond plain steps: backstitch, dropout, shrinking, and figures of its Fisher estimates."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_dropout_follows_the_schedule_and_repeats_with_the_job(tmp_path: Path) -
     assert not np.array_equal(on.sent.read(), other.sent.read())
 
 
-def test_the_result_tells_the_health_of_every_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_reports_the_health_of_every_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "COSINE_PERIOD", 2)
     health = run(tmp_path, optimizer()).health
     assert {name.split("/")[0] for name in health} == {"affine1", "affine2", "output"}
@@ -108,8 +108,8 @@ def test_rules_that_cannot_work_are_refused_before_anything_runs(changes: dict[s
     assert named in problem
 
 
-def test_workers_of_a_machine_take_turns_on_its_gpus_and_a_taken_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: torch is told that there are two, the second in exclusive mode and taken."""
+def test_workers_of_a_machine_take_turns_on_its_gpus_and_a_taken_one_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: torch is reported that there are two, the second in exclusive mode and taken."""
     def empty(size: int, device: torch.device) -> None:
         if device.index == 1:
             raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nmore")

@@ -152,6 +152,13 @@ class KFAC(Preconditioner):
         return gemm.mm(a_XI, inverse["A"]), gemm.mm(e_XO, inverse["B"])
 
 
+@dataclass(frozen=True)
+class SKFACOptions(KroneckerOptions):
+    """Options of SKFAC, which has no moving average."""
+
+    ema_decay: float = 0.0
+
+
 class SKFAC(KFAC):
     """K-FAC of the last minibatch, for layers wider than the minibatch, without matrices of their
     width.
@@ -173,12 +180,13 @@ class SKFAC(KFAC):
         >>> preconditioner.step()
     """
 
+    Options = SKFACOptions
     has_mean = False
     splits_work = False
     passes_on = False
 
     def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **{"ema_decay": 0.0, **options})
+        super().__init__(model, **options)
         if self.options.ema_decay or any("ema_decay" in own for own in (self.options.layer_options or {}).values()):
             raise ConfigError("SKFAC: ema_decay must be 0, because SKFAC stores the rows of one "
                               "minibatch instead of factors; choose KFAC.")

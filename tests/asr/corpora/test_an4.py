@@ -42,7 +42,7 @@ ngram 2=1
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with all files of the release, small; and the checksums of what is in it."""
+    """A folder with all files of the release, small; and their checksums."""
     folder = tmp_path / "an4"
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -73,7 +73,7 @@ def silent(_: str) -> None:
     pass
 
 
-def test_whole_speakers_of_train_are_held_out(source: Path, tmp_path: Path) -> None:
+def test_complete_speakers_of_train_are_held_out(source: Path, tmp_path: Path) -> None:
     corpus = prepare(DataConfig(corpus="an4", source=str(source), valid_fraction=0.2), FEATURES, tmp_path / "cache", silent)
     assert len(corpus.valid.texts) == 6  # two speakers of eight: the first that reach a fifth
     assert not set(corpus.valid.speakers) & set(corpus.train.speakers)
@@ -82,14 +82,14 @@ def test_whole_speakers_of_train_are_held_out(source: Path, tmp_path: Path) -> N
     assert corpus.train.is_aligned and corpus.test.is_aligned
 
 
-def test_features_are_normalised_over_each_speaker(source: Path, tmp_path: Path) -> None:
+def test_features_are_normalized_over_each_speaker(source: Path, tmp_path: Path) -> None:
     test = prepare(DataConfig(corpus="an4", source=str(source)), FEATURES, tmp_path / "cache", silent).test
     for features_TD in test.split_features():  # each of them is all of its speaker
         np.testing.assert_allclose(features_TD.mean(axis=0), 0, atol=1e-5)
         np.testing.assert_allclose(features_TD.std(axis=0), 1, atol=1e-4)
 
 
-def test_both_graphs_are_there_after_loading_from_the_cache(source: Path, tmp_path: Path) -> None:
+def test_both_graphs_exist_after_loading_from_the_cache(source: Path, tmp_path: Path) -> None:
     pytest.importorskip("kaldilm")
     from ngsgd.asr.decode.evaluation import build_graph
 
@@ -108,7 +108,7 @@ def test_both_graphs_are_there_after_loading_from_the_cache(source: Path, tmp_pa
     ("", r"data\.source.*recipe=an4.*CMU"),
     ("/no/such/place", r"data\.source.*/no/such/place.*CMU"),
 ])
-def test_missing_source_says_where_to_get_it(given: str, sentence: str) -> None:
+def test_a_missing_source_is_reported_with_its_location(given: str, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         check_source(DataConfig(corpus="an4", source=given))
 

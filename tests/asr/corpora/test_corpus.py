@@ -84,7 +84,7 @@ def test_loaded_corpus_is_the_stored_one(data: DataConfig, tmp_path: Path) -> No
     assert made.digest == loaded.digest
 
 
-def test_features_are_normalised_over_each_utterance(data: DataConfig, tmp_path: Path) -> None:
+def test_features_are_normalized_over_each_utterance(data: DataConfig, tmp_path: Path) -> None:
     frames = prepare(data, FEATURES, tmp_path / "cache", silent).test.frames
     for start, end in zip(frames.offsets[:-1], frames.offsets[1:], strict=True):
         np.testing.assert_allclose(frames.features_TD[start:end].mean(axis=0), 0, atol=1e-4)
@@ -173,7 +173,7 @@ def test_interrupted_preparation_leaves_no_file(data: DataConfig, tmp_path: Path
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_manifest_tells_what_the_data_was_made_from(data: DataConfig, tmp_path: Path) -> None:
+def test_manifest_names_the_sources_of_the_data(data: DataConfig, tmp_path: Path) -> None:
     prepare(data, FEATURES, tmp_path / "cache", silent)
     (path,) = (tmp_path / "cache").glob("fsdd-*/manifest.json")
     manifest = json.loads(path.read_text())

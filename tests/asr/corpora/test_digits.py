@@ -38,7 +38,7 @@ def test_a_longer_plan_starts_with_the_shorter_one() -> None:
     assert long[:len(short)] == short
 
 
-def test_minutes_are_what_was_asked_for_within_a_tenth() -> None:
+def test_minutes_are_as_requested_within_a_tenth() -> None:
     # 40 utterances whose length is expected with an error of 13 %: 3 standard errors are 7 %
     made = list(utterances.utterances("train", DataConfig(), minutes=2.0, num_at_once=1))
     assert sum(len(utterance.samples) for utterance in made) / 8000 / 60 == pytest.approx(2.0, rel=0.1)

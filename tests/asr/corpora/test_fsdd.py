@@ -256,7 +256,7 @@ def offline(url: str, timeout: float) -> Answer:
 
 
 @pytest.mark.parametrize(("urlopen", "reason"), [(broken_off, "after 4.*1000 bytes"), (offline, "route")])
-def test_failed_download_leaves_nothing_and_says_what_to_do(
+def test_a_failed_download_leaves_nothing_and_names_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, urlopen: Callable[..., Answer], reason: str,
 ) -> None:
     monkeypatch.setattr("urllib.request.urlopen", urlopen)

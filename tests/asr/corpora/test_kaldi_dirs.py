@@ -52,7 +52,7 @@ def edit(path: Path, line: int, text: str | None) -> None:
 
 
 def give_features(folder: Path) -> None:
-    """feats.scp in place of audio: 5 features, 40 frames."""
+    """feats.scp instead of audio: 5 features, 40 frames."""
     rng = np.random.default_rng(0)
     for name in ("train", "valid", "test"):
         utt_ids = [line.split()[0] for line in (folder / name / "text").read_text().splitlines()]
@@ -64,7 +64,7 @@ def silent(_: str) -> None:
     pass
 
 
-# what is read
+# valid input
 
 
 def test_data_directories_become_a_corpus(mine: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_lhotse_manifests_give_the_frames_of_the_data_directories(mine: Path, tm
         assert np.array_equal(left.frames.features_TD, right.frames.features_TD)
 
 
-# what is wrong
+# errors
 
 
 def say_nothing(folder: Path) -> None:
@@ -229,7 +229,7 @@ def write_latin_1(folder: Path) -> None:
     (use_a_name_in_two_sets, "test/text:1: train-s0-0"),
     (write_latin_1, "train/text.*UTF-8"),
 ])
-def test_what_is_wrong_with_the_data_is_one_sentence_and_leaves_nothing(
+def test_an_error_in_the_data_is_one_message_and_leaves_nothing(
     mine: Path, tmp_path: Path, damage: Callable[[Path], None], sentence: str,
 ) -> None:
     damage(mine)
@@ -239,7 +239,7 @@ def test_what_is_wrong_with_the_data_is_one_sentence_and_leaves_nothing(
     assert not (tmp_path / "cache").exists()
 
 
-def test_unknown_words_are_allowed_where_a_word_stands_for_them(mine: Path) -> None:
+def test_unknown_words_are_allowed_with_an_oov_word(mine: Path) -> None:
     say_an_unknown_word(mine)
     sets, _ = kaldi_dirs.make(config(mine, oov_word="NO"), FEATURES, AugmentConfig())
     assert sets["train"].texts[2] == ("YES", "MAYBE")
@@ -385,7 +385,7 @@ def test_alignment_of_other_data_is_refused(mine: Path, tmp_path: Path, change: 
         prepare(config(mine, alignment=str(path)), GIVEN, tmp_path / "cache", silent)
 
 
-def test_utterances_without_states_are_left_out_and_named(mine: Path, tmp_path: Path) -> None:
+def test_utterances_without_states_are_skipped_and_named(mine: Path, tmp_path: Path) -> None:
     give_features(mine)
     states = {utt_id: np.zeros(length, np.int32) for utt_id, length in lengths(mine).items() if utt_id != "train-s0-2"}
     reports: list[str] = []

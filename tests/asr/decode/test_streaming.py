@@ -1,4 +1,4 @@
-"""Streaming gives what decoding the whole utterance gives, within its delay."""
+"""Streaming gives what decoding the complete utterance gives, within its delay."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decoder(chunk_frames: int) -> StreamingDecoder:
 
 @pytest.mark.parametrize("num_frames", [1, 2, 6, 120])
 @pytest.mark.parametrize("chunk_frames", [1, 7, 1000])
-def test_words_states_and_cost_are_those_of_the_whole_utterance(chunk_frames: int, num_frames: int) -> None:
+def test_words_states_and_cost_are_those_of_offline_decoding(chunk_frames: int, num_frames: int) -> None:
     features_TD = RANDOM.normal(size=(num_frames, DIM)).astype(np.float32)
     frames = FrameSet(features_TD, np.zeros(num_frames, np.int32), np.array([0, num_frames]), ("utt",))
     [x_TI] = spliced_utterances(frames, LEFT, RIGHT)
@@ -45,7 +45,7 @@ def test_words_states_and_cost_are_those_of_the_whole_utterance(chunk_frames: in
         assert begin - streaming.num_decoded <= streaming.max_delay_frames
     found = streaming.finish()
     assert found.words == whole.words and np.array_equal(found.pdf_T, whole.pdf_T)
-    assert found.cost == pytest.approx(whole.cost, rel=1e-6)  # float32 sums of the decoder, begun anew with every chunk
+    assert found.cost == pytest.approx(whole.cost, rel=1e-6)  # float32 sums of the decoder, begun again with every chunk
 
 
 class Rows:
@@ -63,7 +63,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("right", [0, 5])
-def test_what_goes_beside_frames_is_waited_for_and_scored_with_them(right: int) -> None:
+def test_side_inputs_are_awaited_and_scored_with_their_frames(right: int) -> None:
     random = np.random.default_rng(1)
     features_TD, row_TS = (random.normal(size=(60, dim)).astype(np.float32) for dim in (DIM, 4))
     weight = random.normal(size=((LEFT + 1 + right) * DIM + 4, TOPOLOGY.num_pdfs)).astype(np.float32)
@@ -84,7 +84,7 @@ def test_what_goes_beside_frames_is_waited_for_and_scored_with_them(right: int) 
     assert found.words == whole.words and np.array_equal(found.pdf_T, whole.pdf_T)
 
 
-def test_words_are_there_before_the_end_and_grow() -> None:
+def test_words_are_available_before_the_end_and_grow() -> None:
     streaming = decoder(5)
     assert streaming.words() == ()
     streaming.accept(RANDOM.normal(size=(80, DIM)).astype(np.float32))

@@ -30,7 +30,7 @@ def test_scores_are_those_of_the_posteriors_and_the_worst_comes_first() -> None:
     assert as_text(found).splitlines()[1].split()[0] == found[0].utt_id
 
 
-def test_an_utterance_of_which_nothing_is_known_is_left_out() -> None:
+def test_an_unknown_utterance_is_skipped() -> None:
     frames = frame_set(100, 1)
     frames = dataclasses.replace(frames, pdf_T=np.where(np.arange(100) < 57, -1, frames.pdf_T))
     logliks = np.split(np.zeros((100, NUM_CLASSES), np.float32), [57])

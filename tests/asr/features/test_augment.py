@@ -24,7 +24,7 @@ EVERYTHING = AugmentConfig(reverb=True, noise=True, volume=True)
 
 
 def beep(utt_id: str = "u1", begin: int = 30, end: int = 60, length: int = 100) -> Utterance:
-    """Silence with a tone of 1 kHz from frame `begin` to frame `end`, and labels that say so."""
+    """Silence with a tone of 1 kHz from frame `begin` to frame `end`, and labels with these frames."""
     time_s = np.arange(80 * length) / SAMPLE_RATE_HZ
     pdf_T = np.full(length, SILENCE, np.int32)
     pdf_T[begin:end] = TONE
@@ -62,7 +62,7 @@ def test_labels_follow_audio_of_another_speed(factor: float, monkeypatch: pytest
     assert spectrum.argmax() * SAMPLE_RATE_HZ / len(fast.samples) == pytest.approx(1000 * factor, abs=5)
 
 
-def test_each_new_label_is_that_of_the_time_it_stands_for() -> None:
+def test_each_new_label_is_that_of_its_time() -> None:
     """Against the definition, frame by frame, at two sample rates."""
     pdf_T = np.arange(100, dtype=np.int32)
     for rate_hz, factor in ((8000, 0.9), (16000, 1.1)):
@@ -95,7 +95,7 @@ def test_reverberation_leaves_the_direct_sound_where_it_was() -> None:
         assert np.abs(heard).argmax() == 1000
         assert len(heard) == 4000
         assert np.sqrt(np.mean(heard ** 2)) == pytest.approx(np.sqrt(np.mean(click ** 2)))
-        assert not heard[:1000].any() or np.abs(heard[:1000]).max() < 1e-6  # nothing is heard before it is said
+        assert not heard[:1000].any() or np.abs(heard[:1000]).max() < 1e-6  # no sound before its start
 
 
 def test_convolution_is_that_of_the_definition() -> None:
@@ -145,7 +145,7 @@ def test_changes_are_a_function_of_utterance_and_copy_and_not_of_the_order() -> 
     assert not any(np.array_equal(a.samples, b.samples) for a, b in zip(forward, copies, strict=True))
 
 
-def test_switching_one_thing_on_draws_the_same_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enabling_one_augmentation_does_not_change_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(augment, "NOISE_PROBABILITY", 0.0)
     loud = AugmentConfig(volume=True)
     (alone,), (with_noise,) = changed(loud), changed(dataclasses.replace(loud, noise=True))
@@ -153,7 +153,7 @@ def test_switching_one_thing_on_draws_the_same_of_the_others(monkeypatch: pytest
 
 
 def test_half_of_the_utterances_have_noise() -> None:
-    """400 draws at 0.5: between 160 and 240 but for one run in 10 000; the draws are fixed."""
+    """400 samples at 0.5: between 160 and 240 but for one run in 10 000; the samples are fixed."""
     config = AugmentConfig(noise=True)
     utterances = [beep(f"u{index}", 3, 6, 10) for index in range(400)]
     num_noisy = sum(not np.array_equal(a.samples, b.samples) for a, b in zip(changed(config, utterances), utterances, strict=True))
@@ -205,7 +205,7 @@ def test_folders_that_cannot_be_used_are_named_before_anything_is_made(tmp_path:
         changed(AugmentConfig(noise=True, noise_dir=str(tmp_path / "noises")), [])
 
 
-def test_what_is_prepared_is_named_by_what_changes_it(tmp_path: Path) -> None:
+def test_prepared_data_is_named_by_its_settings(tmp_path: Path) -> None:
     assert augment.what_decides(AugmentConfig(spec=True)) == {}  # masks change nothing on disk
     config = AugmentConfig(noise=True, noise_dir=str(tmp_path))
     before = augment.what_decides(config)

@@ -38,7 +38,7 @@ def test_statistics_are_sums_and_give_mean_and_deviation() -> None:
     np.testing.assert_allclose(deviation_D, ALL.std(axis=0, dtype=np.float64))
 
 
-def test_what_was_normalised_is_restored() -> None:
+def test_normalization_is_undone() -> None:
     units = cmvn.units(UTTERANCES, ["a", "b", "a"])
     np.testing.assert_allclose(units.stats["a"], cmvn.statistics(np.concatenate([UTTERANCES[0], UTTERANCES[2]])))
     normal_TD = cmvn.normalized(UTTERANCES[0], units.stats["a"])
@@ -48,7 +48,7 @@ def test_what_was_normalised_is_restored() -> None:
 @pytest.mark.parametrize(("stats", "told"), [
     (np.ones((3, 4)), "3.*4; statistics.*2.*4"), (np.ones((2, 5)), "2 x 5"), (np.zeros((2, 4)), "0 frames"),
     (np.full((2, 4), np.nan), "not finite")])
-def test_what_is_no_statistics_is_told(stats: np.ndarray, told: str) -> None:
+def test_invalid_statistics_are_reported(stats: np.ndarray, told: str) -> None:
     with pytest.raises(DataError, match=f"cmvn.scp:1.*{told}"):
         cmvn.check(stats, "cmvn.scp:1", 3)
 
@@ -71,7 +71,7 @@ def test_the_mean_so_far_is_its_definition_to_a_bit_whatever_comes_at_once(step:
 
 
 @pytest.mark.usefixtures("short_window")
-def test_a_set_normalised_online_hears_each_speaker_in_turn_and_keeps_its_raw_features() -> None:
+def test_online_normalization_processes_speakers_in_order_and_keeps_raw_features() -> None:
     said = [FramedUtterance(f"u{number}", speaker, ("A",), frames_TD, np.zeros(len(frames_TD), np.int32))
             for number, (speaker, frames_TD) in enumerate(zip("aba", UTTERANCES, strict=True))]
     stats = cmvn.statistics(ALL)
@@ -84,7 +84,7 @@ def test_a_set_normalised_online_hears_each_speaker_in_turn_and_keeps_its_raw_fe
 
 
 @pytest.mark.parametrize("kind", ["none", "utterance", "speaker"])
-def test_raw_features_are_there_again_however_they_were_normalised(kind: Any) -> None:
+def test_raw_features_are_restored_after_any_normalization(kind: Any) -> None:
     said = [FramedUtterance(f"u{number}", speaker, ("A",), frames_TD, np.zeros(len(frames_TD), np.int32))
             for number, (speaker, frames_TD) in enumerate(zip("aba", UTTERANCES, strict=True))]
     speech = speech_set.assemble(said, FeatureConfig(cmvn=kind))

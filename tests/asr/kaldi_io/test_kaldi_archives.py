@@ -31,7 +31,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     return list(found) == list(expected) and all(np.array_equal(found[key], expected[key]) for key in expected)
 
 
-def test_what_is_written_here_is_read_there(tmp_path: Path) -> None:
+def test_written_files_are_readable_by_the_other_library(tmp_path: Path) -> None:
     write_matrices(tmp_path / "feats.ark", FEATURES.items())
     write_int_vectors(tmp_path / "ali.ark", ALIGNMENT.items())
     assert same(dict(kaldiio.load_ark(str(tmp_path / "feats.ark"))), FEATURES)
@@ -44,7 +44,7 @@ def test_what_is_written_here_is_read_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["ark", "ark,t"])
-def test_what_kaldi_native_io_writes_is_read_here(tmp_path: Path, form: str) -> None:
+def test_files_of_kaldi_native_io_are_read(tmp_path: Path, form: str) -> None:
     with kaldi_native_io.FloatMatrixWriter(f"{form}:{tmp_path / 'feats.ark'}") as writer:
         for key, matrix in FEATURES.items():
             writer.write(key, matrix)
@@ -58,7 +58,7 @@ def test_what_kaldi_native_io_writes_is_read_here(tmp_path: Path, form: str) -> 
     assert same(read_int_vectors(tmp_path / "ali.ark"), ALIGNMENT)
 
 
-def test_what_kaldiio_writes_is_read_here(tmp_path: Path) -> None:
+def test_files_of_kaldiio_are_read(tmp_path: Path) -> None:
     kaldiio.save_ark(str(tmp_path / "feats.ark"), FEATURES, scp=str(tmp_path / "feats.scp"))
     kaldiio.save_ark(str(tmp_path / "ali.ark"), ALIGNMENT)
     assert same(read_ark(tmp_path / "feats.ark"), FEATURES)

@@ -1,4 +1,4 @@
-"""Gloo in the place of NCCL: `ngsgd` then runs the code that it has for NCCL, on CPUs.
+"""Gloo instead of NCCL: `ngsgd` then runs the code that it has for NCCL, on CPUs.
 
 It keeps the two properties of NCCL over NVLink that gloo does not have: without `asyncOp` an
 operation returns nothing, and one whose peer is gone never ends.

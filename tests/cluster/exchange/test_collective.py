@@ -127,7 +127,7 @@ def test_a_group_that_breaks_leaves_every_result_readable_and_the_next_one_works
     assert np.array_equal(mean, central(PLAIN, vectors, [10.0, 11.0]))
 
 
-def test_results_of_a_worker_that_is_gone_are_named_before_anybody_waits_for_them() -> None:
+def test_results_of_a_lost_worker_are_named_before_waiting_for_them() -> None:
     swarm = Swarm(PLAIN, 2)
     results = [swarm.result(some(PLAIN.size, job), some(PLAIN.size, 9), job, job) for job in range(2)]
     swarm.gone = {1}
@@ -216,7 +216,7 @@ def pool_of(run: Run) -> ProcessPool:
     pytest.param(2, 2, OuterConfig("bmuf", gain=1.5), marks=pytest.mark.slow),
     pytest.param(5, 5, OuterConfig("average"), marks=pytest.mark.slow)],
     ids=lambda value: getattr(value, "kind", None))
-def test_collective_and_one_process_give_the_same_bits(tmp_path: Path, num_workers: int, jobs: int, outer: OuterConfig) -> None:
+def test_collective_and_one_process_give_identical_bits(tmp_path: Path, num_workers: int, jobs: int, outer: OuterConfig) -> None:
     settings = collective(num_workers, outer, jobs=jobs)
     whole = undisturbed(settings)
     run = Run(tmp_path / "collective", settings)
@@ -227,7 +227,7 @@ def test_collective_and_one_process_give_the_same_bits(tmp_path: Path, num_worke
 
 
 class PoolThatCounts(ProcessPool):
-    """Counts whole results that came to the coordinator."""
+    """Counts complete results that came to the coordinator."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.spec, run.config.cluster.num_workers, 1, run.store.layout.size)
@@ -276,7 +276,7 @@ def test_a_worker_that_dies_or_hangs_in_the_reduction_costs_no_bit(
 
 
 @pytest.mark.faults
-def test_nobody_waits_for_a_worker_that_dies_while_the_group_forms(tmp_path: Path) -> None:
+def test_no_worker_waits_for_one_that_dies_while_the_group_forms(tmp_path: Path) -> None:
     # members that waited for the group's own timeout would outlast the timeout of the test
     settings = collective(3, timeout_s=10_000.0)
     whole = undisturbed(settings)
@@ -286,7 +286,7 @@ def test_nobody_waits_for_a_worker_that_dies_while_the_group_forms(tmp_path: Pat
 
 
 class PoolThatWakes(PoolThatDisturbs):
-    """The stopped worker goes on as soon as the others have given up on it."""
+    """The stopped worker continues as soon as the others have given up on it."""
 
     def _take(self, slot: Any, message: object) -> None:
         super()._take(slot, message)
@@ -332,7 +332,7 @@ def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_compressed_moves_learns_what_one_without_does(tmp_path: Path) -> None:
+def test_a_run_with_compressed_deltas_learns_as_well(tmp_path: Path) -> None:
     settings = collective(2)
     objf = {}
     for codec in ("none", "int8", "e3m0"):
@@ -356,7 +356,7 @@ def test_ways_that_do_not_go_together_are_named(changes: dict[str, object], sent
     assert sentence in problem
 
 
-def test_a_broken_group_says_why() -> None:
+def test_a_broken_group_reports_the_reason() -> None:
     member = CollectiveWorker(0, PLAIN, torch.device("cpu"))
     swarm = Swarm(PLAIN, 1)
     swarm.result(some(PLAIN.size, 0), some(PLAIN.size, 0), 0, 0)

@@ -102,7 +102,7 @@ def test_a_flood_of_connections_delays_the_group_and_no_more(monkeypatch: pytest
     assert np.array_equal(mean, expected(swarm))
 
 
-def test_the_port_is_closed_once_the_group_is_there() -> None:
+def test_the_port_is_closed_after_the_group_has_formed() -> None:
     swarm = Attacked(2, lambda port: None)
     assert swarm.mean(swarm.results()) is not None
     with pytest.raises(ConnectionRefusedError):
@@ -145,7 +145,7 @@ def swapped(content: Bytes) -> Bytes:
     return changed
 
 
-def test_an_altered_result_is_not_averaged_and_the_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_altered_result_is_rejected_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = process_group.GlooGroup
     swarm = Attacked(2, lambda port: None)
     results = swarm.results()
@@ -164,7 +164,7 @@ def test_an_altered_result_is_not_averaged_and_the_run_says_why(monkeypatch: pyt
 
 def test_a_peer_that_cannot_prove_the_secret_gets_no_parameters() -> None:
     class Impostor:
-        """Returns what was sent, as one does who has only the nonces."""
+        """Return the received data unchanged, like an attacker who has only the nonces."""
 
         def __init__(self) -> None:
             self.sent: list[int] = []
@@ -208,7 +208,7 @@ def test_a_group_that_fails_again_and_again_is_tried_no_more(monkeypatch: pytest
 
 
 # ------------------------------------------------------------------------------------------------- rendezvous, channel
-def test_the_rendezvous_serves_members_and_nobody_else() -> None:
+def test_the_rendezvous_serves_only_members() -> None:
     secret = new_secret()
     server = Rendezvous("127.0.0.1", secret)
     try:

@@ -35,7 +35,7 @@ class NcclSwarm(Swarm):
         self.exchange = Exchange("127.0.0.1", timeout_s, backend="nccl")
 
     def round(self, workers: tuple[int, ...], outer_iter: int) -> bool:
-        """Average results of some workers; whether the mean is the coordinator's, bit for bit."""
+        """Average results of some workers; whether the mean is bitwise the coordinator's."""
         vectors = [some(PLAIN.size, 10 * outer_iter + job) for job in range(len(workers))]
         mean = self.mean([self.result(vector, vector, worker, job, outer_iter)
                           for job, (worker, vector) in enumerate(zip(workers, vectors, strict=True))])
@@ -166,7 +166,7 @@ def test_gradients_of_ranks_are_summed_and_a_dead_rank_is_an_error(nccl: type[Gl
 def test_a_group_leaves_no_setting_behind(nccl: type[GlooAsNccl]) -> None:
     rendezvous = Rendezvous("127.0.0.1", new_secret(), revokes=True)
     (group,) = joined(rendezvous, 1)
-    # no thread of torch's that ends the process, and no call that blocks for ever
+    # no thread of torch's that ends the process, and no call that blocks forever
     assert nccl.made == [("1", 0)]
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
     group.close()

@@ -1,4 +1,4 @@
-"""The `ngsgd` command: exit codes, one sentence per mistake, nothing imported or written that was not asked for."""
+"""The `ngsgd` command: exit codes, one message per mistake, nothing imported or written that was not asked for."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ BAD_INPUTS = [
 
 
 @pytest.mark.parametrize(("arguments", "told"), BAD_INPUTS, ids=[" ".join(arguments) for arguments, _ in BAD_INPUTS])
-def test_bad_input_is_told_in_sentences_with_exit_code_2(
+def test_bad_input_is_reported_with_exit_code_2(
         arguments: list[str], told: str, service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
@@ -228,7 +228,7 @@ def test_interrupt_ends_a_sweep(service: Service) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_a_failed_run_and_reports_it(service: Service) -> None:
+def test_a_sweep_continues_after_a_failed_run_and_reports_it(service: Service) -> None:
     service.error = DataError("x")
     assert cli.main(["train", "-m", "seed=1,2"]) == 3
     assert len(service.trained) == 2
@@ -262,7 +262,7 @@ def test_reader_that_goes_away_is_no_error() -> None:
 
 
 @pytest.mark.slow
-def test_continue_begins_a_run_once_and_then_goes_on_with_it(service: Service, tmp_path: Path,
+def test_continue_starts_a_run_once_and_then_resumes_it(service: Service, tmp_path: Path,
                                                              capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "--continue", "name=night", f"output_dir={tmp_path}", "cluster.address=auto", "cluster.num_workers=3"]
     for other in ("night-2-20260101-000000", "midnight-20260101-000000"):
@@ -325,7 +325,7 @@ def test_completion_offers_settings_values_and_choices(line: str, offered: list[
     assert capsys.readouterr().out.split() == offered
 
 
-def test_words_after_two_dashes_belong_to_somebody_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_after_two_dashes_belong_to_the_other_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--quiet", "--", "--debug"]) == 2
     # it is an argument of the command, and not the --debug of `ngsgd`
     assert "--debug" in capsys.readouterr().err

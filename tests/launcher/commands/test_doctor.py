@@ -41,7 +41,7 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, capsys: pytest.Ca
     assert "fail storage" in capsys.readouterr().out
 
 
-def test_more_workers_than_cores_and_spinning_threads_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_workers_than_cores_and_spinning_threads_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
     assert findings(tmp_path, workers=cores + 1)["threads"].verdict == "warn"
     monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 1))
@@ -53,7 +53,7 @@ def test_more_workers_than_cores_and_spinning_threads_are_told(tmp_path: Path, m
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("processor", ["AVX2", "DEFAULT"])
-def test_code_that_cannot_be_compiled_is_told_where_it_would_be_used(native: bool, processor: str, tmp_path: Path,
+def test_uncompilable_code_is_reported_where_it_would_be_used(native: bool, processor: str, tmp_path: Path,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ngsgd.ops.fisher_projection.is_native", lambda: native)
     monkeypatch.setattr("ngsgd.ops.kernels.native.capability", lambda: processor)
@@ -68,7 +68,7 @@ def test_a_left_over_folder_that_shadows_the_package_is_found(tmp_path: Path, mo
     assert f"rm -r {tmp_path / 'ngsgd'}" in [finding.fix for finding in doctor.examine(tmp_path, 1) if finding.what == "shadowed"]
 
 
-def test_a_token_that_others_can_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_others_can_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     token = tmp_path / ".ray" / "auth_token"
     token.parent.mkdir()
@@ -79,7 +79,7 @@ def test_a_token_that_others_can_read_is_told(tmp_path: Path, monkeypatch: pytes
     assert "Ray token" not in findings(tmp_path)
 
 
-def test_a_taken_port_is_told(tmp_path: Path) -> None:
+def test_a_taken_port_is_reported(tmp_path: Path) -> None:
     with socket.socket() as taken:
         try:
             taken.bind(("127.0.0.1", 5000))
@@ -121,7 +121,7 @@ def test_a_tracking_server_is_asked_and_its_clock_compared(late_s: float, verdic
     assert findings(tmp_path, tracking_uri=uri)["tracking"].verdict == "fail"
 
 
-def test_a_node_is_looked_at_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_is_checked_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = tmp_path / ".doctor"
     mark.touch()
     (tmp_path / "left" / "ngsgd").mkdir(parents=True)

@@ -56,7 +56,7 @@ def test_a_damaged_record_of_an_error_is_ignored(tmp_path: Path) -> None:
         assert RunFolder(tmp_path).last_error() == {}
 
 
-def test_a_run_that_goes_on_or_was_lost(tmp_path: Path) -> None:
+def test_a_running_or_lost_run(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     log.outer_iteration(outer_iteration())
     with (tmp_path / "events.jsonl").open("a") as file:
@@ -132,7 +132,7 @@ def test_stop_never_signals_everybody(tmp_path: Path, process_id: int, monkeypat
     assert sent == []
 
 
-def test_a_process_id_alone_is_unknown_and_stop_says_how_to_look(
+def test_a_process_id_alone_is_unknown_and_stop_explains_how_to_check(
         tmp_path: Path, stranger: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", {"host": socket.gethostname(), "process_id": stranger.pid})
     assert info.state_of(run)["state"] == "UNKNOWN"

@@ -248,7 +248,7 @@ def test_a_damaged_table_of_pdfs_is_named(tmp_path: Path, damage: str) -> None:
 @pytest.mark.entry("K12", "you export a run with `features.cmvn=online`", "works",
                    "besides `global_cmvn.stats` there are `spk2utt` and `scale.mat`: `apply-cmvn-online`, then "
                    "`transform-feats scale.mat`, gives the network's input.")
-def test_online_means_and_the_scale_give_what_the_network_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_online_means_and_the_scale_give_the_input_of_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kaldi_native_io = pytest.importorskip("kaldi_native_io")
     # smaller than the utterances are
     for name, value in {"WINDOW": 10, "SPEAKER_FRAMES": 8, "GLOBAL_FRAMES": 5}.items():

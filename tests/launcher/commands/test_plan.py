@@ -112,7 +112,7 @@ def test_json_is_all_that_stdout_gets(measured: list[RunConfig], capsys: pytest.
     (["optimizer.max_chnage=1"], "optimizer.max_change=1"),
     (["--saved"], "--saved"),
 ])
-def test_bad_input_is_told_in_sentences(arguments: list[str], told: str, measured: list[RunConfig], tmp_path: Path,
+def test_bad_input_is_reported(arguments: list[str], told: str, measured: list[RunConfig], tmp_path: Path,
                                         capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *arguments]) == 2
     captured = capsys.readouterr()
@@ -120,7 +120,7 @@ def test_bad_input_is_told_in_sentences(arguments: list[str], told: str, measure
     assert (captured.out, measured, list(tmp_path.iterdir())) == ("", [], [])
 
 
-def test_all_wrong_arguments_are_told_at_once() -> None:
+def test_all_wrong_arguments_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         plan.command(["--workers", "x", "--bandwidth", "-1", "--sigma", "-2"])
     assert len(caught.value.problems) == 3
@@ -143,7 +143,7 @@ def test_a_damaged_measurement_counts_as_none(content: str, tmp_path: Path) -> N
     assert saved(config) is None
 
 
-def test_the_momentum_of_the_outer_optimiser_is_that_of_the_settings() -> None:
+def test_the_momentum_of_the_outer_optimizer_is_that_of_the_settings() -> None:
     momenta = {kind: scaling.momentum_of(RunConfig(outer=OuterConfig(kind=kind))) for kind in ("average", "bmuf", "diloco")}
     assert momenta == {"average": 0.0, "bmuf": 0.0, "diloco": 0.9}
 
@@ -192,14 +192,14 @@ def test_failures_cost_more_with_more_workers_and_most_when_all_restart() -> Non
     assert never.lost == never.lost_restarting == 0.0
 
 
-def test_what_is_set_stays_where_it_does_no_harm() -> None:
+def test_harmless_settings_are_kept() -> None:
     (row,) = _rows(2, workload=replace(WORKLOAD, samples=15000.0, total_samples=1e9), machine=replace(MACHINE, parallel=(
         Speed(1, 2, 3000.0, 0.05, 0.06), Speed(2, 1, 2000.0, 0.05, 0.06))))
     assert row.samples.samples == RunConfig().egs.samples_per_iter == 16000
     assert row.averaging == "central"  # nothing to gain by anything else
 
 
-def test_every_number_of_workers_gets_samples_and_each_reason_is_told_once() -> None:
+def test_every_number_of_workers_gets_samples_and_each_reason_is_printed_once() -> None:
     table = _rows(1, 2, 4, 8, 1000)
     lines = plan_text.text(MACHINE, WORKLOAD, ASSUMED, table)
     reasons = [line for line in lines if line.startswith("samples_per_iter for ")]
@@ -257,7 +257,7 @@ def _finish(forecast: Forecast) -> None:
     forecast.close("FINISHED")
 
 
-def test_a_run_ends_with_what_was_foretold_by_its_beginning(tmp_path: Path) -> None:
+def test_a_run_prints_the_prediction_of_its_first_iterations(tmp_path: Path) -> None:
     forecast, lines = _forecast(tmp_path)
     _finish(forecast)
     assert lines == [
@@ -266,7 +266,7 @@ def test_a_run_ends_with_what_was_foretold_by_its_beginning(tmp_path: Path) -> N
         "4 of them: predicted 8.32s, took 8.32s; predicted from its first 3 outer iterations"]
 
 
-def test_a_run_ends_with_what_the_probe_foretold_where_there_is_one(tmp_path: Path) -> None:
+def test_a_run_prints_the_prediction_of_the_probe(tmp_path: Path) -> None:
     forecast, lines = _forecast(tmp_path)
     _keep(RunConfig(output_dir=str(tmp_path)))
     _finish(forecast)
@@ -278,7 +278,7 @@ def test_a_run_ends_with_what_the_probe_foretold_where_there_is_one(tmp_path: Pa
 
 @pytest.mark.parametrize("changes", [{"address": "auto"}, {"outer": OuterConfig(overlap=True)},
                                      {"schedule": ScheduleConfig(load_balancing="time")}])
-def test_the_probe_says_nothing_about_a_cluster_or_jobs_of_another_kind(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_the_probe_makes_no_prediction_for_other_clusters_or_jobs(tmp_path: Path, changes: dict[str, Any]) -> None:
     forecast, lines = _forecast(tmp_path, **changes)
     _keep(RunConfig(output_dir=str(tmp_path)))
     _finish(forecast)

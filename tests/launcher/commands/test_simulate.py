@@ -34,7 +34,7 @@ def test_help_imports_no_torch() -> None:
     assert "--failures-per-worker-hour" in done.stdout
 
 
-def test_everything_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_wrong_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["--frames-per-s", "0", "--sigma", "-1", "--hang-fraction", "2", "--latency", "nan"]
     assert cli.main(["simulate", *wrong]) == ConfigError.exit_code
     told = capsys.readouterr().err
@@ -44,7 +44,7 @@ def test_everything_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) ->
     assert "--latency is nan" in told
 
 
-def test_the_spread_asked_for_is_that_of_a_whole_job() -> None:
+def test_the_requested_spread_is_that_of_a_complete_job() -> None:
     options = simulate.argument_parser().parse_args(["--sigma", "0.1", "--host-sigma", "0.3"])
     cluster = simulate.cluster_of(options, num_minibatches=25.0, seed=1)
     assert cluster.spread == Spread(0.3, 0.5)
@@ -56,7 +56,7 @@ def test_lines_of_outer_iterations_tell_the_virtual_time() -> None:
     assert VirtualProgress().iteration_line(record).endswith(f"at {duration(record.elapsed_s)}")
 
 
-def test_the_summary_says_where_the_time_went() -> None:
+def test_the_summary_splits_the_time() -> None:
     assert simulate.text(SUMMARY) == [
         "simulated  10 outer iterations on 4 workers: 3m20s (12.0s on this machine); 3 lost workers, 1 of them hung",
         "predicted  3m00s by the planner's formulas (simulated: +11.1%)",
@@ -79,7 +79,7 @@ def test_the_real_command_is_decided_by_its_seed_and_failures_change_no_number(
     broken = ("--frames-per-s", "300", "--failures-per-worker-hour", "2000", "--replace-s", "1", "--hang-fraction", "0.2")
     first, second = _simulated(tmp_path, capsys, *broken), _simulated(tmp_path, capsys, *broken)
     calm = _simulated(tmp_path, capsys, "--frames-per-s", "300", "--sigma", "0")
-    # sorted: diagnostics run beside the next outer iteration, and an incident of that may be told before they are
+    # sorted: diagnostics run next to the next outer iteration, and an incident of that may be told before they are
     events = [sorted((Path(one["folder"]) / "events.jsonl").read_text().splitlines()) for one in (first, second)]
     assert events[0] == events[1]
     assert first["num_deaths"] > 0

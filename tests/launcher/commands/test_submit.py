@@ -85,7 +85,7 @@ def test_a_ray_job_gets_absolute_paths_and_time_to_stop(jobs: Jobs, tmp_path: Pa
     (["--to", "kubernetes"], "--claim is missing"),
     (["--to", "kubernetes", "--claim", "c", "--job-name", "Night_1"], "47 "),
 ])
-def test_mistakes_are_told_before_anything_is_sent(words: list[str], told: str, jobs: Jobs,
+def test_mistakes_are_reported_before_anything_is_sent(words: list[str], told: str, jobs: Jobs,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["submit", *words]) == 2
     assert told in capsys.readouterr().err
@@ -107,7 +107,7 @@ def test_status_logs_and_stop_of_ray_jobs(jobs: Jobs, capsys: pytest.CaptureFixt
     ("Request failed with status code 401: Unauthorized", 5, "refuses"),
     ("Failed to connect to Ray at address: http://x", 5, "answers"),
 ])
-def test_what_ray_raises_becomes_a_sentence(said: str, code: int, told: str, jobs: Jobs, monkeypatch: pytest.MonkeyPatch,
+def test_errors_of_ray_become_one_message(said: str, code: int, told: str, jobs: Jobs, monkeypatch: pytest.MonkeyPatch,
                                             capsys: pytest.CaptureFixture[str]) -> None:
     def refuse() -> None:
         raise ConnectionError(said)
@@ -146,7 +146,7 @@ def test_the_slurm_script_is_sound_shell(capsys: pytest.CaptureFixture[str], tmp
 
 
 @pytest.mark.parametrize(("place", "more"), [("slurm", []), ("kubernetes", ["--claim", "runs"]), ("ray", [])])
-def test_the_cluster_group_says_where_to_submit_to(place: str, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cluster_group_selects_the_scheduler(place: str, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--dry-run", "--job-name", "night", "output_dir=/shared/runs", "seed=1", *more]
     assert cli.main(["submit", f"cluster={place}", *words]) == 0
     by_group = capsys.readouterr().out

@@ -132,7 +132,7 @@ def test_an_empty_folder_and_a_pattern_without_files(model: str, tmp_path: Path)
     assert main(["transcribe", model, str(tmp_path / "*.wav")]) == 3
 
 
-def test_what_is_not_a_model(audio: Path, tmp_path: Path) -> None:
+def test_invalid_models(audio: Path, tmp_path: Path) -> None:
     assert main(["transcribe", str(audio / "a.wav"), str(audio / "a.wav")]) == 6
     assert main(["transcribe", str(tmp_path / "nothing"), str(audio / "a.wav")]) == 2
 

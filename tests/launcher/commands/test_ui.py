@@ -67,7 +67,7 @@ def test_links_lead_to_the_newest_run(output_dir: Path) -> None:
     assert "runs/abc/model-metrics?workflowType=machine_learning" in newest
 
 
-def test_a_server_that_ends_is_told_with_its_last_words(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ends_is_reported_with_its_last_output(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ui, "server_command", lambda *_: [sys.executable, "-c", "print('no flask here'); exit(1)"])
     with pytest.raises(ui.DashboardError, match="start"):
         ui.serve(output_dir, port=free_port(), say=lambda _: None)

@@ -1,4 +1,4 @@
-"""Overrides to RunConfig: what is right goes through, what is wrong is told all at once."""
+"""Overrides to RunConfig: correct ones are accepted, all wrong ones are reported together."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_one_wrong_override_gives_one_sentence(override: str, sentence: str) -> 
     (["objective=lfmmi", "model.num_subclasses=200"], "objective.kind is lfmmi, and the model changes during training"),
     (["init_model=runs/x", "model.add_layers_period=2"], "init_model is runs/x with model.add_layers_period 2"),
 ])
-def test_what_sequence_objectives_do_not_go_with_is_told(overrides: list[str], start: str) -> None:
+def test_settings_incompatible_with_sequence_objectives_are_reported(overrides: list[str], start: str) -> None:
     [problem] = problems_of(*overrides)
     assert problem.startswith(start)
 
@@ -121,7 +121,7 @@ def test_names_of_other_trainers_lead_to_settings_that_exist() -> None:
     assert keys <= {*paths(), *compose.groups()}
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     problems = problems_of("optimizer=adma", "model.fo=1", "schedule.num_epochs=abc", "optimizer.max_change=-1", "+x=1")
     assert len(problems) == 5
 
@@ -174,7 +174,7 @@ def test_yaml_round_trip_is_exact(tmp_path: Path) -> None:
     ("seed: [1\n", "YAML"), ("", "settings"), ("- 1\n", "settings"),
     ("seed: 1\n", "output_dir"),
 ])
-def test_damaged_stored_configuration_is_told(tmp_path: Path, text: str, told: str) -> None:
+def test_damaged_stored_configuration_is_reported(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=told):
         read_config(tmp_path / "config.yaml")
@@ -189,7 +189,7 @@ def test_truncated_stored_configuration_is_not_filled_with_defaults(tmp_path: Pa
 
 @pytest.mark.parametrize("has_end_mark", [True, False])
 def test_a_run_of_an_older_version_has_the_defaults_of_later_settings(tmp_path: Path, has_end_mark: bool) -> None:
-    """Before the end mark came, a file is whole if its last setting is there."""
+    """Before the end mark came, a file is complete if its last setting is there."""
     config = compose.compose(["seed=3"])
     old = {name: value for name, value in plain(asdict(config)).items() if name != "ivectors"}
     del old["features"]["num_ceps"]

@@ -187,7 +187,7 @@ def test_the_run_folder_of_an_older_natural_gradient_loads(tmp_path: Path) -> No
     ({"outer": {"kind": "diloco", "nesterov_lr": 0.5}}, "outer.nesterov_lr", "outer.lr"),
     ({"preconditioner": {"kind": "kfac"}}, "preconditioner", "optimizer"),
 ])
-def test_an_old_name_in_a_recipe_of_ones_own_is_answered_with_the_new_one(
+def test_an_old_name_in_a_custom_recipe_is_answered_with_the_new_one(
         content: dict[str, Any], old: str, new: str, tmp_path: Path) -> None:
     [problem] = problems_of("recipe=mine", config_dir=recipe_file(tmp_path, content))
     assert problem.startswith(old) and new in problem
@@ -220,7 +220,7 @@ def test_a_removed_option_is_accepted_with_the_constant_alone(path: str) -> None
     assert problem.startswith(f"{path} was removed")
 
 
-def test_a_removed_option_with_another_value_in_a_recipe_of_ones_own_is_an_error(tmp_path: Path) -> None:
+def test_a_removed_option_with_another_value_in_a_custom_recipe_is_an_error(tmp_path: Path) -> None:
     [problem] = problems_of("recipe=mine", config_dir=recipe_file(tmp_path, {"augment": {"volume_low": 0.5}}))
     assert problem.startswith("augment.volume_low was removed")
 
@@ -281,7 +281,7 @@ def leaves_of(file: Path) -> dict[str, Any]:
 @pytest.mark.entry("S1", "your recipe sets `model.kind`, `outer.kind`, `optimizer.kind` or any other setting", "works",
                    "what a recipe sets is what is composed; a group or a setting on the command line wins over it")
 @pytest.mark.parametrize("recipe", compose.groups()["recipe"])
-def test_what_a_recipe_sets_is_what_is_composed(recipe: str) -> None:
+def test_settings_of_a_recipe_are_composed(recipe: str) -> None:
     composed = plain(flatten(compose.compose([f"recipe={recipe}"])))
     if composed["data.corpus"] != "digits":
         composed = plain(flatten(compose.compose([f"recipe={recipe}", "data.source=here"])))
@@ -297,7 +297,7 @@ def test_what_a_recipe_sets_is_what_is_composed(recipe: str) -> None:
     {"optimizer": {"kind": "soap", "beta1": 0.8}, "outer": {"kind": "average"}},
     {"objective": {"kind": "mmi", "acoustic_scale": 0.2}, "combination": {"kind": "none"}, "model": {"kind": "tdnnf"}},
 ])
-def test_what_a_made_up_recipe_sets_is_what_is_composed(content: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_of_an_artificial_recipe_are_composed(content: dict[str, Any], tmp_path: Path) -> None:
     folder = recipe_file(tmp_path, content)
     composed = flatten(compose.compose(["recipe=mine"], config_dir=folder))
     assert {path: composed[path] for path in dict(leaves(content, ""))} == dict(leaves(content, ""))

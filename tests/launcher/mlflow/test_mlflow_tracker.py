@@ -138,7 +138,7 @@ def test_a_worker_with_two_jobs_gives_one_point_weighted_by_frames(config: RunCo
     assert figures["job/frames_per_second"][0] == 8000.0
 
 
-def test_infinity_becomes_a_gap_and_bad_names_are_mended(config: RunConfig) -> None:
+def test_infinity_becomes_a_gap_and_bad_names_are_fixed(config: RunConfig) -> None:
     client = Client()
     tracker, said = start(config, lambda _: client)
     record = outer_iteration(valid_objf=-math.inf)
@@ -160,7 +160,7 @@ def test_incidents_are_charted(config: RunConfig) -> None:
     assert client.runs["id0"]["status"] == "FAILED"
 
 
-def test_what_a_store_that_is_down_missed_is_sent_when_it_is_back(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_missed_by_an_unavailable_store_are_sent_later(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_tracker, "FIRST_PAUSE_S", 0.01)
     client = Client()
     tracker, said = start(config, lambda _: client)
@@ -180,7 +180,7 @@ def test_what_a_store_that_is_down_missed_is_sent_when_it_is_back(config: RunCon
     assert steps == [32000, 64000, 96000]
 
 
-def test_what_was_not_sent_is_counted_and_sent_by_the_resumed_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsent_metrics_are_counted_and_sent_by_the_resumed_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_tracker, "CLOSE_TIMEOUT_S", 0.3)
     client, log = Client(), EventLog(Path(config.output_dir) / "run" / "events.jsonl")
     tracker, said = start(config, lambda _: client)
@@ -221,7 +221,7 @@ def test_a_message_that_the_store_refuses_does_not_hold_up_the_others(config: Ru
     assert said[-1].startswith("1 updates did not reach MLflow")
 
 
-def test_a_store_that_was_emptied_gets_the_whole_run_again_tagged(config: RunConfig) -> None:
+def test_an_emptied_store_gets_the_complete_run_again_tagged(config: RunConfig) -> None:
     folder = Path(config.output_dir) / "run"
     EventLog(folder / "events.jsonl").outer_iteration(outer_iteration(0))
     (folder / "tracking.json").write_text(json.dumps(
@@ -243,7 +243,7 @@ def test_workers_have_runs_of_their_own_only_when_asked(config: RunConfig) -> No
     assert name == "run" and figures["system/memory_used_gb"][0] > 0.0
 
 
-def test_every_machine_has_its_load_in_a_section_of_its_own_and_batches_stay_within_the_limit(config: RunConfig) -> None:
+def test_every_machine_has_a_separate_load_section_and_batches_stay_within_the_limit(config: RunConfig) -> None:
     client = Client()
     tracking = replace(config.tracking, nested_runs=False, log_system_metrics=True)
     tracker, _ = start(replace(config, tracking=tracking), lambda _: client)
@@ -315,7 +315,7 @@ def test_a_store_that_cannot_be_opened_does_not_stop_the_run(config: RunConfig, 
     assert "such host" in said[0]
 
 
-def test_close_does_not_wait_for_ever(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_forever(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_tracker, "CLOSE_TIMEOUT_S", 0.1)
     never = threading.Event()
     tracker, said = start(config, lambda _: never.wait())
@@ -449,7 +449,7 @@ def test_a_server_that_changes_its_answer_gets_no_further(config: RunConfig, tmp
 
 
 @pytest.mark.services
-def test_an_answer_without_an_end_is_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_answer_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = 0
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -42,7 +42,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     f"http://u:{SECRET}/with/slash@h", f"http://u:{SECRET}@more@h", f"https://h/?token={SECRET}", f"https://h/?x=1&api_key={SECRET}&y=2",
     f"https://h/blob?sv=1&sig={SECRET}", f"s3://b/k?X-Amz-Signature={SECRET}", f"Authorization: Bearer {SECRET}",
     f"authorization: Basic {SECRET}==", f"connection to db failed: password={SECRET} host=h", f'"http://a:{SECRET}@h"'])
-def test_what_is_masked(text: str) -> None:
+def test_masked_values(text: str) -> None:
     assert SECRET not in masked(text)
     assert masked(masked(text)) == masked(text)
 
@@ -50,7 +50,7 @@ def test_what_is_masked(text: str) -> None:
 @pytest.mark.parametrize("text", [
     "http://127.0.0.1:5000/#/experiments/1", "sqlite:////home/a@b/mlflow.db", "http://host:5000/path@2", "iter 1: objf -1.2",
     "give --token-file FILE", "the cluster refuses this token, or none was given", "user@host:/path", "https://h/?page=2"])
-def test_what_is_left_as_it_is(text: str) -> None:
+def test_unchanged_models(text: str) -> None:
     assert masked(text) == text
 
 
@@ -99,7 +99,7 @@ def test_no_file_and_no_line_of_a_run_has_the_password(tmp_path: Path, monkeypat
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
-def test_a_known_password_is_masked_in_lines_and_settings_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_password_is_masked_in_lines_and_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "speech")
     assert "speech" not in masked("nonnumeric port: 'speech@host'")
     assert "/data/speech" in config_file.to_yaml(compose.compose(["data.cache_dir=/data/speech"]))
@@ -126,7 +126,7 @@ def test_a_masked_address_takes_its_login_from_the_environment(monkeypatch: pyte
         with_login("https://h/?token=***")
 
 
-def test_resume_says_at_once_that_the_login_is_missing_and_continue_takes_it(
+def test_resume_reports_a_missing_login_at_once_and_continue_accepts_it(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     ran: list[Any] = []

@@ -68,7 +68,7 @@ def test_nccl_where_it_cannot_be_is_named(changes: dict[str, object]) -> None:
     assert "nccl" in problem
 
 
-def test_a_worker_that_fails_while_it_averages_is_not_said_to_run_other_code() -> None:
+def test_a_worker_that_fails_while_averaging_is_not_reported_as_other_code() -> None:
     def failed(cause: Exception) -> RayTaskError:
         return RayTaskError("answer", "traceback", cause)
     error = exchange_error(failed(ValueError("vector::_M_default_append")))

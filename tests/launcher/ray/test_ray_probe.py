@@ -156,7 +156,7 @@ def test_a_ray_with_the_open_delete_is_refused(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_oldest_ray_is_the_one_that_the_package_asks_for() -> None:
-    from tests.docs.test_docs import ROOT
+    from tests.docs.pages import ROOT
 
     oldest = ".".join(map(str, probe.OLDEST_RAY))
     assert f"ray[default]>={oldest}," in (ROOT / "pyproject.toml").read_text()
@@ -190,7 +190,7 @@ def test_doctor_reports_a_cluster_that_does_not_answer(tmp_path: Path, closed_po
     assert finding.verdict == "fail" and str(closed_port) in finding.found
 
 
-def test_no_token_is_sent_before_somebody_answers(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:
+def test_no_token_is_sent_before_a_server_answers(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:
     monkeypatch.setattr(jobs, "use_token", lambda door: pytest.fail("the token was read"))
     with pytest.raises(ClusterError):
         jobs.connect(jobs.job_server_of(SimpleNamespace(dashboard_url=f"127.0.0.1:{closed_port}", token_file="")))

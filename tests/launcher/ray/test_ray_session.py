@@ -18,7 +18,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_nobody_else_enters_it_whatever_ray_makes_of_its_own(base: Path) -> None:
+def test_other_users_cannot_enter_the_folder_of_ray(base: Path) -> None:
     folder = PrivateFolder()
     # as Ray does
     Path(folder.temp_dir).mkdir()

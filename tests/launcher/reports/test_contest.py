@@ -18,7 +18,7 @@ from ngsgd.pipeline.runs.run_folder import RunFolder
 from tests.launcher.reports.test_report import make_run
 
 
-def test_a_sweep_is_told_apart_by_what_varies() -> None:
+def test_runs_of_a_sweep_are_named_by_the_settings_that_vary() -> None:
     runs = compose.each_of_sweep(["recipe=digits", "optimizer=ngsgd,kfac", "seed=1,2"])
     assert [sweep_runner.run_name(swept) for _, swept in runs] == ["ngsgd-s1", "ngsgd-s2", "kfac-s1", "kfac-s2"]
     assert runs[2][0] == ["recipe=digits", "optimizer=kfac", "seed=1"]
@@ -63,7 +63,7 @@ while not os.path.exists(sys.argv[1]):
 
 
 @pytest.mark.slow
-def test_settings_are_trained_and_compared_with_runs_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_settings_are_trained_and_compared_with_runs_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                                     capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path, "old")
@@ -82,7 +82,7 @@ def test_settings_are_trained_and_compared_with_runs_that_are_there(tmp_path: Pa
     assert json.loads(RunFolder.open(next((tmp_path / "runs").glob("kfac-*"))).measured.read_text())["whole_s"] > 0.0
 
 
-def test_wrong_settings_are_told_before_a_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_wrong_settings_are_reported_before_a_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", Training(tmp_path, failing="run"))

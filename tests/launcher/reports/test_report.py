@@ -258,7 +258,7 @@ def test_spectra_of_a_run_whose_examples_are_gone_are_refused(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_page_without_spectra_says_why(tmp_path: Path) -> None:
+def test_a_page_without_spectra_states_the_reason(tmp_path: Path) -> None:
     run = make_run(tmp_path, "first")
     said: list[str] = []
     write(RunFolder(run), tmp_path / "page.html", said.append, with_spectra=True)

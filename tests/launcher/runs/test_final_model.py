@@ -51,7 +51,7 @@ def test_the_final_model_is_read_as_it_was_written_without_the_examples(tmp_path
     assert prior_P.sum() == pytest.approx(1.0)
 
 
-def test_a_run_that_ended_before_its_model_was_whole_leaves_what_it_was(tmp_path: Path) -> None:
+def test_a_run_that_ended_early_keeps_its_last_model(tmp_path: Path) -> None:
     run = toy.Run(tmp_path, toy.config(model=MODELS["tdnn with all there is"]))
     with torch.no_grad():  # so that every stage has an output of its own
         for parameter in run.model.parameters():

@@ -30,7 +30,7 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
                                    ["model=pnorm", "model.hidden_dim=1000000000"],
                                    ["model=tdnnf", "model.hidden_dim=100000000000"]],
                          ids=" ".join)
-def test_what_is_far_too_large_is_told_before_any_data_is_made(
+def test_impossible_sizes_are_reported_before_data_is_prepared(
         no_data: None, tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "cluster=in_process", f"output_dir={tmp_path}", *words]) == 2
     said = capsys.readouterr().err
@@ -38,7 +38,7 @@ def test_what_is_far_too_large_is_told_before_any_data_is_made(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_of_too_many_passes_is_told_before_its_archives_are_written() -> None:
+def test_a_run_of_too_many_passes_is_reported_before_its_archives_are_written() -> None:
     config = RunConfig(egs=EgsConfig(samples_per_iter=1), schedule=ScheduleConfig(num_epochs=1000.0))
     with pytest.raises(ConfigError, match=r"egs\.samples_per_iter"):
         limits.require_schedule(config, 480_000)

@@ -76,7 +76,7 @@ def test_a_run_folder_is_locked_once_and_cleaned(folder: RunFolder) -> None:
         assert lock.fence == 6
 
 
-def test_what_a_resume_needs_is_synced_with_its_folder_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_needed_by_a_resume_are_synced_with_their_folder_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     fsync = os.fsync
 

@@ -135,7 +135,7 @@ def test_a_received_run_executes_nothing(attacker: Path, tmp_path: Path, words: 
 @pytest.mark.parametrize(("words", "gadget"), [*((words, "module") for words in READERS),
                                                *((words, gadget) for words in READERS[-2:] for gadget in list(GADGETS)[1:])],
                          ids=name_of)
-def test_what_only_reads_never_executes(attacker: Path, tmp_path: Path, words: list[str], gadget: str) -> None:
+def test_commands_that_only_read_never_execute(attacker: Path, tmp_path: Path, words: list[str], gadget: str) -> None:
     run = make_run(tmp_path / "received", GADGETS[gadget](attacker))
     trust.allow(GADGETS[gadget](attacker))  # not even then
     assert call(words, run) == 0
@@ -209,7 +209,7 @@ def test_ones_own_run_resumes_without_the_flag_but_not_with_other_settings(
     assert len(ran) == 2
 
 
-def test_a_final_model_of_ones_own_run_opens_anywhere(attacker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_final_model_of_an_own_run_opens_anywhere(attacker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As MLflow stores it: a copy of final/ without the rest of the run."""
     model = GADGETS["module"](attacker)
     final = make_run(tmp_path / "run", model) / "final"
@@ -239,7 +239,7 @@ def test_a_record_that_others_could_have_written_is_ignored(
     assert len(ran) == 1
 
 
-def test_a_home_that_cannot_be_written_is_told_and_training_goes_on(
+def test_a_home_that_cannot_be_written_is_reported_and_training_continues(
         attacker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "state").touch()
     ran = without_data(monkeypatch)

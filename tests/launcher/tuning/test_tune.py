@@ -47,7 +47,7 @@ def on_toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return call
 
 
-def test_probe_tells_what_the_proxy_can_do(on_toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_probe_reports_the_capability_of_the_proxy(on_toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert on_toy("probe", config(tmp_path)) == 0
     told = capsys.readouterr().out
     assert "store" in told and "preconditioner: none" in told
@@ -167,6 +167,6 @@ def test_the_help_names_tune(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("setting", "told"), [
     ("schedule.lr_factors=[1,0]", "above 0"), ("optimizer.layer_options={affine1:{lr:1}}", "such as {lr_factor: 1.3}"),
     ("model.init_scales={affine1:-1}", "above 0"), ("tune.proxy.steps=401", "tune.proxy.outer_iters")])
-def test_settings_that_cannot_be_are_told(setting: str, told: str) -> None:
+def test_impossible_settings_are_reported(setting: str, told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         compose.compose([setting])

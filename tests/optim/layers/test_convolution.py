@@ -22,7 +22,7 @@ PLAIN: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def twins(layer: nn.Module) -> tuple[Any, Any, NGSGD]:
-    """(plain, with natural gradient, its optimiser), same parameters."""
+    """(plain, with natural gradient, its optimizer), same parameters."""
     layer = layer.double()
     plain = copy.deepcopy(layer)
     return plain, layer, NGSGD(layer, lr=0.1)

@@ -78,7 +78,7 @@ def test_the_two_shapes_take_the_two_forms(monkeypatch: pytest.MonkeyPatch) -> N
     "N1",
     "the model has an `nn.Linear`",
     "works",
-    "natural gradient of rows of inputs and of derivatives; exact classes only, since a subclass may "
+    "natural gradient of rows of inputs and output gradients; exact classes only, since a subclass may "
     "compute something else",
 )
 @SHAPES
@@ -182,7 +182,7 @@ def test_accumulated_gradients_are_sums_of_two_calls(num_rows: int, num_inputs: 
 
 @pytest.mark.entry("N10")
 def test_a_bias_alone_gets_its_plain_gradient() -> None:
-    """The weight was frozen after the optimiser was made, or before: no natural gradient is defined for the bias alone."""
+    """The weight was frozen after the optimizer was made, or before: no natural gradient is defined for the bias alone."""
     for freeze_first in (True, False):
         torch.manual_seed(0)
         layer = nn.Linear(10, 6, dtype=torch.float64)

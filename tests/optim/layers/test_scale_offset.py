@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ngsgd import NGSGD, OnlineNaturalGradient
 from ngsgd.optim.layers.scale_offset import NaturalGradientNorm
 
-# float64; the normalised input comes from another kernel than the plain layer's, and the affine part is a step of its own
+# float64; the normalized input comes from another kernel than the plain layer's, and the affine part is a separate step
 PLAIN: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 # an update squares the condition number of the Fisher matrix (at most 1 / delta = 2000): 4e6 roundings of 1e-16
 EQUAL: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-9}
@@ -56,7 +56,7 @@ def noise(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def twins(case: Case) -> tuple[Any, Any, NGSGD]:
-    """(plain, with natural gradient, its optimiser), same parameters, which are not 1 and 0."""
+    """(plain, with natural gradient, its optimizer), same parameters, which are not 1 and 0."""
     layer = case.make().double()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -239,7 +239,7 @@ def test_the_model_can_change_dtype_while_it_trains() -> None:
     assert all(p.dtype == torch.float64 and bool(p.isfinite().all()) for p in model.parameters())
 
 
-def test_a_deep_copy_has_statistics_and_estimates_of_its_own() -> None:
+def test_a_deep_copy_has_separate_statistics_and_estimates() -> None:
     model = network()
     optimizer = NGSGD(model, lr=0.01)
     train(model, range(3), optimizer)
@@ -266,7 +266,7 @@ def test_loading_a_state_dict_reaches_the_statistics_in_use(assign: bool) -> Non
     assert torch.equal(model(x), source(x))
 
 
-def test_a_whole_model_can_be_pickled_and_goes_on_training() -> None:
+def test_a_pickled_model_continues_training() -> None:
     model = network()
     train(model, range(3))
     file = io.BytesIO()
@@ -293,7 +293,7 @@ def test_detach_gives_back_plain_layers_with_the_statistics_so_far() -> None:
     train(model, range(3, 4), torch.optim.SGD(model.parameters(), lr=0.01))
 
 
-def test_further_optimisers_leave_nothing_of_the_ones_before_in_the_model() -> None:
+def test_later_optimizers_remove_the_state_of_earlier_ones() -> None:
     model = nn.Sequential(nn.LayerNorm(8))
     sizes = []
     for _ in range(5):
@@ -303,7 +303,7 @@ def test_further_optimisers_leave_nothing_of_the_ones_before_in_the_model() -> N
 
 
 def test_hooks_run_once() -> None:
-    """On the layer, not once more on the twin that normalises."""
+    """On the layer, not once more on the twin that normalizes."""
     model = network()
     calls: list[str] = []
     model[6].register_forward_hook(lambda *_: calls.append("forward, before"))
@@ -317,7 +317,7 @@ def test_hooks_run_once() -> None:
 
 @pytest.mark.parametrize("first", ["optimiser", "setting"])
 def test_settings_of_a_batch_norm_hold_whenever_they_are_made(first: str) -> None:
-    """Momentum and epsilon changed on the layer reach the twin that normalises, also after the optimiser is made."""
+    """Momentum and epsilon changed on the layer reach the twin that normalizes, also after the optimizer is made."""
     model, plain = network(), network()
     if first == "optimiser":
         _optimizer = NGSGD(model, lr=0.1)

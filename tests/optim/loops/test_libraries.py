@@ -31,7 +31,7 @@ def loader() -> DataLoader[Any]:
 
 
 @pytest.mark.entry("L1", "you train with Lightning", "works",
-                   "`configure_optimizers` may return an NGSGD; a run is bit for bit the plain loop, and so is one that "
+                   "`configure_optimizers` may return an NGSGD; a run is bitwise identical to the plain loop, also one that "
                    "BaseFinetuning unfreezes")
 def test_lightning_is_the_plain_loop(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")

@@ -48,8 +48,8 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *
 
 @KINDS
 @pytest.mark.entry("L6", "you save and load with torch.distributed.checkpoint", "works",
-                   "a run that is loaded continues bit for bit, with its Fisher estimates, velocities and settings of the param "
-                   "groups; a state of torch's optimizers is refused with OptimizerStateError")
+                   "a run that is loaded continues bitwise identically, with its Fisher estimates, velocities and settings of the "
+                   "param groups; a state of torch's optimizers is refused with OptimizerStateError")
 @pytest.mark.entry("B2", "you use `get_optimizer_state_dict` and `set_optimizer_state_dict`", "works",
                    "the estimates are in `state` of each weight, where torch.distributed.checkpoint keeps them; states of "
                    "earlier versions load")
@@ -74,7 +74,7 @@ def test_a_run_continues_from_a_distributed_checkpoint(kind: type[SGD], momentum
 
 
 @pytest.mark.entry("B2")
-def test_a_checkpoint_before_the_first_step_begins_afresh(tmp_path: Path) -> None:
+def test_a_checkpoint_before_the_first_step_starts_again(tmp_path: Path) -> None:
     model = network()
     optimizer = NGSGD(model, lr=0.5)
     save(tmp_path / "checkpoint", model, optimizer, flatten=False)
@@ -119,7 +119,7 @@ def test_a_moving_average_is_a_plain_model() -> None:
 
 
 @pytest.mark.entry("L9", "you scale the loss with a GradScaler", "works",
-                   "with `NGSGD(..., grad_scaler=scaler)` the run is that without a scaler; without it a warning says so once")
+                   "with `NGSGD(..., grad_scaler=scaler)` the run is that without a scaler; without it there is one warning")
 def test_a_loss_scale_changes_nothing() -> None:
     plain, scaled = network(), network()
     train(plain, NGSGD(plain, lr=0.5), minibatches())
@@ -158,7 +158,7 @@ def test_one_cycle(kind: type[SGD]) -> None:
 
 @KINDS
 @pytest.mark.entry("L11", "you train a head and unfreeze the rest later", "works",
-                   "after `optimizer.add_param_group` the unfrozen layers train, under NGSGD with estimates of their own; "
+                   "after `optimizer.add_param_group` the unfrozen layers train, under NGSGD with separate estimates; "
                    "without it a warning names them")
 def test_gradual_unfreezing(kind: type[SGD]) -> None:
     model = network()

@@ -1,4 +1,4 @@
-"""The plain mean of a run's last models: which are kept, which are averaged, and what is chosen on held-out frames."""
+"""The mean of the last models of a run: storage, averaging, and the choice on held-out frames."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_model_of_another_size_is_named(method: Method, small: HeldOut) -> Non
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_no_model_at_all_is_told(method: Method, small: HeldOut) -> None:
+def test_a_missing_model_is_reported(method: Method, small: HeldOut) -> None:
     with pytest.raises(CheckpointError, match="combine"):
         method([], small)
 
@@ -227,12 +227,12 @@ def test_a_model_without_a_finite_objf_is_passed_over(method: Method, small: Hel
     assert combined.num_models == 2 and combined.objf_newest == -math.inf < combined.objf
 
 
-def test_no_held_out_frame_is_told(small: HeldOut) -> None:
+def test_a_missing_held_out_frame_is_reported(small: HeldOut) -> None:
     with pytest.raises(DataError, match="no held-out frame"):
         HeldOut(small.model, Minibatch(torch.empty(0, DIM), torch.empty(0, dtype=torch.int64)))
 
 
-# ------------------------------------------------------------------ batch normalisation and dropout
+# ------------------------------------------------------------------ batch normalization and dropout
 
 
 def batchnorm_model(seed: int) -> nn.Sequential:

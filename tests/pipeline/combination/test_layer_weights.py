@@ -125,7 +125,7 @@ def test_a_scatter_of_zeros_has_a_factor() -> None:
     np.testing.assert_allclose(preconditioner(np.zeros((3, 3))), np.sqrt(1.01e-20) * np.eye(3), rtol=1e-12)
 
 
-def test_a_layer_is_a_module_with_trainable_parameters_of_its_own() -> None:
+def test_a_layer_is_a_module_with_direct_trainable_parameters() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 3), nn.Linear(3, 3))
     model[2].requires_grad_(False)
     model[3].weight = model[0].weight
@@ -171,7 +171,7 @@ def test_never_worse_than_the_mean_or_the_newest_model(max_evaluations: int) -> 
         vectors = problem.vectors
         if seed % 3 == 0:  # the newest is good, the others are far off
             vectors = [generalized(given(vectors), problem.held_out).parameters, *(v * np.float32(9) for v in vectors[1:])]
-        if seed % 3 == 1:  # their noise cancels in the mean, which nothing but scales can better
+        if seed % 3 == 1:  # their noise cancels in the mean, which only scales can better
             vectors = [vectors[0] + vectors[1], vectors[0] - vectors[1]]
         combined = generalized(given(vectors), problem.held_out, max_evaluations=max_evaluations)
         newest, mean = (problem.held_out(v)[0] for v in (vectors[0], mean_of(vectors).astype(np.float32)))
@@ -346,7 +346,7 @@ def test_no_evaluation_is_spent_at_the_top() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf, np.inf])
-def test_steps_into_what_is_not_finite_are_shortened(bad: float) -> None:
+def test_steps_to_non_finite_values_are_shortened(bad: float) -> None:
     """log(1 - x) + 2 x has its top at 1/2; the first step goes far beyond 1."""
     def function(x: Array) -> tuple[float, Array]:
         if x[0] >= 1.0:

@@ -26,7 +26,7 @@ FORMATS = ["onnx", "torch", "sherpa-onnx", "huggingface"]
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_what_is_there_is_not_overwritten(format_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_not_overwritten(format_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, output = write_run(tmp_path / "run", []), tmp_path / "model.onnx"
     output.write_text("mine")
     assert main(["export", "--format", format_name, str(run), str(output)]) == 2

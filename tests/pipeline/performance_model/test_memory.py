@@ -143,7 +143,7 @@ def test_on_a_device_rows_of_ng_sgd_wait_until_the_end_of_the_backward_pass() ->
     assert there.peak == here.peak + here.activations
 
 
-def test_what_cannot_be_predicted_is_refused_with_a_way_to_measure_it() -> None:
+def test_an_unpredictable_setting_is_rejected_with_a_way_to_measure_it() -> None:
     class Reads(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x * float(x.sum()))
@@ -186,7 +186,7 @@ def test_the_batch_that_fits_is_predicted_on_a_cpu(free_bytes: int) -> None:
     assert found.fixed_bytes + 2 * max(found.size, 1) * found.bytes_per_example > 0.9 * free_bytes
 
 
-def test_a_shard_that_is_too_small_for_two_sizes_is_told() -> None:
+def test_a_shard_that_is_too_small_for_two_sizes_is_reported() -> None:
     task = DatasetTask(dataset(), make_model, mean_loss)
     with pytest.raises(ConfigError, match="minibatch_size"):
         fitting_batch(

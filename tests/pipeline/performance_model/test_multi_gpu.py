@@ -47,7 +47,7 @@ def test_synchronous_training_loses_nothing_from_the_bandwidth_of_the_page_on() 
         assert (row.synchronous == 1.0) is is_free
 
 
-def test_the_tables_of_the_page_are_what_the_command_prints(
+def test_the_tables_of_the_page_match_the_output_of_the_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = re.findall(

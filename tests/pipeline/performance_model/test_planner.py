@@ -111,7 +111,7 @@ def test_one_worker_has_nothing_to_send_but_through_the_centre() -> None:
 
 
 @pytest.mark.parametrize("power", range(1, 7))
-def test_tree_depth_is_whole_at_powers_of_the_radix(power: int) -> None:
+def test_tree_depth_is_an_integer_at_powers_of_the_radix(power: int) -> None:
     link = Link(bandwidth=math.inf, latency_s=0.5, add_speed=math.inf)  # each level costs 1 s
     assert tree_s(10 ** power, 1, link, radix=10) == pytest.approx(power)
     assert tree_s(10 ** power + 1, 1, link, radix=10) == pytest.approx(power + 1)
@@ -135,7 +135,7 @@ def _exact_straggler_factor(sigma: float, count: int) -> float:
 
 @pytest.mark.parametrize(("sigma", "tolerance"), [(0.05, 0.001), (0.1, 0.0025), (0.2, 0.007), (0.4, 0.033)])
 @pytest.mark.parametrize("count", [4, 8, 32, 256, 1000])
-def test_straggler_factor_is_off_by_less_than_is_said(sigma: float, tolerance: float, count: int) -> None:
+def test_the_error_of_the_straggler_factor_is_as_documented(sigma: float, tolerance: float, count: int) -> None:
     assert straggler_factor(sigma, count) == pytest.approx(_exact_straggler_factor(sigma, count), rel=tolerance)
 
 
@@ -155,12 +155,12 @@ def test_straggler_factors_as_tabulated(sigma: float, count: int, told: float) -
     assert straggler_factor(sigma, count) == pytest.approx(told, abs=0.011)
 
 
-def test_one_worker_waits_for_nobody() -> None:
+def test_one_worker_does_not_wait() -> None:
     assert straggler_factor(0.3, 1) == 1.0
     assert normal_score(1) == pytest.approx(0.0, abs=1e-12)
 
 
-def test_spread_is_told_apart_and_what_is_common_to_a_round_is_nobodys() -> None:
+def test_spread_is_separated_and_effects_common_to_a_round_are_removed() -> None:
     """Seed 1, 200 rounds of 20 workers: the standard errors are 16 % of host and 1.2 % of step; 4 of them are allowed."""
     random = np.random.default_rng(1)
     host, step, minibatches = 0.08, 0.5, 100
@@ -172,7 +172,7 @@ def test_spread_is_told_apart_and_what_is_common_to_a_round_is_nobodys() -> None
     assert spread.of_job(minibatches) == pytest.approx(math.hypot(spread.host, spread.step / 10))
 
 
-def test_spread_cannot_be_told_from_one_worker_or_one_round() -> None:
+def test_spread_cannot_be_estimated_from_one_worker_or_one_round() -> None:
     assert split_spread([[1.0], [2.0]], 10) == split_spread([[1.0, 2.0]], 10) == split_spread([], 10) == Spread(0.0, 0.0)
 
 
@@ -195,7 +195,7 @@ def test_dropping_one_job_beats_restarting_all(rate: float, count: int, outer_s:
 def test_waiting_for_retried_jobs_against_simulation(compute_s: float, replace_s: float) -> None:
     """Seed 2, 20000 outer iterations: standard error below 1.4 % of the wait, so 5 of them make 7 %.
 
-    The formula leaves out jobs that fail twice and idle workers that take a job before the replacement is there: 3 % more.
+    The formula skips jobs that fail twice and idle workers that take a job before the replacement is there: 3 % more.
     """
     random = np.random.default_rng(2)
     waits = [_simulated_end(random, 32, compute_s, replace_s) - compute_s for _ in range(20000)]
@@ -222,7 +222,7 @@ def test_no_failures_cost_nothing_and_many_are_endless() -> None:
     assert retry_wait_s(1.0, 1000, 100.0, 20.0) == pytest.approx(120.0, rel=1e-3)
 
 
-def test_speed_counts_only_what_failures_leave() -> None:
+def test_speed_counts_only_successful_work() -> None:
     assert frames_per_s(10, 400.0, 2.0, kept=0.5) == pytest.approx(1000.0)
 
 
@@ -265,7 +265,7 @@ def test_recommended_samples_and_reason(now: float, overhead_s: float, gamma: fl
     assert reason in advice.reason
 
 
-def test_too_little_data_is_told() -> None:
+def test_too_little_data_is_reported() -> None:
     bounds = SampleBounds.of(minibatch_size=128, total_samples=1e4, num_jobs=8, outer_momentum=0.0)
     advice = recommend_samples(now=100, rate=1000.0, overhead_s=1.0, bounds=bounds)
     assert (advice.samples, "fewer workers" in advice.reason) == (1280, True)
@@ -291,7 +291,7 @@ def test_an_outer_iteration_is_the_sum_of_its_parts() -> None:
     found = _predict(4)
     assert found.compute_s == pytest.approx(10.0 * straggler_factor(0.1, 4) + 0.3 + 2 * 4 * 0.01)
     assert found.average_s == pytest.approx(4 * 0.01)
-    assert found.diagnostics_s == pytest.approx(0.1 - 0.04 - 0.05)  # beside averaging and checkpoint, as no core is free
+    assert found.diagnostics_s == pytest.approx(0.1 - 0.04 - 0.05)  # next to averaging and checkpoint, as no core is free
     assert found.outer_iter_s == pytest.approx(found.compute_s + 0.04 + 0.05 + 0.01)
     assert found.efficiency == pytest.approx(10.0 / found.outer_iter_s)
     assert found.frames_per_s == pytest.approx(40000 / found.outer_iter_s)
@@ -352,7 +352,7 @@ def test_a_machine_survives_json() -> None:
     assert Machine.from_json(json.loads(json.dumps(MACHINE.to_json()))) == MACHINE
 
 
-# Beside the actual ----------------------------------------------------------------------------------------------------
+# Next to the actual ----------------------------------------------------------------------------------------------------
 
 
 def _record(outer_iter: int, compute_s: float, num_jobs: int = 2) -> OuterIterationRecord:
@@ -381,7 +381,7 @@ def test_one_outer_iteration_foretells_nothing() -> None:
     assert planner.extrapolate([_record(0, 2.4)], [2] * 6, num_slots=2) is None
 
 
-def test_comparison_tells_both_numbers_the_difference_and_where_it_is() -> None:
+def test_comparison_reports_both_numbers_the_difference_and_its_place() -> None:
     run = planner.extrapolate([_record(0, 2.4), _record(1, 1.9), _record(2, 2.1)], [2] * 6, num_slots=2)
     assert run is not None
     lines = planner.compare([_record(0, 2.4)] + [_record(n, 2.5) for n in range(1, 6)], run)

@@ -85,7 +85,7 @@ def test_steps_are_timed_after_the_warm_up_and_the_rest_is_fixed(clock: FakeCloc
     assert seconds - done * step_s == 11 * 4.0 + 3.0
 
 
-def test_a_long_job_is_cut_short_once_two_marks_are_there(clock: FakeClock) -> None:
+def test_a_long_job_is_cut_short_once_two_marks_exist(clock: FakeClock) -> None:
     late, early = Watch(deadline=70.0, uses_gpu=False), Watch(deadline=0.0, uses_gpu=False)
     assert clock.job(late, 10000)[0] == 27   # the first mark after 55 + 15 s
     assert late.step_s(1.0, 27) == 1.0
@@ -149,7 +149,7 @@ def test_a_probe_finds_speeds_and_leaves_no_process(tmp_path: Path, no_process_l
 
 
 @pytest.mark.slow
-def test_what_a_worker_raises_ends_the_probe_with_its_own_words(tmp_path: Path, no_process_left: None) -> None:
+def test_an_error_of_a_worker_ends_the_probe_with_its_message(tmp_path: Path, no_process_left: None) -> None:
     run = Run(tmp_path)
     (tmp_path / "scratch").mkdir()
     for archive in range(run.reader.info.num_archives):

@@ -146,7 +146,7 @@ def test_a_slow_machine_stays_slow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_without_chance_an_outer_iteration_takes_what_the_formulas_say(tmp_path: Path, topology: str) -> None:
+def test_without_randomness_an_outer_iteration_follows_the_formulas(tmp_path: Path, topology: str) -> None:
     link = Link(bandwidth=2e4, latency_s=0.01, add_speed=1e6)
     cluster = SimulatedCluster(rate=500.0, overhead_s=0.25, link=link, topology=topology)
     run, pool, end = simulate(tmp_path, jobs(4), cluster, Idler)
@@ -175,7 +175,7 @@ def test_overlap_hides_the_average(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_keeps_the_share_that_the_formula_says(tmp_path: Path) -> None:
+def test_a_worker_keeps_the_fraction_of_the_formula(tmp_path: Path) -> None:
     # seeded; a job takes T = 0.3 s, lam T = 0.1, R = T / 2.  2000 jobs have about 210 failures: the lost share of 0.091 has a
     # standard error of 0.006, and second order adds 0.004
     run = Run(tmp_path, jobs(1))
@@ -197,7 +197,7 @@ def test_a_worker_keeps_the_share_that_the_formula_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_waiting_for_jobs_that_run_again_takes_what_the_formula_says(tmp_path: Path) -> None:
+def test_waiting_for_retried_jobs_follows_the_formula(tmp_path: Path) -> None:
     # seeded; N lam C = 0.4 over 96 outer iterations: some 38 failures, a standard error of some 15 % of the wait
     run_config = jobs(4, num_epochs=32.0)
     cluster = SimulatedCluster(rate=1000.0, failures_per_worker_hour=1200.0, replace_s=0.1, seed=5)
@@ -251,7 +251,7 @@ def test_with_shares_by_time_outer_iterations_are_as_long_as_set(tmp_path: Path)
     assert run.recorder.records[-1].frames_processed == num_frames
 
 
-def test_an_elastic_run_goes_on_with_fewer_jobs_until_the_worker_is_back(tmp_path: Path) -> None:
+def test_an_elastic_run_continues_with_fewer_jobs_until_the_worker_is_back(tmp_path: Path) -> None:
     elastic = replace(jobs(4, num_epochs=6.0), cluster=ClusterConfig(num_workers=4, elastic=True))
     cluster = SimulatedCluster(rate=300.0, failures_per_worker_hour=60.0, replace_s=3.0, seed=1)
     run, pool, _ = simulate(tmp_path, elastic, cluster, Idler)
@@ -274,7 +274,7 @@ def test_an_idle_worker_that_dies_fails_no_job(tmp_path: Path) -> None:
     assert pool.num_idle() == 2
 
 
-def test_a_job_that_is_told_to_stop_ends_after_the_minibatch_at_hand(tmp_path: Path) -> None:
+def test_a_stopped_job_ends_after_the_current_minibatch(tmp_path: Path) -> None:
     run = Run(tmp_path, jobs(1))
     pool = SimulatedPool(run.spec, SimulatedCluster(rate=64.0), 1, 1)
     pool.start()

@@ -62,7 +62,7 @@ def test_a_resumed_run_may_go_back_behind_a_commit_whose_checkpoint_was_lost(tmp
     assert problems(tmp_path, [*GOOD, {**STARTED, "after": 0}, *SECOND]) == []
 
 
-def test_a_commit_may_be_said_again_after_a_crash(tmp_path: Path) -> None:
+def test_a_commit_may_be_repeated_after_a_crash(tmp_path: Path) -> None:
     without_line = [STARTED, *FIRST[:-1], {**STARTED, "after": 0}, FIRST[-1], *SECOND]
     assert problems(tmp_path, without_line) == []
     assert problems(tmp_path, [STARTED, *FIRST, {**STARTED, "after": 0}, FIRST[-1], *SECOND]) == []
@@ -73,7 +73,7 @@ def test_a_rolled_back_outer_iteration_does_not_count(tmp_path: Path) -> None:
     assert problems(tmp_path, [STARTED, *PLAN, *rejected, {"event": "rolled_back", "outer_iter": 0}, *FIRST]) == []
 
 
-def test_what_was_put_off_may_come_back_once(tmp_path: Path) -> None:
+def test_a_deferred_shard_may_return_once(tmp_path: Path) -> None:
     put_off = [*PLAN, settled(0), settled(1, "deferred"), committed(frames=10, num_accepted=1)]
     back = [planned(0, 1), planned(1, 1, [piece(1, 0)]), submitted(0, 1), submitted(1, 1), settled(0, outer_iter=1),
             settled(1, outer_iter=1, pieces=[piece(1, 0)]), committed(1, 30, "b", "a")]

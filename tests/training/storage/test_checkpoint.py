@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent."""
+"""Checkpoints are complete or absent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def vector(value: float) -> np.ndarray:
 
 
 def state(value: float) -> dict[str, Any]:
-    """Of an outer optimiser with momentum."""
+    """Of an outer optimizer with momentum."""
     return {"arrays": {"model": vector(value), "momentum": vector(-value)}, "numbers": {"eta": 0.5}}
 
 
@@ -42,7 +42,7 @@ def at(outer_iter: int) -> Progress:
     return Progress(outer_iter, passes_done=2 * outer_iter, frames_processed=100, elapsed_s=1.5)
 
 
-def test_what_is_saved_comes_back(store: CheckpointStore) -> None:
+def test_saved_data_is_loaded_again(store: CheckpointStore) -> None:
     late = WorkItem(Shard(3, 1), outer_iter=2, job=0, first=4, stop=9)
     progress = replace(at(4), pending=(late,), quarantined=(replace(late, stop=None),), lr_scale=0.5)
     saved = store.save(progress, state(0.25), {"outer_iter": 4})
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_another_model_is_refused(store: CheckpointStore) -> Non
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_full_or_failing_disk_is_told_and_leaves_nothing_half_written(
+def test_a_full_or_failing_disk_is_reported_without_partial_files(
         store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     store.save(at(0), state(0))
 

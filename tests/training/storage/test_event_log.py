@@ -29,7 +29,7 @@ def lines(path: Path) -> Counter[tuple[str, int]]:
     return Counter((event["event"], event.get("outer_iter", -1)) for event in read_events(path))
 
 
-def test_a_line_that_is_there_is_not_written_again(tmp_path: Path, records: list[OuterIterationRecord]) -> None:
+def test_an_existing_line_is_not_written_again(tmp_path: Path, records: list[OuterIterationRecord]) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     log.outer_iteration(records[0])
     log.close("KILLED")

@@ -1,4 +1,4 @@
-"""What is looked at before the first job."""
+"""Checks before the first job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ngsgd.errors import CheckpointError
 from ngsgd.training.storage.checkpoint import require_room
 
 
-def test_a_disk_without_room_for_three_checkpoints_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_for_three_checkpoints_is_reported_before_training(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 300 * 10**6))
     require_room(tmp_path, 100 * 10**6)

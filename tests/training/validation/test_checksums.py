@@ -60,7 +60,7 @@ def test_the_same_bit_flipped_in_a_few_elements_is_found(places: set[int], bit: 
 
 
 @given(st.integers(0, SIZE // 2 - 1), st.integers(0, SIZE // 2 - 1), st.integers(1, (1 << 64) - 1))
-def test_what_is_added_in_one_place_and_taken_off_in_another_is_found(
+def test_an_addition_and_a_removal_in_two_places_are_found(
     one: int, other: int, amount: int
 ) -> None:
     vector = np.random.default_rng(4).normal(size=SIZE).astype(np.float32)

@@ -318,7 +318,7 @@ def test_no_healthy_result_is_rejected(tmp_path: Path, changes: dict[str, Any]) 
 
 
 def test_limits_are_tight_where_every_step_is_clipped_in_one_direction(tmp_path: Path) -> None:
-    """A bound that is far above what is reached would find nothing."""
+    """A bound far above the reached values would find nothing."""
     clipped = OptimizerConfig(kind="sgd", max_change=0.0, max_param_change=0.001)
     run = Run(
         tmp_path, with_jobs(1, 1, optimizer=clipped, schedule={"lr_initial": 1.0, "lr_final": 1.0})
