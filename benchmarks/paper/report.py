@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.paper import clock
 from benchmarks.paper.cells import CONTROLS, JOBS, MATRIX_METHODS, METHODS, OUTERS, PERIODS, REMEDIES, TASKS
 from benchmarks.paper.runs import Line, best_rates, best_synchronous_rate, known
-from ngsgd.launcher.reports import plots
+from ngsgd.launcher.reports import plots, svg
 
 Group = dict[tuple[str, str, int], list[Line]]   # by method, outer optimizer, number of jobs
 _RAMP = "ramp from a quarter"
@@ -112,7 +112,7 @@ def _draw(task: str, group: Group, path: Path) -> None:
     """Figure 1: validation objf by frames, and by time with as many cores as jobs."""
     figure = plots.new_figure(11.0, 4.8)
     left, right = figure.subplots(1, 2, sharey=True)
-    colours = dict(zip(JOBS, plots.RUN_COLORS, strict=True))
+    colors = dict(zip(JOBS, svg.RUN_COLORS, strict=False))
     ends = []
     for (method, outer, num_jobs), lines in sorted(group.items()):
         is_ramp = outer == _RAMP and method == "online-ng"
@@ -121,7 +121,7 @@ def _draw(task: str, group: Group, path: Path) -> None:
         line = min(lines, key=lambda one: one["seed"])
         frames, objf = [point[0] / 1e6 for point in line["curve"]], [point[2] for point in line["curve"]]
         ends.append(objf[-1])
-        how = {"color": "black" if is_ramp else colours[num_jobs], "linestyle": _STYLES[method], "linewidth": 1.6}
+        how = {"color": "black" if is_ramp else colors[num_jobs], "linestyle": _STYLES[method], "linewidth": 1.6}
         jobs = f"{max(1, num_jobs // 4)} to {num_jobs}" if is_ramp else f"{num_jobs}"
         left.plot(frames, objf, label=f"{jobs} {'NG' if method == 'online-ng' else 'SGD'}", **how)
         job_s = clock.seconds_per_job(task, method)

@@ -17,11 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
+from safetensors.numpy import load as load_arrays
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
 from ngsgd import files
+from ngsgd.asr.adapt.speakers import FindPath, SpeakerAdaptation
 from ngsgd.asr.bundle_files import (
+    ADAPTATION,
     AGAIN,
     INDEX,
     IVECTORS,
@@ -86,6 +89,8 @@ class Bundle:
         all_speech: sums over all training frames (2 x (D + 1), see `ngsgd.asr.features.cmvn`); None
             if the training set was not normalized.
         ivectors: the i-vector model; None for a network without i-vectors.
+        adaptation: projection and speaker adaptation of the normalized features; None for a model
+            without them.
         language: words, pronunciations, phones and language model, or a graph of words.
         decode: beam and graph settings.
         weights: acoustic scale and word penalty tuned on the validation set.
@@ -100,6 +105,7 @@ class Bundle:
     features: FeatureConfig
     all_speech: Stats | None
     ivectors: IvectorModel | None
+    adaptation: SpeakerAdaptation | None
     language: Language
     decode: DecodeConfig
     weights: DecodingWeights
@@ -160,6 +166,11 @@ class Bundle:
         penalty = self.weights.word_penalty if word_penalty is None else word_penalty
         return graphs.with_word_penalty(evaluation.build_graph(language, self.decode), penalty)
 
+    @cached_property
+    def find_path(self) -> FindPath:
+        """First pass of speaker adaptation."""
+        return evaluation.first_pass(evaluation.build_graph(self.language, self.decode))
+
     @property
     def search(self) -> Search:
         """Settings of the beam search."""
@@ -213,7 +224,11 @@ def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
     state, transform = load_tensors(found["model.safetensors"]), None
     if TRANSFORM in found:
         transform = load_tensors(found[TRANSFORM])["input_transform"]
-    window = _window(about, config, language)
+    adaptation = None
+    if ADAPTATION in found:
+        arrays = load_arrays(found[ADAPTATION])
+        adaptation = SpeakerAdaptation.of_arrays(arrays, language.num_pdfs)
+    window = _window(about, config, language, adaptation)
     _require_size(
         config.model, about, {**state, **({} if transform is None else {TRANSFORM: transform})}
     )
@@ -229,10 +244,12 @@ def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
         config.features,
         None
         if all_speech is None
-        else cmvn.check(np.asarray(all_speech, np.float64), "all_speech", window.feature_dim),
+        else cmvn.check(np.asarray(all_speech, np.float64), "all_speech",
+                        adaptation.input_dim if adaptation else window.feature_dim),
         ivector_model.of_arrays(load_tensors(found[IVECTORS]), config.ivectors)
         if config.ivectors.dim
         else None,
+        adaptation,
         language,
         config.decode,
         _weights(index["weights"]),
@@ -276,12 +293,17 @@ def _weights(values: Mapping[str, Any]) -> DecodingWeights:
     return weights
 
 
-def _window(about: Mapping[str, Any], config: RunConfig, language: Language) -> Window:
+def _window(about: Mapping[str, Any], config: RunConfig, language: Language,
+            adaptation: SpeakerAdaptation | None) -> Window:
     """Return the window if features, i-vectors and words of the bundle match the network."""
     window, features = window_of(about), config.features
     dim = {"fbank": features.num_mel_bins, "mfcc": features.num_ceps}.get(
-        features.kind, window.feature_dim
+        features.kind, window.feature_dim if adaptation is None else adaptation.input_dim
     )
+    if adaptation is not None:
+        if adaptation.input_dim != dim:
+            raise ValueError(f"its adaptation takes {adaptation.input_dim} features of {dim}")
+        dim = adaptation.dim
     sizes = (*window, about["num_inputs"], about["num_classes"])
     if (
         any(type(size) is not int for size in sizes)

@@ -4,7 +4,8 @@ The index `recognizer.json` lists every other file with its SHA-256:
 
     recognizer.json                    language, feature and decoding settings, provenance, digests
     model.json, model.safetensors      the network, its input and the priors of its classes
-    input_transform.safetensors, ivectors.safetensors, lm.arpa, HCLG.fst    optional
+    input_transform.safetensors, ivectors.safetensors, adaptation.safetensors, lm.arpa, HCLG.fst,
+    tree.txt                           optional
 
 A bundle in one file is an uncompressed zip archive of these. Its content is never executed or
 unpickled.
@@ -34,9 +35,10 @@ INDEX = "recognizer.json"
 VERSION = 1
 _KIND = "ngsgd recognizer"
 TRANSFORM, IVECTORS = "input_transform.safetensors", "ivectors.safetensors"
+ADAPTATION = "adaptation.safetensors"
 # files that a model may consist of
-MODEL_FILES = ("model.json", "model.safetensors", TRANSFORM, IVECTORS)
-LANGUAGE_FILES = ("lm.arpa", "HCLG.fst")
+MODEL_FILES = ("model.json", "model.safetensors", TRANSFORM, IVECTORS, ADAPTATION)
+LANGUAGE_FILES = ("lm.arpa", "HCLG.fst", "tree.txt")
 AGAIN = "copy it again, or recreate it with: ngsgd export --format bundle RUN FILE"
 _MAX_BYTES = 1 << 34
 _UNCALIBRATED = Calibration()

@@ -35,13 +35,15 @@ def of_corpus(corpus: Corpus, objective: ObjectiveConfig, decode: DecodeConfig,
         graph = graph.anywhere() if objective.chunk_frames else graph
     else:
         graph = of_decoding_graph(evaluation.build_graph(language, decode))
-    if objective.kind in ("mpe", "bmmi") and language.num_pdfs != language.topology.num_pdfs:
+    state_P = np.array(language.phone_states() or range(language.num_pdfs))
+    is_tied_by_graph = not language.tree and language.num_pdfs != language.topology.num_pdfs
+    if objective.kind in ("mpe", "bmmi") and is_tied_by_graph:
         raise ConfigError(f"objective.kind is {objective.kind}, which needs the phone of every HMM "
                           "state, but the graph of the data ties states; choose mmi, smbr or "
                           "lfmmi.")
     is_silence_P = np.zeros(language.num_pdfs, np.bool_)
     is_silence_P[list(language.topology.silence_pdfs)] = True
-    return Denominator(graph, np.log(prior_P), phones(language.topology, language.num_pdfs), is_silence_P)
+    return Denominator(graph, np.log(prior_P), phones(language.topology, language.num_pdfs)[state_P], is_silence_P)
 
 
 def phones(topology: Topology, num_pdfs: int) -> npt.NDArray[np.int64]:

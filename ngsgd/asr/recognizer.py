@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr import extras, recording
+from ngsgd.asr.adapt.fmllr import FmllrStats
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode.streaming import StreamingDecoder
 from ngsgd.asr.decode.words import Hypothesis, recognized
@@ -281,6 +282,7 @@ class _Speaker:
     stats: Stats | None = None
     mean: CmnState | None = None
     ivectors: SpeakerState | None = None
+    fmllr: FmllrStats | None = None
 
 
 def _front(
@@ -289,6 +291,9 @@ def _front(
     """(normalized features, i-vectors, state for the next segment of the channel)."""
     raw_TD = filterbank.extract(samples_N, bundle.features)
     normal_TD, speaker = _normalized(bundle, raw_TD, before)
+    if bundle.adaptation is not None:
+        normal_TD, fmllr = bundle.adaptation.adapt(normal_TD, before.fmllr, bundle.find_path)
+        return normal_TD, None, replace(speaker, fmllr=fmllr)
     if bundle.ivectors is None:
         return normal_TD, None, speaker
     stream = IvectorStream(bundle.ivectors, before.ivectors)

@@ -52,15 +52,16 @@ def read(bundle: Bundle, folder: Path) -> ScoredSet:
         bundle, _utterances(folder, given_features=bundle.features.kind == "given"), folder
     )
     dim = speech.frames.features_TD.shape[1]
-    if dim != bundle.window.feature_dim:
+    expected = bundle.adaptation.input_dim if bundle.adaptation else bundle.window.feature_dim
+    if dim != expected:
         raise DataError(
-            f"{folder} has {dim} features per frame, but the model expects "
-            f"{bundle.window.feature_dim}; use features of the kind that it was trained on."
+            f"{folder} has {dim} features per frame, but the model expects {expected}; use "
+            "features of the kind that it was trained on."
         )
     sides = _sides(bundle, speech)
     logliks = [
         bundle.log_likelihoods(np.asarray(x_TD), side)
-        for x_TD, side in zip(speech.split_features(), sides, strict=True)
+        for x_TD, side in zip(_adapted(bundle, speech), sides, strict=True)
     ]
     return ScoredSet(speech.frames.utt_ids, speech.speakers, speech.texts, tuple(logliks))
 
@@ -106,6 +107,23 @@ def _speech(bundle: Bundle, listed: Sequence[UtteranceEntry], folder: Path) -> S
             "needs; export it again."
         )
     return speech_set.normalized_online(speech, bundle.all_speech)
+
+
+def _adapted(bundle: Bundle, speech: SpeechSet) -> list[npt.NDArray[np.float32]]:
+    """The features of each utterance, adapted to its speaker where the model does that."""
+    features = speech.split_features()
+    if bundle.adaptation is None:
+        return features
+    adapted = list(features)
+    of_speaker: dict[str, list[int]] = {}
+    for number, speaker in enumerate(speech.speakers):
+        of_speaker.setdefault(speaker, []).append(number)
+    for numbers in of_speaker.values():
+        spoken = [features[number] for number in numbers]
+        found = bundle.adaptation.adapt_speaker(spoken, bundle.find_path)
+        for number, x_TD in zip(numbers, found, strict=True):
+            adapted[number] = x_TD
+    return adapted
 
 
 def _sides(bundle: Bundle, speech: SpeechSet) -> list[Side | None]:

@@ -19,7 +19,7 @@ from ngsgd.config.sections.cluster import ClusterConfig
 from ngsgd.config.sections.data import DataConfig, EgsConfig
 from ngsgd.config.sections.decoding import AlignConfig, CombinationConfig, DecodeConfig
 from ngsgd.config.sections.failure import CheckpointConfig, FailureConfig
-from ngsgd.config.sections.features import FeatureConfig, IvectorConfig
+from ngsgd.config.sections.features import AdaptationConfig, FeatureConfig, IvectorConfig
 from ngsgd.config.sections.model import ModelConfig, TaskConfig
 from ngsgd.config.sections.objective import ObjectiveConfig
 from ngsgd.config.sections.optimizer import METHODS, OptimizerConfig
@@ -30,10 +30,43 @@ from ngsgd.config.sections.tuning import ProxyConfig, TuneConfig
 from ngsgd.config.unused import Unused, unused, unused_in
 
 __all__ = [
-    "METHODS", "REMOVED", "RENAMED", "AlignConfig", "AugmentConfig", "CheckpointConfig", "ClusterConfig",
-    "CombinationConfig", "DataConfig", "DecodeConfig", "EgsConfig", "FailureConfig",
-    "FeatureConfig", "IvectorConfig", "ModelConfig", "ObjectiveConfig", "OptimizerConfig",
-    "OuterConfig", "ProxyConfig", "Rename", "RunConfig", "ScheduleConfig", "TaskConfig",
-    "TrackingConfig", "TuneConfig", "Unused", "build", "check", "check_values", "choices_of", "default_of", "option",
-    "types_of", "unused", "unused_in", "with_new_names", "with_removed", "without_removed",
+    "METHODS",
+    "REMOVED",
+    "RENAMED",
+    "AdaptationConfig",
+    "AlignConfig",
+    "AugmentConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "CombinationConfig",
+    "DataConfig",
+    "DecodeConfig",
+    "EgsConfig",
+    "FailureConfig",
+    "FeatureConfig",
+    "IvectorConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "OuterConfig",
+    "ProxyConfig",
+    "Rename",
+    "RunConfig",
+    "ScheduleConfig",
+    "TaskConfig",
+    "TrackingConfig",
+    "TuneConfig",
+    "Unused",
+    "build",
+    "check",
+    "check_values",
+    "choices_of",
+    "default_of",
+    "option",
+    "types_of",
+    "unused",
+    "unused_in",
+    "with_new_names",
+    "with_removed",
+    "without_removed",
 ]

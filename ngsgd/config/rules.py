@@ -128,6 +128,28 @@ def _features(c: RunConfig) -> Iterator[str]:
                f"features.num_mel_bins, {features.num_mel_bins}.")
 
 
+def _language_model(c: RunConfig) -> Iterator[str]:
+    if c.data.lm_order and (c.data.lm or c.data.graph):
+        other = "data.lm" if c.data.lm else "data.graph"
+        yield (f"data.lm_order is {c.data.lm_order}, and {other} gives another language model; "
+               f"remove data.lm_order or {other}.")
+    if c.data.num_leaves and c.data.graph:
+        yield (f"data.num_leaves is {c.data.num_leaves}, and data.graph={c.data.graph} has its own "
+               "states; remove one of the two.")
+    if c.data.num_leaves and c.decode.graph == "given":
+        yield ("decode.graph is given, and data.num_leaves needs a graph made of the lexicon; "
+               "remove decode.graph or data.num_leaves.")
+    if c.adaptation.lda_dim and c.ivectors.dim:
+        yield ("adaptation.lda_dim and ivectors.dim are both set; i-vectors are not made of adapted "
+               "features: set one of them to 0.")
+    if c.adaptation.lda_dim and c.data.graph:
+        yield (f"adaptation.lda_dim is {c.adaptation.lda_dim} with data.graph, whose silence states "
+               "are not known; remove one of the two.")
+    if c.data.lm_order and c.decode.graph == "given":
+        yield ("decode.graph is given, and data.lm_order estimates a language model for a graph "
+               "made of the lexicon; remove decode.graph or data.lm_order.")
+
+
 def _held_out(c: RunConfig) -> Iterator[str]:
     if (c.data.split == "loo") != bool(c.data.held_out):
         yield (f"data.split is {c.data.split} with data.held_out {c.data.held_out!r}; split=loo, "
@@ -308,5 +330,6 @@ def _tune(c: RunConfig) -> Iterator[str]:
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
-    _name, _ranges, _augmentation, _curvature_frames, _features, _held_out, _architecture, _growth,
+    _name, _ranges, _augmentation, _curvature_frames, _features, _language_model, _held_out,
+    _architecture, _growth,
     _optimizer, _groups, _dropout, _outer, _precision, _exchange, _layers, _objective, _tune)

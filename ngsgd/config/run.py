@@ -10,7 +10,7 @@ from ngsgd.config.sections.cluster import ClusterConfig
 from ngsgd.config.sections.data import DataConfig, EgsConfig
 from ngsgd.config.sections.decoding import AlignConfig, CombinationConfig, DecodeConfig
 from ngsgd.config.sections.failure import CheckpointConfig, FailureConfig
-from ngsgd.config.sections.features import FeatureConfig, IvectorConfig
+from ngsgd.config.sections.features import AdaptationConfig, FeatureConfig, IvectorConfig
 from ngsgd.config.sections.model import ModelConfig, TaskConfig
 from ngsgd.config.sections.objective import ObjectiveConfig
 from ngsgd.config.sections.optimizer import OptimizerConfig
@@ -39,6 +39,7 @@ class RunConfig:
     task: TaskConfig = field(default_factory=TaskConfig)
     data: DataConfig = field(default_factory=DataConfig)
     features: FeatureConfig = field(default_factory=FeatureConfig)
+    adaptation: AdaptationConfig = field(default_factory=AdaptationConfig)
     ivectors: IvectorConfig = field(default_factory=IvectorConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
     egs: EgsConfig = field(default_factory=EgsConfig)

@@ -11,7 +11,7 @@ from ngsgd.config.option import default_of
 from ngsgd.config.run import RunConfig
 
 # sections and options of speech recognition, which a custom task does not have
-_OF_SPEECH = ("init_model", "data", "features", "ivectors", "align", "egs", "augment", "model", "objective",
+_OF_SPEECH = ("init_model", "data", "features", "adaptation", "ivectors", "align", "egs", "augment", "model", "objective",
               "decode", "tune", "tracking.curvature_frames", "tracking.log_model",
               "tracking.registered_model_name")
 

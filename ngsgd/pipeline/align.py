@@ -20,9 +20,11 @@ import torch
 
 from ngsgd.asr.align import forced_alignment
 from ngsgd.asr.align.forced_alignment import Realigned, States
+from ngsgd.asr.align.tied_states import with_tied_states
 from ngsgd.asr.corpora import alignments, cache, corpus
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.language import Language
 from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import ClusterConfig, DataConfig, ModelConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.data.archives import prepare_archives
@@ -30,6 +32,7 @@ from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ConfigError
 from ngsgd.models import build_model
 from ngsgd.phase import Phase
+from ngsgd.pipeline.adaptation import with_adaptation
 from ngsgd.pipeline.ivectors import with_ivectors
 from ngsgd.pipeline.runs.final_model import load_final
 from ngsgd.pipeline.runs.run_folder import RunFolder
@@ -187,18 +190,39 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
                           "recordings, which a model of complete strings cannot align; use ngsgd "
                           "align without --model.")
     model, prior_P = load_final(folder, trust=trust)
-    speech = corpus.prepare_unaligned(config.data, config.features, cache_root, report)
-    if config.ivectors.dim:
-        speech = with_ivectors(config, speech, folder.ivectors, cache_root, report)
+    tied = None
+    if config.data.num_leaves or config.adaptation.lda_dim:
+        # the tree and the transforms are made from the labels of the run
+        data = with_alignment(config, cache_root, report)
+        speech = corpus.prepare(data, config.features, cache_root, report)
+        features, tied = _features_of_run(config, speech, cache_root, report)
+    else:
+        speech = corpus.prepare_unaligned(config.data, config.features, cache_root, report)
+        if config.ivectors.dim:
+            speech = with_ivectors(config, speech, folder.ivectors, cache_root, report)
+        features = speech
+    scored = (features.train, features.valid, features.test)
     sets = (speech.train, speech.valid, speech.test)
-    logliks = {utt_id: loglik_TP for one in sets for utt_id, loglik_TP in
+    logliks = {utt_id: loglik_TP for one in scored for utt_id, loglik_TP in
                zip(one.frames.utt_ids, log_likelihoods(one, config.egs, model, prior_P), strict=True)}
     before: States = {utt_id: pdf_T for one in sets
                       for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)}
     # the states of a graph of the data have separate numbers, and may be tied
     given = graphs.read(speech.language.given) if config.data.graph and speech.language.given else None
-    done = forced_alignment.realign(speech, before, logliks, config.data.oov_word, given)
+    done = forced_alignment.realign(speech, before, logliks, config.data.oov_word, given, tied)
     states = {utt_id: pdf_T for utt_id, pdf_T in done.states.items() if utt_id not in done.lost}
     report(f"align: {len(states)} utterances, {len(done.lost)} without a path skipped; "
            f"log-likelihood {-done.cost_per_frame:.3f} per frame")
     return states
+
+
+def _features_of_run(config: RunConfig, speech: Corpus, cache_root: Path,
+                     report: Report) -> tuple[Corpus, Language | None]:
+    """The speech as the network of the run receives it, and its language if states are tied."""
+    features = speech
+    if config.data.num_leaves:
+        features = with_tied_states(speech, config.data.num_leaves, cache_root, report)
+    tied = features.language if config.data.num_leaves else None
+    if config.adaptation.lda_dim:
+        features, _ = with_adaptation(config, features, cache_root, report)
+    return features, tied

@@ -20,7 +20,7 @@ from ngsgd.config import ModelConfig, OptimizerConfig, RunConfig, without_remove
 from ngsgd.data.examples import NO_FRAME
 from ngsgd.data.nnet3_examples import Nnet3Example, write_nnet3_examples
 from ngsgd.data.reader import EgsReader
-from ngsgd.errors import CheckpointError, DataError
+from ngsgd.errors import CheckpointError, ConfigError, DataError
 from ngsgd.files import read_json, write_text
 from ngsgd.models.inputs import Window
 from ngsgd.models.nnet3.binary import model_from_bytes, vector_from_bytes
@@ -84,6 +84,10 @@ def import_model(content: bytes, priors: bytes, output: Path) -> None:
 def export_data(run: Run, output: Path) -> list[Path]:
     """Write a data directory of each set, and the lexicon."""
     corpus, config = run.data.corpus, run.config
+    if config.adaptation.lda_dim:
+        raise ConfigError(f"{run.folder.path} has adapted features (adaptation.lda_dim), and Kaldi "
+                          "data directories hold features before adaptation; export the data of a "
+                          "run without it.")
     sets = {"train": corpus.train, "valid": corpus.valid, "test": corpus.test}
     for name, speech in sets.items():
         export_set(speech, output / name, ivector_period=config.ivectors.period)

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ngsgd.asr.align.tied_states import with_tied_states
 from ngsgd.asr.corpora import corpus as corpora
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.config import RunConfig
 from ngsgd.data.archives import prepare_archives
 from ngsgd.errors import DataError
 from ngsgd.files import remove_abandoned
+from ngsgd.pipeline.adaptation import with_adaptation
 from ngsgd.pipeline.align import with_alignment
 from ngsgd.pipeline.ivectors import extractor_of, with_ivectors
 from ngsgd.pipeline.runs import limits
@@ -25,7 +27,10 @@ class PreparedData:
     corpus: Corpus
     egs_directory: Path
     cache_root: Path
-    extractor: Path | None = None    # of i-vectors
+    # of i-vectors
+    extractor: Path | None = None
+    # LDA, MLLT and fMLLR
+    adaptation: Path | None = None
 
 
 def check_data(config: RunConfig) -> None:
@@ -42,7 +47,11 @@ def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder 
     try:
         data = with_alignment(config, cache_root, report)
         corpus = corpora.prepare(data, config.features, cache_root, report, augment_config=config.augment)
-        extractor = None
+        if config.data.num_leaves:
+            corpus = with_tied_states(corpus, config.data.num_leaves, cache_root, report)
+        extractor = adaptation = None
+        if config.adaptation.lda_dim:
+            corpus, adaptation = with_adaptation(config, corpus, cache_root, report)
         if config.ivectors.dim:
             extractor = extractor_of(config, corpus, cache_root, report, folder)
             corpus = with_ivectors(config, corpus, extractor, cache_root, report)
@@ -55,4 +64,4 @@ def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder 
         raise DataError(f"the prepared data could not be written under {cache_root} "
                         f"({error.strerror or error}); free disk space, or choose another folder "
                         "with data.cache_dir=PATH.") from error
-    return PreparedData(corpus, egs_directory, cache_root, extractor)
+    return PreparedData(corpus, egs_directory, cache_root, extractor, adaptation)

@@ -166,7 +166,8 @@ class Run(BaseRun):
 
     def _spec(self) -> SpeechTaskSpec:
         config, folder, data, report = self.config, self.folder, self.data, self.services.report
-        folder.remember_data(data.corpus.digest, data.egs_directory, data.extractor)
+        folder.remember_data(data.corpus.digest, data.egs_directory, data.extractor,
+                             data.adaptation)
         spec = SpeechTaskSpec(config, str(data.egs_directory),
                               sequences.sequence_data(config, folder, data.corpus, data.cache_root,
                                                       report))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from ngsgd.asr.decode.decoding import write_lattices
 from ngsgd.asr.decode.evaluation import DecodingResult, tune_and_decode
 from ngsgd.asr.decode.scoring import write_operations, write_per_speaker, write_per_utterance, write_recogs
 from ngsgd.asr.decode.worst_utterances import as_text, utterance_scores
+from ngsgd.asr.lang import ngram
 from ngsgd.config import EgsConfig, RunConfig
 from ngsgd.data.archives import spliced_utterances
 from ngsgd.files import new_directory, write_text
@@ -34,7 +36,7 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
     result = tune_and_decode(corpus.language, config.decode, valid=corpus.valid, valid_logliks=logliks["valid"], test=corpus.test,
                              test_logliks=logliks["test"], report=report)
     frames = {name: score_frames(speech, logliks[name], prior_P) for name, speech in _held_out(corpus).items()}
-    about = {**asdict(result.setting), "calibration": asdict(result.calibration),
+    about = {**asdict(result.setting), "language_model": _language_model(config, corpus), "calibration": asdict(result.calibration),
              "valid": str(result.valid), "test": str(result.test),
              "test_interval_95": asdict(result.test_interval), **_oracle(result),
              "frames": {name: asdict(score) for name, score in frames.items() if score},
@@ -52,6 +54,19 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
                            acoustic_scale=result.setting.acoustic_scale)
         write_text(temporary / "wer.json", json.dumps(about, indent=1))
     return result
+
+
+def _language_model(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
+    """The language model of a WER, with its perplexity on the test transcripts."""
+    language = corpus.language
+    if language.given and config.decode.graph != "made":
+        return {"kind": "graph of the corpus"}
+    if not language.arpa:
+        return {"kind": "uniform", "num_words": len(language.topology.words)}
+    model = ngram.parse(language.arpa)
+    perplexity, num_unknown = model.perplexity(corpus.test.texts)
+    return {"kind": f"{model.order}-gram", "perplexity_on_test": round(perplexity, 2),
+            "num_unknown_words_in_test": num_unknown}
 
 
 def score_held_out(config: RunConfig, corpus: Corpus, model: nn.Module,

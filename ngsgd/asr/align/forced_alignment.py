@@ -15,6 +15,7 @@ from ngsgd.asr.align.gaussians import Axes, Gaussians, Matrix
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import decoding
 from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF, STATES_PER_PHONE, Topology
 from ngsgd.asr.utterance import PdfIds
 from ngsgd.errors import DataError
@@ -130,7 +131,7 @@ class Realigned:
 
 
 def realign(corpus: Corpus, states: States, logliks: Mapping[str, npt.NDArray[np.float32]], oov: str,
-            given: graphs.Graph | None = None) -> Realigned:
+            given: graphs.Graph | None = None, tied: Language | None = None) -> Realigned:
     """Find the best path of each utterance in `states` through the graph of its transcript.
 
     Args:
@@ -140,13 +141,24 @@ def realign(corpus: Corpus, states: States, logliks: Mapping[str, npt.NDArray[np
         oov: word that replaces words missing in the lexicon.
         given: a decoding graph with its own numbering of states; the result uses that numbering.
             Default: the states of the phones of the lexicon.
+        tied: a language with a decision tree, whose tied states `logliks` scores. The result has
+            the states of the phones of the lexicon.
     """
     realigned, lost, cost, num_frames = {}, [], 0.0, 0
+    in_context = graphs.graphs_in_context(tied) if tied else None
     for utt_id, words, length in _utterances(corpus, oov):
         if utt_id in states:
-            graph = graphs.within(given, words) if given else graphs.of_transcript(corpus.language.topology, words)
+            if tied and in_context:
+                graph = graphs.of_transcript_in_context(tied, in_context, words)
+            elif given:
+                graph = graphs.within(given, words)
+            else:
+                graph = graphs.of_transcript(corpus.language.topology, words)
             path = _best_path(graph, logliks[utt_id])
-            realigned[utt_id] = path.pdf_T if path.is_complete else states[utt_id]
+            found_T = path.pdf_T
+            if graph.phone_states is not None:
+                found_T = np.array(graph.phone_states, np.int32)[found_T]
+            realigned[utt_id] = found_T if path.is_complete else states[utt_id]
             if path.is_complete:
                 cost, num_frames = cost + path.cost, num_frames + length
             else:

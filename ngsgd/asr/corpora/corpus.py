@@ -38,12 +38,14 @@ from ngsgd.asr.corpora.fsdd import recordings, source, synthetic
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
 from ngsgd.asr.features import augment, cmvn, filterbank, noise
 from ngsgd.asr.features.noise import FisherSample
-from ngsgd.asr.lang import graphs
+from ngsgd.asr.kaldi_io import tables
+from ngsgd.asr.lang import graphs, ngram
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig, with_removed
+from ngsgd.errors import DataError
 from ngsgd.phase import Phase
 
 # increase it if the same settings would give other data, so that old caches are not reused
@@ -89,6 +91,9 @@ class Corpus:
 def check_source(data: DataConfig) -> None:
     """Raise if the speech is not accessible; takes no longer than listing a folder."""
     filterbank.toolkit()
+    if data.lm_text and not Path(data.lm_text).expanduser().is_file():
+        raise DataError(f"data.lm_text is {data.lm_text}, which is not a file; give a text file "
+                        "with one sentence per line.")
     if data.corpus == "digits":
         synthesis.require()
     elif data.corpus == "an4":
@@ -134,7 +139,7 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
     if folder.exists():
         report(Phase(f"reading the prepared {data.corpus} corpus"))
         try:
-            return _labelled(_load(data.corpus, folder), data, report)
+            return _complete(_load(data.corpus, folder), data, report)
         except cache.DamagedError as damage:
             report(f"{damage}; preparing it again.")
     report(Phase(f"preparing the {data.corpus} corpus: audio, features, labels"))
@@ -147,7 +152,7 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
                f"utterances, {speech.num_words} words, {len(np.unique(speech.speakers))} voices")
     report(Phase("storing the prepared corpus"))
     cache.store(folder, sets, language, made_from=key)
-    return _labelled(_load(data.corpus, folder), data, report)
+    return _complete(_load(data.corpus, folder), data, report)
 
 
 def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_root: Path,
@@ -160,7 +165,7 @@ def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_roo
     if data.corpus == "fsdd":
         data, feature_config = replace(data, style="isolated"), replace(feature_config,
                                                                         cmvn="speaker")
-    return prepare(replace(data, alignment=""), feature_config, cache_root, report)
+    return prepare(replace(data, alignment="", lm_order=0), feature_config, cache_root, report)
 
 
 def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, Any]:
@@ -197,6 +202,30 @@ def _load(name: str, folder: Path) -> Corpus:
         # before training instead of at its end
         graphs.check(language.given)
     return Corpus(name=name, language=language, digest=digest, **sets)
+
+
+def _complete(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
+    """The corpus with the labels and the language model of the settings."""
+    return _with_ngrams(_labelled(corpus, data, report), data, report)
+
+
+def _with_ngrams(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
+    """The corpus with the n-gram model of data.lm_order instead of its language model or graph."""
+    if not data.lm_order:
+        return corpus
+    language = corpus.language
+    if language.num_pdfs != language.topology.num_pdfs:
+        raise DataError("data.lm_order needs a graph made of the lexicon, and the states of this "
+                        "corpus are those of a graph that came with it; remove data.lm_order.")
+    texts = corpus.train.texts
+    if data.lm_text:
+        path = Path(data.lm_text).expanduser()
+        texts = tuple(tuple(line.split()) for _, line in tables.read_lines(path))
+    model = ngram.estimate(texts, order=data.lm_order, vocabulary=language.topology.words)
+    report(f"language model: {data.lm_order}-gram of {len(texts)} "
+           f"{'lines of ' + data.lm_text if data.lm_text else 'training transcripts'}, "
+           f"{len(model.entries)} n-grams")
+    return replace(corpus, language=replace(language, arpa=model.to_arpa(), given=None))
 
 
 def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:

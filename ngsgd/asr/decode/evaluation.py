@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.asr.adapt.speakers import FindPath
 from ngsgd.asr.decode import decoding, scoring, words
 from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
@@ -27,6 +28,8 @@ from ngsgd.phase import Phase
 # maximum utterances for the calibration, and the beam of their lattices: it has only two parameters
 _MAX_CALIBRATION = 300
 _CALIBRATION_BEAM = 4.0
+# the first pass of speaker adaptation, whose scores are those of Gaussian mixtures
+_FIRST_SCALE, _FIRST_BEAM, _FIRST_ACTIVE = 0.1, 13.0, 7000
 
 # T x P per utterance: log posterior minus log prior
 LogLikelihoods = Sequence[npt.NDArray[np.float32]]
@@ -123,11 +126,22 @@ def build_graph(language: Language, config: DecodeConfig, rules: Grammar | None 
     if language.given is not None and config.graph != "made":
         is_tied = language.num_pdfs != language.topology.num_pdfs
         return replace(graphs.read(language.given), topology=None if is_tied else language.topology)
-    if language.num_pdfs != language.topology.num_pdfs:
+    if not language.tree and language.num_pdfs != language.topology.num_pdfs:
         raise DataError("decode.graph is made, but a graph of the lexicon has "
                         f"{language.topology.num_pdfs} states, not the {language.num_pdfs} of the "
                         "alignment; set decode.graph=given.")
     return graphs.build(language, silence_prob=config.silence_prob, rules=rules)
+
+
+def first_pass(graph: Graph) -> FindPath:
+    """The search that finds the states of frames from scores of Gaussian mixtures."""
+
+    def find_path(loglik_TP: npt.NDArray[np.float32]) -> npt.NDArray[np.integer]:
+        path = decoding.best_path(graph, loglik_TP, acoustic_scale=_FIRST_SCALE, beam=_FIRST_BEAM,
+                                  max_active=_FIRST_ACTIVE)
+        return np.asarray(path.pdf_T)
+
+    return find_path
 
 
 def decode_set(

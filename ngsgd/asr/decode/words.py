@@ -177,7 +177,9 @@ class _Converter:
 
     def __call__(self, path: Path, frames: Sequence[int]) -> Hypothesis:
         topology, shift_s = self.graph.topology, self.frame_shift_s
-        spans = spans_of_states(topology, path.words, path.pdf_T) if topology else None
+        tied = self.graph.phone_states
+        pdf_T = path.pdf_T if tied is None else [tied[pdf] for pdf in path.pdf_T]
+        spans = spans_of_states(topology, path.words, pdf_T) if topology else None
         if spans is None:
             spans = [
                 Span(start, end) for start, end in itertools.pairwise([*frames, len(path.pdf_T)])

@@ -23,10 +23,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ngsgd.asr import extras
-from ngsgd.asr.lang import openfst
+from ngsgd.asr.lang import context_graphs, openfst
+from ngsgd.asr.lang.context_graphs import ContextGraphs
 from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.language import GivenGraph, Language
-from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
+from ngsgd.asr.lang.topology import (
+    SILENCE_PHONE,
+    STATES_PER_PHONE,
+    Pronunciation,
+    Topology,
+)
 from ngsgd.errors import DataError
 
 EPSILON = 0
@@ -45,6 +51,8 @@ class Graph:
     words: tuple[str, ...]      # output label - 1 -> word
     # spelling of words in pdfs; None if it is unknown, as with tied states
     topology: Topology | None = None
+    # with tied states: the state of `topology` that each belongs to
+    phone_states: tuple[int, ...] | None = None
 
 
 class Arc(NamedTuple):
@@ -76,14 +84,29 @@ def build(language: Language, *, silence_prob: float, rules: Grammar | None = No
     _determinize(fst)
     kaldifst.minimize_encoded(fst, delta=_PRECISION)
     kaldifst.arcsort(fst, "ilabel")
-    states = lexicon.states()
-    kaldifst.arcsort(states, "olabel")
+    if language.tree:
+        in_context = graphs_in_context(language, disambig=lexicon.disambig)
+        fst = kaldifst.compose(in_context.context, context_graphs.closed(fst, in_context.end))
+        states = in_context.states
+        kaldifst.arcsort(fst, "ilabel")
+    else:
+        states = lexicon.states()
+        kaldifst.arcsort(states, "olabel")
     fst = kaldifst.compose(states, fst)
     _determinize(fst)
-    fst = _rewritten(fst, lambda arc: arc if arc.input <= topology.num_pdfs
+    fst = _rewritten(fst, lambda arc: arc if arc.input <= language.num_pdfs
                      else arc._replace(input=EPSILON))
     kaldifst.minimize_encoded(fst, delta=_PRECISION)
-    return Graph(_with_self_loops(fst), topology.words, topology)
+    return Graph(_with_self_loops(fst), topology.words, topology, language.phone_states())
+
+
+def graphs_in_context(language: Language, disambig: range = range(0)) -> ContextGraphs:
+    """C and H of a language with tied states."""
+    assert language.tree is not None
+    topology = language.topology
+    num_states = (topology.num_silence_states, *(STATES_PER_PHONE for _ in topology.phones))
+    end = disambig.stop if disambig else len(num_states) + 1
+    return ContextGraphs(language.tree, num_states, disambig, end)
 
 
 def read(given: GivenGraph) -> Graph:
@@ -128,8 +151,9 @@ def check(given: GivenGraph) -> openfst.Fst:
 
 def with_word_penalty(graph: Graph, word_penalty: float) -> Graph:
     """Add `word_penalty` to the cost of every word."""
-    return Graph(_rewritten(graph.fst, lambda arc: arc._replace(cost=arc.cost + word_penalty)
-                            if arc.output else arc), graph.words, graph.topology)
+    return replace(graph, fst=_rewritten(
+        graph.fst,
+        lambda arc: arc._replace(cost=arc.cost + word_penalty) if arc.output else arc))
 
 
 def arcs(graph: Graph) -> Iterator[Arc]:
@@ -160,6 +184,43 @@ def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
             _add_epsilon(fst, _chain(fst, before, topology.pdfs_of(phones), label=label), state)
     fst.set_final(_after_optional_silence(fst, state, topology), 0.0)
     return Graph(fst, topology.words, topology)
+
+
+def of_transcript_in_context(language: Language, in_context: ContextGraphs,
+                             words: Sequence[str]) -> Graph:
+    """As `of_transcript`, in the tied states of a language with a decision tree.
+
+    Args:
+        language: the words, phones and tree.
+        in_context: `graphs_in_context(language)`, made once for many transcripts.
+        words: the transcript.
+    """
+    topology = language.topology
+    number_of = {phone: number for number, phone in enumerate((SILENCE_PHONE, *topology.phones), 1)}
+    fst = _new()
+
+    def after_optional_silence(source: int) -> int:
+        after: int = fst.add_state()
+        _add_epsilon(fst, source, after)
+        _add(fst, Arc(source, after, number_of[SILENCE_PHONE], EPSILON, 0.0))
+        return after
+
+    state = after_optional_silence(fst.start)
+    for word in words:
+        ended = fst.add_state()
+        for phones in topology.lexicon[word]:
+            source, output = state, topology.word_labels[word]
+            for at, phone in enumerate(phones, start=1):
+                target = ended if at == len(phones) else fst.add_state()
+                _add(fst, Arc(source, target, number_of[phone], output, 0.0))
+                source, output = target, EPSILON
+        state = after_optional_silence(ended)
+    fst.set_final(state, 0.0)
+    kaldifst = _kaldifst()
+    fst = kaldifst.compose(in_context.context, context_graphs.closed(fst, in_context.end))
+    kaldifst.arcsort(fst, "ilabel")
+    fst = kaldifst.compose(in_context.states, fst)
+    return Graph(_with_self_loops(fst), topology.words, topology, language.phone_states())
 
 
 def within(graph: Graph, words: Sequence[str]) -> Graph:

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from ngsgd.asr.lang.context_tree import ContextTree
 from ngsgd.asr.lang.topology import SILENCE_PHONE, Topology
 
 
@@ -31,13 +32,15 @@ class Language:
     # an utterance is a single word (without `arpa`)
     is_one_word: bool = False
     given: GivenGraph | None = None
+    # ties the states of triphones; phone 1 is silence, the others follow in the topology's order
+    tree: ContextTree | None = None
 
     @property
     def num_pdfs(self) -> int:
-        """Number of HMM states: of the graph of the data (which may tie them), else of the
-        phones.
-        """
-        return 1 + max(self.given.tid2pdf) if self.given else self.topology.num_pdfs
+        """Number of pdfs: of the graph that came with the data, of the tree, or of the phones."""
+        if self.given:
+            return 1 + max(self.given.tid2pdf)
+        return self.tree.num_pdfs if self.tree else self.topology.num_pdfs
 
     def pdf_names(self, *, of_graph: bool) -> tuple[str, ...]:
         """The phone and state of each pdf, from 0.
@@ -48,8 +51,22 @@ class Language:
         if of_graph and self.given:
             tree = hashlib.sha256(" ".join(map(str, self.given.tid2pdf)).encode()).hexdigest()[:12]
             return tuple(f"tree-{tree} {pdf}" for pdf in range(self.num_pdfs))
+        if self.tree:
+            digest = hashlib.sha256(self.tree.to_text().encode()).hexdigest()[:12]
+            return tuple(f"tree-{digest} {pdf}" for pdf in range(self.num_pdfs))
         phones = (SILENCE_PHONE, *self.topology.phones)
         return tuple(f"{phone} {state}" for phone in phones for state in range(len(self.topology.pdfs_of_phone(phone))))
+
+    def phone_states(self) -> tuple[int, ...] | None:
+        """The state of a phone that each tied state belongs to; None without a tree."""
+        if not self.tree:
+            return None
+        state_P = [0] * self.num_pdfs
+        for number, phone in enumerate((SILENCE_PHONE, *self.topology.phones), start=1):
+            for state, untied in enumerate(self.topology.pdfs_of_phone(phone)):
+                for pdf in self.tree.pdfs(number, state):
+                    state_P[pdf] = untied
+        return tuple(state_P)
 
     def to_json(self) -> dict[str, Any]:
         """Everything except the content of `files`."""
@@ -59,9 +76,12 @@ class Language:
     def files(self) -> dict[str, bytes]:
         """Name -> content of files that are not part of the JSON."""
         found = {"lm.arpa": self.arpa.encode()} if self.arpa else {}
+        found |= {"tree.txt": self.tree.to_text().encode()} if self.tree else {}
         return found | ({"HCLG.fst": self.given.hclg} if self.given else {})
 
     @staticmethod
     def from_json(tree: dict[str, Any], files: dict[str, bytes]) -> Language:
         given = tree["given"] and GivenGraph(files["HCLG.fst"], tuple(tree["given"]["words"]), tuple(tree["given"]["tid2pdf"]))
-        return Language(Topology.from_json(tree["topology"]), files.get("lm.arpa", b"").decode(), tree["is_one_word"], given)
+        context = ContextTree.from_text(files["tree.txt"].decode()) if "tree.txt" in files else None
+        return Language(Topology.from_json(tree["topology"]), files.get("lm.arpa", b"").decode(),
+                        tree["is_one_word"], given, context)

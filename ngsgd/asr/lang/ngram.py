@@ -1,10 +1,15 @@
-"""N-gram language models in ARPA format, as costs of words, for rescoring lattices."""
+"""N-gram language models: estimation from text, and the ARPA format.
+
+A model gives the cost of a word after other words.  Estimation is interpolated Witten-Bell
+smoothing, which needs no held-out text and suits the small transcripts of a speech corpus.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ngsgd.errors import DataError
@@ -40,6 +45,109 @@ class NgramModel:
                 return -(backoff + unknown[0]) if unknown else _UNSEEN_COST - backoff
             backoff += self.entries.get(context, (0.0, 0.0))[1]
             context = context[1:]
+
+    def perplexity(self, texts: Iterable[Sequence[str]]) -> tuple[float, int]:
+        """Return the perplexity of texts, and the number of their words without a unigram.
+
+        Ends of texts count as words.  Words without a unigram are not counted in the perplexity.
+        """
+        total, num_counted, num_unknown = 0.0, 0, 0
+        for text in texts:
+            history = [BEGIN]
+            for word in (*text, END):
+                if (word,) in self.entries:
+                    total += self.cost(history, word)
+                    num_counted += 1
+                else:
+                    num_unknown += 1
+                history.append(word)
+        return math.exp(total / max(num_counted, 1)), num_unknown
+
+    def to_arpa(self) -> str:
+        """Return the model in the ARPA format."""
+        sizes = Counter(map(len, self.entries))
+        lines = ["\\data\\", *(f"ngram {n}={sizes[n]}" for n in range(1, self.order + 1)), ""]
+        for n in range(1, self.order + 1):
+            lines.append(f"\\{n}-grams:")
+            for gram, (log_prob, backoff) in self.entries.items():
+                if len(gram) == n:
+                    weight = f"\t{backoff / math.log(10.0):.7f}" if n < self.order else ""
+                    lines.append(f"{log_prob / math.log(10.0):.7f}\t{' '.join(gram)}{weight}")
+            lines.append("")
+        return "\n".join([*lines, "\\end\\", ""])
+
+
+def estimate(texts: Iterable[Sequence[str]], *, order: int, vocabulary: Iterable[str]) -> NgramModel:
+    """Estimate an n-gram model with interpolated Witten-Bell smoothing.
+
+    The probability of word w after the history h, which c(h) words and t(h) different words follow
+    in the texts, is (c(h w) + t(h) P(w | h')) / (c(h) + t(h)), where h' lacks the first word of h.
+    The empty history is interpolated with a uniform distribution over the vocabulary.
+
+    Args:
+        texts: word sequences, such as the transcripts of the training set.
+        order: longest n-gram, 1 or more.
+        vocabulary: words that get a probability even if no text has them. Words of the texts that
+            it lacks count as `UNKNOWN`.
+
+    Returns:
+        A model whose probabilities sum to 1 after every history.
+
+    Source: Witten and Bell, "The zero-frequency problem", IEEE Trans. Inf. Theory 37 (1991);
+    interpolated form as in Chen and Goodman, "An empirical study of smoothing techniques" (1998).
+
+    Example:
+        >>> model = estimate([("a", "b"), ("a", "c")], order=2, vocabulary="abc")
+        >>> round(math.exp(-model.cost(["<s>"], "a")), 3)
+        0.767
+    """
+    words = dict.fromkeys(vocabulary)
+    follows: dict[tuple[str, ...], Counter[str]] = {}
+    for text in texts:
+        tokens = [BEGIN, *(word if word in words else UNKNOWN for word in text), END]
+        for at in range(1, len(tokens)):
+            for length in range(min(order - 1, at) + 1):
+                context = tuple(tokens[at - length : at])
+                follows.setdefault(context, Counter())[tokens[at]] += 1
+    targets = (*words, *([UNKNOWN] if UNKNOWN in follows.get((), ()) else []), END)
+    probs = _unigram_probs(follows.get((), Counter()), targets)
+    for context in sorted(follows, key=len):
+        for word, count in follows[context].items() if context else ():
+            num, kinds = follows[context].total(), len(follows[context])
+            lower = _backed_off(probs, follows, context[1:], word)
+            probs[*context, word] = (count + kinds * lower) / (num + kinds)
+    return NgramModel(order, _entries(probs, follows))
+
+
+def _unigram_probs(count: Counter[str], targets: Sequence[str]) -> dict[tuple[str, ...], float]:
+    num, kinds = count.total(), len(count)
+    if not num:
+        raise DataError("The text of the language model has no words; give another data.lm_text.")
+    return {(w,): (count[w] + kinds / len(targets)) / (num + kinds) for w in targets}
+
+
+def _backed_off(probs: Mapping[tuple[str, ...], float], follows: Mapping[tuple[str, ...], Counter[str]],
+                context: tuple[str, ...], word: str) -> float:
+    """The probability of a word after a context, of any that the texts have or lack."""
+    factor = 1.0
+    while (*context, word) not in probs:
+        factor *= _backoff_weight(follows.get(context))
+        context = context[1:]
+    return factor * probs[*context, word]
+
+
+def _backoff_weight(following: Counter[str] | None) -> float:
+    """The share of a history's probability that goes to the shorter history; 1 without one."""
+    return len(following) / (following.total() + len(following)) if following else 1.0
+
+
+def _entries(probs: Mapping[tuple[str, ...], float],
+             follows: Mapping[tuple[str, ...], Counter[str]]) -> dict[tuple[str, ...], tuple[float, float]]:
+    entries = {gram: (math.log(prob), math.log(_backoff_weight(follows.get(gram))))
+               for gram, prob in probs.items()}
+    # no text has it as a following word, but histories begin with it; -99 stands for never in ARPA
+    entries[(BEGIN,)] = (-_UNSEEN_COST, math.log(_backoff_weight(follows.get((BEGIN,)))))
+    return dict(sorted(entries.items(), key=lambda item: len(item[0])))
 
 
 def parse(text: str) -> NgramModel:

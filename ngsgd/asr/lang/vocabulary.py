@@ -62,7 +62,7 @@ def of_model(language: Language, vocabulary: Vocabulary) -> tuple[Language, Gram
     if vocabulary.is_empty:
         return language, None
     topology = language.topology
-    if language.num_pdfs != topology.num_pdfs:
+    if not language.tree and language.num_pdfs != topology.num_pdfs:
         raise DataError(
             f"the model has {language.num_pdfs} tied HMM states, but a graph of other words "
             f"requires the {topology.num_pdfs} untied states of phones; train without data.graph "
@@ -82,7 +82,8 @@ def of_model(language: Language, vocabulary: Vocabulary) -> tuple[Language, Gram
         _require_pronunciations(rules.words(), topology.lexicon, f"{vocabulary.grammar}")
     # words of the language model that are not in the lexicon are omitted
     arpa = _text(vocabulary.arpa) if vocabulary.arpa else language.arpa
-    return Language(topology, arpa, language.is_one_word and not arpa), rules
+    one_word = language.is_one_word and not arpa
+    return Language(topology, arpa, one_word, tree=language.tree), rules
 
 
 def unknown_words(texts: Iterable[Sequence[str]], language: Language) -> UnknownWords:

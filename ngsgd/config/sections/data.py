@@ -43,6 +43,16 @@ class DataConfig:
     lm: str = option(
         "", "n-gram language model in ARPA format; empty: equal probabilities of all words",
         used=_GIVEN)
+    num_leaves: int = option(
+        0, "number of tied triphone states, from a decision tree over the training labels; 0: the "
+           "states of single phones", low=0, high=100_000)
+    lm_order: int = option(
+        0, "order of an n-gram language model with Witten-Bell smoothing, estimated from the "
+           "training transcripts or data.lm_text; 0: data.lm, the corpus's graph, or all words "
+           "equally likely", low=0, high=9)
+    lm_text: str = option(
+        "", "text that the n-gram language model is estimated from, one sentence per line; empty: "
+            "the training transcripts", used="lm_order")
     oov_word: str = option(
         "", "word of the lexicon that replaces unknown words; empty: unknown words are errors",
         used=_GIVEN)

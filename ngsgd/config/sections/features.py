@@ -50,3 +50,17 @@ class IvectorConfig:
     period: int = option(
         10, "interval between two i-vector estimates (Kaldi: 10)",
         unit="frames", low=1, high=1000, used="dim")
+
+
+@dataclass(frozen=True)
+class AdaptationConfig:
+    """Projection of spliced features (LDA, MLLT), and one transform per speaker (fMLLR)."""
+
+    lda_dim: int = option(
+        0, "dimension of the projection by LDA and MLLT; 0: features as they are (Kaldi: 40)",
+        low=0, high=1000)
+    context: int = option(3, "frames on each side that are spliced before the projection",
+                          unit="frames", low=0, high=20, used="lda_dim")
+    fmllr: bool = option(
+        False, "one affine transform of the features per speaker, by fMLLR from a first pass",
+        used="lda_dim")

@@ -36,6 +36,10 @@ class Source:
     @classmethod
     def of(cls, bundle: Bundle, license_id: str = "unknown") -> Source:
         """Extract the network of a bundle as a function of frames, and its facts."""
+        if bundle.adaptation is not None:
+            raise ConfigError(f"{bundle.path} adapts features to speakers (adaptation.lda_dim), "
+                              "which this format cannot hold; use --format bundle, or train a "
+                              "model without adaptation.")
         window, features, language = bundle.window, bundle.features, bundle.language
         is_given = language.given is not None and bundle.decode.graph != "made"
         facts = {

@@ -55,12 +55,16 @@ def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: E
     if config.ivectors.dim:
         about["ivectors"] = asdict(config.ivectors)
     write_final(folder.final, model, about, statistics.input_transform,
-                extractor=folder.ivectors if config.ivectors.dim else None)
+                extractor=folder.ivectors if config.ivectors.dim else None,
+                adaptation=folder.adaptation if config.adaptation.lda_dim else None)
 
 
 def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transform: Tensor | None,
-                extractor: Path | None = None) -> None:
-    """Write a folder for `open_final`; `extractor` computes the i-vectors of the model input."""
+                extractor: Path | None = None, adaptation: Path | None = None) -> None:
+    """Write a folder for `open_final`.
+
+    `extractor` and `adaptation` compute the i-vectors and the features of the model input.
+    """
     with new_directory(path) as temporary:
         # copies: tied weights share memory, which safetensors rejects
         state = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
@@ -69,6 +73,8 @@ def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transfor
             save_file({"input_transform": transform.contiguous()}, temporary / _TRANSFORM)
         if extractor is not None:
             shutil.copyfile(extractor, temporary / RunFolder.IVECTORS)
+        if adaptation is not None:
+            shutil.copyfile(adaptation, temporary / RunFolder.ADAPTATION)
         write_text(temporary / "model.json", json.dumps(about, indent=1))
         digests = {file.name: sha256(file) for file in sorted(temporary.iterdir())}
         write_text(temporary / DIGESTS, json.dumps(digests, indent=1))

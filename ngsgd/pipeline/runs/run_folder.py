@@ -49,6 +49,7 @@ class RunFolder:
     RUN_ID: ClassVar[str] = "run_id"
     # the extractor; also next to the final model
     IVECTORS: ClassVar[str] = "ivectors.safetensors"
+    ADAPTATION: ClassVar[str] = "adaptation.safetensors"
 
     @classmethod
     def create(cls, config: RunConfig, config_yaml: str) -> RunFolder:
@@ -146,6 +147,11 @@ class RunFolder:
         return self.path / "init"
 
     @property
+    def adaptation(self) -> Path:
+        """The projection and the mixtures of speaker adaptation (adaptation.lda_dim)."""
+        return self.path / self.ADAPTATION
+
+    @property
     def ivectors(self) -> Path:
         """i-vector extractor of the run (ivectors.dim)."""
         return self.path / self.IVECTORS
@@ -238,15 +244,17 @@ class RunFolder:
         finally:
             self.process.unlink(missing_ok=True)
 
-    def remember_data(self, digest: str, egs_directory: Path, extractor: Path | None) -> None:
-        """Record the data at the first start and copy the i-vector extractor.
+    def remember_data(self, digest: str, egs_directory: Path, extractor: Path | None,
+                      adaptation: Path | None = None) -> None:
+        """Record the data at the first start and copy the i-vector extractor and the adaptation.
 
         Raises:
             CheckpointError: the data changed since the run began.
         """
-        if extractor is not None and not self.ivectors.exists():
-            with new_file(self.ivectors) as temporary:
-                shutil.copyfile(extractor, temporary)
+        for made, kept in ((extractor, self.ivectors), (adaptation, self.adaptation)):
+            if made is not None and not kept.exists():
+                with new_file(kept) as temporary:
+                    shutil.copyfile(made, temporary)
         if not self.data.exists():
             about = {"digest": digest, "egs": str(egs_directory)}
             write_text(self.data, json.dumps(sealed(about), indent=1))

@@ -1,0 +1,1 @@
+"""Speaker adaptation: LDA and MLLT projections, and fMLLR from mixtures of tied states."""

@@ -1,0 +1,249 @@
+"""Adaptation of features to speakers: a projection for all, and one fMLLR transform for each.
+
+A transform is estimated from a first pass of recognition, without transcripts: Gaussian mixtures of
+the tied states find the most likely states of a speaker's frames.  A prior of some frames of all
+training speakers keeps the transform of little speech near that of the average speaker.
+
+Letters: T frames, D features, P pdfs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr.adapt import fmllr, projections
+from ngsgd.asr.adapt.fmllr import FmllrStats
+from ngsgd.asr.adapt.mixtures import StateMixtures
+from ngsgd.errors import DataError
+
+Matrix = npt.NDArray[np.float64]
+Features = npt.NDArray[np.float32]
+Pdfs = npt.NDArray[np.integer]
+# T x P log-likelihoods to the pdf of each frame
+FindPath = Callable[[npt.NDArray[np.float32]], Pdfs]
+
+# rounds of transforms and mixtures over the training set
+_TRAINING_ROUNDS = 3
+# frames of the prior
+_PRIOR_FRAMES = 40.0
+# frames of speech that change an estimate little more; bounds the time of long recordings
+_MAX_FRAMES = 60_000
+
+
+@dataclass(frozen=True)
+class SpeakerAdaptation:
+    """The projection, and the mixtures that transforms are estimated with.
+
+    Attributes:
+        context: frames spliced on each side before the projection.
+        projection_DE: matrix and offset of the projection of spliced features.
+        num_silence: pdfs below this one are silence, which says nothing about a speaker.
+        first: mixtures of projected features; None without fMLLR.
+        adapted: mixtures of transformed features; None without fMLLR.
+        prior: sums of all training speakers; None without fMLLR.
+    """
+
+    context: int
+    projection_DE: Matrix
+    num_silence: int
+    first: StateMixtures | None = None
+    adapted: StateMixtures | None = None
+    prior: FmllrStats | None = None
+
+    @property
+    def dim(self) -> int:
+        """Number of projected features."""
+        return len(self.projection_DE)
+
+    @property
+    def input_dim(self) -> int:
+        """Number of features of a frame before it is spliced."""
+        return int(self.projection_DE.shape[1] - 1) // (2 * self.context + 1)
+
+    def project(self, x_TD: npt.NDArray[np.floating]) -> Matrix:
+        """Return spliced and projected features of one utterance."""
+        return fmllr.apply(self.projection_DE, projections.splice(x_TD, self.context))
+
+    def adapt(self, x_TD: npt.NDArray[np.floating], before: FmllrStats | None,
+              find_path: FindPath) -> tuple[Features, FmllrStats | None]:
+        """Return the adapted features of a speaker's next utterance, and the speaker's sums.
+
+        Args:
+            x_TD: normalized features.
+            before: sums of the speaker's earlier utterances; None if there are none.
+            find_path: first pass of recognition.
+        """
+        z_TD = self.project(x_TD)
+        if self.prior is None:
+            return z_TD.astype(np.float32), None
+        stats = self.accumulated([z_TD], before, find_path)
+        return fmllr.apply(self.transform(stats), z_TD).astype(np.float32), stats
+
+    def adapt_speaker(self, utterances: Sequence[npt.NDArray[np.floating]],
+                      find_path: FindPath) -> list[Features]:
+        """Return the adapted features of all utterances of one speaker, by two rounds."""
+        z = [self.project(x_TD) for x_TD in utterances]
+        if self.prior is None:
+            return [z_TD.astype(np.float32) for z_TD in z]
+        w_DE = self.transform_of(utterances, find_path)
+        return [fmllr.apply(w_DE, z_TD).astype(np.float32) for z_TD in z]
+
+    def transform_of(self, utterances: Sequence[npt.NDArray[np.floating]],
+                     find_path: FindPath) -> Matrix:
+        """Return the transform of a speaker from all utterances, by two rounds."""
+        z = [self.project(x_TD) for x_TD in utterances]
+        stats = self.accumulated(z, None, find_path)
+        return self.transform(self.accumulated(z, None, find_path, self.transform(stats)))
+
+    def transform(self, stats: FmllrStats) -> Matrix:
+        """Return a speaker's transform [A b]."""
+        assert self.prior is not None
+        return stats.plus(self.prior).estimate()
+
+    def accumulated(self, utterances: Sequence[Matrix], before: FmllrStats | None,
+                    find_path: FindPath, transform: Matrix | None = None) -> FmllrStats:
+        """Return the sums of projected utterances, added to those of earlier ones."""
+        assert self.first is not None and self.adapted is not None
+        stats = FmllrStats.zero(self.dim) if before is None else before
+        if before is not None:
+            transform = self.transform(before)
+        for z_TD in utterances:
+            if stats.count > _MAX_FRAMES:
+                break
+            y_TD = z_TD if transform is None else fmllr.apply(transform, z_TD)
+            mixtures = self.first if transform is None else self.adapted
+            pdf_T = find_path(mixtures.log_likelihood(y_TD))
+            stats = stats.plus(_sums(self.adapted, z_TD, y_TD, pdf_T, self.num_silence))
+        return stats
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays that `of_arrays` reads."""
+        found: dict[str, npt.NDArray[Any]] = {
+            "context": np.array([self.context, self.num_silence]), "projection": self.projection_DE}
+        if self.first and self.adapted and self.prior:
+            for name, mixtures in (("first", self.first), ("adapted", self.adapted)):
+                found |= {f"{name}.pdf": mixtures.pdf_G, f"{name}.weight": mixtures.log_weight_G,
+                          f"{name}.mean": mixtures.mean_GD, f"{name}.variance": mixtures.variance_GD}
+            found |= {"prior.count": np.array([self.prior.count]), "prior.linear": self.prior.linear_DE,
+                      "prior.square": self.prior.square_DEE}
+        return found
+
+    @staticmethod
+    def of_arrays(arrays: Mapping[str, npt.NDArray[Any]], num_pdfs: int) -> SpeakerAdaptation:
+        """Read the arrays of `arrays`.
+
+        Raises:
+            ValueError: they do not fit together, are not finite, or are of other pdfs.
+        """
+        context, num_silence = (int(value) for value in arrays["context"])
+        projection_DE = _array(arrays["projection"], 2)
+        dim = len(projection_DE)
+        if not 0 <= context <= 20 or (projection_DE.shape[1] - 1) % (2 * context + 1):
+            raise ValueError("the projection does not fit the context")
+        plain = SpeakerAdaptation(context, projection_DE, num_silence)
+        if "first.pdf" not in arrays:
+            return plain
+        first, adapted = (_mixtures(arrays, name, dim, num_pdfs) for name in ("first", "adapted"))
+        prior = FmllrStats(float(_array(arrays["prior.count"], 1)[0]),
+                           _array(arrays["prior.linear"], 2), _array(arrays["prior.square"], 3))
+        if prior.linear_DE.shape != (dim, dim + 1) or prior.square_DEE.shape != (dim, dim + 1, dim + 1):
+            raise ValueError("the prior has other dimensions")
+        return SpeakerAdaptation(context, projection_DE, num_silence, first, adapted, prior)
+
+
+def train_projection(utterances: Sequence[npt.NDArray[np.floating]], pdf_T: Pdfs, *, context: int,
+                     dim: int, num_silence: int) -> SpeakerAdaptation:
+    """Estimate LDA and MLLT of spliced features, scaled to unit variance.
+
+    Args:
+        utterances: T x D normalized features of each training utterance.
+        pdf_T: pdfs of all their frames, one after another.
+        context: frames spliced on each side.
+        dim: number of projected features.
+        num_silence: number of pdfs of silence, which are the first.
+
+    Raises:
+        DataError: `dim` is larger than the number of spliced features.
+    """
+    x_TS = np.concatenate([projections.splice(x_TD, context) for x_TD in utterances])
+    if dim > x_TS.shape[1]:
+        raise DataError(f"adaptation.lda_dim is {dim}, and {2 * context + 1} frames have "
+                        f"{x_TS.shape[1]} features; give a smaller adaptation.lda_dim or a larger "
+                        "adaptation.context.")
+    mean_S = x_TS.mean(axis=0)
+    x_TS -= mean_S
+    lda_DS = projections.lda(x_TS, pdf_T, dim)
+    matrix_DS = projections.mllt(x_TS @ lda_DS.T, pdf_T) @ lda_DS
+    matrix_DS /= (x_TS @ matrix_DS.T).std(axis=0)[:, None]
+    projection_DE = np.concatenate([matrix_DS, -(matrix_DS @ mean_S)[:, None]], axis=1)
+    return SpeakerAdaptation(context, projection_DE, num_silence)
+
+
+def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matrix]],
+                pdfs: Mapping[str, Sequence[Pdfs]],
+                num_pdfs: int) -> tuple[SpeakerAdaptation, dict[str, Matrix]]:
+    """Train mixtures and the transforms of training speakers by turns (SAT).
+
+    Args:
+        plain: the projection.
+        by_speaker: projected features of each speaker's utterances.
+        pdfs: pdfs of their frames.
+        num_pdfs: number of pdfs.
+
+    Returns:
+        The adaptation with mixtures, and each training speaker's transform.
+    """
+    z = {speaker: np.concatenate(utterances) for speaker, utterances in by_speaker.items()}
+    pdf = {speaker: np.concatenate(pdfs[speaker]) for speaker in z}
+    all_pdf_T = np.concatenate(list(pdf.values()))
+    first = mixtures = StateMixtures.fit(np.concatenate(list(z.values())), all_pdf_T, num_pdfs)
+    adapted = z
+    for _ in range(_TRAINING_ROUNDS):
+        stats = {speaker: _sums(mixtures, z[speaker], adapted[speaker], pdf[speaker],
+                                plain.num_silence) for speaker in z}
+        prior = FmllrStats.zero(plain.dim)
+        for one in stats.values():
+            prior = prior.plus(one)
+        prior = FmllrStats.zero(plain.dim).plus(prior, _PRIOR_FRAMES / max(prior.count, 1.0))
+        transforms = {speaker: one.plus(prior).estimate() for speaker, one in stats.items()}
+        adapted = {speaker: fmllr.apply(w_DE, z[speaker]) for speaker, w_DE in transforms.items()}
+        mixtures = StateMixtures.fit(np.concatenate(list(adapted.values())), all_pdf_T, num_pdfs)
+    found = SpeakerAdaptation(plain.context, plain.projection_DE, plain.num_silence, first,
+                              mixtures, prior)
+    return found, transforms
+
+
+def _sums(mixtures: StateMixtures, z_TD: Matrix, y_TD: Matrix, pdf_T: Pdfs,
+          num_silence: int) -> FmllrStats:
+    """Sums of the frames of speech; `y_TD` are the features after the transform so far."""
+    stats = FmllrStats.zero(z_TD.shape[1])
+    is_speech_T = pdf_T >= num_silence
+    if is_speech_T.any():
+        precision_TD, linear_TD = mixtures.precisions(y_TD[is_speech_T], pdf_T[is_speech_T])
+        stats.add(z_TD[is_speech_T], precision_TD, linear_TD)
+    return stats
+
+
+def _mixtures(arrays: Mapping[str, npt.NDArray[Any]], name: str, dim: int,
+              num_pdfs: int) -> StateMixtures:
+    pdf_G = arrays[f"{name}.pdf"]
+    if pdf_G.ndim != 1 or pdf_G.dtype != np.int64 or len(pdf_G) > 100 * num_pdfs \
+            or not np.array_equal(np.unique(pdf_G), np.arange(num_pdfs)) or (np.diff(pdf_G) < 0).any():
+        raise ValueError("the Gaussians are not those of its HMM states")
+    found = StateMixtures(pdf_G, _array(arrays[f"{name}.weight"], 1), _array(arrays[f"{name}.mean"], 2),
+                          _array(arrays[f"{name}.variance"], 2))
+    if found.log_weight_G.shape != pdf_G.shape or found.mean_GD.shape != (len(pdf_G), dim) \
+            or found.variance_GD.shape != found.mean_GD.shape or not (found.variance_GD > 0).all():
+        raise ValueError("the Gaussians have other dimensions, or a variance that is not positive")
+    return found
+
+
+def _array(array: npt.NDArray[Any], ndim: int) -> Matrix:
+    if array.ndim != ndim or array.dtype != np.float64 or not np.isfinite(array).all():
+        raise ValueError("an array is not finite, or has another type or shape")
+    return array

@@ -1,0 +1,226 @@
+"""Decision trees from aligned speech: statistics of phones in context, questions, and splits.
+
+As Kaldi's `acc-tree-stats`, `cluster-phones` and `build-tree`: each context has one diagonal
+Gaussian, phones are clustered bottom up into questions, and the split with the largest gain in
+log-likelihood is made first.  Every phone and state has its own root; silence is not split.
+
+Letters: N contexts, D features, Q questions, V phones with the edge (V = number of phones + 1).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr.lang.context_tree import EDGE, STATE, ContextTree, Leaf, Node, Split, Table
+from ngsgd.asr.lang.topology import STATES_PER_PHONE
+from ngsgd.errors import DataError
+
+Matrix = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+SILENCE = 1
+LEFT, CENTER, RIGHT = 0, 1, 2
+# of features with unit variance, as Kaldi's --variance-floor
+VARIANCE_FLOOR = 0.01
+
+
+@dataclass(frozen=True)
+class ContextStats:
+    """Sums over the frames of each context: left, center and right phone, state of the center.
+
+    Attributes:
+        context_N4: left, center, right (numbers from 1, `EDGE` at the edge), state.
+        count_N: frames.
+        sum_ND: features.
+        square_ND: squared features.
+    """
+
+    context_N4: Ints
+    count_N: Matrix
+    sum_ND: Matrix
+    square_ND: Matrix
+
+    @staticmethod
+    def accumulate(utterances: Iterable[tuple[Ints, Matrix]]) -> ContextStats:
+        """Sum the (T x 4 contexts, T x D features) of utterances."""
+        pairs = list(utterances)
+        if not pairs:
+            raise DataError("No utterance is aligned, so that no decision tree can be made; align "
+                            "the training set first.")
+        context_N4, of_T = np.unique(np.concatenate([c for c, _ in pairs]), axis=0,
+                                     return_inverse=True)
+        x_TD = np.concatenate([x for _, x in pairs])
+        sum_ND, square_ND = np.zeros((2, len(context_N4), x_TD.shape[1]))
+        np.add.at(sum_ND, of_T, x_TD)
+        np.add.at(square_ND, of_T, x_TD**2)
+        count_N = np.bincount(of_T, minlength=len(context_N4)).astype(np.float64)
+        return ContextStats(context_N4, count_N, sum_ND, square_ND)
+
+    def table(self) -> Matrix:
+        """Return count, sums and squares in one row per context (N x (1 + 2 D))."""
+        return np.concatenate([self.count_N[:, None], self.sum_ND, self.square_ND], axis=1)
+
+
+def contexts_of_frames(phone_T: Ints, state_T: Ints) -> Ints:
+    """Return left phone, center phone, right phone and state of each frame (T x 4).
+
+    A phone begins where the phone changes or its state steps back; neighboring frames of silence
+    are one phone.
+    """
+    begins_T = np.ones(len(phone_T), np.bool_)
+    begins_T[1:] = (phone_T[1:] != phone_T[:-1]) | ((state_T[1:] < state_T[:-1])
+                                                    & (phone_T[1:] != SILENCE))
+    instance_T = begins_T.cumsum() - 1
+    phone_I = np.concatenate([[EDGE], phone_T[begins_T], [EDGE]])
+    return np.stack([phone_I[instance_T], phone_T, phone_I[instance_T + 2], state_T], axis=1)
+
+
+def build_tree(stats: ContextStats, *, num_phones: int, num_silence_states: int, num_leaves: int,
+               min_count: float = 100.0) -> ContextTree:
+    """Build a triphone tree.
+
+    Args:
+        stats: sums of the training frames, of features with about unit variance.
+        num_phones: largest phone number; 1 is silence.
+        num_silence_states: states of silence, which are the first pdfs.
+        num_leaves: number of pdfs to stop at. The roots alone may be more.
+        min_count: fewest frames of a pdf after a split.
+
+    Returns:
+        A tree with at most `num_leaves` pdfs, or one per phone and state if that is more. Phones
+        without frames keep one pdf per state.
+    """
+    questions_QV, table_NK = phone_questions(stats, num_phones), stats.table()
+    roots = {}
+    for phone, state in itertools.product(range(2, num_phones + 1), range(STATES_PER_PHONE)):
+        is_here_N = (stats.context_N4[:, [CENTER, 3]] == (phone, state)).all(axis=1)
+        roots[phone, state] = _Growing(stats.context_N4[is_here_N], table_NK[is_here_N])
+    queue: list[tuple[float, int, _Growing]] = []
+    for number, root in enumerate(roots.values()):
+        root.find_split(questions_QV, min_count)
+        heapq.heappush(queue, (-root.gain, number, root))
+    num_pdfs, number = num_silence_states + len(roots), len(roots)
+    while queue and num_pdfs < num_leaves:
+        negative_gain, _, node = heapq.heappop(queue)
+        if negative_gain >= 0:
+            break
+        for child in node.split():
+            child.find_split(questions_QV, min_count)
+            number += 1
+            heapq.heappush(queue, (-child.gain, number, child))
+        num_pdfs += 1
+    return _numbered(roots, num_phones, num_silence_states)
+
+
+def phone_questions(stats: ContextStats, num_phones: int) -> npt.NDArray[np.bool_]:
+    """Return sets of phones (Q x V) by bottom-up clustering of the middle states.
+
+    Every phone and every cluster but that of all phones is a question. The edge of an utterance
+    belongs to the sets that hold silence.
+    """
+    is_middle_N = stats.context_N4[:, 3] == STATES_PER_PHONE // 2
+    is_middle_N |= (stats.context_N4[:, CENTER] == SILENCE)
+    table_NK = stats.table()
+    table_VK = np.zeros((num_phones + 1, table_NK.shape[1]))
+    np.add.at(table_VK, stats.context_N4[is_middle_N, CENTER], table_NK[is_middle_N])
+    clusters = [(frozenset({phone}), table_VK[phone]) for phone in range(1, num_phones + 1)
+                if table_VK[phone, 0] > 0]
+    found = [members for members, _ in clusters]
+    while len(clusters) > 2:
+        _, one, other = min(
+            (_log_likelihood(a[1]) + _log_likelihood(b[1]) - _log_likelihood(a[1] + b[1]), i, j)
+            for i, a in enumerate(clusters) for j, b in enumerate(clusters[:i]))
+        merged = (clusters[one][0] | clusters[other][0], clusters[one][1] + clusters[other][1])
+        clusters = [c for at, c in enumerate(clusters) if at not in (one, other)] + [merged]
+        found.append(merged[0])
+    questions_QV = np.zeros((len(found), num_phones + 1), np.bool_)
+    for row, members in zip(questions_QV, found, strict=True):
+        row[list(members)] = True
+        row[EDGE] = SILENCE in members
+    return questions_QV
+
+
+@dataclass
+class _Growing:
+    """A node while the tree grows: the contexts that reach it, and its best split."""
+
+    context_N4: Ints
+    table_NK: Matrix
+    gain: float = 0.0
+    key: int = LEFT
+    asked_V: npt.NDArray[np.bool_] | None = None
+    # yes, no
+    children: tuple[_Growing, _Growing] | None = None
+
+    def find_split(self, questions_QV: npt.NDArray[np.bool_], min_count: float) -> None:
+        """Find the question that gains the most log-likelihood; gain 0 if there is none."""
+        total_K = self.table_NK.sum(axis=0)
+        for key in (LEFT, RIGHT):
+            by_phone_VK = np.zeros((questions_QV.shape[1], len(total_K)))
+            np.add.at(by_phone_VK, self.context_N4[:, key], self.table_NK)
+            yes_QK = questions_QV.astype(np.float64) @ by_phone_VK
+            no_QK = total_K - yes_QK
+            gain_Q = _log_likelihood(yes_QK) + _log_likelihood(no_QK) - _log_likelihood(total_K)
+            gain_Q[np.minimum(yes_QK[:, 0], no_QK[:, 0]) < min_count] = 0.0
+            best = int(gain_Q.argmax())
+            if gain_Q[best] > self.gain:
+                self.gain, self.key, self.asked_V = float(gain_Q[best]), key, questions_QV[best]
+
+    def split(self) -> tuple[_Growing, _Growing]:
+        """Divide the contexts by the question that `find_split` found."""
+        assert self.asked_V is not None
+        is_yes_N = self.asked_V[self.context_N4[:, self.key]]
+        yes, no = (_Growing(self.context_N4[part_N], self.table_NK[part_N])
+                   for part_N in (is_yes_N, ~is_yes_N))
+        self.children = yes, no
+        return self.children
+
+
+def _numbered(roots: dict[tuple[int, int], _Growing], num_phones: int,
+              num_silence_states: int) -> ContextTree:
+    """The finished tree; pdfs of silence come first, then those of the phones in their order."""
+    next_pdf = num_silence_states
+
+    def finished(node: _Growing) -> Node:
+        nonlocal next_pdf
+        if node.children is None or node.asked_V is None:
+            next_pdf += 1
+            return Leaf(next_pdf - 1)
+        yes, no = map(finished, node.children)
+        return Split(node.key, frozenset(np.flatnonzero(node.asked_V).tolist()), yes, no)
+
+    silence = Table(STATE, tuple(map(Leaf, range(num_silence_states))))
+    phones = [Table(STATE, tuple(finished(roots[phone, state]) for state in range(STATES_PER_PHONE)))
+              for phone in range(2, num_phones + 1)]
+    return ContextTree(3, CENTER, Table(CENTER, (None, silence, *phones)))
+
+
+def _log_likelihood(table: Matrix) -> Matrix:
+    """The log-likelihood of frames under their own diagonal Gaussian; rows of count, sums, squares.
+
+    Rows without frames have 0.
+    """
+    num_features = (table.shape[-1] - 1) // 2
+    count = table[..., 0]
+    safe = np.maximum(count, 1e-30)[..., None]
+    mean = table[..., 1 : num_features + 1] / safe
+    variance = np.maximum(table[..., num_features + 1 :] / safe - mean**2, VARIANCE_FLOOR)
+    constant = num_features * (1.0 + math.log(2 * math.pi))
+    return np.asarray(-0.5 * count * (np.log(variance).sum(axis=-1) + constant))
+
+
+def phones_and_states(pdf_T: Sequence[int] | npt.NDArray[np.int32],
+                      num_silence_states: int) -> tuple[Ints, Ints]:
+    """Return phone numbers (1 is silence) and states of pdfs that are not tied."""
+    after_T = np.asarray(pdf_T, np.int64) - num_silence_states
+    is_speech_T = after_T >= 0
+    phone_T = np.where(is_speech_T, 2 + after_T // STATES_PER_PHONE, SILENCE)
+    state_T = np.where(is_speech_T, after_T % STATES_PER_PHONE, np.asarray(pdf_T, np.int64))
+    return phone_T, state_T

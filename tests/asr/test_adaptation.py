@@ -1,0 +1,216 @@
+"""LDA, MLLT, mixtures of states, and fMLLR."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ngsgd.asr.adapt import fmllr, projections, speakers
+from ngsgd.asr.adapt.fmllr import FmllrStats
+from ngsgd.asr.adapt.mixtures import StateMixtures
+from ngsgd.asr.adapt.speakers import SpeakerAdaptation
+from ngsgd.errors import DataError
+from tests.reference import fmllr as reference
+
+D, NUM_PDFS = 3, 4
+
+
+def mixtures(seed: int = 0) -> StateMixtures:
+    """Two Gaussians per pdf; pdf 0 is silence."""
+    rng = np.random.default_rng(seed)
+    pdf_G = np.repeat(np.arange(NUM_PDFS), 2)
+    return StateMixtures(pdf_G, np.log(np.tile([0.3, 0.7], NUM_PDFS)),
+                         3.0 * rng.normal(size=(len(pdf_G), D)), rng.uniform(0.5, 2.0, (len(pdf_G), D)))
+
+
+def frames(of: StateMixtures, num: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Features and pdfs of frames drawn from mixtures."""
+    rng = np.random.default_rng(seed)
+    g_T = rng.integers(0, len(of.pdf_G), num)
+    x_TD = of.mean_GD[g_T] + rng.normal(size=(num, D)) * np.sqrt(of.variance_GD[g_T])
+    return x_TD, of.pdf_G[g_T]
+
+
+def stats_of(of: StateMixtures, x_TD: np.ndarray, pdf_T: np.ndarray) -> FmllrStats:
+    stats = FmllrStats.zero(D)
+    stats.add(x_TD, *of.precisions(x_TD, pdf_T))
+    return stats
+
+
+def test_fmllr_reaches_the_maximum_of_the_density() -> None:
+    of = mixtures()
+    x_TD, pdf_T = frames(of, 60, 1)
+    found = stats_of(of, x_TD, pdf_T).estimate()
+    is_own = torch.from_numpy(of.pdf_G == pdf_T[:, None])
+    joint_TG = torch.from_numpy(of.log_joint(x_TD)).masked_fill(~is_own, -np.inf)
+    given = (torch.from_numpy(x_TD), list(torch.from_numpy(of.mean_GD)),
+             list(torch.from_numpy(of.variance_GD)), joint_TG.softmax(dim=1))
+    w_DE = torch.from_numpy(found).requires_grad_()
+    value = reference.log_likelihood(w_DE, *given)
+    value.backward()
+    assert w_DE.grad is not None
+    # ten passes of row updates; the likelihood per frame is flat to 1e-3 there
+    assert float(w_DE.grad.abs().max()) / len(x_TD) < 1e-3
+    start = torch.eye(D, D + 1, dtype=torch.float64)
+    stats = stats_of(of, x_TD, pdf_T)
+    gained = stats.log_likelihood(found) - stats.log_likelihood(start.numpy())
+    expected = value.item() - reference.log_likelihood(start, *given).item()
+    assert gained == pytest.approx(expected, rel=1e-9)
+    assert gained > 0
+
+
+def test_a_transform_undoes_the_distortion_of_a_speaker() -> None:
+    of = mixtures()
+    y_TD, pdf_T = frames(of, 4000, 2)
+    distortion = np.array([[1.3, 0.2, 0.0], [-0.1, 0.8, 0.1], [0.0, 0.1, 1.1]])
+    offset_D = np.array([0.5, -1.0, 0.2])
+    x_TD = (y_TD - offset_D) @ np.linalg.inv(distortion).T
+    w_DE = np.eye(D, D + 1)
+    for _ in range(3):
+        stats = FmllrStats.zero(D)
+        stats.add(x_TD, *of.precisions(fmllr.apply(w_DE, x_TD), pdf_T))
+        w_DE = stats.estimate()
+    # the standard error of a coefficient is about 1 / sqrt(4000)
+    np.testing.assert_allclose(w_DE, np.column_stack([distortion, offset_D]), atol=0.1)
+
+
+def test_sums_in_parts_are_those_of_all_frames() -> None:
+    of = mixtures()
+    x_TD, pdf_T = frames(of, 5000, 3)
+    whole = stats_of(of, x_TD, pdf_T)
+    parts = stats_of(of, x_TD[:1234], pdf_T[:1234]).plus(stats_of(of, x_TD[1234:], pdf_T[1234:]))
+    assert parts.count == whole.count
+    # the order of sums of 5000 float64 numbers
+    np.testing.assert_allclose(parts.linear_DE, whole.linear_DE, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(parts.square_DEE, whole.square_DEE, rtol=1e-9, atol=1e-9)
+
+
+def test_log_likelihoods_of_pdfs_are_sums_over_their_gaussians() -> None:
+    of = mixtures()
+    x_TD, _ = frames(of, 7, 4)
+    found = of.log_likelihood(x_TD)
+    for t, x_D in enumerate(x_TD):
+        for pdf in range(NUM_PDFS):
+            own = of.pdf_G == pdf
+            density = [np.exp(w) * np.prod(np.exp(-0.5 * (x_D - m) ** 2 / v) / np.sqrt(2 * np.pi * v))
+                       for w, m, v in zip(of.log_weight_G[own], of.mean_GD[own], of.variance_GD[own],
+                                          strict=True)]
+            # float32 results
+            assert found[t, pdf] == pytest.approx(np.log(sum(density)), rel=1e-5)
+
+
+def test_mixtures_are_fitted_for_every_pdf_with_and_without_frames() -> None:
+    x_TD, pdf_T = frames(mixtures(), 2000, 5)
+    found = StateMixtures.fit(x_TD, np.where(pdf_T == 3, 2, pdf_T), NUM_PDFS + 1)
+    assert found.num_pdfs == NUM_PDFS + 1
+    # states with frames get several Gaussians, those without take the frames of all
+    assert (np.bincount(found.pdf_G)[:3] > 1).all()
+    np.testing.assert_allclose(found.mean_GD[found.pdf_G == 4], x_TD.mean(axis=0)[None], rtol=1e-9)
+
+
+def test_lda_directions_solve_the_generalized_eigenproblem() -> None:
+    rng = np.random.default_rng(6)
+    class_T = rng.integers(0, 5, 800)
+    x_TS = rng.normal(size=(5, 6))[class_T] + rng.normal(size=(800, 6)) @ rng.normal(size=(6, 6))
+    found = projections.lda(x_TS, class_T, 3)
+    means = np.stack([x_TS[class_T == c].mean(axis=0) for c in range(5)])
+    within = np.cov((x_TS - means[class_T]).T, bias=True)
+    centered = means[class_T] - x_TS.mean(axis=0)
+    between = centered.T @ centered / 800
+    np.testing.assert_allclose(found @ within @ found.T, np.eye(3), atol=1e-9)
+    values = np.sort(np.linalg.eigvals(np.linalg.inv(within) @ between).real)[::-1]
+    np.testing.assert_allclose(found @ between @ found.T, np.diag(values[:3]), atol=1e-9)
+
+
+def test_mllt_makes_the_covariances_of_classes_diagonal() -> None:
+    rng = np.random.default_rng(7)
+    mixing = rng.normal(size=(4, 4))
+    class_T = rng.integers(0, 6, 12000)
+    deviation = rng.uniform(0.3, 3.0, (6, 4))
+    x_TD = (rng.normal(size=(12000, 4)) * deviation[class_T]) @ mixing.T
+    found = projections.mllt(x_TD, class_T)
+
+    def correlation(y_TD: np.ndarray) -> float:
+        return float(np.mean([np.abs(np.corrcoef(y_TD[class_T == c].T) - np.eye(4)).max()
+                              for c in range(6)]))
+
+    # 2000 frames of a class leave correlations of about 1 / sqrt(2000)
+    assert correlation(x_TD) > 0.3
+    assert correlation(x_TD @ found.T) < 0.08
+
+
+def utterances(seed: int, num_speakers: int = 6) -> tuple[list[np.ndarray], list[np.ndarray], list[str]]:
+    """Features whose frames a speaker distorts, their pdfs, and the speakers."""
+    rng = np.random.default_rng(seed)
+    of, features, pdfs, who = mixtures(8), [], [], []
+    for speaker in range(num_speakers):
+        distortion = np.eye(D) + 0.25 * rng.normal(size=(D, D))
+        for number in range(2):
+            y_TD, pdf_T = frames(of, 400, 100 * speaker + number)
+            features.append((y_TD @ distortion.T + rng.normal(size=D)).astype(np.float32))
+            pdfs.append(pdf_T)
+            who.append(f"s{speaker}")
+    return features, pdfs, who
+
+
+def always(pdf_T: np.ndarray) -> speakers.FindPath:
+    """A first pass that finds these states."""
+    return lambda _: pdf_T
+
+
+@functools.cache
+def trained() -> tuple[SpeakerAdaptation, dict[str, np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    features, pdfs, who = utterances(9)
+    plain = speakers.train_projection(features, np.concatenate(pdfs), context=0, dim=D, num_silence=1)
+    z = {one: [plain.project(x) for x, w in zip(features, who, strict=True) if w == one] for one in who}
+    of = {one: [p for p, w in zip(pdfs, who, strict=True) if w == one] for one in who}
+    return *speakers.train_fmllr(plain, z, of, NUM_PDFS), features, pdfs
+
+
+def test_adapted_frames_fit_their_states_better_than_projected_ones() -> None:
+    found, _, features, pdfs = trained()
+    for x_TD, pdf_T in zip(features[:4], pdfs[:4], strict=True):
+        y_TD, stats = found.adapt(x_TD, None, always(pdf_T))
+        assert stats is not None and found.first is not None and found.adapted is not None
+        assert stats.count == (pdf_T >= 1).sum()
+        loglik = [mix.log_likelihood(v)[np.arange(len(pdf_T)), pdf_T].mean()
+                  for mix, v in ((found.first, found.project(x_TD)), (found.adapted, y_TD.astype(float)))]
+        assert loglik[1] > loglik[0]
+
+
+def test_little_speech_moves_the_transform_little() -> None:
+    found, _, features, pdfs = trained()
+    none = found.transform(FmllrStats.zero(D))
+    few, many = (found.accumulated([found.project(features[0][:n])], None, always(pdfs[0][:n]))
+                 for n in (5, 400))
+    moved = [np.abs(found.transform(stats) - none).max() for stats in (few, many)]
+    assert moved[0] < moved[1]
+
+
+def test_arrays_give_the_adaptation_back() -> None:
+    found, _, features, pdfs = trained()
+    read = SpeakerAdaptation.of_arrays(found.arrays(), NUM_PDFS)
+    for one, other in zip(found.adapt_speaker(features[:2], always(pdfs[0])),
+                          read.adapt_speaker(features[:2], always(pdfs[0])), strict=True):
+        np.testing.assert_array_equal(one, other)
+    plain = replace(found, first=None, adapted=None, prior=None)
+    assert SpeakerAdaptation.of_arrays(plain.arrays(), NUM_PDFS).prior is None
+
+
+@pytest.mark.parametrize("name", sorted(trained()[0].arrays()))
+def test_damaged_arrays_are_rejected(name: str) -> None:
+    arrays = trained()[0].arrays()
+    other_type = np.array([-1, 0]) if name == "context" else arrays[name].astype(np.float32)
+    for damaged in (arrays[name][:-1], other_type):
+        with pytest.raises((ValueError, IndexError)):
+            SpeakerAdaptation.of_arrays({**arrays, name: damaged}, NUM_PDFS)
+
+
+def test_a_projection_to_more_features_than_there_are_is_an_error() -> None:
+    features, pdfs, _ = utterances(10, 1)
+    with pytest.raises(DataError):
+        speakers.train_projection(features, np.concatenate(pdfs), context=1, dim=20, num_silence=1)

@@ -1,0 +1,187 @@
+"""Decision trees over phones in context, and graphs of tied states."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ngsgd.asr.align.tree_building import (
+    ContextStats,
+    build_tree,
+    contexts_of_frames,
+    phone_questions,
+    phones_and_states,
+)
+from ngsgd.asr.decode import decoding
+from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.context_tree import ContextTree, Leaf, Split, Table
+from ngsgd.asr.lang.language import Language
+from ngsgd.asr.lang.topology import Pronunciation, Topology
+from ngsgd.errors import DataError
+from tests.reference import context_tree as reference
+
+NUM_PHONES, NUM_SILENCE_STATES = 5, 2
+# a tree as Kaldi writes it: silence is phone 1, and phone 2 asks for its right and left neighbors
+KALDI_TEXT = """ContextDependency 3 1 ToPdf TE 1 4 ( NULL TE -1 3 ( CE 0 CE 1 CE 2 ) SE -1 [ 0 ]
+{ SE 2 [ 1 3 ]
+{ CE 3 CE 4 } 
+SE -1 [ 1 ]
+{ SE 0 [ 0 2 ]
+{ CE 5 SE 2 [ 2 ]
+{ CE 6 CE 7 } 
+} 
+CE 8 } 
+} 
+TE -1 3 ( CE 9 CE 10 CE 9 ) ) EndContextDependency 
+"""
+
+
+def stats(seed: int, num_frames: int = 3000) -> ContextStats:
+    """Random labels; features depend on the neighbors, so that questions gain."""
+    rng = np.random.default_rng(seed)
+    phones = rng.integers(1, NUM_PHONES + 1, num_frames // 3)
+    phone_T, state_T = np.repeat(phones, 3), np.tile([0, 1, 2], num_frames // 3)
+    state_T = np.where(phone_T == 1, np.minimum(state_T, 1), state_T)
+    context_T4 = contexts_of_frames(phone_T, state_T)
+    means = rng.normal(size=(NUM_PHONES + 1, 3, 4))
+    x_TD = sum(means[context_T4[:, key], key] for key in range(3)) + rng.normal(size=(len(phone_T), 4))
+    return ContextStats.accumulate([(context_T4, x_TD)])
+
+
+def tree(seed: int = 0, num_leaves: int = 40) -> ContextTree:
+    return build_tree(stats(seed), num_phones=NUM_PHONES, num_silence_states=NUM_SILENCE_STATES,
+                      num_leaves=num_leaves, min_count=20.0)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_tree_is_that_of_a_search_over_all_splits(seed: int) -> None:
+    given = stats(seed)
+    questions = [frozenset(np.flatnonzero(row).tolist())
+                 for row in phone_questions(given, NUM_PHONES)]
+    expected = reference.grow(given, questions, num_phones=NUM_PHONES, num_leaves=30, min_count=20.0)
+    found = build_tree(given, num_phones=NUM_PHONES, num_silence_states=NUM_SILENCE_STATES,
+                       num_leaves=30, min_count=20.0)
+    # equal contexts share a pdf in one tree if and only if they do in the other
+    pairs = {(found.pdf(window, state), expected(window, state))
+             for *window, state in given.context_N4.tolist() if window[1] != 1}
+    assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs}) == 28
+    assert found.num_pdfs == 30
+
+
+def test_every_question_is_a_cluster_of_the_two_that_are_closest() -> None:
+    given = stats(2)
+    found = [frozenset(np.flatnonzero(row[1:]) + 1) for row in phone_questions(given, NUM_PHONES)]
+    assert found == reference.clusters(given, NUM_PHONES)
+
+
+def test_trees_are_written_in_kaldis_text_form_and_read_back() -> None:
+    made = tree()
+    assert ContextTree.from_text(made.to_text()) == made
+    kaldi = ContextTree.from_text(KALDI_TEXT)
+    assert "".join(kaldi.to_text().split()) == "".join(KALDI_TEXT.split())
+
+
+def test_a_kaldi_tree_gives_the_pdfs_worked_out_by_hand() -> None:
+    kaldi = ContextTree.from_text(KALDI_TEXT)
+
+    def by_hand(left: int, center: int, right: int, state: int) -> int:
+        if center == 1:
+            return state
+        if center == 3:
+            return 10 if state == 1 else 9
+        if state == 0:
+            return 3 if right in (1, 3) else 4
+        if state == 2:
+            return 8
+        return 5 if left in (0, 2) else 6 if right == 2 else 7
+
+    for left, center, right, state in itertools.product(range(4), (1, 2, 3), range(4), range(3)):
+        assert kaldi.pdf((left, center, right), state) == by_hand(left, center, right, state)
+    assert kaldi.pdfs(2, 1) == {5, 6, 7}
+
+
+def test_a_phone_that_the_tree_lacks_is_an_error() -> None:
+    with pytest.raises(DataError):
+        ContextTree.from_text(KALDI_TEXT).pdf((1, 4, 1), 0)
+
+
+@pytest.mark.parametrize("at", range(0, len(KALDI_TEXT.split()), 3))
+def test_damaged_texts_are_errors(at: int) -> None:
+    tokens = KALDI_TEXT.split()
+    for damaged in (tokens[:at], [*tokens[:at], "x", *tokens[at + 1 :]]):
+        with pytest.raises(DataError):
+            ContextTree.from_text(" ".join(damaged))
+
+
+def test_contexts_of_frames_join_silence_and_part_repeated_phones() -> None:
+    # two silence states, then phone 2 twice
+    phone_T, state_T = phones_and_states([0, 1, 0, 2, 3, 4, 2, 3, 4], NUM_SILENCE_STATES)
+    found = contexts_of_frames(phone_T, state_T)
+    assert found.tolist() == [
+        [0, 1, 2, 0], [0, 1, 2, 1], [0, 1, 2, 0],
+        [1, 2, 2, 0], [1, 2, 2, 1], [1, 2, 2, 2],
+        [2, 2, 0, 0], [2, 2, 0, 1], [2, 2, 0, 2]]
+
+
+LEXICON: dict[str, tuple[Pronunciation, ...]] = {
+    "ab": (("a", "b"),), "ba": (("b", "a"), ("b",)), "b": (("b",),), "c": (("c", "d", "a"),)}
+
+
+def language() -> Language:
+    topology = Topology(("a", "b", "c", "d"), LEXICON, NUM_SILENCE_STATES)
+    return Language(topology, tree=tree())
+
+
+def path_of(spoken: list[str], language: Language) -> list[int]:
+    """The pdfs of phones with silence around them, each twice."""
+    phones = [0, *(1 + ("SIL", "a", "b", "c", "d").index(phone) for phone in spoken), 0]
+    assert language.tree is not None
+    return [language.tree.pdf(phones[at - 1 : at + 2], state)
+            for at in range(1, len(phones) - 1)
+            for state in range(NUM_SILENCE_STATES if phones[at] == 1 else 3) for _ in range(2)]
+
+
+@pytest.mark.parametrize(("words", "spoken"), [
+    (["ab", "c"], ["SIL", "a", "b", "c", "d", "a", "SIL"]),
+    (["c", "ba", "ab"], ["c", "d", "a", "SIL", "b", "a", "a", "b"]),
+    (["b"], ["b"]),
+])
+def test_graphs_of_tied_states_accept_the_states_of_words_in_context(words: list[str],
+                                                                     spoken: list[str]) -> None:
+    lang = language()
+    pdf_T = path_of(spoken, lang)
+    loglik_TP = np.full((len(pdf_T), lang.num_pdfs), -50.0, np.float32)
+    loglik_TP[np.arange(len(pdf_T)), pdf_T] = 0.0
+    of_words = graphs.of_transcript_in_context(lang, graphs.graphs_in_context(lang), words)
+    for graph in (graphs.build(lang, silence_prob=0.5), of_words):
+        path = decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=1000.0, max_active=10_000)
+        assert path.is_complete
+        assert path.pdf_T.tolist() == pdf_T
+    assert list(path.words) == words
+    states = np.array(lang.phone_states())[path.pdf_T]
+    assert (states < lang.topology.num_pdfs).all()
+
+
+def test_a_tree_of_one_leaf_for_each_state_decodes_as_without_context() -> None:
+    lang = language()
+    roots = build_tree(stats(0), num_phones=NUM_PHONES, num_silence_states=NUM_SILENCE_STATES,
+                       num_leaves=1)
+    in_context = graphs.build(replace(lang, tree=roots), silence_prob=0.5)
+    plain = graphs.build(replace(lang, tree=None), silence_prob=0.5)
+    assert roots.num_pdfs == lang.topology.num_pdfs
+    rng = np.random.default_rng(4)
+    for _ in range(5):
+        loglik_TP = rng.normal(scale=3.0, size=(40, roots.num_pdfs)).astype(np.float32)
+        paths = [decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=1000.0,
+                                    max_active=10_000) for graph in (in_context, plain)]
+        assert paths[0].words == paths[1].words
+        # sums of 40 float32 numbers
+        assert paths[0].cost == pytest.approx(paths[1].cost, rel=1e-5)
+
+
+def test_splits_about_the_state_are_followed() -> None:
+    one = ContextTree(3, 1, Split(-1, frozenset({0}), Leaf(0), Table(2, (Leaf(1), Leaf(2)))))
+    assert [one.pdfs(1, state) for state in (0, 1)] == [{0}, {1, 2}]
