@@ -98,7 +98,7 @@ def drawn(loss_fn: Any, f_NC: Tensor, y: Tensor, *, num_draws: int, seed: int) -
 
 def documented() -> tuple[list[tuple[str, ...]], dict[str, list[str]]]:
     """(the quantities of each column, what each row says by its label) of the table in the documentation."""
-    lines = DOCS.read_text().split("## 2. What is supported")[1].split("\n\n")[1].splitlines()
+    lines = DOCS.read_text().split("## Support\n\n")[1].split("\n\n")[0].splitlines()
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in lines)
     columns = [tuple(re.findall(r"`(\w+)`", cell)) for cell in header[1:]]
     return columns, {row[0]: row[1:] for row in rows}

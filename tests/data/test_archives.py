@@ -250,7 +250,8 @@ def test_a_full_disk_gives_one_message_and_removes_incomplete_archives(tmp_path:
     said = subprocess.run([sys.executable, "-c", _WRITE_WITHOUT_ROOM, str(tmp_path / "egs"), str(num_writers), str(tmp_path)],
                           check=True, text=True, capture_output=True, cwd=Path(__file__).parents[2]).stdout
     assert f"{tmp_path}/egs (File too large)" in said
-    assert len(said.splitlines()) == 1
+    # the phase, then the message
+    assert len(said.splitlines()) == 2
     assert list((tmp_path / "egs").iterdir()) == []
 
 

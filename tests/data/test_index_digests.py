@@ -18,6 +18,7 @@ from ngsgd.errors import DataError
 from ngsgd.files import DIGEST
 from ngsgd.sequence.archives import SequenceReader, prepare_sequences
 from ngsgd.sequence.ngram import state_ngram
+from tests.reported import Reported
 from tests.toy import NUM_CLASSES, frame_set
 
 CONFIG = EgsConfig(left_context=2, right_context=1, frames_per_eg=4, samples_per_iter=100, num_diagnostic_frames=50)
@@ -110,7 +111,7 @@ def test_indexes_of_before_without_a_digest_are_read(tmp_path: Path, kind: str) 
     del index[DIGEST]
     (directory / name).write_text(json.dumps(index))
     assert read(directory) == expected
-    reports: list[str] = []
+    reports = Reported()
     assert make(tmp_path, reports.append) == directory
     assert reports == []
 
@@ -156,7 +157,7 @@ def test_a_directory_with_a_damaged_index_is_written_again_with_one_line(
     damage(directory / name)
     with pytest.raises(DataError):
         read(directory)
-    reports: list[str] = []
+    reports = Reported()
     assert make(tmp_path, reports.append) == directory
     assert len(reports) == 1 and name in reports[0]
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before

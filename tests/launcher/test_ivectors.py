@@ -19,8 +19,10 @@ from ngsgd.errors import DataError
 from ngsgd.pipeline.ivectors import extractor_of, with_ivectors
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.run_folder import RunFolder
+from tests.reported import Reported, nothing
 
 CONFIG = RunConfig(ivectors=IvectorConfig(dim=2, num_gaussians=4, num_iters=2, posterior_scale=1.0))
+
 
 
 def silent(_: str) -> None:
@@ -78,12 +80,12 @@ def flip_a_bit(path: Path, at: int) -> None:
 @pytest.mark.parametrize("name", ["train.npy", "test.npy", "index.json"])
 def test_damaged_ivectors_are_extracted_again_with_one_line(corpus: Corpus, tmp_path: Path, name: str) -> None:
     extractor = extractor_of(CONFIG, corpus, tmp_path, silent, None)
-    with_ivectors(CONFIG, corpus, extractor, tmp_path, pytest.fail)
-    with_ivectors(CONFIG, corpus, extractor, tmp_path, pytest.fail)
+    with_ivectors(CONFIG, corpus, extractor, tmp_path, nothing)
+    with_ivectors(CONFIG, corpus, extractor, tmp_path, nothing)
     (path,) = tmp_path.glob(f"ivectors-*/{name}")
     before = path.read_bytes()
     flip_a_bit(path, -6)
-    reports: list[str] = []
+    reports = Reported()
     with_ivectors(CONFIG, corpus, extractor, tmp_path, reports.append)
     assert len(reports) == 1 and "damaged" in reports[0]
     assert path.read_bytes() == before
@@ -94,7 +96,7 @@ def test_ivectors_of_before_without_an_index_are_read(corpus: Corpus, tmp_path: 
     with_ivectors(CONFIG, corpus, extractor, tmp_path)
     (path,) = tmp_path.glob("ivectors-*/index.json")
     path.unlink()
-    with_ivectors(CONFIG, corpus, extractor, tmp_path, pytest.fail)
+    with_ivectors(CONFIG, corpus, extractor, tmp_path, nothing)
 
 
 def test_a_damaged_extractor_in_the_cache_is_trained_again_with_one_line(corpus: Corpus, tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_a_damaged_extractor_in_the_cache_is_trained_again_with_one_line(corpus:
     flip_a_bit(path, -3)
     with pytest.raises(DataError, match="digest"):
         read(path, CONFIG.ivectors)
-    reports: list[str] = []
+    reports = Reported()
     assert extractor_of(CONFIG, corpus, tmp_path, reports.append, None) == path
     assert "damaged" in reports[0]
     assert path.read_bytes() == before

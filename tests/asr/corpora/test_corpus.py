@@ -19,6 +19,7 @@ from ngsgd.errors import DataError
 from ngsgd.files import DIGEST
 from tests.asr.fake_fsdd import FakeFsdd
 from tests.data.test_index_digests import changed_leaves
+from tests.reported import Reported
 
 pytest.importorskip("kaldi_native_fbank")
 
@@ -42,7 +43,7 @@ def test_digits_prepared_twice_from_nothing_are_bit_identical_and_then_come_from
     pytest.importorskip("espeakng_loader")
     first, again = (prepare(TINY, FEATURES, tmp_path / name, silent) for name in ("one", "two"))
     assert first.digest == again.digest
-    reports: list[str] = []
+    reports = Reported()
     cached = prepare(TINY, FEATURES, tmp_path / "one", reports.append)
     assert cached.digest == first.digest
     assert reports == []
@@ -100,7 +101,7 @@ def test_every_setting_that_changes_the_data_has_its_own_folder(data: DataConfig
 
 def test_the_place_the_recordings_came_from_does_not_change_the_data(data: DataConfig, tmp_path: Path) -> None:
     prepare(data, FEATURES, tmp_path / "cache", silent)
-    reports: list[str] = []
+    reports = Reported()
     prepare(replace(data, source=data.source + "/recordings"), FEATURES, tmp_path / "cache", reports.append)
     assert reports == []
 
@@ -111,7 +112,7 @@ def test_damaged_cache_is_named_and_made_again(data: DataConfig, tmp_path: Path,
     whole = prepare(data, FEATURES, tmp_path / "cache", silent)
     (path,) = (tmp_path / "cache").glob(f"*/{name}")
     path.unlink() if deleted else path.write_bytes(path.read_bytes()[:-1])
-    reports: list[str] = []
+    reports = Reported()
     mended = prepare(data, FEATURES, tmp_path / "cache", reports.append)
     assert str(path) in reports[0]
     assert "preparing it again" in reports[0]
@@ -145,7 +146,7 @@ def test_manifests_of_before_without_a_digest_are_read(data: DataConfig, tmp_pat
     manifest = json.loads(path.read_text())
     del manifest[DIGEST]
     path.write_text(json.dumps(manifest, indent=1))
-    reports: list[str] = []
+    reports = Reported()
     assert prepare(data, FEATURES, tmp_path / "cache", reports.append).digest == whole.digest
     assert reports == []
 
