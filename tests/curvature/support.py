@@ -23,22 +23,22 @@ ROWS = {
     'Conv1d, Conv2d, Conv3d (stride, dilation, "same", padding modes)': (
         "conv1d", "conv1d dilated same", "conv2d", "conv2d circular", "conv3d"),
     "the same with groups": ("conv1d same",),
-    "TDNN of this project": ("tdnn",),
-    "TDNN-F of this project with renormalisation": ("tdnnf",),
-    "TDNN-F of this project with batch norm": ("tdnnf with batch norm",),
+    "TDNN (ngsgd)": ("tdnn",),
+    "TDNN-F (ngsgd) with renormalization": ("tdnnf",),
+    "TDNN-F (ngsgd) with batch norm": ("tdnnf with batch norm",),
     "LSTM, GRU, RNN (layers, directions, projections)": ("lstm", "lstm with projection", "gru", "rnn"),
     "MultiheadAttention": ("attention", "cross-attention"),
     "BatchNorm (eval)": ("batch norm", "batch norm of rows"),
     "LayerNorm, RMSNorm, GroupNorm": ("layer norm", "rms norm over frames", "group norm"),
     "Embedding, also tied to the output layer": ("embedding",),
     "a layer used several times": ("functional",),
-    "on the way: ReLU in place or not, LeakyReLU, Hardtanh, pooling, dropout, padding, reshaping": (
+    "between layers: ReLU in place or not, LeakyReLU, Hardtanh, pooling, dropout, padding, reshaping": (
         "linear", "conv2d", "conv2d circular", "conv3d", "dropout", "pieces"),
-    "on the way: sigmoid, tanh, ELU, softplus, GELU, SiLU and other elementwise functions": (
+    "between layers: sigmoid, tanh, ELU, softplus, GELU, SiLU and other elementwise functions": (
         "linear without bias", "linear over frames", "conv1d dilated same", "activations"),
-    "on the way: residual sums": ("residual",),
-    "on the way: p-norm, renormalisation": ("p-norm",),
-    "on the way: sub-classes, attention, products of two branches": ("sub-classes", "attention", "tdnnf"),
+    "between layers: residual sums": ("residual",),
+    "between layers: p-norm, renormalization": ("p-norm",),
+    "between layers: sub-classes, attention, products of two branches": ("sub-classes", "attention", "tdnnf"),
 }
 # parameters of normalizations and embeddings have no factors; in other rows such layers are skipped by layers=
 WITHOUT_FACTORS = ("conv1d same", "batch norm", "batch norm of rows", "layer norm", "rms norm over frames", "group norm",
