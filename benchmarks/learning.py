@@ -111,7 +111,9 @@ class Frames:
 
 
 def read_frames(folder: Path, set_name: str) -> Frames:
-    """The frames of "train" or "test" with their states; edges of an utterance repeat the first and the last frame."""
+    """The frames of "train" or "test" with their states; edges of an utterance repeat the first and
+    the last frame.
+    """
     alignment = np.load(folder / f"ali_{set_name}.npz")
     features = read_ark(folder / f"feats_{set_name}.ark")
     utt_ids = alignment["utt_ids"].tolist()

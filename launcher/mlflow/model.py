@@ -1,6 +1,7 @@
 """The final model as MLflow loads it: `mlflow.pyfunc.load_model("runs:/<run>/model").predict(x_ND)`.
 
-MLflow runs this file itself ("models from code"): the stored files are text and safetensors, and nothing is unpickled.
+MLflow runs this file itself ("models from code"): the stored files are text and safetensors, and
+nothing is unpickled.
 """
 
 from __future__ import annotations

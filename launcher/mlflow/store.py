@@ -30,7 +30,9 @@ _USER, _PASSWORD, _TOKEN = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD
 
 
 def tracking_uri(config: RunConfig) -> str:
-    """The configured store with what logs in to it, or SQLite in the output directory; raises as `with_login` does."""
+    """The configured store with what logs in to it, or SQLite in the output directory; raises as
+    `with_login` does.
+    """
     if masked(config.tracking.uri, known=False) != config.tracking.uri:
         conceal(config.tracking.uri)
     return with_login(config.tracking.uri) or sqlite_uri(Path(config.output_dir))
@@ -133,7 +135,9 @@ class Artifacts:
 
 
 def _bound_answers() -> None:
-    """An answer without an end must not fill the memory of a training process; MLflow reads answers to their end."""
+    """An answer without an end must not fill the memory of a training process; MLflow reads answers
+    to their end.
+    """
     from mlflow.utils import rest_utils
 
     name = "_get_http_response_with_retries"

@@ -85,7 +85,9 @@ def told(server: JobServer, job: str = "") -> Iterator[None]:
 
 
 def submit(client: Any, **what: Any) -> str:
-    """The job's id.  A head that was just started refuses jobs for some seconds, until its agent is up: that is waited for."""
+    """The job's id. A head that was just started refuses jobs for some seconds, until its agent is
+    up: that is waited for.
+    """
     deadline = time.monotonic() + _AGENT_S
     while True:
         try:

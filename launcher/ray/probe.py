@@ -108,10 +108,9 @@ def _resolved(address: str) -> str | None:
 def ask_server(host: str, port: int, *, is_client_server: bool) -> None:
     """Raises OSError unless a GCS is there and serves, or the server for Ray clients.
 
-    A GCS reports its health by the standard gRPC service, without a token.  The request is written by
-    hand:
-    a gRPC library in this process would not get on with Ray's own, nor with processes that it
-    forks.
+    A GCS reports its health by the standard gRPC service, without a token. The request is written
+    by hand: a gRPC library in this process would not get on with Ray's own, nor with processes that
+    it forks.
     """
     with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("", "0", "false"):

@@ -1,4 +1,5 @@
-"""The network of each row of the support table of docs/curvature.md, and the losses of its cells."""
+"""The network of each row of the support table of docs/curvature.md, and the losses of its cells.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +41,19 @@ ROWS = {
     "on the way: p-norm, renormalisation": ("p-norm",),
     "on the way: sub-classes, attention, products of two branches": ("sub-classes", "attention", "tdnnf"),
 }
-# parameters of normalizations and embeddings have no factors; in other rows such layers are skipped by layers=
+# parameters of normalizations and embeddings have no factors; in other rows such layers are skipped
+# by layers=
 WITHOUT_FACTORS = ("conv1d same", "batch norm", "batch norm of rows", "layer norm", "rms norm over frames", "group norm",
                    "embedding")
 
-_FAST = ("linear", "conv2d", "residual", "gru")   # with every loss also where slow tests are skipped
+# with every loss also where slow tests are skipped
+_FAST = ("linear", "conv2d", "residual", "gru")
 
 
 def cells(names: Iterable[str]) -> list[Any]:
-    """Every problem with every loss; what a change of the loss is unlikely to break alone is marked slow."""
+    """Every problem with every loss; what a change of the loss is unlikely to break alone is marked
+    slow.
+    """
     return [pytest.param(name, loss, marks=[] if loss == "cross-entropy" or name in _FAST else pytest.mark.slow)
             for name in names for loss in LOSSES]
 
@@ -84,7 +89,9 @@ def close(fast: Tensor, reference: Tensor) -> None:
 
 
 def drawn(loss_fn: Any, f_NC: Tensor, y: Tensor, *, num_draws: int, seed: int) -> Tensor:
-    """V x N x C: what is drawn at the network's output with this seed, as a layer sees it that adds nothing to the output."""
+    """V x N x C: what is drawn at the network's output with this seed, as a layer sees it that adds
+    nothing to the output.
+    """
     head = nn.Linear(f_NC.shape[1], f_NC.shape[1]).to(f_NC)
     with torch.no_grad():
         head.weight.copy_(torch.eye(f_NC.shape[1]))
@@ -97,7 +104,9 @@ def drawn(loss_fn: Any, f_NC: Tensor, y: Tensor, *, num_draws: int, seed: int) -
 
 
 def documented() -> tuple[list[tuple[str, ...]], dict[str, list[str]]]:
-    """(the quantities of each column, what each row says by its label) of the table in the documentation."""
+    """(the quantities of each column, what each row says by its label) of the table in the
+    documentation.
+    """
     lines = DOCS.read_text().split("## 2. What is supported")[1].split("\n\n")[1].splitlines()
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in lines)
     columns = [tuple(re.findall(r"`(\w+)`", cell)) for cell in header[1:]]

@@ -87,9 +87,11 @@ def test_variances_are_pooled_in_float64_from_the_definition() -> None:
     m, v = (torch.stack([state[f"b.running_{what}"].double() for state in states]) for what in ("mean", "var"))
     center = (share[:, None] * m).sum(dim=0)
     wanted = (share[:, None] * (v + m.square())).sum(dim=0) - center.square()
-    torch.testing.assert_close(mean["b.running_var"].double(), wanted, rtol=1e-6, atol=1e-7)   # rounded to float32
+    # rounded to float32
+    torch.testing.assert_close(mean["b.running_var"].double(), wanted, rtol=1e-6, atol=1e-7)
     plain = (share[:, None] * torch.stack([state["running_var"].double() for state in states])).sum(dim=0)
-    torch.testing.assert_close(mean["running_var"].double(), plain, rtol=1e-6, atol=0.0)   # without a mean: a parameter as any
+    # without a mean: a parameter as any
+    torch.testing.assert_close(mean["running_var"].double(), plain, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.entry("A11")

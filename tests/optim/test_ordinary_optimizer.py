@@ -1,4 +1,6 @@
-"""NGSGD and SGD as ordinary optimizers: copies, pickles, transforms, param groups, states of others, and warnings."""
+"""NGSGD and SGD as ordinary optimizers: copies, pickles, transforms, param groups, states of
+others, and warnings.
+"""
 
 from __future__ import annotations
 
@@ -333,7 +335,8 @@ def test_unfrozen_layers_that_are_added_train_as_if_they_had_been_there(kind: ty
         assert set(optimizer.preconditioned) == {"0", "1", "4", "5", "7"} and optimizer.fallbacks == []
         reference.load_state_dict(model.state_dict())
         fresh = NGSGD(reference, 0.001)
-        assert_close([gradients(model, 5)[4]], [gradients(reference, 5)[4]])  # both estimates start from this minibatch
+        # both estimates start from this minibatch
+        assert_close([gradients(model, 5)[4]], [gradients(reference, 5)[4]])
         assert fresh.preconditioned == ["0", "1", "4", "5", "7"]
     before = model[4].get_parameter("weight").detach().clone()
     train(model, optimizer, range(5, 7))
@@ -418,7 +421,8 @@ def test_weight_decay_without_a_number_of_samples_is_that_of_a_mean_loss(kind: t
         (loss_of(model, 0) / 24).backward()
         optimizer.step(num_samples=1)
         optimizers.append(model[7].get_parameter("weight").detach())
-    torch.testing.assert_close(optimizers[0] - optimizers[1], 2 * 0.01 * 0.02 * first, rtol=1e-6, atol=1e-9)  # rates in float32
+    # rates in float32
+    torch.testing.assert_close(optimizers[0] - optimizers[1], 2 * 0.01 * 0.02 * first, rtol=1e-6, atol=1e-9)
 
 
 @KINDS

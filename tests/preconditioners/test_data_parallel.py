@@ -44,7 +44,9 @@ def _rows(step: int, rank: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _trained(kind: str, way: str, rank: int | None) -> list[Tensor]:
-    """The parameters after a few steps; `way` is where the preconditioner stands and which calls the loop makes."""
+    """The parameters after a few steps; `way` is where the preconditioner stands and which calls
+    the loop makes.
+    """
     model = _net()
     called: nn.Module = model if rank is None else DDP(model)
     preconditioner = METHODS[kind](called if "outer" in way else model, damping=0.1)
