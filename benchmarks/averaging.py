@@ -106,7 +106,7 @@ class PeakMemory(AbstractContextManager["PeakMemory"]):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("RssAnon"):
                 return int(line.split()[1]) * 1024
-        raise AssertionError("this kernel does not tell private memory")
+        raise AssertionError("this kernel does not report private memory")
 
 
 class Member:

@@ -282,7 +282,7 @@ def best_rate(bench: Bench, net: str, minibatch: int, optimizer: str, seed: int,
             high += 1
         if max(-low, high) > MAX_DOUBLINGS:
             raise SystemExit(f"{optimizer}, {net}, minibatch {minibatch}: no best rate within a factor of "
-                             f"{2**MAX_DOUBLINGS} of {centre}; move its centre")
+                             f"{2**MAX_DOUBLINGS} of {centre}; move its center")
 
 
 def sweep(arguments: argparse.Namespace) -> None:

@@ -53,12 +53,12 @@ def with_login(uri: str) -> str:
             return f"{scheme}://{rest}"
         if user and password:
             return f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{rest}"
-    raise ConfigError(f"tracking.uri is stored as {uri}, without what logs in to it; set {_USER} and {_PASSWORD}, or go on with "
+    raise ConfigError(f"tracking.uri is stored as {uri}, without its login. Set {_USER} and {_PASSWORD}, continue with "
                       "ngsgd train --continue name=NAME tracking.uri=URI, or set tracking.kind=none for a new run.")
 
 
 def without_login(uri: str) -> str:
-    """The address alone: it says which store it is, however one logs in to it."""
+    """The address alone: it identifies the store, without a login."""
     return masked(uri, known=False).replace(f"{MASK}@", "")
 
 
@@ -88,7 +88,7 @@ def open_client(uri: str) -> Any:
 
 
 def is_server(uri: str) -> bool:
-    """Whether the store is somebody else's program, which answers what it likes."""
+    """Whether the store is another program, whose answers need checks."""
     return uri.lower().startswith(("http://", "https://"))
 
 

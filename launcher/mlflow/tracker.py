@@ -50,7 +50,7 @@ FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _LOOK_S = 0.1
 # each costs one request per outer iteration; more lines in a chart nobody can read
 _MAX_WORKER_RUNS = 32
-# characters of what MLflow says is wrong
+# characters of an error message of MLflow
 _LONGEST_REASON = 160
 # characters of a tag, MLflow's limit
 _LONGEST_TAG = 8000
@@ -133,7 +133,7 @@ class MlflowTracker:
                 self._run.open()
                 action()
             except Exception as error:
-                # whatever it is, training must go on
+                # whatever it is, training must continue
                 if not self._is_down:
                     self._warn(f"MLflow cannot be written ({_first_line(error)}); training continues, updates are sent later, "
                                f"and events.jsonl in {self._run.run_dir} has everything.")
@@ -229,7 +229,7 @@ class _MlflowRun:
             figures |= worker_metrics([job for job in record.jobs if job.accepted], is_speech=self._is_speech)
         if self.has_system:
             figures |= self._system.of(load, record.jobs, at_ms / 1000)
-        # a chart that is always zero says nothing
+        # a chart that is always zero has no information
         self._shown |= {name for name, value in figures.items() if value}
         self._log(run_id, {name: value for name, value in figures.items() if name in self._shown}, at_ms)
         by_worker: dict[int, list[JobRecord]] = {}

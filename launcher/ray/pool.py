@@ -1,7 +1,7 @@
 """A WorkerPool over Ray actors, on this machine or on a cluster.
 
 Each worker slot holds one long-lived actor. An actor that dies fails the job it was running, and a
-replacement is started in its slot while the other workers go on; what happens to the job is the
+replacement is started in its slot while the other workers continue; retrying the job is the
 coordinator's decision.
 """
 
@@ -42,7 +42,7 @@ _POLL_S = 0.2
 _NAMES: Mapping[Way, str] = {"shared_memory": "shared memory, and Ray's object store between machines",
                              "object_store": "Ray's object store", "collective": "gloo, averaged by the workers",
                              "nccl": "NCCL, averaged by the workers"}
-# for an object to arrive that Ray says is there; the largest model takes seconds
+# for an object to arrive that Ray reports as available; the largest model takes seconds
 _FETCH_S = 300.0
 
 
@@ -65,7 +65,7 @@ class _StoreRef:
 
 @dataclass
 class WorkerSlot:
-    """One worker: its actor, and what it is doing."""
+    """One worker: its actor and its current job."""
 
     index: int
     actor: Any
@@ -102,7 +102,7 @@ class RayPool:
     """Long-lived Ray actors, one job at a time each.
 
     Parameters pass through memory that the actors on the coordinator's machine share with it, and
-    through Ray's object store to and from all others; or, to the coordinator, as the mean alone,
+    through Ray's object store to and from all others. Or the coordinator receives the mean alone,
     which the workers make among themselves.
     """
 

@@ -41,7 +41,7 @@ def require_version() -> None:
     """ConfigError where the installed Ray is too old."""
     installed = version("ray")
     found = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
-    # without Ray there are no numbers, and its import says so
+    # without Ray there are no numbers, and its import fails
     if found and found < OLDEST_RAY:
         oldest = ".".join(map(str, OLDEST_RAY))
         raise ConfigError(f"Ray {installed} is installed, in which others on the network can "
@@ -61,7 +61,7 @@ def require_head(address: str) -> None:
     """ClusterError unless a Ray head answers at `address`: host:port, ray://host:port or auto."""
     found = _resolved(address)
     if found is None:
-        # Ray says at once that there is no cluster here
+        # Ray itself reports at once that there is no cluster here
         return
     host, _, port = found.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:

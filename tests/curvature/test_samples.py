@@ -624,7 +624,7 @@ def _frames() -> tuple[nn.Module, Tensor, Tensor]:
 @pytest.mark.entry("B7", "you compute losses of slices of the output, as in `sum(ce(o[:, t], y[:, t]))`, or of heads of different "
                          "width", "works",
                    "The losses add up as one loss of the complete output would. Where a loss sees only a part of the rows that "
-                   "layers see as samples, `ConfigError` says how to compute it.")
+                   "layers see as samples, `ConfigError` explains how to compute it.")
 @pytest.mark.parametrize("loss_fn", [CE, CE_SUM], ids=["mean", "sum"])
 def test_losses_of_frames_are_the_loss_of_all_frames(loss_fn: nn.Module) -> None:
     model, x, y = _frames()

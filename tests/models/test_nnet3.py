@@ -205,8 +205,8 @@ def as_binary(name: str, window: Window = WINDOW) -> tuple[str, bytes]:
 
 
 @pytest.mark.entry("K5", "a model or priors go through Kaldi's programs and come back", "works",
-                   "binary files (`nnet3-copy`, the default) are read as well as text and keep every bit of weights; "
-                   "`--binary=false` prints 7 digits, so that weights change by up to 5e-7 of their size; priors are "
+                   "binary files (`nnet3-copy`, the default) are read as well as text and keep every bit of weights. "
+                   "`--binary=false` prints 7 digits, so that weights change by up to 5e-7 of their size. Priors are "
                    "float32 in Kaldi.")
 @pytest.mark.parametrize("window", [WINDOW, BESIDE])
 @pytest.mark.parametrize("name", SHAPES)

@@ -60,7 +60,7 @@ def _trained(rows: Tensor, normalisation: type[nn.Module]) -> nn.Module:
 
 
 @pytest.mark.entry("A11", "you average models with `average_parameters`", "works",
-                   "Running variances of batch normalisation are pooled with the means, as the service pools them; complex entries "
+                   "Running variances of batch normalization are pooled with the means, as the service pools them; complex entries "
                    "are averaged. Other keys, shapes or dtypes and NaN are refused: `AveragingError` (a `ValueError`) names the "
                    "entry and the model.")
 @pytest.mark.parametrize("counts", [(40, 40), (30, 60)])
@@ -114,7 +114,7 @@ def test_complex_entries_are_averaged() -> None:
 
 @pytest.mark.entry("B13", "you give modules to `average_parameters`, or a tensor to `OuterOptimizer`", "works",
                    "`average_parameters` takes modules as well as state dicts. `OuterOptimizer` takes flat NumPy vectors; anything "
-                   "else is a `ConfigError` that says how to get one.")
+                   "else is a `ConfigError` that explains how to get one.")
 def test_modules_are_taken_for_their_state_dicts() -> None:
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     mean = average_parameters(models)

@@ -36,8 +36,7 @@ def a_move(size: int = 5000, seed: int = 0) -> Any:
     return (1e-3 * np.random.default_rng(seed).standard_normal(size)).astype(np.float32)
 
 
-# --------------------------------------------------------------------------------------------------
-# the slow codecs
+# ---------------------------------------------------------------------------------- the slow codecs
 @pytest.mark.slow
 @given(st.lists(FLOATS))
 # about the largest number; two ties
@@ -62,8 +61,7 @@ def test_int8_and_e3m0_come_as_near_as_the_slow_ones(codec: Codec, vector_and_ro
         assert abs(y - x) <= abs(slow(x, peak) - x) + 1e-6 * peak + 2.0**-150
 
 
-# --------------------------------------------------------------------------------------------------
-# bounds
+# ------------------------------------------------------------------------------------------- bounds
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(rows_of_floats())
@@ -111,8 +109,7 @@ def test_only_flat_float32_vectors_are_accepted() -> None:
         encode(a_move(), "int4")  # type: ignore[arg-type]
 
 
-# --------------------------------------------------------------------------------------------------
-# rows and bytes
+# ----------------------------------------------------------------------------------- rows and bytes
 @pytest.mark.parametrize(("codec", "bytes_per_element"), [("bf16", 2.0), ("int8", 1.0 + 4 / 1024), ("e3m0", 0.5 + 4 / 1024)])
 def test_bytes_per_element(codec: Codec, bytes_per_element: float) -> None:
     encoded = encode(a_move(1024 * 50), codec)
@@ -185,8 +182,7 @@ def test_truncated_bytes_are_refused(codec: Codec) -> None:
             decode(Encoded(codec, whole.size, whole.rows, codes, peaks))
 
 
-# --------------------------------------------------------------------------------------------------
-# error feedback
+# ----------------------------------------------------------------------------------- error feedback
 @EVERY_CODEC
 def test_sent_deltas_and_residuals_sum_to_all_deltas(codec: Codec) -> None:
     feedback, num_moves = ErrorFeedback(codec), 200

@@ -46,9 +46,9 @@ def trained(kind: str, num: int, divisor: float) -> tuple[Tensor, dict[str, Tens
 
 
 @pytest.mark.entry("A6", "your loss is a mean over the minibatch", "works",
-                   "the floor of the eigenvalues is relative to the largest, on both sides: a mean over 65,536 samples with lr "
-                   "times 65,536 takes the steps of the sum; where rows are below 1e-10 an estimate is flat, and a warning says "
-                   "so once")
+                   "the floor of the eigenvalues is relative to the largest, on both sides. A mean over 65,536 samples with lr "
+                   "times 65,536 takes the steps of the sum. Where rows are below 1e-10 an estimate is flat, and one warning "
+                   "reports it")
 @pytest.mark.parametrize("kind", ["affine", "convolution"])
 @pytest.mark.parametrize("divisor", [256.0, 65536.0, 2.0**24])
 def test_a_mean_loss_is_preconditioned_as_the_sum_is(kind: str, divisor: float) -> None:

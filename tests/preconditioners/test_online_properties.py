@@ -114,8 +114,7 @@ def assert_sound(ng: OnlineNaturalGradient) -> None:
     assert float((R_RD @ R_RD.T - torch.eye(len(d_R)).double()).abs().max()) <= orthogonality
 
 
-# --------------------------------------------------------------------------------------------------
-# symmetries
+# --------------------------------------------------------------------------------------- symmetries
 
 @settings(max_examples=40, deadline=None)
 @given(num=st.integers(1, 60), dim=st.integers(1, 20), rank=st.integers(1, 25), period=st.integers(1, 4),
@@ -172,8 +171,7 @@ def test_the_order_of_the_rows_does_not_matter(num: int, seed: int) -> None:
     assert_same_state(shuffled, plain)
 
 
-# --------------------------------------------------------------------------------------------------
-# degenerate rows
+# ---------------------------------------------------------------------------------- degenerate rows
 
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda X: X,
@@ -290,8 +288,7 @@ def test_rows_orthonormal_to_a_thousandth_are_left_alone() -> None:
     assert torch.equal(reorthogonalized(W_RD, e_R), W_RD)
 
 
-# -------------------------------------------------------------------------------------- masks, loss
-# scales, ones, queues
+# ----------------------------------------------------------------- masks, loss scales, ones, queues
 
 @settings(max_examples=30, deadline=None)
 @given(num=st.integers(2, 40), kept=st.floats(0.1, 0.9), seed=st.integers(0, 10_000), start=st.booleans(),
@@ -447,8 +444,7 @@ def test_an_update_waits_until_its_own_estimate_is_needed_or_the_step_is_done() 
     assert ng.state is not None and ng.state.rho != first
 
 
-# --------------------------------------------------------------------------------------------------
-# schedules
+# ---------------------------------------------------------------------------------------- schedules
 
 @pytest.mark.parametrize("freezing", [False, True])
 @pytest.mark.parametrize(("schedule", "expected"), [("nnet3", [*range(11), 14, 18, 22]), ("nnet2", [*range(10), 13, 17, 21])])
@@ -494,8 +490,7 @@ def test_the_start_passes_over_the_first_minibatch_three_times_or_once_if_it_has
     np.testing.assert_allclose((made["W"].T @ made["W"]).numpy(), dense.W.T @ dense.W, rtol=0.0, atol=1e-7)
 
 
-# --------------------------------------------------------------------------------------------------
-# settings, states
+# --------------------------------------------------------------------------------- settings, states
 
 @DTYPES
 @pytest.mark.parametrize(("old", "new"), [(4.0, 1.0), (0.1, 10.0), (4.0, 0.0)])
@@ -568,8 +563,7 @@ def test_rows_of_another_dimension_are_refused() -> None:
         warmed(8, 0).precondition(rows(20, 7, 0))
 
 
-# --------------------------------------------------------------------------------------------------
-# what is not finite
+# ------------------------------------------------------------------------------- what is not finite
 
 BAD = pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 FIRST, UPDATING, NOT_UPDATING = 0, 5, 12

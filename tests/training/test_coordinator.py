@@ -118,8 +118,8 @@ def test_training_learns(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.entry("R6", "you rely on the guarantees of docs/fault-tolerance.md with the default settings (`outer.kind=bmuf`)",
                    "works",
-                   "they are stated for the default rule and tested with it: after the death of a worker, and after a stop and a "
-                   "resume, the model is bitwise identical and every shard is counted once; the same for every rule but "
+                   "they are stated for the default rule and tested with it. After the death of a worker, and after a stop and a "
+                   "resume, the model is bitwise identical and every shard is counted once. The same for every rule but "
                    "streaming, which the page lists as exceptions")
 @pytest.mark.parametrize("outer", [OuterConfig(), *(OuterConfig(kind) for kind in ("average", "diloco"))],
                          ids=lambda outer: outer.kind)

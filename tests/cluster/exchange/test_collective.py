@@ -148,8 +148,7 @@ def test_a_result_that_changed_in_its_worker_is_not_averaged() -> None:
         result.sent.read()
 
 
-# --------------------------------------------------------------------------------------------------
-# compression
+# -------------------------------------------------------------------------------------- compression
 @pytest.mark.parametrize(("codec", "worst"), [("bf16", 0.004), ("int8", 0.004), ("e3m0", 0.26)])
 def test_compressed_moves_are_repaid_by_the_next_ones(codec: Codec, worst: float) -> None:
     swarm = Swarm(PLAIN, 2, codec)
@@ -201,8 +200,7 @@ def test_parcels_hold_each_shard_once_and_notice_a_wrong_byte(size: int, count: 
                 unpack(parcel, length, codec, b"key")
 
 
-# --------------------------------------------------------------------------------------------------
-# processes
+# ---------------------------------------------------------------------------------------- processes
 def collective(num_workers: int, outer: OuterConfig | None = None, *, timeout_s: float = 60.0, jobs: int = 0) -> RunConfig:
     schedule = replace(config().schedule, num_jobs_initial=jobs or num_workers, num_jobs_final=jobs or num_workers)
     cluster = ClusterConfig("local", num_workers=num_workers, threads_per_worker=1, exchange="collective",

@@ -211,8 +211,7 @@ def test_a_group_that_fails_again_and_again_is_tried_no_more(monkeypatch: pytest
     assert len(news) == 3 and all("disturbed" in message for message in news)
 
 
-# -------------------------------------------------------------------------------------------------
-# rendezvous, channel
+# ------------------------------------------------------------------------------ rendezvous, channel
 def test_the_rendezvous_serves_only_members() -> None:
     secret = new_secret()
     server = Rendezvous("127.0.0.1", secret)

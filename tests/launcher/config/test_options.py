@@ -280,7 +280,7 @@ def leaves_of(file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.entry("S1", "your recipe sets `model.kind`, `outer.kind`, `optimizer.kind` or any other setting", "works",
-                   "what a recipe sets is what is composed; a group or a setting on the command line wins over it")
+                   "the settings of a recipe are composed; a group or a setting on the command line wins over it")
 @pytest.mark.parametrize("recipe", compose.groups()["recipe"])
 def test_settings_of_a_recipe_are_composed(recipe: str) -> None:
     composed = plain(flatten(compose.compose([f"recipe={recipe}"])))

@@ -392,8 +392,7 @@ def test_real_sqlite_store_has_the_run_its_workers_and_its_files(
     assert (output_dir / "mlartifacts").is_dir()
 
 
-# -------------------------------------------------------------------------------------------------
-# servers that lie
+# --------------------------------------------------------------------------------- servers that lie
 class LyingClient(Client):
     """Of a server that names a place of its choice for a run's files."""
 

@@ -77,8 +77,8 @@ def test_lightning_is_the_plain_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.entry("L2", "you train with Accelerate", "works",
-                   "`accelerator.prepare(model, optimizer, loader)` and `save_state` / `load_state` give bit for bit the plain "
-                   "loop")
+                   "`accelerator.prepare(model, optimizer, loader)` and `save_state` / `load_state` equal the plain "
+                   "loop bitwise")
 def test_accelerate_is_the_plain_loop(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     straight = network()
@@ -104,8 +104,8 @@ def test_accelerate_is_the_plain_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.entry("L3", "you train with the Trainer of Hugging Face", "works",
-                   "give it as `optimizers=(NGSGD(model, lr), scheduler)`; a run that is resumed from a checkpoint is bit for "
-                   "bit the straight one")
+                   "give it as `optimizers=(NGSGD(model, lr), scheduler)`; a run that is resumed from a checkpoint is "
+                   "bitwise identical to an uninterrupted one")
 def test_the_hugging_face_trainer_resumes(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
 

@@ -79,8 +79,7 @@ def test_a_frame_that_weighs_two_counts_as_if_it_were_there_twice() -> None:
         assert np.allclose(one, other, rtol=1e-9)  # float64 sums in another order
 
 
-# ------------------------------------------------------------------ objective, gradient,
-# preconditioner
+# -------------------------------------------------------------- objective, gradient, preconditioner
 
 
 def test_objective_and_gradient_equal_finite_differences_of_the_definition() -> None:
@@ -392,8 +391,7 @@ def test_noise_does_not_lead_below_the_start(seed: int) -> None:
     assert len(seen) <= 40
 
 
-# ------------------------------------------------------------------ layers whose scale does not
-# matter
+# --------------------------------------------------------------- layers whose scale does not matter
 
 
 def stddev_of(vector: Vector, layout: FlatLayout, layer: str) -> float:
