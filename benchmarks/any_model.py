@@ -99,7 +99,9 @@ class Task(NamedTuple):
 
 
 def characters() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Windows of the source of Python's own modules and the characters that follow; the last tenth is validation."""
+    """Windows of the source of Python's own modules and the characters that follow; the last tenth
+    is validation.
+    """
     text = "".join(map(inspect.getsource, (text_of_a_module, inspect, statistics)))
     data = torch.tensor([ord(c) for c in text if ord(c) < 128])
     num = (len(data) - 1) // CONTEXT

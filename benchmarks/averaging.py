@@ -106,7 +106,7 @@ class PeakMemory(AbstractContextManager["PeakMemory"]):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("RssAnon"):
                 return int(line.split()[1]) * 1024
-        raise AssertionError("this kernel does not tell private memory")
+        raise AssertionError("this kernel does not report private memory")
 
 
 class Member:
@@ -336,8 +336,7 @@ def measure_planes(options: argparse.Namespace) -> None:
             measure(num_workers, millions, options.rounds)
 
 
-# Custom loops
-# ---------------------------------------------------------------------------------------------
+# Custom loops -------------------------------------------------------------------------------------
 
 
 class LocalRank:
@@ -443,7 +442,7 @@ def measure_local(options: argparse.Namespace) -> None:
                   f"{statistics.median(ratios):.2f} | {memory:.1f} |", flush=True)
 
 
-# Overlap --------------------------------------------------------------------------------------------------------------
+# Overlap ------------------------------------------------------------------------------------------
 
 
 class TimedPool(ProcessPool):
@@ -451,7 +450,8 @@ class TimedPool(ProcessPool):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self.arrived: dict[int, list[tuple[float, float]]] = {}  # by worker: (when, seconds of minibatches), in order
+        # by worker: (when, seconds of minibatches), in order
+        self.arrived: dict[int, list[tuple[float, float]]] = {}
 
     def wait(self, timeout_s: float) -> Outcome | None:
         outcome = super().wait(timeout_s)
@@ -490,7 +490,8 @@ def overlap_run(folder: Path, frames_per_job: int, outer: OuterConfig) -> TimedP
     checkpoints = CheckpointStore(folder / f"checkpoints-{outer.overlap}", layout, num_to_keep=1)
     checkpoints.directory.mkdir(exist_ok=True)
     ledger = Ledger(folder / f"ledger-{outer.overlap}.jsonl")
-    # a constant, small rate: with random classes there is nothing to learn, and nothing should diverge
+    # a constant, small rate: with random classes there is nothing to learn, and nothing should
+    # diverge
     schedule = Schedule(reader.info.num_archives, 1, 6.0, 1e-6, 1e-6, 2, 2)
     try:
         pool.start()

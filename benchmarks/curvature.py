@@ -51,13 +51,15 @@ PEER = {"batch_grad": "BatchGrad", "batch_l2": "BatchL2Grad", "sum_grad_squared"
         "diag_h": "DiagHessian", "batch_diag_h": "BatchDiagHessian", "kfra": "KFRA", "hmp": "HMP", "ggnmp": "GGNMP",
         "pchmp": "PCHMP"}
 NO_PEER = {("tdnn", name) for name in PRODUCTS}   # BackPACK does not support Conv1d for these
-NO_PEER |= {("mlp", name) for name in PRODUCTS}   # a matrix of 2000 x 2000 numbers for each of 512 samples
+# a matrix of 2000 x 2000 numbers for each of 512 samples
+NO_PEER |= {("mlp", name) for name in PRODUCTS}
 # one vector per class, or gradients of every sample: too large for the usual minibatch
 _BATCH = {("allcnnc", name): 2 for name in (*EXACT, "batch_diag_ggn_mc", "sqrt_ggn_mc")}
 _BATCH |= {("tdnn", name): 2 for name in EXACT}
 _TOO_LARGE = {("mlp", name) for name in ("batch_grad", "batch_diag_ggn_mc", "sqrt_ggn_mc", *EXACT) if name != "kfra"}
 _TOO_LARGE |= {(net, "sqrt_ggn") for net in ("allcnnc", "tdnn", "smallmlp")}
-_TOO_LARGE |= {(net, "kfra") for net in ("3c3d", "allcnnc", "tdnn")}   # a matrix of 50176 x 50176 numbers at the first layer
+# a matrix of 50176 x 50176 numbers at the first layer
+_TOO_LARGE |= {(net, "kfra") for net in ("3c3d", "allcnnc", "tdnn")}
 
 
 class Work:

@@ -36,7 +36,8 @@ BATCH, EPOCHS, NUM_TEST, SEEDS = 128, 20, 360, (0, 1, 2)
 LRS = {"sgd": (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), "adam": (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)}
 CURVATURES = {"diag_ggn_mc": "DiagGGN-MC", "kfac": "KFAC", "kflr": "KFLR", "kfra": "KFRA"}
 METHODS = {"sgd": "SGD, momentum 0.9", "adam": "Adam", **CURVATURES}
-_LRS, _DAMPINGS = (0.03, 0.1, 0.3, 1.0, 3.0), (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)   # the dampings of BackPACK's grid
+# the dampings of BackPACK's grid
+_LRS, _DAMPINGS = (0.03, 0.1, 0.3, 1.0, 3.0), (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]   # training images and digits, test images and digits
 

@@ -88,7 +88,8 @@ def read_for(directory: Path, index: int, num_readers: int, seconds: float, cold
     info = reader.info
     passes = [Shard(archive, frame) for frame in range(info.frames_per_eg) for archive in range(info.num_archives)]
     own = passes[index::num_readers] or passes
-    list(reader.minibatches(own[0], MINIBATCH, seed=0, outer_iter=0, job=index))  # checksum of the first archive
+    # checksum of the first archive
+    list(reader.minibatches(own[0], MINIBATCH, seed=0, outer_iter=0, job=index))
     num_rows, number, began = 0, 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
         if cold:

@@ -38,7 +38,7 @@ def tell(**figures: Any) -> None:
     print(json.dumps(figures), flush=True)
 
 
-# Exactness --------------------------------------------------------------------------------------------------------------
+# Exactness ----------------------------------------------------------------------------------------
 
 
 def numbers(num_steps: int) -> None:
@@ -117,7 +117,7 @@ def network(num_steps: int) -> None:
          reverse_s=time.perf_counter() - began - forward_s)
 
 
-# Cost -------------------------------------------------------------------------------------------------------------------
+# Cost ---------------------------------------------------------------------------------------------
 
 
 def drawn_task(sizes: list[int], batch: int) -> ModuleTask:
@@ -155,7 +155,9 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 def cost(rounds: int) -> None:
-    """440-512x4-2000, minibatch 256, one thread, CPU time: medians (and quartiles) of rounds in which each is measured once."""
+    """440-512x4-2000, minibatch 256, one thread, CPU time: medians (and quartiles) of rounds in
+    which each is measured once.
+    """
     task = drawn_task([440, 512, 512, 512, 512, 2000], 256)
     flat = Flat.of(task)
     plain, start_P = PlainGradients(task, flat), flat.flatten(list(task.start.values()))

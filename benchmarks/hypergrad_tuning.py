@@ -53,7 +53,8 @@ LAYERS = ("0", "2", "4")
 SETTINGS = BaseHyperparameters(lr_initial=1.5, lr_final=0.15, momentum=0.9, l2=1e-3,
                                max_change=0.5, max_param_change=1.0)
 MULTIPLES = (1.0, 0.5, 0.25)
-GRID = [(1.5 * 2.0 ** power, ratio) for power in range(-4, 3) for ratio in (1.0, 0.1, 0.01)]  # initial rate, final over initial
+# initial rate, final over initial
+GRID = [(1.5 * 2.0 ** power, ratio) for power in range(-4, 3) for ratio in (1.0, 0.1, 0.01)]
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,7 @@ def value_of(task: ModuleTask, plan: HyperparameterPlan) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-# Measurements
-# ----------------------------------------------------------------------------------------------
+# Measurements -------------------------------------------------------------------------------------
 
 Key = dict[str, Any]
 Record = dict[str, Any]
@@ -217,7 +217,7 @@ def _plan_of(space: HyperSpace, found: SearchResult) -> HyperparameterPlan:
     return space.build(space.clamp(torch.tensor(found.best.theta, dtype=torch.float64)))
 
 
-# Results ----------------------------------------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 def measure(wanted: Iterator[tuple[Key, Callable[[], Record]]], path: Path) -> None:

@@ -111,7 +111,9 @@ class Frames:
 
 
 def read_frames(folder: Path, set_name: str) -> Frames:
-    """The frames of "train" or "test" with their states; edges of an utterance repeat the first and the last frame."""
+    """The frames of "train" or "test" with their states; edges of an utterance repeat the first and
+    the last frame.
+    """
     alignment = np.load(folder / f"ali_{set_name}.npz")
     features = read_ark(folder / f"feats_{set_name}.ark")
     utt_ids = alignment["utt_ids"].tolist()
@@ -280,7 +282,7 @@ def best_rate(bench: Bench, net: str, minibatch: int, optimizer: str, seed: int,
             high += 1
         if max(-low, high) > MAX_DOUBLINGS:
             raise SystemExit(f"{optimizer}, {net}, minibatch {minibatch}: no best rate within a factor of "
-                             f"{2**MAX_DOUBLINGS} of {centre}; move its centre")
+                             f"{2**MAX_DOUBLINGS} of {centre}; move its center")
 
 
 def sweep(arguments: argparse.Namespace) -> None:

@@ -51,7 +51,9 @@ WARM_UP = 13                  # steps past the first updates, which come at ever
 
 @dataclass(frozen=True)
 class Net:
-    """A network of the paper or of Kaldi's recipes, and Kaldi's frames per CPU second on it, minibatch 512."""
+    """A network of the paper or of Kaldi's recipes, and Kaldi's frames per CPU second on it,
+    minibatch 512.
+    """
 
     name: str
     num_inputs: int
@@ -215,7 +217,8 @@ class NarrowTraining:
 
 
 def narrow(rounds: int, names: list[str]) -> None:
-    """Complete steps of narrow networks: CPU time relative to torch's SGD with momentum, foreach."""
+    """Complete steps of narrow networks: CPU time relative to torch's SGD with momentum, foreach.
+    """
     torch.set_num_threads(1)
 
     def cpu_seconds(training: NarrowTraining) -> float:

@@ -49,7 +49,9 @@ def small_mlp() -> nn.Sequential:
 
 
 def tdnn() -> nn.Sequential:
-    """A TDNN of dilated convolutions over time, 3.0 million parameters, one target for a window of 29 frames."""
+    """A TDNN of dilated convolutions over time, 3.0 million parameters, one target for a window of
+    29 frames.
+    """
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     width = 40
     for index, dilation in enumerate((1, 1, 3, 3, 3), start=1):

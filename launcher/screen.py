@@ -117,7 +117,8 @@ class Screen:
         return "utf" in (getattr(self._stream, "encoding", None) or "utf-8").lower()
 
     def _safely(self, write: Callable[[], object]) -> None:
-        """Write, unless nobody reads any more (`| head`): training continues without being watched."""
+        """Write, unless nobody reads any more (`| head`): training continues without being watched.
+        """
         with self._lock:
             try:
                 if not self._is_gone:

@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM: the first one requests a stop after the outer iteration, the second one or a timeout stops at once."""
+"""Ctrl-C and SIGTERM: the first one requests a stop after the outer iteration, the second one or a
+timeout stops at once.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from types import FrameType
 class SignalStop:
     """A stop request, set by a signal; it expires `grace_s` seconds later.
 
-    The time counts while this process is stopped as well. An outer iteration that is given up runs again when the run is
-    resumed.
+    The time counts while this process is stopped as well. An outer iteration that is given up runs
+    again when the run is resumed.
     """
 
     def __init__(self, grace_s: float, on_request: Callable[[str], None]) -> None:

@@ -4,8 +4,8 @@
 class Phase(str):
     """The step that begins now; it ends at the next phase or at the first outer iteration.
 
-    A `report` callback receives it like any other line. A terminal shows it with the time that it has
-    taken so far.
+    A `report` callback receives it like any other line. A terminal shows it with the time that it
+    has taken so far.
 
     Example:
         report(Phase("decoding the test set"))

@@ -16,7 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's own 15 a worker starves next to anything else that computes
+# at Ray's own 15 a worker starves next to anything else that computes
+os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "1")
 # the record of runs that a user began must not be that of whoever runs the tests
@@ -30,7 +31,8 @@ from tests.tiers import pytest_addoption, pytest_collection_modifyitems, pytest_
 
 __all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_runtest_call", "pytest_runtestloop"]
 
-settings.register_profile("shared machine", deadline=None)  # a slow example is no fault where other jobs run
+# a slow example is no fault where other jobs run
+settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
@@ -40,7 +42,9 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_configure() -> None:
-    """Select the products and kernels that are meant for the processors of the other maker (tests/matrix.py)."""
+    """Select the products and kernels that are meant for the processors of the other maker
+    (tests/matrix.py).
+    """
     if os.environ.get("NGSGD_TEST_VENDOR") == "other":
         from ngsgd.ops.kernels import native
 

@@ -1,7 +1,8 @@
 """The support tables in the docs, generated from the tests of each row.
 
-A test carries `@pytest.mark.entry(number, situation, outcome, sentence)`: the number of the entry, what a user does, one of
-`OUTCOMES`, and what happens then.  Further tests of an entry carry the number alone.  The source is parsed, never imported.
+A test carries `@pytest.mark.entry(number, situation, outcome, sentence)`: the number of the entry,
+what a user does, one of `OUTCOMES`, and a sentence about the result. Further tests of an entry carry the
+number alone. The source is parsed, never imported.
 
     python -m tests.entries          # rewrites the tables
 """
@@ -71,7 +72,7 @@ def _read(decorator: ast.expr, test: str, found: dict[str, Entry]) -> None:
 def table(name: str, found: dict[str, Entry]) -> str:
     """The table of that name, in Markdown."""
     _, numbers = TABLES[name]
-    lines = ["| No. | When you | Outcome | What happens | Test |", "|---|---|---|---|---|"]
+    lines = ["| No. | When you | Outcome | Details | Test |", "|---|---|---|---|---|"]
     for number in numbers:
         if entry := found.get(number):
             more = f" and {len(entry.tests) - 1} more" if len(entry.tests) > 1 else ""

@@ -1,7 +1,8 @@
-"""Run the numerical tests under each code path that a processor, a thread count or a missing compiler selects.
+"""Run the numerical tests under each code path that a processor, a thread count or a missing
+compiler selects.
 
-`make test-matrix` prints one line per cell and fails if any cell fails.  Cells differ in environment variables only, so that
-`--print` gives a command to repeat one by hand.
+`make test-matrix` prints one line per cell and fails if any cell fails. Cells differ in environment
+variables only, so that `--print` gives a command to repeat one by hand.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ CELLS = (
     Cell("no compiler, 2 threads", _NO_COMPILER, threads=2, has_kernels=False),
     # MKL ignores MKL_ENABLE_INSTRUCTIONS on AMD processors; this path runs on every maker's
     Cell("MKL's path for any processor", {"MKL_CBWR": "COMPATIBLE"}),
-    # which of two products or kernels is faster is decided by the maker: tests/conftest.py reads this variable
+    # which of two products or kernels is faster is decided by the maker: tests/conftest.py reads
+    # this variable
     Cell("products of the other maker", {"NGSGD_TEST_VENDOR": "other"}),
 )
 
@@ -110,7 +112,8 @@ def _report(run: _Run) -> bool:
 
 
 def _environment(cell: Cell, folder: Path) -> dict[str, str]:
-    # torch's compiler takes code of its cache for the same processor whatever ATEN_CPU_CAPABILITY is
+    # torch's compiler takes code of its cache for the same processor whatever ATEN_CPU_CAPABILITY
+    # is
     found = cell.environment | {"OMP_NUM_THREADS": str(cell.threads), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     # no kernel that was compiled before: the compiler would not be missed
     return found if cell.has_kernels else found | {_EMPTY_CACHE: str(folder / "cache")}

@@ -1,8 +1,10 @@
-"""Whether the tests notice mistakes in the numerical code: `python tests/mutants.py [NAME ...]`, 0 if they notice all.
+"""Whether the tests notice mistakes in the numerical code: `python tests/mutants.py [NAME ...]`, 0
+if they notice all.
 
-Each mutant is one change of one file, of a kind that is easily made: what the paper says where Kaldi does otherwise, a scale
-forgotten, a floor skipped.  In a copy of the package and its tests the change is made and the tests that should fail are run;
-a mutant that they let pass has survived.  First the same tests run on the unchanged copy.  About two minutes on one core.
+Each mutant is one change of one file, of a kind that is easily made: what the paper says where
+Kaldi does otherwise, a scale forgotten, a floor skipped. In a copy of the package and its tests the
+change is made and the tests that should fail are run; a mutant that they let pass has survived.
+First the same tests run on the unchanged copy. About two minutes on one core.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ DEVICE_STEP = (
 
 
 class Mutant(NamedTuple):
-    """`old`, which occurs exactly once in the file, becomes `new`; `tests` are those that should fail."""
+    """`old`, which occurs exactly once in the file, becomes `new`; `tests` are those that should
+    fail.
+    """
 
     name: str
     file: str
@@ -62,7 +66,7 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
-    # ------------------------------------------------------------------ the estimate: where paper and Kaldi differ
+    # --------------------------------------------------- the estimate: where paper and Kaldi differ
     Mutant("start_from_eigenvectors", ONLINE,
            "self._state = ops.initial_state(dim, rank, self.smoothing, X64_ND)",
            """rows_ND = X64_ND if one64_N is None else torch.cat([X64_ND, one64_N[:, None]], dim=1)
@@ -95,7 +99,7 @@ MUTANTS = [
            (f"{PROPERTIES}::test_a_long_run_of_the_same_degenerate_minibatch_stays_sound[rank_1-float32]",)),
     Mutant("fourth_powers_overflow", OPS, "J64_RD = J_RD.double()", "J64_RD = J_RD",
            (f"{PROPERTIES}::test_huge_rows_in_float32_move_the_estimate_as_they_do_in_float64",)),
-    # ------------------------------------------------------------------------------------------------ when it moves
+    # -------------------------------------------------------------------------------- when it moves
     Mutant("updates_at_multiples_of_the_period", ONLINE, "past_first % self.update_period", "self.num_calls % self.update_period",
            (f"{SCHEDULE}[nnet3-expected0-False]",)),
     Mutant("nnet2s_schedule_for_nnet3", ONLINE, "_NNET3_FIRST_UPDATES = 11", "_NNET3_FIRST_UPDATES = 10",
@@ -113,7 +117,7 @@ MUTANTS = [
     Mutant("gram_matrix_of_the_old_estimate", ONLINE, "self._state = state\n        self._gram_RR = None",
            "self._state = state",
            (f"{PROPERTIES}::test_the_gram_matrix_follows_every_change_of_the_estimate",)),
-    # ------------------------------------------------------------------------------ what is skipped of the estimate
+    # -------------------------------------------------------------- what is skipped of the estimate
     Mutant("loss_scale_in_the_estimate", OPS, "one.num_rows / one.scale**2", "one.num_rows",
            (f"{LIMIT}::test_a_loss_scale_that_changes_enters_neither_the_limit_nor_the_estimates",)),
     Mutant("loss_scale_in_the_limit", KRONECKER, " * scale / loss_scale", " * scale",
@@ -122,7 +126,7 @@ MUTANTS = [
            (f"{LIMIT}::test_frames_that_do_not_count_neither_raise_the_limit_nor_enter_the_estimates",)),
     Mutant("mask_ignored", KRONECKER, "if not self.context.ignore_zero_rows:", "if True:",
            (f"{LIMIT}::test_frames_that_do_not_count_neither_raise_the_limit_nor_enter_the_estimates",)),
-    # -------------------------------------------------------------------------------------------------- the gradient
+    # --------------------------------------------------------------------------------- the gradient
     Mutant("scale_applied_twice", KRONECKER, "scale = input_scale * output_scale", "scale = (input_scale * output_scale) ** 2",
            (f"{LAYER_STEPS}[s01-float64]",)),
     Mutant("scale_not_applied", KRONECKER, "scale = input_scale * output_scale", "scale = 1.0", (f"{LAYER_STEPS}[s01-float64]",)),
@@ -130,7 +134,7 @@ MUTANTS = [
            "scale = input_scale * output_scale / len(X_NI)", (f"{LAYER_STEPS}[s01-float64]",)),
     Mutant("hold_one_out_left_out", "ngsgd/ops/simple_natural_gradient.py", "b_N = 1.0 + a_N / (len(X_ND) - 1 - a_N)",
            "b_N = torch.ones_like(a_N)", ("tests/ops/test_simple_natural_gradient.py::test_equals_kaldi[c00-float64]",)),
-    # ---------------------------------------------------------------------------------------------------- the limits
+    # ----------------------------------------------------------------------------------- the limits
     Mutant("nan_passes_max_change", "ngsgd/ops/max_change.py", "return self.total == self.total",
            "return ~torch.isinf(self.total)",
            ("tests/ops/test_max_change.py::test_a_norm_that_is_not_finite_is_reported_even_with_component_limits",)),
@@ -139,7 +143,7 @@ MUTANTS = [
     Mutant("floating_scale_at_full_speed", "ngsgd/ops/orthonormal.py", "torch.where(ratio > _VERY_WIDE, speed / 4.0,",
            "torch.where(ratio > _VERY_WIDE, speed,",
            ("tests/ops/test_orthonormal.py::test_a_floating_scale_goes_slower_where_singular_values_differ",)),
-    # ---------------------------------------------------------------------------------------------------- the models
+    # ----------------------------------------------------------------------------------- the models
     Mutant("transform_without_a_floor", TRANSFORM, "(within_class_factor + l_K)", "l_K", (TRANSFORM_TEST,)),
     Mutant("transform_without_its_limit", TRANSFORM, "np.minimum(singular, max_singular_value)", "singular", (TRANSFORM_TEST,)),
     Mutant("offset_forgotten", TRANSFORM, "-(M_KD @ mean_D)[:, None]", "0.0 * M_KD[:, :1]", (TRANSFORM_TEST,)),

@@ -2,9 +2,9 @@
 
     python -m tests.parallel --processes 2 -m "not slow"
 
-Arguments that are not `--processes` go to pytest.  A process takes the next file when it has ended one
-(`tests/tiers.py`).  The processes are plain ones without a plugin between them, because tests fork, send
-signals and use their standard streams.
+Arguments that are not `--processes` go to pytest. A process takes the next file when it has ended
+one (`tests/tiers.py`). The processes are plain ones without a plugin between them, because tests
+fork, send signals and use their standard streams.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Measure the structure of the source tree: folders, files, functions, names, comments, options and imports.
+"""Measure the structure of the source tree: folders, files, functions, names, comments, options and
+imports.
 
     python -m tests.structure                    # this tree
     python -m tests.structure --tree ../old      # another checkout, to compare two versions
 
-With `--durations FILE`, the output of `pytest --durations=0`, it also counts tests slower than one second.
+With `--durations FILE`, the output of `pytest --durations=0`, it also counts tests slower than one
+second.
 """
 
 from __future__ import annotations
@@ -101,7 +103,9 @@ def _functions(module: ast.Module, text: str, found: Structure) -> None:
 
 
 def _num_collaborators(node: ast.ClassDef) -> int:
-    """Arguments of the constructor; fields of a dataclass that is not frozen, as frozen ones are records."""
+    """Arguments of the constructor; fields of a dataclass that is not frozen, as frozen ones are
+    records.
+    """
     for inner in node.body:
         if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
             return len(inner.args.args) + len(inner.args.kwonlyargs) - 1

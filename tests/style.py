@@ -1,8 +1,10 @@
-"""Find assertions in the default test tier that depend on wording, on private names or on the clock.
+"""Find assertions in the default test tier that depend on wording, on private names or on the
+clock.
 
     python -m tests.style
 
-prints the number of findings of each kind and their places.  A test with a tier marker is not examined.
+prints the number of findings of each kind and their places. A test with a tier marker is not
+examined.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time
 _TEXTS = re.compile(r"(?:^|_)(?:messages?|errors?|err|out|output|stdout|stderr|text|caught|value|said|told|"
                     r"lines?|warnings?|sentences?|problems|reason|complaints?|log|shown|printed|advice)$")
 _PRIVATE = re.compile(r"^_[A-Za-z]\w*$")
-# names of the standard library, of Hydra's configuration files and of torch; they have no other name
+# names of the standard library, of Hydra's configuration files and of torch; they have no other
+# name
 _PUBLIC_IN_PRACTICE = {"_replace", "_asdict", "_fields", "_make", "_value_", "_name_", "_exit", "_target_",
                        "_forward_hooks", "_forward_pre_hooks", "_C", "_functorch"}
 
@@ -170,7 +173,9 @@ def _compared_prose(comparison: ast.Compare) -> Iterator[tuple[str, str]]:
 
 
 def _is_text(node: ast.AST) -> bool:
-    """Whether an expression is a message or output, by its name or because it is str(...) of an error."""
+    """Whether an expression is a message or output, by its name or because it is str(...) of an
+    error.
+    """
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "str":
         return True
     names = [inner.id if isinstance(inner, ast.Name) else inner.attr for inner in ast.walk(node)
@@ -190,7 +195,9 @@ def _strings(nodes: list[ast.expr]) -> Iterator[str]:
 
 
 def _is_prose(text: str) -> bool:
-    """More than two plain words: no name in quotes or with . _ = / or a digit, no option, no number."""
+    """More than two plain words: no name in quotes or with . _ = / or a digit, no option, no
+    number.
+    """
     if "%WER" in text:
         # a line in the format of Kaldi's compute-wer, which other programs parse
         return False

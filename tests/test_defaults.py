@@ -1,4 +1,5 @@
-"""The library and the command line have the same defaults, and a method uses each of its options."""
+"""The library and the command line have the same defaults, and a method uses each of its options.
+"""
 
 from __future__ import annotations
 

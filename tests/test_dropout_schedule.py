@@ -1,4 +1,6 @@
-"""Kaldi's dropout schedules (steps/libs/nnet3/train/dropout_schedule.py): its strings, its proportions."""
+"""Kaldi's dropout schedules (steps/libs/nnet3/train/dropout_schedule.py): its strings, its
+proportions.
+"""
 
 from __future__ import annotations
 

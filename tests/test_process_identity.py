@@ -78,7 +78,8 @@ def test_a_zombie_is_not_alive() -> None:
     identity = {**process_identity.current(), "process_id": process.pid, "start_time": start_time}
     assert process_identity.is_alive(identity)
     process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked for its exit status
+    # it has ended, and nobody has asked for its exit status
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert not process_identity.is_alive(identity)
     process.wait()
 

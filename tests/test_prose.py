@@ -1,4 +1,5 @@
-"""The prose checker reports words, sentences, lines and spellings with their place and skips code."""
+"""The prose checker reports words, sentences, lines and spellings with their place and skips code.
+"""
 
 from __future__ import annotations
 

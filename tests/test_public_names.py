@@ -56,7 +56,9 @@ def test_every_name_in_the_pages_exists() -> None:
 @pytest.mark.slow
 @pytest.mark.entry("R3")
 def test_names_in_examples_are_attributes_after_a_bare_import() -> None:
-    """What `import ngsgd` in an example promises; modules that an example imports itself need not be attributes."""
+    """What `import ngsgd` in an example promises; modules that an example imports itself need not
+    be attributes.
+    """
     blocks = [block for page in PAGES
               for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)]
     names = {name for block in blocks if re.search(r"^import ngsgd$", block, re.MULTILINE)

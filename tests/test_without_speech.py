@@ -1,4 +1,6 @@
-"""Engine, optimizers and examples without speech recognition: `python -m tests.without_speech` runs all of their tests."""
+"""Engine, optimizers and examples without speech recognition: `python -m tests.without_speech` runs
+all of their tests.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Test tiers: what `make check`, `make test` and `make test-all` select, and how much CPU time a test may use.
+"""Test tiers: what `make check`, `make test` and `make test-all` select, and how much CPU time a
+test may use.
 
-A test without a tier marker runs in every tier.  With `--cpu-limit` it fails if it uses more than two seconds of CPU
-time, unless it is the first that imports a large package.  CPU time, of the process and of the children it waited for,
-does not depend on the load of the machine, unlike time by the clock.  It still depends on the processor, and on a busy
-sibling hyperthread.  Before a test fails, a fixed computation is therefore timed under the same conditions; the limit
-grows by the factor by which that is slower than on the machine that the limit was chosen on.
+A test without a tier marker runs in every tier. With `--cpu-limit` it fails if it uses more than
+two seconds of CPU time, unless it is the first that imports a large package. CPU time, of the
+process and of the children it waited for, does not depend on the load of the machine, unlike time
+by the clock. It still depends on the processor, and on a busy sibling hyperthread. Before a test
+fails, a fixed computation is therefore timed under the same conditions; the limit grows by the
+factor by which that is slower than on the machine that the limit was chosen on.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _DEFAULT_S = {"end_to_end": 15.0, "slow": 5.0, "faults": 3.0, "services": 8.0, "
 _DURATIONS = Path(__file__).with_name("durations.csv")
 # Files whose tests of one tier need less than this in total are not in the table
 _SHORTEST_S = 1.0
-# The first test of a process that needs a large package imports it; another one would, were it absent
+# The first test of a process that needs a large package imports it; another one would, were it
+# absent
 _MANY_MODULES = 100
 # CPU seconds of `_reference_work_s` on an AMD EPYC (Zen 4)
 _REFERENCE_S = 0.08
@@ -55,7 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """With `--share` run one group of tests after the other that is still free, those that take longest first."""
+    """With `--share` run one group of tests after the other that is still free, those that take
+    longest first.
+    """
     folder: Path | None = session.config.getoption("--share")
     if folder is None:
         return None
@@ -128,7 +133,8 @@ def _group(item: pytest.Item) -> str:
 
 
 def _weight(item: pytest.Item) -> float:
-    """Return the expected seconds of a test: the measured mean of its file and tier, or a default."""
+    """Return the expected seconds of a test: the measured mean of its file and tier, or a default.
+    """
     tier = _longest_tier(name for name in TIER_MARKERS if item.get_closest_marker(name) is not None)
     return _durations().get((item.nodeid.partition("::")[0], tier), _DEFAULT_S[tier])
 

@@ -32,7 +32,9 @@ NUM_CLASSES, DIM = 6, 5
 
 
 def frame_set(num_frames: int, seed: int, utterance: int = 57) -> FrameSet:
-    """Frames around one mean per class; the utterance length divides neither the example nor the set."""
+    """Frames around one mean per class; the utterance length divides neither the example nor the
+    set.
+    """
     random = np.random.default_rng(seed)
     means = np.random.default_rng(99).normal(size=(NUM_CLASSES, DIM))
     pdf = np.repeat(random.integers(0, NUM_CLASSES, num_frames // 4 + 1), 4)[:num_frames].astype(np.int32)

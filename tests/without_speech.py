@@ -1,4 +1,5 @@
-"""Run tests in a copy of the tree that has no `ngsgd.asr`: the engine, the optimizers and the examples need no speech recognition.
+"""Run tests in a copy of the tree that has no `ngsgd.asr`: the engine, the optimizers and the
+examples need no speech recognition.
 
     python -m tests.without_speech                              # all tests of these folders
     python -m tests.without_speech tests/cluster -k groups      # arguments of pytest

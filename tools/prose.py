@@ -401,8 +401,9 @@ class _Strings:
             shown = is_shown or name == "decorator_list"
             for child in value if isinstance(value, list) else (value,):
                 if isinstance(child, ast.Constant):
-                    if isinstance(child.value, str):
+                    if isinstance(child.value, str | bytes):
                         self._ranges.append(child)
+                    if isinstance(child.value, str):
                         if isinstance(node, ast.Expr):
                             self.docstrings.append(child)
                         elif shown and " " in child.value:

@@ -95,7 +95,9 @@ def page_links(output_dir: Path, address: str, *, has_view: bool = False) -> lis
 
 
 def _add_view(address: str, experiment_id: str) -> bool:
-    """Store the columns of the table as a shared view of the experiment, as MLflow's button Share does."""
+    """Store the columns of the table as a shared view of the experiment, as MLflow's button Share
+    does.
+    """
     view = {"searchFilter": "", "orderByKey": "attributes.start_time", "orderByAsc": False, "startTime": "ALL",
             "lifecycleFilter": "Active", "datasetsFilter": [], "modelVersionFilter": "All Runs",
             "selectedColumns": [f"metrics.`{name}`" for name in COLUMNS]}

@@ -1,7 +1,7 @@
 """Names and values of the metrics in MLflow; docs/mlflow.md has their reference table.
 
-The part of a name before the slash is the section of its chart. MLflow sorts sections by name, so the most important ones
-have a number.
+The part of a name before the slash is the section of its chart. MLflow sorts sections by name, so
+the most important ones have a number.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def run_metrics(record: OuterIterationRecord, *, is_speech: bool = True, before_
 
 
 def _diagnostics(record: OuterIterationRecord, *, is_speech: bool) -> dict[str, float]:
-    """Figures of the task's evaluation; those of layers, such as dead_units/LAYER, as means over the layers."""
+    """Figures of the task's evaluation; those of layers, such as dead_units/LAYER, as means over
+    the layers.
+    """
     if not is_speech:
         return {name if name.startswith(("train/", "valid/")) else f"task/{name}": value
                 for name, value in record.diagnostics.items()}
@@ -66,7 +68,8 @@ def _diagnostics(record: OuterIterationRecord, *, is_speech: bool) -> dict[str, 
 
 
 def _relative_change(record: OuterIterationRecord) -> dict[str, float]:
-    """Median and maximum over the parameters; those that were zero before have no relative change."""
+    """Median and maximum over the parameters; those that were zero before have no relative change.
+    """
     changes = [change for change in record.relative_change.values() if change < _LARGEST_CHANGE]
     return {"optimizer/relative_change_median": statistics.median(changes),
             "optimizer/relative_change_max": max(changes)} if changes else {}
@@ -82,7 +85,9 @@ def _over_layers(section: str, figures: Mapping[str, float]) -> dict[str, float]
 
 
 def worker_metrics(jobs: list[JobRecord], *, is_speech: bool = True) -> dict[str, float]:
-    """One worker's share of one outer iteration; the names are equal in all nested runs, so that charts overlay workers."""
+    """One worker's share of one outer iteration; the names are equal in all nested runs, so that
+    charts overlay workers.
+    """
     num_frames = max(sum(job.num_frames for job in jobs), 1)
     seconds = sum(job.seconds for job in jobs)
 

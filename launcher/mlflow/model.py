@@ -1,6 +1,7 @@
 """The final model as MLflow loads it: `mlflow.pyfunc.load_model("runs:/<run>/model").predict(x_ND)`.
 
-MLflow runs this file itself ("models from code"): the stored files are text and safetensors, and nothing is unpickled.
+MLflow runs this file itself ("models from code"): the stored files are text and safetensors, and
+nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class AcousticModel(PythonModel):  # type: ignore[misc]
     @torch.no_grad()
     def predict(self, context: Any, model_input: np.ndarray, params: Any = None) -> Any:
         """N x D spliced frames -> N x P log posteriors."""
-        # the hint above is as bare as MLflow wants it: it warns of any other, and of none
+        # the hint above is as bare as MLflow requires: it warns of any other, and of none
         x_ND = torch.from_numpy(np.asarray(model_input, dtype=np.float32))
         return self._model(x_ND).log_softmax(dim=1).numpy()
 

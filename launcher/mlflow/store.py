@@ -30,7 +30,9 @@ _USER, _PASSWORD, _TOKEN = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD
 
 
 def tracking_uri(config: RunConfig) -> str:
-    """The configured store with what logs in to it, or SQLite in the output directory; raises as `with_login` does."""
+    """The configured store with what logs in to it, or SQLite in the output directory; raises as
+    `with_login` does.
+    """
     if masked(config.tracking.uri, known=False) != config.tracking.uri:
         conceal(config.tracking.uri)
     return with_login(config.tracking.uri) or sqlite_uri(Path(config.output_dir))
@@ -51,12 +53,12 @@ def with_login(uri: str) -> str:
             return f"{scheme}://{rest}"
         if user and password:
             return f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{rest}"
-    raise ConfigError(f"tracking.uri is stored as {uri}, without what logs in to it; set {_USER} and {_PASSWORD}, or go on with "
+    raise ConfigError(f"tracking.uri is stored as {uri}, without its login. Set {_USER} and {_PASSWORD}, continue with "
                       "ngsgd train --continue name=NAME tracking.uri=URI, or set tracking.kind=none for a new run.")
 
 
 def without_login(uri: str) -> str:
-    """The address alone: it says which store it is, however one logs in to it."""
+    """The address alone: it identifies the store, without a login."""
     return masked(uri, known=False).replace(f"{MASK}@", "")
 
 
@@ -86,7 +88,7 @@ def open_client(uri: str) -> Any:
 
 
 def is_server(uri: str) -> bool:
-    """Whether the store is somebody else's program, which answers what it likes."""
+    """Whether the store is another program, whose answers need checks."""
     return uri.lower().startswith(("http://", "https://"))
 
 
@@ -133,7 +135,9 @@ class Artifacts:
 
 
 def _bound_answers() -> None:
-    """An answer without an end must not fill the memory of a training process; MLflow reads answers to their end."""
+    """An answer without an end must not fill the memory of a training process; MLflow reads answers
+    to their end.
+    """
     from mlflow.utils import rest_utils
 
     name = "_get_http_response_with_retries"

@@ -59,7 +59,9 @@ class WorkerTable:
 
 
 def layer_csv(record: OuterIterationRecord) -> str:
-    """Per layer, the natural-gradient figures and relative changes of one outer iteration; empty without any."""
+    """Per layer, the natural-gradient figures and relative changes of one outer iteration; empty
+    without any.
+    """
     rows: dict[str, dict[str, Any]] = {}
     for name, value in record.health.items():
         layer, _, figure = name.rpartition("/")

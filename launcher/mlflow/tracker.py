@@ -1,7 +1,9 @@
-"""A run in MLflow: settings, curves over frames processed, nested runs of workers if asked for, files and the final model.
+"""A run in MLflow: settings, curves over frames processed, nested runs of workers if asked for,
+files and the final model.
 
-MLflow may be slow (a fresh SQLite schema takes 8 s) or down. All requests come from one background thread, and no error
-of them reaches training: failed requests are retried, and the event log in the run folder is complete.
+MLflow may be slow (a fresh SQLite schema takes 8 s) or down. All requests come from one background
+thread, and no error of them reaches training: failed requests are retried, and the event log in the
+run folder is complete.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _LOOK_S = 0.1
 # each costs one request per outer iteration; more lines in a chart nobody can read
 _MAX_WORKER_RUNS = 32
-# characters of what MLflow says is wrong
+# characters of an error message of MLflow
 _LONGEST_REASON = 160
 # characters of a tag, MLflow's limit
 _LONGEST_TAG = 8000
@@ -61,10 +63,11 @@ Say = Callable[[str], None]
 
 
 class MlflowTracker:
-    """Sends a run's records to MLflow; a run folder that already has a tracking.json continues the run named there.
+    """Sends a run's records to MLflow; a run folder that already has a tracking.json continues the
+    run named there.
 
-    Failed requests are queued and retried, with growing pauses, until the run ends. The remaining ones are sent when the run is
-    resumed, from the event log in the run folder.
+    Failed requests are queued and retried, with growing pauses, until the run ends. The remaining
+    ones are sent when the run is resumed, from the event log in the run folder.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, warn: Say, report: Say = lambda _line: None, *,
@@ -130,7 +133,7 @@ class MlflowTracker:
                 self._run.open()
                 action()
             except Exception as error:
-                # whatever it is, training must go on
+                # whatever it is, training must continue
                 if not self._is_down:
                     self._warn(f"MLflow cannot be written ({_first_line(error)}); training continues, updates are sent later, "
                                f"and events.jsonl in {self._run.run_dir} has everything.")
@@ -226,7 +229,7 @@ class _MlflowRun:
             figures |= worker_metrics([job for job in record.jobs if job.accepted], is_speech=self._is_speech)
         if self.has_system:
             figures |= self._system.of(load, record.jobs, at_ms / 1000)
-        # a chart that is always zero says nothing
+        # a chart that is always zero has no information
         self._shown |= {name for name, value in figures.items() if value}
         self._log(run_id, {name: value for name, value in figures.items() if name in self._shown}, at_ms)
         by_worker: dict[int, list[JobRecord]] = {}
@@ -318,7 +321,9 @@ class _MlflowRun:
             self._client.log_batch(run_id, metrics=metrics[first:first + _METRICS_PER_BATCH])
 
     def _continued(self) -> str:
-        """The run that the folder belongs to, set running again; empty when there is none in this store."""
+        """The run that the folder belongs to, set running again; empty when there is none in this
+        store.
+        """
         stored = read_tracking(self.run_dir)
         if without_login(str(stored.get("tracking_uri"))) != without_login(self._uri):
             return ""
@@ -367,7 +372,8 @@ class _MlflowRun:
         return str(found.experiment_id)
 
     def _worker_run(self, run_id: str, worker: int) -> str:
-        """The nested run of a worker slot; it stays the same when the worker process is replaced."""
+        """The nested run of a worker slot; it stays the same when the worker process is replaced.
+        """
         if worker not in self._worker_runs:
             tags = {"mlflow.parentRunId": run_id, **origin(worker)}
             run = self._client.create_run(self.experiment_id, tags=tags, run_name=f"worker {worker}")

@@ -37,7 +37,8 @@ _begun: _Start | None = None
 class _Start(threading.Thread):
     """Starts a Ray on this machine.
 
-    The thread lives as long as the process: the kernel ends Ray's processes when the thread that started them ends.
+    The thread lives as long as the process: the kernel ends Ray's processes when the thread that
+    started them ends.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,9 @@ class _Start(threading.Thread):
 
 
 def begin(config: ClusterConfig) -> None:
-    """Start a Ray for the run in the background, for `connect`; `end_unused` ends it where that is never called."""
+    """Start a Ray for the run in the background, for `connect`; `end_unused` ends it where that is
+    never called.
+    """
     global _begun  # noqa: PLW0603
     if config.kind == "ray" and not config.address and not ray.is_initialized():
         _begun = _Start()
@@ -73,7 +76,9 @@ def end_unused() -> None:
 
 
 def connect(config: ClusterConfig) -> bool:
-    """Joins the Ray cluster of `config.address`, or starts one on this machine; True if it was started here."""
+    """Joins the Ray cluster of `config.address`, or starts one on this machine; True if it was
+    started here.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # a test session, or a user's own program
     if _begun is None and ray.is_initialized():
@@ -112,7 +117,9 @@ def _token_in_use() -> str:
 
 
 def shutdown(*, keep_logs: bool = False) -> None:
-    """Ends the Ray that `connect` started, and removes its folder but for logs that a message refers to."""
+    """Ends the Ray that `connect` started, and removes its folder but for logs that a message
+    refers to.
+    """
     global _folder  # noqa: PLW0603  Ray itself is one per process
     ray.shutdown()
     if _folder is not None:
@@ -181,7 +188,8 @@ def _start() -> None:
 
 
 def _use_token() -> None:
-    """A token of this run alone, in memory: whoever reaches a port of Ray without one can run code."""
+    """A token of this run alone, in memory: whoever reaches a port of Ray without one can run code.
+    """
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     if "RAY_AUTH_MODE" not in os.environ:
         # the default for a local cluster is a token in some versions, and none in others
@@ -196,8 +204,8 @@ def _use_token() -> None:
 def _on_loopback() -> Iterator[None]:
     """Ray listens on 127.0.0.1 alone: no other machine joins a cluster that a run has to itself.
 
-    That is what Ray does on systems where it has no clusters; there is no other setting for it, and where a version has not
-    this one either, the token remains.
+    That is what Ray does on systems where it has no clusters; there is no other setting for it, and
+    where a version has not this one either, the token remains.
     """
     from ray._private import ray_constants
 

@@ -1,7 +1,8 @@
 """Detects that the head of a Ray cluster is lost.
 
-Ray ends the process of a driver whose head does not come back, without an exception. So the pool checks the head before it
-waits, gives up after half the time that Ray allows, and sends the head no further request.
+Ray ends the process of a driver whose head does not come back, without an exception. So the pool
+checks the head before it waits, gives up after half the time that Ray allows, and sends the head no
+further request.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def _answers(address: str) -> bool:
 
 
 def _end() -> None:
-    """Ends the process ahead of Ray's own clean-up, which waits for the head until Ray ends the process with code 1."""
+    """Ends the process ahead of Ray's own clean-up, which waits for the head until Ray ends the
+    process with code 1.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(ClusterError.exit_code)

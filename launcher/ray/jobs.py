@@ -85,7 +85,9 @@ def told(server: JobServer, job: str = "") -> Iterator[None]:
 
 
 def submit(client: Any, **what: Any) -> str:
-    """The job's id.  A head that was just started refuses jobs for some seconds, until its agent is up: that is waited for."""
+    """The job's id. A head that was just started refuses jobs for some seconds, until its agent is
+    up: that is waited for.
+    """
     deadline = time.monotonic() + _AGENT_S
     while True:
         try:
@@ -97,7 +99,7 @@ def submit(client: Any, **what: Any) -> str:
 
 
 def follow(client: Any, job: str) -> str:
-    """Prints what the job says until it ends; its last state."""
+    """Print the job's output until it ends; return its last state."""
     async def run() -> None:
         async for text in client.tail_job_logs(job):
             print(printable(text), end="", flush=True)
@@ -120,7 +122,7 @@ def state_of(client: Any, job: str) -> str:
 
 
 def use_token(server: JobServer) -> None:
-    """The file named on the command line goes before whatever the environment says."""
+    """The file named on the command line has priority over the environment."""
     if server.token_file:
         if not Path(server.token_file).is_file():
             raise ConfigError(f"--token-file {server.token_file} is not there; copy it from the head's ~/.ray/auth_token.")

@@ -1,7 +1,8 @@
 """A WorkerPool over Ray actors, on this machine or on a cluster.
 
-Each worker slot holds one long-lived actor.  An actor that dies fails the job it was running, and a replacement is
-started in its slot while the other workers go on; what happens to the job is the coordinator's decision.
+Each worker slot holds one long-lived actor. An actor that dies fails the job it was running, and a
+replacement is started in its slot while the other workers continue; retrying the job is the
+coordinator's decision.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _POLL_S = 0.2
 _NAMES: Mapping[Way, str] = {"shared_memory": "shared memory, and Ray's object store between machines",
                              "object_store": "Ray's object store", "collective": "gloo, averaged by the workers",
                              "nccl": "NCCL, averaged by the workers"}
-# for an object to arrive that Ray says is there; the largest model takes seconds
+# for an object to arrive that Ray reports as available; the largest model takes seconds
 _FETCH_S = 300.0
 
 
@@ -64,7 +65,7 @@ class _StoreRef:
 
 @dataclass
 class WorkerSlot:
-    """One worker: its actor, and what it is doing."""
+    """One worker: its actor and its current job."""
 
     index: int
     actor: Any
@@ -100,8 +101,9 @@ class WorkerSlot:
 class RayPool:
     """Long-lived Ray actors, one job at a time each.
 
-    Parameters pass through memory that the actors on the coordinator's machine share with it, and through Ray's object
-    store to and from all others; or, to the coordinator, as the mean alone, which the workers make among themselves.
+    Parameters pass through memory that the actors on the coordinator's machine share with it, and
+    through Ray's object store to and from all others. Or the coordinator receives the mean alone,
+    which the workers make among themselves.
     """
 
     def __init__(self, spec: TaskSpec, num_threads: int, size: int, agreement: Agreement | None = None,
@@ -256,10 +258,11 @@ class RayPool:
         return self._in_store[ref]
 
     def chosen_exchange(self) -> Way:
-        """The way of results to the average; "shared_memory" for those workers that can, the object store for the others.
+        """The way of results to the average; "shared_memory" for those workers that can, the object
+        store for the others.
 
-        It stays when a worker's replacement comes up on another machine or GPU. Workers that NCCL cannot connect any more make the
-        coordinator average, with bitwise identical results.
+        It stays when a worker's replacement comes up on another machine or GPU. Workers that NCCL
+        cannot connect any more make the coordinator average, with bitwise identical results.
         """
         devices = [slot.process.device for slot in self._slots if slot.process]
         way, reason = choose_way(self.config.exchange, devices, jobs_keep_state=self.spec.settings.outer.jobs_keep_state)
@@ -321,7 +324,9 @@ class RayPool:
         return "" if lives else f"process {kept.process} {slot.predecessor or 'is gone'}, and its result with it"
 
     def _asked(self, slot: WorkerSlot) -> int:
-        """The minibatches that a worker on another machine last said it has done; a worker that hangs says nothing new."""
+        """The minibatches that a worker on another machine last said it has done; a worker that
+        hangs says nothing new.
+        """
         if slot.asked is not None and ray.wait([slot.asked], timeout=0.0)[0]:
             # its death is reported by the job
             with contextlib.suppress(RayError):

@@ -41,7 +41,7 @@ def require_version() -> None:
     """ConfigError where the installed Ray is too old."""
     installed = version("ray")
     found = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
-    # without Ray there are no numbers, and its import says so
+    # without Ray there are no numbers, and its import fails
     if found and found < OLDEST_RAY:
         oldest = ".".join(map(str, OLDEST_RAY))
         raise ConfigError(f"Ray {installed} is installed, in which others on the network can "
@@ -61,7 +61,7 @@ def require_head(address: str) -> None:
     """ClusterError unless a Ray head answers at `address`: host:port, ray://host:port or auto."""
     found = _resolved(address)
     if found is None:
-        # Ray says at once that there is no cluster here
+        # Ray itself reports at once that there is no cluster here
         return
     host, _, port = found.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -108,10 +108,9 @@ def _resolved(address: str) -> str | None:
 def ask_server(host: str, port: int, *, is_client_server: bool) -> None:
     """Raises OSError unless a GCS is there and serves, or the server for Ray clients.
 
-    A GCS reports its health by the standard gRPC service, without a token.  The request is written by
-    hand:
-    a gRPC library in this process would not get on with Ray's own, nor with processes that it
-    forks.
+    A GCS reports its health by the standard gRPC service, without a token. The request is written
+    by hand: a gRPC library in this process would not get on with Ray's own, nor with processes that
+    it forks.
     """
     with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("", "0", "false"):

@@ -23,7 +23,9 @@ _STALE_S = 600.0
 
 
 class PrivateFolder:
-    """Made at once; removed by `close`, at the end of the process, or by a later run if it was killed."""
+    """Made at once; removed by `close`, at the end of the process, or by a later run if it was
+    killed.
+    """
 
     def __init__(self) -> None:
         base = scratch_folder()

@@ -41,7 +41,8 @@ class RayWorker:
     def prepare(self, spec: TaskSpec, index: int, num_threads: int, heartbeats: SharedRef) -> Address:
         """Where the worker is, once it can take jobs.
 
-        Not the constructor: Ray reports what a constructor raises as the actor's death, and loses its type.
+        Not the constructor: Ray reports what a constructor raises as the actor's death, and loses
+        its type.
         """
         from ngsgd.cluster.exchange.collective import CollectiveWorker
         from ngsgd.cluster.exchange.compressed import MoveEncoder
@@ -62,10 +63,12 @@ class RayWorker:
         return Address(os.uname().nodename, os.getpid(), fingerprint, device)
 
     def run(self, job: Job, places: tuple[SharedRef, ...], keep: bool) -> tuple[JobResult, Vector | None]:
-        """The result, and apart from it the vector that only the job's next start needs, if it is another one.
+        """The result, and apart from it the vector that only the job's next start needs, if it is
+        another one.
 
-        In `places` on the coordinator's machine; elsewhere both travel through the object store, the second only if it is
-        asked for.  With `keep` the result stays here, to be averaged among the workers.
+        In `places` on the coordinator's machine; elsewhere both travel through the object store,
+        the second only if it is asked for. With `keep` the result stays here, to be averaged among
+        the workers.
         """
         self._should_stop = False
         self._member.make_room(job)

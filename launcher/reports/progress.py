@@ -1,4 +1,5 @@
-"""Progress of a run for a person: phases, one line per evaluation, one status line, and the result."""
+"""Progress of a run for a person: phases, one line per evaluation, one status line, and the result.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +132,9 @@ def _scores(record: OuterIterationRecord, *, is_speech: bool) -> list[Part]:
 
 
 def fitted(parts: Sequence[Part], width: int) -> str:
-    """Join the parts that fit into `width` columns; those with the highest numbers are dropped first."""
+    """Join the parts that fit into `width` columns; those with the highest numbers are dropped
+    first.
+    """
     kept = list(parts)
     while True:
         line = "  ".join(text for text, _ in kept)

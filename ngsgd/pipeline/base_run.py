@@ -123,7 +123,8 @@ class BaseRun(ABC):
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Record an error in the run folder; interrupts and errors of the disk become one message."""
+        """Record an error in the run folder; interrupts and errors of the disk become one message.
+        """
         resume = f"ngsgd resume {self.folder.path}"
         with self.folder.error_recorded():
             try:

@@ -9,14 +9,15 @@ _MAX_ROWS = 20
 
 
 def summary(model: nn.Module) -> list[str]:
-    """List the modules that own parameters: name, type, shape of the largest parameter, number of parameters.
+    """List the modules that own parameters: name, type, shape of the largest parameter, number of
+    parameters.
 
     Args:
         model: any module. Parameters shared by several modules count once.
 
     Returns:
-        A line with the totals, then one line per module; in models with more than 20 such modules, one line per
-        top-level module.
+        A line with the totals, then one line per module; in models with more than 20 such modules,
+        one line per top-level module.
 
     Example:
         >>> summary(nn.Sequential(nn.Linear(3, 2)))

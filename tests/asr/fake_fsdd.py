@@ -1,4 +1,6 @@
-"""A small stand-in for the Free Spoken Digit Dataset: recordings with its names, their list and their alignment."""
+"""A small stand-in for the Free Spoken Digit Dataset: recordings with its names, their list and
+their alignment.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class FakeFsdd:
             writer.writerows(map(astuple, segments))
 
     def write_alignment(self, num_surplus_frames: int) -> None:
-        """Silence, then the three states of the digit's one phone, then silence; in the GMM's numbering."""
+        """Silence, then the three states of the digit's one phone, then silence; in the GMM's
+        numbering.
+        """
         pieces = []
         for segment in self.segments:
             first = 3 + 3 * WORDS.index(segment.word)

@@ -23,7 +23,9 @@ TOPOLOGY = Topology(phones=("a", "b"), lexicon={"a": (("a",),), "b": (("b",),), 
 
 
 def made_up_speech(texts: list[tuple[str, ...]], rng: np.random.Generator) -> tuple[SpeechSet, np.ndarray]:
-    """Utterances whose frames lie around a point of their own for each state; and the states they were made from."""
+    """Utterances whose frames lie around a point of their own for each state; and the states they
+    were made from.
+    """
     centres_PD = np.random.default_rng(7).normal(scale=4.0, size=(TOPOLOGY.num_pdfs, 6))
     pieces = []
     for words in texts:
@@ -76,7 +78,8 @@ def test_equal_parts(num_frames: int, expected: list[int] | None) -> None:
     assert (None if path is None else path.tolist()) == expected
 
 
-# seed 1; from equal parts of all frames, words end up with some of the silence next to them: that is what the other start is for
+# seed 1; from equal parts of all frames, words end up with some of the silence next to them: that
+# is what the other start is for
 @pytest.mark.parametrize(("start", "share"), [(forced_alignment.flat_start, 0.8), (forced_alignment.silence_start, 0.95)])
 def test_gaussians_find_the_states_that_speech_was_made_from(start: Callable[[Corpus, str], States], share: float) -> None:
     pytest.importorskip("kaldi_decoder")
@@ -109,7 +112,9 @@ TIED_P = np.array([2, 0, 3, 1, 3, 4, 1], np.int32)
 @pytest.mark.entry("K15")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_graph_with_tied_states_gives_its_own_states(seed: int) -> None:
-    """The paths of the decoding graph with these words are those of the transcript's graph, each state by its tied number."""
+    """The paths of the decoding graph with these words are those of the transcript's graph, each
+    state by its tied number.
+    """
     pytest.importorskip("kaldi_decoder")
     rng = np.random.default_rng(seed)
     texts: list[tuple[str, ...]] = [("ab", "b"), ("a",), ("b", "ab", "a")]
@@ -131,7 +136,8 @@ def test_a_graph_with_tied_states_gives_its_own_states(seed: int) -> None:
         expected = TIED_P[untied.states[utt_id]]
         score = [float(loglik_TP[np.arange(len(loglik_TP)), states].sum(dtype=np.float64)) for states in (found.states[utt_id],
                                                                                                          expected)]
-        assert score[0] == pytest.approx(score[1], abs=1e-3)   # sums of float32 in another order; two paths may score the same
+        # sums of float32 in another order; two paths may score the same
+        assert score[0] == pytest.approx(score[1], abs=1e-3)
         assert found.states[utt_id].max() <= TIED_P.max()
     same = np.mean([(found.states[utt_id] == TIED_P[untied.states[utt_id]]).mean() for utt_id in logliks])
     assert same > 0.99

@@ -60,14 +60,16 @@ def test_the_script_fits_on_one_screen() -> None:
 
 @pytest.mark.slow
 def test_yesno_trains_decodes_and_scores_without_ray_hydra_and_mlflow(tmp_path: Path) -> None:
-    # noiseless chords, so nearly every word is right; a model that has not learned is far above 30 %
+    # noiseless chords, so nearly every word is right; a model that has not learned is far above 30
+    # %
     assert train(write_yesno(tmp_path / "waves_yesno", num_recordings=24), tmp_path) <= 15.0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL.exists(), reason="Kaldi's yesno recordings are not there")
 def test_the_real_yesno_trains_without_ray_hydra_and_mlflow(tmp_path: Path) -> None:
-    # the band of a working installation in recipes/yesno/RESULTS.md, where three seeds gave 1.67 to 2.08 %
+    # the band of a working installation in recipes/yesno/RESULTS.md, where three seeds gave 1.67 to
+    # 2.08 %
     assert train(REAL, tmp_path) <= 6.0
 
 

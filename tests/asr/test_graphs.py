@@ -63,7 +63,8 @@ def test_best_path_through_a_bigram_graph_is_that_of_trying_all_sequences(seed: 
     path = decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=1000.0, max_active=100000)
     costs = {words: bigram_cost(words) for words in sequences(3)}
     cost, _ = graph_search.best(TOPOLOGY, loglik_TP, word_cost=costs, silence_prob=silence_prob, max_words=3)
-    assert path.cost == pytest.approx(cost, abs=1e-3)  # the graph's costs are rounded to 1e-5, log10 to natural in float32
+    # the graph's costs are rounded to 1e-5, log10 to natural in float32
+    assert path.cost == pytest.approx(cost, abs=1e-3)
     assert path.is_complete
 
 
@@ -157,7 +158,9 @@ def header_int64(content: bytes, at: int, value: int) -> bytes:
 @pytest.mark.entry("K1")
 @pytest.mark.parametrize("form", [0, 1], ids=["vector", "const"])
 def test_a_damaged_graph_is_a_data_error_and_never_a_crash(tmp_path: Path, form: int) -> None:
-    """Every cut, and every header number out of range; random bytes elsewhere are refused or give states within bounds."""
+    """Every cut, and every header number out of range; random bytes elsewhere are refused or give
+    states within bounds.
+    """
     content = as_files(kaldifst.compile("0 1 1 2 0.5\n1 1 2 0 0.25\n1 2 3 0\n2 1.5\n"), tmp_path)[form]
 
     def check(damaged: bytes) -> openfst.Fst:
@@ -181,7 +184,9 @@ def test_a_damaged_graph_is_a_data_error_and_never_a_crash(tmp_path: Path, form:
 
 
 def test_a_const_graph_of_an_older_openfst_with_aligned_arrays_and_symbols_is_read(tmp_path: Path) -> None:
-    """Built byte by byte: version 1 pads both arrays to 16 bytes; two tables of symbols come before them."""
+    """Built byte by byte: version 1 pads both arrays to 16 bytes; two tables of symbols come before
+    them.
+    """
     content = as_files(kaldifst.compile("0 1 1 2 0.5\n1 0.25\n"), tmp_path)[1]
     head, body = content[:content.index(b"standard") + 8], content[content.index(b"standard") + 48:]
     symbols = struct.pack("<ii1sqqi2sq", 2125658996, 1, b"s", 1, 1, 2, b"ab", 0)

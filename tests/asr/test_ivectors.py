@@ -1,4 +1,5 @@
-"""Background model, extractor and online extraction, against dense Gaussians and loops over frames."""
+"""Background model, extractor and online extraction, against dense Gaussians and loops over frames.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def statistics(made: list[tuple[np.ndarray, list[int]]], weight: float = 1.0) ->
     return Statistics(*map(torch.from_numpy, (count, first, second)))
 
 
-# The background model -------------------------------------------------------------------------------------------------
+# The background model -----------------------------------------------------------------------------
 
 
 def test_densities_and_pruned_posteriors_are_their_definitions() -> None:
@@ -98,7 +99,7 @@ def test_few_frames_make_few_gaussians() -> None:
     assert 1 <= mixture.num_gaussians <= 6
 
 
-# The extractor ----------------------------------------------------------------------------------------------------------
+# The extractor ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.1])
@@ -147,11 +148,12 @@ def test_the_floor_raises_only_smaller_values() -> None:
     count = torch.tensor([10.0, 30.0]).double()
     raw = torch.stack([torch.diag(torch.tensor([1e-6, 4.0])), torch.diag(torch.tensor([4.0, 4.0]))]).double()
     found = extractors.floored(raw, count, 0.1)
-    np.testing.assert_allclose(found[0].diagonal(), [0.1 * (1e-6 * 10 + 4.0 * 30) / 40, 4.0], rtol=1e-6)  # Cholesky of 1e-10 more
+    # Cholesky of 1e-10 more
+    np.testing.assert_allclose(found[0].diagonal(), [0.1 * (1e-6 * 10 + 4.0 * 30) / 40, 4.0], rtol=1e-6)
     np.testing.assert_allclose(found[1], raw[1], atol=1e-9)
 
 
-# Online -----------------------------------------------------------------------------------------------------------------
+# Online -------------------------------------------------------------------------------------------
 
 CONFIG = IvectorConfig(dim=IVECTOR_DIM, period=4, max_count=1.5)
 RAW_DIM = 2
@@ -212,7 +214,8 @@ def test_online_extraction_is_that_of_loops_over_frames(step: int) -> None:
         for at in range(0, len(frames_TD), step):
             stream.accept(frames_TD[at:at + step].astype(np.float64))
         before = stream.finish()
-        np.testing.assert_allclose(stream.rows(), expected, rtol=1e-5, atol=1e-5)  # rows are float32
+        # rows are float32
+        np.testing.assert_allclose(stream.rows(), expected, rtol=1e-5, atol=1e-5)
         time_T = np.arange(len(frames_TD))
         np.testing.assert_array_equal(stream.at(time_T), stream.rows()[time_T // CONFIG.period])
 
@@ -227,7 +230,8 @@ def test_an_ivector_uses_no_more_lookahead_than_the_context() -> None:
         stream.accept(frames_TD)
         stream.finish()
         rows.append(stream.rows())
-    np.testing.assert_array_equal(rows[0][:5], rows[1][:5])   # number 4 is estimated at frame 16, which sees 17
+    # number 4 is estimated at frame 16, which sees 17
+    np.testing.assert_array_equal(rows[0][:5], rows[1][:5])
     assert not np.allclose(rows[0][5:], rows[1][5:], atol=1e-3)
 
 
@@ -251,7 +255,8 @@ def test_at_the_end_without_limits_it_is_the_posterior_of_the_utterance() -> Non
     z_TK, raw_TK = (model.front.project(one, np.arange(26)) for one in (SAID[0] - mean, SAID[0]))
     post_TI = files.scaled_posteriors(model.ubm, z_TK, model.front.config)
     mean_US, _, _ = model.extractor.posterior(post_TI.sum(dim=0)[None], (post_TI.T @ raw_TK)[None])
-    np.testing.assert_allclose(stream.rows()[-1], mean_US[0] - OFFSET * torch.eye(IVECTOR_DIM)[0], rtol=1e-5, atol=1e-5)  # float32
+    # float32
+    np.testing.assert_allclose(stream.rows()[-1], mean_US[0] - OFFSET * torch.eye(IVECTOR_DIM)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_speakers_are_remembered_over_so_many_utterances() -> None:
@@ -266,7 +271,7 @@ def test_speakers_are_remembered_over_so_many_utterances() -> None:
     assert for_ever.before("a") == 1
 
 
-# All of it ----------------------------------------------------------------------------------------------------------------
+# All of it ----------------------------------------------------------------------------------------
 
 SMALL = IvectorConfig(dim=2, num_gaussians=4, num_iters=5, max_count=0.0, posterior_scale=1.0)
 
@@ -294,7 +299,8 @@ def test_a_trained_extractor_separates_speakers_after_mean_removal(
     last_US = np.array([one[-1] for one in rows])
     a, b = last_US[::2], last_US[1::2]
     spread_S = np.maximum(a.std(axis=0), b.std(axis=0))
-    assert (np.abs(a.mean(axis=0) - b.mean(axis=0)) / spread_S).max() > 8.0  # one dimension is the speaker, another may not be
+    # one dimension is the speaker, another may not be
+    assert (np.abs(a.mean(axis=0) - b.mean(axis=0)) / spread_S).max() > 8.0
     again = train(speech, SMALL, lambda _: None)
     files.write(model, tmp_path / "one")
     files.write(again, tmp_path / "other")
@@ -309,7 +315,8 @@ def test_gaussians_with_few_frames_are_ignored_and_too_many_are_reported() -> No
         [1.0, 1.0, 0.01])[:, None], second_IDD=found.second_IDD * torch.tensor([1.0, 1.0, 0.01])[:, None, None])
     extractor, _ = extractors.em_pass(extractors.start(rare, IVECTOR_DIM), rare)
     direction_IDS = extractor.M_IDS - extractor.M_IDS.mean(dim=2, keepdim=True)
-    assert np.linalg.matrix_rank(extractor.M_IDS[2].numpy()) == 1  # its mean, along what has become of the offset
+    # its mean, along what has become of the offset
+    assert np.linalg.matrix_rank(extractor.M_IDS[2].numpy()) == 1
     assert np.linalg.matrix_rank(direction_IDS[0].numpy()) > 1
     with pytest.raises(DataError, match=r"num_gaussians.*4.*1000000 frames"):
         train(speech_of_two(), replace(SMALL, posterior_scale=1e-4), lambda _: None)

@@ -1,7 +1,8 @@
 """Canaries in every text and archive format that is read from data: none may be executed.
 
-A canary is a command or a pickle that would make a file.  Each format is one row of FORMATS: how a payload is planted, and the
-call that reads it.  A call may return, or raise an NgsgdError; anything else fails.  For a new format add a row.
+A canary is a command or a pickle that would make a file. Each format is one row of FORMATS: how a
+payload is planted, and the call that reads it. A call may return, or raise an NgsgdError; anything
+else fails. For a new format add a row.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ FEATURES = FeatureConfig(kind="mfcc", num_mel_bins=23, cmvn="speaker", sample_ra
 GIVEN = replace(FEATURES, kind="given", cmvn="given")
 
 
-# payloads ---------------------------------------------------------------------------------------------
+# payloads -----------------------------------------------------------------------------------------
 
 
 class Canary:
@@ -87,12 +88,14 @@ PAYLOADS: dict[str, Callable[[Path], bytes]] = {
 }
 
 
-# formats ----------------------------------------------------------------------------------------------
+# formats ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a payload is planted in a folder of prepared and unprepared data, and the call that reads it."""
+    """How a payload is planted in a folder of prepared and unprepared data, and the call that reads
+    it.
+    """
 
     plant: Callable[[Path, bytes], None]
     read: Callable[[Path], object]

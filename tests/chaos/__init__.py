@@ -1,1 +1,2 @@
-"""Fault injection: the component, the time and the kind of each fault, and invariants afterwards."""
+"""Fault injection: the component, the time and the kind of each fault, and invariants afterwards.
+"""

@@ -25,7 +25,8 @@ FORK_SERVER = (("mid shard", "SIGSTOP"), ("mid shard", "SIGKILL"), ("start of a 
 COMBINED_HOW = ("all workers", "all workers but one", "killed again in each retry", "replacement killed while it starts",
                 "worker and coordinator", "churn")
 
-# Ways to average, and what to do with a failed job, that a handful of worker faults are repeated with.
+# Ways to average, and what to do with a failed job, that a handful of worker faults are repeated
+# with.
 OUTER = ("overlap", "bmuf", "streaming")
 POLICIES = ("defer", "drop")
 _REPEATED = (("mid shard", "SIGKILL"), ("mid upload", "SIGSTOP"), ("result built", "exception"), ("idle", "SIGTERM"))
@@ -35,7 +36,8 @@ _REPEATED = (("mid shard", "SIGKILL"), ("mid upload", "SIGSTOP"), ("result built
 class Case:
     """One thing that breaks, once."""
 
-    who: str             # worker | result | coordinator | storage | ray | combined | machine | fork server | service
+    # worker | result | coordinator | storage | ray | combined | machine | fork server | service
+    who: str
     when: str
     how: str
     is_quick: bool       # every test run does it; the others are for `make chaos`
@@ -50,8 +52,10 @@ class Seen:
     """The outcome of a case; a case that fails raises AssertionError."""
 
     outcome: str                    # in words
-    is_equal: bool                  # whether the final model is bitwise that of the run without faults
-    recovery_s: float | None = None  # from the fault to the next try, or until a resumed run works again; None: nothing waited
+    # whether the final model is bitwise that of the run without faults
+    is_equal: bool
+    # from the fault to the next try, or until a resumed run works again; None: nothing waited
+    recovery_s: float | None = None
 
 
 def worker_cases() -> Iterator[Case]:

@@ -41,7 +41,9 @@ class Ordeal:
     make_worker: MakeWorker = Worker
 
     def run(self, meanwhile: Callable[[int], None] = lambda coordinator: None) -> int | None:
-        """Its exit code; minus a signal's number if that ended it.  `meanwhile` receives its process id."""
+        """Its exit code; minus a signal's number if that ended it. `meanwhile` receives its process
+        id.
+        """
         process = multiprocessing.get_context("forkserver").Process(target=_coordinate, args=(self,))
         process.start()
         try:

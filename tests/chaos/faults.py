@@ -1,4 +1,6 @@
-"""Where and how a process breaks: faults that really happen, once each, and leave a mark that they did."""
+"""Where and how a process breaks: faults that really happen, once each, and leave a mark that they
+did.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,13 @@ class Fault:
     mark: str
     at: tuple[int, int] = (2, 1)   # outer iteration and job
     num_times: int = 1
-    others_wait: bool = False      # the outer iteration's first job ends only after the fault has struck
+    # the outer iteration's first job ends only after the fault has struck
+    others_wait: bool = False
 
     def strike(self) -> bool:
-        """Breaks this process as planned; returns, if it does at all, whether it was this fault's turn."""
+        """Breaks this process as planned; returns, if it does at all, whether it was this fault's
+        turn.
+        """
         for number in range(self.num_times):
             try:
                 descriptor = os.open(f"{self.mark}.{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -79,7 +84,9 @@ def _raise(error: BaseException) -> Callable[[], None]:
 
 
 def _deadlock() -> None:
-    """Sleeps for good and keeps the interpreter's lock: no other thread and no signal handler gets a turn."""
+    """Sleeps for good and keeps the interpreter's lock: no other thread and no signal handler gets
+    a turn.
+    """
     library = ctypes.PyDLL(None)
     while True:
         library.pause()

@@ -1,9 +1,11 @@
-"""A machine that stands still: all processes of a run are stopped and later continued, again and again.
+"""A machine that stands still: all processes of a run are stopped and later continued, again and
+again.
 
     python -m tests.chaos.freeze [--seconds 60] [--times 10] [--who all|coordinator|workers]
 
-Starts `ngsgd train cluster.kind=local` with default deadlines and compares the final model with that of an undisturbed run.
-Ends with code 1 if a worker was killed, a shard was lost, or the model is another.
+Starts `ngsgd train cluster.kind=local` with default deadlines and compares the final model with
+that of an undisturbed run. Ends with code 1 if a worker was killed, a shard was lost, or the model
+is another.
 """
 
 from __future__ import annotations

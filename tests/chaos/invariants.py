@@ -1,6 +1,8 @@
-"""Properties after every case, checked from outside: the files of the run, the processes and the memory of this machine.
+"""Properties after every case, checked from outside: the files of the run, the processes and the
+memory of this machine.
 
-I1 to I7 and I10 are read from the ledger, most of them by the audit program; numbers as in docs/fault-tests.md.
+I1 to I7 and I10 are read from the ledger, most of them by the audit program; numbers as in
+docs/fault-tests.md.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.storage.audit import audit, read
 from tests.toy import Run
 
-TAG = "NGSGD_CHAOS"     # environment variable that marks programs started by a case, and with them all their children
+# environment variable that marks programs started by a case, and with them all their children
+TAG = "NGSGD_CHAOS"
 _SETTLE_S = 15.0        # for processes that were stopped, on a busy machine
 _NOISE_S = 4.0          # by which a pause may exceed its deadline on such a machine
 
@@ -52,7 +55,9 @@ def _command(process: int) -> str:
 
 
 def _is_of_multiprocessing(process: int) -> bool:
-    """The one fork server and resource tracker that Python keeps for this very process; they end with it."""
+    """The one fork server and resource tracker that Python keeps for this very process; they end
+    with it.
+    """
     try:
         one = psutil.Process(process)
         return one.ppid() == os.getpid() and any("multiprocessing" in word for word in one.cmdline())
@@ -118,9 +123,11 @@ class Surroundings:
 def problems(run: Run, *, pause_s: float | None = None, within: str = "") -> list[str]:
     """All problems of a finished run, except for remaining resources.
 
-    `pause_s` is the longest time without progress that was seen; `within` the hash that the final model must have.
+    `pause_s` is the longest time without progress that was seen; `within` the hash that the final
+    model must have.
     """
-    found = audit(run.ledger_path)                                                           # I1 to I3, I5 to I7, I10
+    # I1 to I3, I5 to I7, I10
+    found = audit(run.ledger_path)
     found += list(_models_that_cannot_be_recomputed(run))                                    # I4
     found += list(_too_many_lines(run))                                                      # I11
     patience_s = run.config.failure.hang_timeout_s
@@ -137,7 +144,9 @@ def final_hash(run: Run) -> str:
 
 
 def num_recomputed(run: Run) -> Counter[int]:
-    """For each outer iteration how often its work was begun again; one that was only planned has cost nothing."""
+    """For each outer iteration how often its work was begun again; one that was only planned has
+    cost nothing.
+    """
     begun = Counter(line["outer_iter"] for line in read_json_lines(run.ledger_path)
                     if line["event"] == "submitted" and (line["job"], line["attempt"]) == (0, 1))
     return begun - Counter(dict.fromkeys(begun, 1))
@@ -162,7 +171,9 @@ def _models_that_cannot_be_recomputed(run: Run) -> Iterator[str]:
 
 
 def _too_many_lines(run: Run) -> Iterator[str]:
-    """One line for each outer iteration, and one for each event; a pool wrapper must not add its own."""
+    """One line for each outer iteration, and one for each event; a pool wrapper must not add its
+    own.
+    """
     events = Counter(line["event"] for line in read_json_lines(run.ledger_path))
     num_events = sum(events[name] for name in ("failed", "rejected", "rolled_back", "discarded"))
     if len(run.recorder.incidents) > num_events:

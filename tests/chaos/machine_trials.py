@@ -1,4 +1,6 @@
-"""A machine that stands still, and a fork server that hangs, dies, or leaves a worker that was being born."""
+"""A machine that stands still, and a fork server that hangs, dies, or leaves a worker that was
+being born.
+"""
 
 from __future__ import annotations
 

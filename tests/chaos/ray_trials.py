@@ -1,4 +1,5 @@
-"""Faults of Ray itself: a node that is lost, an object store that is full, a head that starts again.
+"""Faults of Ray itself: a node that is lost, an object store that is full, a head that starts
+again.
 
     python -m tests.chaos.ray_trials WHEN HOW FOLDER      one case, in a process that may die of it
 """
@@ -39,7 +40,9 @@ _AT = (2, 1)
 
 
 def try_ray(case: Case, folder: Path) -> Seen:
-    """The run continues, or its process ends in time and the run is resumed; either way no bit is lost."""
+    """The run continues, or its process ends in time and the run is resumed; either way no bit is
+    lost.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     within = Run(_made(folder / "whole"), _config("")).train().model_sha256
     tag = uuid.uuid4().hex
@@ -83,7 +86,8 @@ def _main() -> None:
     when, how, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     os.environ.setdefault("RAY_AUTH_TOKEN", "chaos")
     from ray.cluster_utils import Cluster
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as scratch:   # socket paths must stay short
+    # socket paths must stay short
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as scratch:
         cluster = Cluster(initialize_head=True, head_node_args={
             "num_cpus": 0, "object_store_memory": _STORE_BYTES, "temp_dir": scratch, "include_dashboard": False})
         try:
@@ -113,7 +117,8 @@ def _train(when: str, how: str, folder: Path, cluster: Any) -> None:
             self.submitted.append((job.identity, time.time()))
             if when != "idle" and job.identity == (*_AT, 1):
                 self._strike()
-            if how == "head restart" and job.identity == (_AT[0] + 5, _AT[1], 1):   # does the new head still replace workers?
+            # does the new head still replace workers?
+            if how == "head restart" and job.identity == (_AT[0] + 5, _AT[1], 1):
                 os.kill(self.process_ids()[1], signal.SIGKILL)
 
         def publish(self, write: Callable[[Vector], object]) -> VectorRef:
@@ -128,7 +133,8 @@ def _train(when: str, how: str, folder: Path, cluster: Any) -> None:
 
         def _finish_start(self, slot: Any) -> None:
             super()._finish_start(slot)
-            if how == "object store full" and slot.process:   # as on another machine: through the store
+            # as on another machine: through the store
+            if how == "object store full" and slot.process:
                 slot.process = replace(slot.process, shares_memory=False)
     fault = Fault(when, how, str(folder / "struck"))
     pool = BreakingPool(run.spec, 1, run.store.layout.size)

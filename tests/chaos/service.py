@@ -59,7 +59,8 @@ _LINES_AROUND = 20    # that a command prints before the first outer iteration a
 
 @functools.cache
 def _whole_run() -> tuple[Service, Path, object]:
-    """A run that nobody disturbed, and the folder that holds it for as long as this program runs."""
+    """A run that nobody disturbed, and the folder that holds it for as long as this program runs.
+    """
     keeper = tempfile.TemporaryDirectory(prefix="chaos-service-")
     service = Service(Path(keeper.name))
     done = service.call("cluster=in_process", "name=whole")

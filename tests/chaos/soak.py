@@ -2,10 +2,11 @@
 
     python -m tests.chaos.soak [--workers 16] [--minutes 20]
 
-Stretches with faults and stretches without take turns in one run, so that both see the same machine.  A worker's
-minibatches last as long on a busy machine as on an idle one: they mostly sleep, so that each worker stands for a machine of
-its own.  Goodput is the number of jobs averaged per second with faults over that without.  At the end the ledger is
-audited, the model is compared with that of a run without faults, and nothing may be left behind.
+Stretches with faults and stretches without take turns in one run, so that both see the same
+machine. A worker's minibatches last as long on a busy machine as on an idle one: they mostly sleep,
+so that each worker stands for a machine of its own. Goodput is the number of jobs averaged per
+second with faults over that without. At the end the ledger is audited, the model is compared with
+that of a run without faults, and nothing may be left behind.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from tests.toy import Recorder, Run, config
 
 _KINDS = ("SIGKILL",) * 7 + ("SIGSTOP", "SIGTERM", "exception")   # kill -9 mostly
 _NUM_MINIBATCHES = 5           # of a job
-_WAKE_S = 5.0                  # after which a stopped process is sent a SIGCONT, if it is still there
+# after which a stopped process is sent a SIGCONT, if it is still there
+_WAKE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,9 @@ def _kind_of(reason: str) -> str:
 
 @dataclass(frozen=True)
 class Steady:
-    """Makes workers whose minibatches last `minibatch_s`, and that raise an error when a marker file exists."""
+    """Makes workers whose minibatches last `minibatch_s`, and that raise an error when a marker
+    file exists.
+    """
 
     folder: str
     minibatch_s: float
@@ -125,7 +129,8 @@ class BadLuck:
     plan: Plan
     pool: ProcessPool
     folder: Path
-    faults: list[tuple[str, float]] = field(default_factory=list)        # kind, seconds since the beginning
+    # kind, seconds since the beginning
+    faults: list[tuple[str, float]] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
@@ -138,7 +143,8 @@ class BadLuck:
         self._thread.join()
 
     def stretch(self, at_s: float) -> tuple[int, bool]:
-        """(number, whether it has faults) of the stretch at a time; quiet ones come first and last."""
+        """(number, whether it has faults) of the stretch at a time; quiet ones come first and last.
+        """
         quiet_s, faulty_s = self.plan.quiet_s / (self.plan.num_stretches + 1), self.plan.faulty_s / self.plan.num_stretches
         number, rest_s = divmod(at_s, quiet_s + faulty_s)
         return int(number), rest_s >= quiet_s
@@ -192,7 +198,9 @@ class _Times(Recorder):
 
 
 class _StopAfter:
-    """Ends a run after so many outer iterations, counted in its folder: records come later, with their diagnostics."""
+    """Ends a run after so many outer iterations, counted in its folder: records come later, with
+    their diagnostics.
+    """
 
     def __init__(self, run: Run, num_outer_iters: int) -> None:
         self.newest = run.store.directory / f"iter-{num_outer_iters - 1:06d}"
@@ -205,7 +213,9 @@ class _StopAfter:
 
 
 def soak(plan: Plan, folder: Path) -> Report:
-    """Runs it; takes `faulty_s` and `quiet_s`, and as long again as the run without faults and without sleep."""
+    """Runs it; takes `faulty_s` and `quiet_s`, and as long again as the run without faults and
+    without sleep.
+    """
     around = Surroundings()
     run, times = _run(plan, folder / "faulty")
     pool = ProcessPool(run.spec, plan.num_workers, 1, run.store.layout.size, log_directory=run.folder / "workers",
@@ -263,11 +273,14 @@ def _hash_without_faults(plan: Plan, folder: Path, num_outer_iters: int) -> str:
 
 
 def _speeds(luck: BadLuck, times: _Times) -> tuple[dict[str, float], list[float]]:
-    """Jobs averaged per second, with faults and without; and the ratio for each stretch with faults."""
+    """Jobs averaged per second, with faults and without; and the ratio for each stretch with
+    faults.
+    """
     seconds: dict[tuple[int, bool], float] = {}
     jobs: dict[tuple[int, bool], float] = {}
     before = luck.began
-    for at, num_jobs in times.commits:   # an outer iteration belongs to the stretch in which it began
+    # an outer iteration belongs to the stretch in which it began
+    for at, num_jobs in times.commits:
         stretch = luck.stretch(before - luck.began)
         seconds[stretch] = seconds.get(stretch, 0.0) + at - before
         jobs[stretch] = jobs.get(stretch, 0.0) + num_jobs

@@ -1,4 +1,5 @@
-"""The fault matrix: everything that can break, at every point, with real signals to real processes."""
+"""The fault matrix: everything that can break, at every point, with real signals to real processes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Requirements of fault tolerance beyond the matrix; docs/fault-tests.md maps requirements to tests."""
+"""Requirements of fault tolerance beyond the matrix; docs/fault-tests.md maps requirements to
+tests.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ def test_a_straggler_that_lives_is_never_dropped(tmp_path: Path, factor: float) 
 def test_a_killed_coordinator_takes_its_hanging_workers_with_it(tmp_path: Path) -> None:
     stopped = Fault("mid shard", "SIGSTOP", str(tmp_path / "worker-struck"), others_wait=True)
     coordinator = Fault("first result in", "SIGKILL", str(tmp_path / "struck"))
-    patient = settings(failure=FailureConfig(hang_timeout_s=60.0))   # nobody else would end the worker
+    # nobody else would end the worker
+    patient = settings(failure=FailureConfig(hang_timeout_s=60.0))
     ordeal = Ordeal(tmp_path, patient, coordinator, uuid.uuid4().hex, Breaks(stopped))
     around = Surroundings(tag=ordeal.tag)
     assert ordeal.run() == -signal.SIGKILL
@@ -266,7 +269,9 @@ def test_averaging_64_results_takes_no_more_memory_than_one_model() -> None:
 
 
 def test_random_numbers_depend_on_the_shard_and_not_on_the_worker(tmp_path: Path) -> None:
-    """Workers in another order, other attempts: bitwise identical results, because seeds come from the shard."""
+    """Workers in another order, other attempts: bitwise identical results, because seeds come from
+    the shard.
+    """
     run = run_in(tmp_path, settings())
     pool = WatchedPool(run)
     pool.start()
@@ -274,7 +279,8 @@ def test_random_numbers_depend_on_the_shard_and_not_on_the_worker(tmp_path: Path
         model = pool.publish(lambda out: out.fill(0.01))
         piece = WorkItem(run.schedule.shard(0), 0, 0)
         found = []
-        for number, attempt in ((0, 1), (1, 1), (1, 7)):   # the job's number decides which worker it goes to first
+        # the job's number decides which worker it goes to first
+        for number, attempt in ((0, 1), (1, 1), (1, 7)):
             pool.submit(Job(0, number, attempt, (piece,), JobInit(model), 0.01, 2.0))
             while (outcome := pool.wait(1.0)) is None:
                 pass
@@ -320,14 +326,17 @@ def test_there_is_one_line_for_each_outer_iteration_and_one_for_each_event_howev
     run.train(WatchedPool(run, fault, Breaks(fault)))
     assert len(run.recorder.records) == run.schedule.num_outer_iters
     assert len(run.recorder.incidents) == 1
-    assert not [path for path in (tmp_path / "workers").iterdir() if path.read_text()]   # workers have nothing to say
+    # workers have nothing to say
+    assert not [path for path in (tmp_path / "workers").iterdir() if path.read_text()]
 
 
 def test_with_half_of_the_workers_gone_the_curve_is_that_of_a_run_planned_with_half(tmp_path: Path) -> None:
-    """Two outer iterations on 4 jobs, then 2, against 2 from the start, seed 0; untrained models have -1.79.
+    """Two outer iterations on 4 jobs, then 2, against 2 from the start, seed 0; untrained models
+    have -1.79.
 
-    Over seeds 0 to 5 the last objf of the run planned with half is -0.341 to -0.311 (standard deviation 0.011), and the other
-    run is 0.003 to 0.046 below it, since its first outer iterations, on 4 jobs, move less.
+    Over seeds 0 to 5 the last objf of the run planned with half is -0.341 to -0.311 (standard
+    deviation 0.011), and the other run is 0.003 to 0.046 below it, since its first outer
+    iterations, on 4 jobs, move less.
     """
     elastic = many_workers()
     elastic = replace(elastic, cluster=replace(elastic.cluster, elastic=True))
@@ -337,7 +346,8 @@ def test_with_half_of_the_workers_gone_the_curve_is_that_of_a_run_planned_with_h
     lost.train(pool)
     half.train()
     record = lost.recorder.records[3]
-    assert record.num_jobs == 2 and record.lr == pytest.approx(2 * record.effective_lr)   # lr goes with the jobs there are
+    # lr goes with the jobs there are
+    assert record.num_jobs == 2 and record.lr == pytest.approx(2 * record.effective_lr)
     assert abs(lost.recorder.records[-1].valid.objf - half.recorder.records[-1].valid.objf) < 0.08
 
 

@@ -1,4 +1,6 @@
-"""Run one case of the matrix, check that the fault happened and that nothing was lost, and return its cost."""
+"""Run one case of the matrix, check that the fault happened and that nothing was lost, and return
+its cost.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def try_case(case: Case, folder: Path) -> Seen:
     return trials[case.who](case, folder)
 
 
-# Settings ---------------------------------------------------------------------------------------------------------------
+# Settings -----------------------------------------------------------------------------------------
 
 def settings(name: str = "", **changes: Any) -> RunConfig:
     """A run of a second; `name` is one of cases.OUTER or cases.POLICIES."""
@@ -86,10 +88,11 @@ def check(run: Run, around: Surroundings, *, pause_s: float | None = None, withi
     assert not found, "\n".join(found)
 
 
-# Workers ----------------------------------------------------------------------------------------------------------------
+# Workers ------------------------------------------------------------------------------------------
 
 _GOES_ON = {("slow", when) for when in cases.WORKER_WHEN} | {
-    ("SIGTERM", when) for when in ("last minibatch", "result built", "mid upload")}  # its job is done, or as good as
+    # its job is done, or as good as
+    ("SIGTERM", when) for when in ("last minibatch", "result built", "mid upload")}
 _WITHOUT_JOB = ("start", "after ack", "idle")
 
 
@@ -149,7 +152,7 @@ def _try_result(case: Case, folder: Path) -> Seen:
     return Seen("discarded, retried" if tried_again else "discarded", True, pool.recovery_s())
 
 
-# Coordinator ------------------------------------------------------------------------------------------------------------
+# Coordinator --------------------------------------------------------------------------------------
 
 def _try_coordinator(case: Case, folder: Path) -> Seen:
     fault = Fault(case.when, case.how, str(folder / "struck"))
@@ -164,7 +167,8 @@ def _break_and_resume(ordeal: Ordeal) -> Seen:
     # asked to end after the last outer iteration it has nothing to interrupt
     orderly = (0,) if ordeal.fault.when == "final combine" else (INTERRUPTED,)
     assert code in ((-signal.SIGKILL,) if ordeal.fault.how == "SIGKILL" else orderly), f"the coordinator ended with {code}"
-    left = around.problems(ordeal.folder / "nowhere")  # but for files, which the next process takes care of
+    # but for files, which the next process takes care of
+    left = around.problems(ordeal.folder / "nowhere")
     assert not left, "\n".join(left)
     began, pool = time.time(), WatchedPool(run)
     run.train(pool)
@@ -175,7 +179,7 @@ def _break_and_resume(ordeal: Ordeal) -> Seen:
     return Seen(text, True, min((at_s for _, _, at_s in pool.submitted), default=time.time()) - began)
 
 
-# Storage ----------------------------------------------------------------------------------------------------------------
+# Storage ------------------------------------------------------------------------------------------
 
 def _try_storage(case: Case, folder: Path) -> Seen:
     run = run_in(folder, settings())
@@ -208,7 +212,7 @@ def _try_storage(case: Case, folder: Path) -> Seen:
     return Seen(outcome, True, None if outcome == "continued" else time.monotonic() - began - broke_s)
 
 
-# Combined ---------------------------------------------------------------------------------------------------------------
+# Combined -----------------------------------------------------------------------------------------
 
 def _try_combined(case: Case, folder: Path) -> Seen:
     trials: dict[str, Callable[[Path], Seen]] = {

@@ -1,4 +1,6 @@
-"""A pool that is watched: what arrived, how fast work came back after a fault, and how long nothing happened."""
+"""A pool that is watched: what arrived, how fast work came back after a fault, and how long nothing
+happened.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,14 @@ class WatchedPool(ProcessPool):
         self.kept = run.folder / "kept"
         self.kept.mkdir(exist_ok=True)
         self.longest_pause_s = 0.0     # without any progress
-        self.submitted: list[tuple[tuple[int, int, int], int, float]] = []  # job, process, seconds since the epoch
+        # job, process, seconds since the epoch
+        self.submitted: list[tuple[tuple[int, int, int], int, float]] = []
         self._last: tuple[float, object] = (time.monotonic(), None)
         self._woken: set[int] = set()
 
     def submit(self, job: Job) -> None:
-        at_s = time.time()   # before: the worker may be struck in this very job before submit returns
+        # before: the worker may be struck in this very job before submit returns
+        at_s = time.time()
         super().submit(job)
         (process_id,) = [slot.process.pid or 0 for slot in self._slots if slot.job is job]
         self.submitted.append((job.identity, process_id, at_s))
@@ -51,7 +55,9 @@ class WatchedPool(ProcessPool):
         return outcome
 
     def recovery_s(self) -> float | None:
-        """Time from the fault to the next attempt, or to the next job of the replacement; None if there was none."""
+        """Time from the fault to the next attempt, or to the next job of the replacement; None if
+        there was none.
+        """
         if self.fault is None or not (strikes := self.fault.strikes()):
             return None
         process_id, struck_s = strikes[-1]

@@ -1,4 +1,6 @@
-"""No process outlives its coordinator, at whatever instruction it is, and a fork server that hangs is replaced."""
+"""No process outlives its coordinator, at whatever instruction it is, and a fork server that hangs
+is replaced.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ def test_a_worker_stopped_during_its_start_ends_with_the_coordinator(tmp_path: P
         newborn = psutil.Process(int(coordinator.stdout.readline()))
         _wait_for(newborn, psutil.STATUS_STOPPED)
         family = psutil.Process(coordinator.pid).children(recursive=True)
-        assert newborn in family and len(family) == 3   # the fork server, and multiprocessing's resource tracker
+        # the fork server, and multiprocessing's resource tracker
+        assert newborn in family and len(family) == 3
         for one in family if stopped == "all" else ():
             one.send_signal(signal.SIGSTOP)
             _wait_for(one, psutil.STATUS_STOPPED)

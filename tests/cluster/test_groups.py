@@ -1,4 +1,6 @@
-"""Workers that are groups of ranks: the numbers of one process with minibatches of all ranks, and ranks that die."""
+"""Workers that are groups of ranks: the numbers of one process with minibatches of all ranks, and
+ranks that die.
+"""
 
 from __future__ import annotations
 

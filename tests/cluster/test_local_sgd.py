@@ -1,4 +1,6 @@
-"""Local SGD over torch.distributed: the trajectory of the engine's outer optimizers, ranks that die, states that continue."""
+"""Local SGD over torch.distributed: the trajectory of the engine's outer optimizers, ranks that
+die, states that continue.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_ranks_continue_without_one_that_dies(tmp_path: Path) -> None:
 
 
 def _train_with_a_lost_answer(rank: int, folder: str) -> None:
-    """On rank 1 the second average fails after the others have it, as when a rank dies at the end of an all_reduce."""
+    """On rank 1 the second average fails after the others have it, as when a rank dies at the end
+    of an all_reduce.
+    """
     _init(rank, folder)
     all_reduce, num_calls = dist.all_reduce, 0
 

@@ -10,7 +10,8 @@ import torch
 
 from ngsgd.cluster.process import configure_process, keep_freed_memory
 
-# Five blocks of 20 MB, freed and taken again, as gradients are: 25,000 pages.  The first few rounds find their places.
+# Five blocks of 20 MB, freed and taken again, as gradients are: 25,000 pages. The first few rounds
+# find their places.
 COUNT = """
 import resource, sys, torch
 from ngsgd.cluster.process import keep_freed_memory

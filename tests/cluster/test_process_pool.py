@@ -65,7 +65,8 @@ def test_processes_and_one_process_give_identical_bits_and_leave_no_process(tmp_
     assert end.model_sha256 == in_process.model_sha256
     assert audit(run.ledger_path) == []
     assert len(workers) == 2 and not any(map(psutil.pid_exists, workers))
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2  # the fork server's own, at its first start
+    # the fork server's own, at its first start
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
 
 
 @pytest.mark.parametrize(("number", "outer"), [
@@ -134,7 +135,9 @@ def test_a_worker_that_cannot_read_its_data_reports_it(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 def test_rounds_of_fixed_length_lose_nothing(tmp_path: Path) -> None:
-    """Their length is tested in simulated time (tests/pipeline/performance_model/test_simulator.py)."""
+    """Their length is tested in simulated time
+    (tests/pipeline/performance_model/test_simulator.py).
+    """
     timed = replace(config().schedule, load_balancing="time", sync_interval_s=0.3, num_epochs=4.0)
     run = Run(tmp_path, config(schedule=timed))
     pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, make_worker=Slow)

@@ -100,7 +100,8 @@ def _tdnn(kind: Any, normalize: Any) -> nn.Module:
     offsets = {"tdnn": "-1,0,1 -2,1", "tdnnf": "-1,0,1 -2,0,1"}[kind]
     config = ModelConfig(kind=kind, num_layers=2, hidden_dim=5, bottleneck_dim=2, normalize=normalize, tdnn_offsets=offsets)
     model = build_model(config, 24, 3, 1, window=Window(4, 3, 3))
-    nn.init.normal_(model.get_parameter("output.weight"))  # it starts from zero, which has no curvature before it
+    # it starts from zero, which has no curvature before it
+    nn.init.normal_(model.get_parameter("output.weight"))
     model.train()(torch.randn(50, 24))
     return model.eval()
 

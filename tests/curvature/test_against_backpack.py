@@ -42,7 +42,8 @@ BINARY = "binary cross-entropy of one output"   # it takes no more, and for prod
 LOSSES = ("cross-entropy", "summed cross-entropy", "squared error", BINARY)
 CELLS = [(net, loss, quantity) for net, quantities in NETS.items() for loss in LOSSES for quantity in quantities
          if not (loss == BINARY and quantity in (*PRODUCTS, "kfra"))
-         and (loss, quantity) != ("squared error", "kfra")]   # where it mixes float32 into float64 and raises
+         # where it mixes float32 into float64 and raises
+         and (loss, quantity) != ("squared error", "kfra")]
 
 
 class _Last(nn.Module):
@@ -97,7 +98,8 @@ def test_the_peer_has_the_same_numbers(net: str, loss_name: str, quantity: str) 
         ours = getattr(q[name], quantity)
         if quantity in PRODUCTS:
             v = torch.randn(2, *p.shape, dtype=torch.float64)
-            close(ours(v, modify="clip") if quantity == "pchmp" else ours(v), theirs[name](v))   # its default
+            # its default
+            close(ours(v, modify="clip") if quantity == "pchmp" else ours(v), theirs[name](v))
         elif quantity in ("kflr", "kfra"):
             for factor, reference in zip(ours, theirs[name], strict=False):   # a bias has one
                 close(factor, reference)

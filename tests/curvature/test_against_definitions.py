@@ -1,4 +1,5 @@
-"""First-order quantities and diagonals of every kind of layer and loss against their definitions."""
+"""First-order quantities and diagonals of every kind of layer and loss against their definitions.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_first_order_quantities_and_diagonal_ggn_equal_their_definitions(name: s
         close(of.batch_diag_ggn, blocks[parameter].diagonal(dim1=1, dim2=2))
         V_XP = of.sqrt_ggn.flatten(2).flatten(0, 1)
         close(V_XP.T @ V_XP, blocks[parameter].sum(dim=0))
-        root_VNP = torch.einsum("vnf,nfp->vnp", draws_VNF, J[parameter])   # the samples themselves: see test_sampling
+        # the samples themselves: see test_sampling
+        root_VNP = torch.einsum("vnf,nfp->vnp", draws_VNF, J[parameter])
         close(of.sqrt_ggn_mc, root_VNP)
         close(of.batch_diag_ggn_mc, root_VNP.square().sum(dim=0))
         close(of.diag_ggn_mc, root_VNP.square().sum(dim=(0, 1)))
@@ -77,7 +79,9 @@ def test_the_diagonal_of_the_hessian_equals_its_definition(name: str, loss_name:
 
 
 def _loss_of(n: int, loss_fn: nn.Module, y: Tensor, f: Tensor) -> Tensor:
-    """The share of sample n in the loss: the others' outputs are held fixed, which leaves its derivatives."""
+    """The share of sample n in the loss: the others' outputs are held fixed, which leaves its
+    derivatives.
+    """
     fixed = f.detach().clone()
     return loss_fn(torch.cat([fixed[:n], f[n:n + 1], fixed[n + 1:]]), y)  # type: ignore[no-any-return]
 

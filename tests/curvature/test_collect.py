@@ -143,7 +143,8 @@ def test_masked_frames_have_no_curvature() -> None:
         loss_fn(model(x_NTD).transpose(1, 2), y_NT).backward()
     model.zero_grad()
     kept = y_NT.flatten() != -100
-    with collect(model, "diag_ggn", loss_fn=loss_fn) as alone:  # for frames that do not see each other, frames are samples too
+    # for frames that do not see each other, frames are samples too
+    with collect(model, "diag_ggn", loss_fn=loss_fn) as alone:
         loss_fn(model(x_NTD.flatten(0, 1)[kept]), y_NT.flatten()[kept]).backward()
     x_changed = x_NTD.clone()
     x_changed[0, 4:] += 1.0

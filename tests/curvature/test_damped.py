@@ -61,8 +61,10 @@ def test_steps_against_the_direction_converge_where_plain_ones_crawl() -> None:
 
 
 def test_the_noise_scale_is_that_of_the_distribution() -> None:
-    """Linear in its parameter: g_n = x_n of mean 1 and variance 4 in 10 dimensions, so S = 40, |g|^2 = 10.  20000 samples: the
-    estimates deviate by less than a percent (one standard deviation); bounds are five of them."""
+    """Linear in its parameter: g_n = x_n of mean 1 and variance 4 in 10 dimensions, so S = 40,
+    |g|^2 = 10. 20000 samples: the estimates deviate by less than a percent (one standard
+    deviation); bounds are five of them.
+    """
     torch.manual_seed(0)
     layer, x = nn.Linear(10, 1, bias=False).double(), 1.0 + 2.0 * torch.randn(20000, 10).double()
     with collect(layer, "variance", "second_moment", reduction="mean") as q:

@@ -29,13 +29,15 @@ from tests.reference.curvature import (
 FACTORED = ("linear", "linear without bias", "linear over frames", "conv1d", "conv1d dilated same", "conv2d", "conv2d circular",
             "conv3d", "p-norm", "sub-classes", "tdnn", "tdnnf", "tdnnf with batch norm", "functional", "residual", "layer norm",
             "rms norm over frames", "group norm", "batch norm", "dropout", "pieces", "activations", "lstm", "lstm with projection",
-            "gru", "rnn", "attention", "cross-attention")   # in some of them the affine layers alone
+            # in some of them the affine layers alone
+            "gru", "rnn", "attention", "cross-attention")
 CELLS = cells(FACTORED)
 AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LSTM, nn.GRU, nn.RNN, nn.MultiheadAttention)
 
 
 SHARED = [pytest.param(*cell.values, sharing, marks=cell.marks) for cell in CELLS for sharing in SHARINGS
-          if sharing == "expand" or cell.values[1] == "cross-entropy"]   # positions and losses have nothing to do with each other
+          # positions and losses have nothing to do with each other
+          if sharing == "expand" or cell.values[1] == "cross-entropy"]
 
 
 @functools.cache
@@ -110,7 +112,9 @@ def test_the_block_of_a_single_sample_and_of_an_output_layer_with_squared_error_
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_a_linear_network_with_shared_weights_has_exact_blocks_in_the_matching_setting(sharing: str) -> None:
-    """Eschenhagen et al.: targets per frame for expand, one target for the mean over frames for reduce."""
+    """Eschenhagen et al.: targets per frame for expand, one target for the mean over frames for
+    reduce.
+    """
     torch.manual_seed(0)
     layer, T = nn.Linear(3, 2, bias=False).double(), 5
     x = torch.randn(N, T, 3).double()

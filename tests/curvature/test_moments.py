@@ -1,4 +1,6 @@
-"""Parts with a separate fast implementation: moments of convolutions, roots and samples of cross-entropy, large results."""
+"""Parts with a separate fast implementation: moments of convolutions, roots and samples of
+cross-entropy, large results.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tests.curvature.support import close
 @pytest.mark.parametrize("sliced", [1, 1 << 20])   # a sample at a time, and all at once
 @pytest.mark.parametrize(("shape", "kernel", "stride", "dilation", "padding"), [
     ((3, 4, 11), (3,), (1,), (2,), (0,)),
-    ((3, 4, 7), (3,), (1,), (3,), (0,)),            # one output: windows that have nothing in common
+    # one output: windows that have nothing in common
+    ((3, 4, 7), (3,), (1,), (3,), (0,)),
     ((3, 4, 6), (4,), (1,), (1,), (2,)),
     ((3, 2, 6, 7), (3, 2), (1, 2), (1, 2), (1, 0)),
     ((3, 2, 5, 6), (2, 3), (1, 1), (2, 1), (0, 1)),

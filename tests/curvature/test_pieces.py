@@ -16,9 +16,11 @@ from ngsgd.curvature.products.vectors import vector_products
 from tests.curvature.support import close
 
 
-@pytest.mark.parametrize("chunk", [1, 40, 1 << 19])   # a vector of a sample at a time; three of them; all at once
+# a vector of a sample at a time; three of them; all at once
+@pytest.mark.parametrize("chunk", [1, 40, 1 << 19])
 @pytest.mark.parametrize("signed", [False, True])
-@pytest.mark.parametrize("width", [4, 1400])          # short rows, and long ones that are squared one by one
+# short rows, and long ones that are squared one by one
+@pytest.mark.parametrize("width", [4, 1400])
 def test_squares_of_many_vectors_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch, chunk: int, signed: bool,
                                                              width: int) -> None:
     monkeypatch.setattr(grad_forms, "_CHUNK", chunk)

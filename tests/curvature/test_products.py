@@ -47,12 +47,15 @@ def _loss_at(model: nn.Module, x: Tensor, loss_fn: nn.Module, y: Tensor) -> Call
     return loss
 
 
-POSITIVE_CELLS, NO_POSITIVE = HESSIAN_CELLS, NO_HESSIAN   # both need second derivatives of what is on the way
+# both need second derivatives of what is on the way
+POSITIVE_CELLS, NO_POSITIVE = HESSIAN_CELLS, NO_HESSIAN
 
 
 @pytest.mark.parametrize(("name", "loss_name"), POSITIVE_CELLS)
 def test_the_positive_curvature_hessian_has_the_magnitudes_of_residuals(name: str, loss_name: str) -> None:
-    """They differ from the Hessian and the GGN in the residuals alone: of clip, max(r, 0) = (r + |r|) / 2."""
+    """They differ from the Hessian and the GGN in the residuals alone: of clip, max(r, 0) = (r +
+    |r|) / 2.
+    """
     model, x, _ = problem(name)
     loss_fn, y = targets(loss_name, model(x).detach())
     with collect(model, "hmp", "ggnmp", "pchmp", loss_fn=loss_fn) as q:
@@ -66,8 +69,10 @@ def test_the_positive_curvature_hessian_has_the_magnitudes_of_residuals(name: st
         of = q[parameter]
         magnitude, clipped = of.pchmp(v), of.pchmp(v, modify="clip")
         close(clipped, (Hv + magnitude) / 2)
-        assert float((v * (magnitude - of.ggnmp(v))).sum()) >= -1e-12  # what is added to the GGN has no negative curvature
-        assert float((v * (magnitude - Hv)).sum()) >= -1e-12           # and is no smaller than the Hessian's
+        # what is added to the GGN has no negative curvature
+        assert float((v * (magnitude - of.ggnmp(v))).sum()) >= -1e-12
+        # and is no smaller than the Hessian's
+        assert float((v * (magnitude - Hv)).sum()) >= -1e-12
 
 
 @pytest.mark.parametrize("name", NO_POSITIVE)
@@ -104,7 +109,8 @@ def test_the_positive_curvature_hessian_has_no_negative_curvature_and_is_the_hes
         close(clipped, (hessian - ggn + magnitude - ggn) / 2 + ggn)  # max(r, 0) = (r + |r|) / 2
         for block in (magnitude, clipped):
             assert torch.linalg.eigvalsh((block + block.T) / 2)[0] > -1e-12
-        assert torch.linalg.eigvalsh((hessian + hessian.T) / 2)[0] < -1e-6  # there was something to modify
+        # there was something to modify
+        assert torch.linalg.eigvalsh((hessian + hessian.T) / 2)[0] < -1e-6
 
 
 def test_dropout_is_drawn_again_as_it_was() -> None:
@@ -197,7 +203,9 @@ def test_anything_but_a_view_of_the_output_is_refused() -> None:
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.entry("B9")
 def test_products_through_fused_attention(view: str) -> None:
-    """Whose own derivative cannot be differentiated: the pass for the products takes the plain formula."""
+    """Whose own derivative cannot be differentiated: the pass for the products takes the plain
+    formula.
+    """
     torch.manual_seed(0)
     model = _Frames().double()
     _require_dense_products(model, torch.randn(N, 3, 5).double(), torch.randint(3, (N, 3)), view, nn.CrossEntropyLoss())

@@ -226,9 +226,9 @@ class _Scaled(nn.Module):
 
 
 @pytest.mark.entry("B11", "a model has a layer whose curvature is not known, or you collect the "
-                   "curvature of samples beside a BatchNorm in training mode", "error",
+                   "curvature of samples with a BatchNorm in training mode", "error",
                    "`ConfigError` names the argument that skips the layer: `layers=` of "
-                   "`collect`, `skip=` of preconditioners. For BatchNorm it says what to do: "
+                   "`collect`, `skip=` of preconditioners. For BatchNorm it names the fix: "
                    "`eval()`, or Kronecker factors alone.")
 def test_an_unknown_layer_is_refused_with_the_argument_that_leaves_it_out() -> None:
     model = nn.Sequential(_Scaled(), nn.Linear(3, 3))

@@ -1,4 +1,6 @@
-"""Loops in which a sample is not an index of every layer's leading dimension: right against brute force, or refused."""
+"""Loops in which a sample is not an index of every layer's leading dimension: right against brute
+force, or refused.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ Step = Callable[[], Tensor]
 
 
 class Positions(nn.Module):
-    """A language model with position embeddings, which run once for the minibatch, or once for each sample."""
+    """A language model with position embeddings, which run once for the minibatch, or once for each
+    sample.
+    """
 
     def __init__(self, *, by_sample: bool = False, mixed: bool = True) -> None:
         super().__init__()
@@ -66,7 +70,9 @@ class SharedRow(nn.Module):
 
 
 class Prototypes(nn.Module):
-    """Each sample is compared with the outputs of a layer that runs once: no operation repeats a tensor."""
+    """Each sample is compared with the outputs of a layer that runs once: no operation repeats a
+    tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +166,9 @@ def test_preconditioners_refuse_a_layer_that_runs_once(name: str, method: type[P
 
 
 class TimeFirst(nn.Module):
-    """Frames are the leading dimension of the output layer's input, samples that of the recurrent layer's products."""
+    """Frames are the leading dimension of the output layer's input, samples that of the recurrent
+    layer's products.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +235,9 @@ def _require_equal(q: Any, g: dict[str, Tensor], blocks: dict[str, Tensor], *, m
 
 
 class LooksAlike(nn.Module):
-    """N equals T equals the width: nothing here runs once, but many shapes are those of a layer that does."""
+    """N equals T equals the width: nothing here runs once, but many shapes are those of a layer
+    that does.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +358,9 @@ def test_a_module_that_makes_both_calls_has_pairs_as_samples() -> None:
 
 
 def _directions(method: str, model: nn.Module, shares: Sequence[Tensor], num_rows: int, weight: float) -> dict[str, Tensor]:
-    """(F + d I)^-1 g of a diagonal or the complete F = 1/R sum_n (R/W g_n)(R/W g_n)^T, g_n the gradients of samples' shares."""
+    """(F + d I)^-1 g of a diagonal or the complete F = 1/R sum_n (R/W g_n)(R/W g_n)^T, g_n the
+    gradients of samples' shares.
+    """
     g = gradients(model, shares)
     g_NP = torch.cat(list(g.values()), dim=1)
     U = g_NP * (num_rows / weight)
@@ -445,7 +457,8 @@ def test_a_loss_that_compares_both_outputs_has_pairs_as_samples(name: str, metho
     _require_directions(found, _directions(name, model, shares, N, 1.0))
     with pytest.raises(ConfigError, match="one size"):
         _stepped(method(model), lambda: nn.functional.mse_loss(model(x1).mean(dim=0), model(x2[:2]).mean(dim=0)))
-    for exact in (KFAC(model, fisher="exact"), KFAC(model, fisher="mc")):   # the second derivative by both sides is not known
+    # the second derivative by both sides is not known
+    for exact in (KFAC(model, fisher="exact"), KFAC(model, fisher="mc")):
         with pytest.raises(ConfigError, match=r"target.*parameters"):
             _stepped(exact, lambda: nn.functional.mse_loss(model(x1), model(x2)))
 
@@ -591,7 +604,8 @@ def test_a_pass_that_failed_has_no_share_in_the_next(method: type[Preconditioner
     def failing() -> Tensor:
         f = model(other_x)
         first: Tensor = CE(f, other_y)
-        f.register_hook(lambda _: first.detach()[5])   # after the derivative of the loss has been seen
+        # after the derivative of the loss has been seen
+        f.register_hook(lambda _: first.detach()[5])
         return first
 
     with pytest.raises(IndexError):
@@ -610,7 +624,7 @@ def _frames() -> tuple[nn.Module, Tensor, Tensor]:
 @pytest.mark.entry("B7", "you compute losses of slices of the output, as in `sum(ce(o[:, t], y[:, t]))`, or of heads of different "
                          "width", "works",
                    "The losses add up as one loss of the complete output would. Where a loss sees only a part of the rows that "
-                   "layers see as samples, `ConfigError` says how to compute it.")
+                   "layers see as samples, `ConfigError` explains how to compute it.")
 @pytest.mark.parametrize("loss_fn", [CE, CE_SUM], ids=["mean", "sum"])
 def test_losses_of_frames_are_the_loss_of_all_frames(loss_fn: nn.Module) -> None:
     model, x, y = _frames()

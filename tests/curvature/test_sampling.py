@@ -1,7 +1,8 @@
 """Monte-Carlo quantities against their exact values.
 
-A mean over M draws deviates by about M^(-1/2).  Bounds are six standard deviations, estimated from the samples themselves: with
-the seed fixed a test either passes or not; over seeds one of its about 60 numbers would be outside once in 10^7.
+A mean over M draws deviates by about M^(-1/2). Bounds are six standard deviations, estimated from
+the samples themselves: with the seed fixed a test either passes or not; over seeds one of its about
+60 numbers would be outside once in 10^7.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def test_monte_carlo_samples_have_the_exact_curvature_as_mean(name: str) -> None
     with collect(head, "diag_ggn", "sqrt_ggn_mc", loss_fn=loss_fn, mc_samples=DRAWS, generator=generator) as q:
         loss_fn(head(rows), y).backward()
     for parameter in q:
-        by_draw = (q[parameter].sqrt_ggn_mc * DRAWS**0.5).square().sum(dim=1)  # each draw's estimate
+        # each draw's estimate
+        by_draw = (q[parameter].sqrt_ggn_mc * DRAWS**0.5).square().sum(dim=1)
         error = by_draw.mean(dim=0) - q[parameter].diag_ggn
         assert (error.abs() <= 6.0 * by_draw.std(dim=0) / DRAWS**0.5 + 1e-15).all()
 
@@ -50,7 +52,8 @@ def test_one_seed_gives_one_value_and_another_seed_another() -> None:
         with collect(model, "diag_ggn_mc", "batch_diag_ggn_mc", loss_fn=loss_fn, generator=generator) as q:
             loss_fn(model(x), y).backward()
         of = q["0.weight"]
-        torch.testing.assert_close(of.batch_diag_ggn_mc.sum(dim=0), of.diag_ggn_mc, rtol=1e-12, atol=0.0)  # an order of summation
+        # an order of summation
+        torch.testing.assert_close(of.batch_diag_ggn_mc.sum(dim=0), of.diag_ggn_mc, rtol=1e-12, atol=0.0)
         found: Tensor = of.diag_ggn_mc
         return found
 

@@ -137,7 +137,7 @@ def test_a_second_call_reads_the_existing_data(tmp_path: Path) -> None:
     assert (directory / "info.json").stat().st_mtime_ns == before
 
 
-# Numbers ---------------------------------------------------------------------------------------------------------------
+# Numbers ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("config", "expected"), [
@@ -145,7 +145,8 @@ def test_a_second_call_reads_the_existing_data(tmp_path: Path) -> None:
     (EgsConfig(), "1125275efa88ee7d9bb17cd80287c6f2d002f63c58867b182ca8463424d0f55e"),
 ])
 def test_every_minibatch_has_the_bits_that_the_first_format_gave(tmp_path: Path, config: EgsConfig, expected: str) -> None:
-    """The digests were made with format 1 (safetensors' own writer and slices), at commit a0999c9."""
+    """The digests were made with format 1 (safetensors' own writer and slices), at commit a0999c9.
+    """
     reader = EgsReader(prepare(tmp_path, config=config))
     found = hashlib.sha256()
     minibatches = [minibatch for archive in range(reader.info.num_archives) for frame in range(config.frames_per_eg)
@@ -190,7 +191,7 @@ def test_the_index_counts_the_existing_entries(tmp_path: Path) -> None:
     assert info.num_frames == 1000
 
 
-# Writing ---------------------------------------------------------------------------------------------------------------
+# Writing ------------------------------------------------------------------------------------------
 
 
 def mapped(frames: FrameSet, folder: Path) -> FrameSet:
@@ -211,7 +212,9 @@ def test_archives_are_the_same_whatever_the_number_of_writers(tmp_path: Path, in
 
 @pytest.mark.slow
 def test_features_pass_through_memory_a_piece_at_a_time(tmp_path: Path) -> None:
-    """2 x PIECE_BYTES of examples are written while Python's own memory never holds more than a few pieces' worth."""
+    """2 x PIECE_BYTES of examples are written while Python's own memory never holds more than a few
+    pieces' worth.
+    """
     features_TD = np.lib.format.open_memmap(tmp_path / "big.npy", "w+", np.float32, (30_000, 128))
     frames = FrameSet(features_TD, np.zeros(30_000, np.int32), np.array([0, 30_000]), ("a",))
     config = EgsConfig(left_context=8, right_context=8, frames_per_eg=1, samples_per_iter=30_000, num_diagnostic_frames=10)
@@ -269,7 +272,7 @@ def test_too_little_room_is_reported_before_anything_is_written(tmp_path: Path, 
     assert list(tmp_path.iterdir()) == []
 
 
-# Weights ---------------------------------------------------------------------------------------------------------------
+# Weights ------------------------------------------------------------------------------------------
 
 
 def test_weights_follow_their_frames_and_frames_of_weight_0_are_skipped(tmp_path: Path) -> None:
@@ -309,7 +312,7 @@ def test_weights_that_make_no_sense_are_refused(tmp_path: Path, bad: float) -> N
         prepare(tmp_path, train)
 
 
-# Damage and reading ----------------------------------------------------------------------------------------------------
+# Damage and reading -------------------------------------------------------------------------------
 
 
 def damaged(folder: Path, how: str) -> EgsReader:

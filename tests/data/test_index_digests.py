@@ -1,4 +1,6 @@
-"""Indexes of prepared data: a changed bit, byte or leaf is an error or harmless, and the directory is written again."""
+"""Indexes of prepared data: a changed bit, byte or leaf is an error or harmless, and the directory
+is written again.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ def test_masks_cover_contiguous_frames_and_features() -> None:
 
 
 def test_widths_and_places_are_uniform_and_rows_are_chosen_with_their_probability() -> None:
-    """6000 rows, seed 0; each bound is 5 standard deviations of a binomial count, so one run in a million would fail."""
+    """6000 rows, seed 0; each bound is 5 standard deviations of a binomial count, so one run in a
+    million would fail.
+    """
     config = AugmentConfig(spec=True, spec_freq_bins=0, spec_time_frames=2)
     x_NWD, found_NWD = masked(config, 6000)
     hidden_NW = (found_NWD != x_NWD).all(dim=2)

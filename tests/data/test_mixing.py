@@ -24,7 +24,8 @@ CONFIG = EgsConfig(left_context=1, right_context=1, frames_per_eg=4, samples_per
 
 def prepare(folder: Path, num_frames: int = 20_000) -> EgsReader:
     train = frame_set(num_frames, 1)
-    speakers = [f"s{utterance * 8 // len(train.utt_ids)}" for utterance in range(len(train.utt_ids))]  # one after the other
+    # one after the other
+    speakers = [f"s{utterance * 8 // len(train.utt_ids)}" for utterance in range(len(train.utt_ids))]
     return EgsReader(prepare_archives(train, frame_set(300, 2), CONFIG, num_classes=NUM_CLASSES, digest="toy", cache_root=folder,
                                       groups=speakers))
 
@@ -38,7 +39,9 @@ def in_order(frames: FrameSet, random: np.random.Generator, **numbers: Any) -> E
 
 
 def test_the_expectation_is_the_mean_and_spread_over_random_orders() -> None:
-    """4000 random divisions of 3000 samples into 5 archives, seed 0; the mean entropy is then known to 2 % of its deviation."""
+    """4000 random divisions of 3000 samples into 5 archives, seed 0; the mean entropy is then known
+    to 2 % of its deviation.
+    """
     random = np.random.default_rng(0)
     values = random.choice(7, 3000, p=[0.4, 0.3, 0.1, 0.1, 0.05, 0.03, 0.02])
     found = []

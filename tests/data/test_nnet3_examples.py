@@ -20,7 +20,8 @@ def example(key: str, num_frames: int = 3, left_context: int = 2) -> Nnet3Exampl
 
 
 def test_examples_come_back_with_identical_bits(tmp_path: Path) -> None:
-    written = [example("a"), example("bb", num_frames=300, left_context=200),  # times beyond what fits into one byte
+    # times beyond what fits into one byte
+    written = [example("a"), example("bb", num_frames=300, left_context=200),
                replace(example("c"), ivector_S=np.arange(7, dtype=np.float32))]
     assert write_nnet3_examples(tmp_path / "egs.ark", written) == 3
     found = list(read_nnet3_examples(tmp_path / "egs.ark"))
@@ -47,7 +48,9 @@ def test_the_bytes_are_those_of_kaldis_format(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "method", "error"), [("CM2", 3, 1e-4), ("CM3", 5, 2e-2), ("CM", 2, 5e-2)])
 def test_compressed_features_are_read_as_kaldiio_reads_them(tmp_path: Path, kind: str, method: int, error: float) -> None:
-    """kaldiio is another implementation of Kaldi's compression; `error` is the rounding of 16 and of 8 bits over 6 deviations."""
+    """kaldiio is another implementation of Kaldi's compression; `error` is the rounding of 16 and
+    of 8 bits over 6 deviations.
+    """
     kaldiio = pytest.importorskip("kaldiio", reason="the extra asr")
     one = example("k", num_frames=40)
     kaldiio.save_ark(str(tmp_path / "feats.ark"), {"k": one.features_WD}, compression_method=method)
@@ -60,7 +63,8 @@ def test_compressed_features_are_read_as_kaldiio_reads_them(tmp_path: Path, kind
     (tmp_path / "egs.ark").write_bytes(content.replace(plain, matrix))
     [found] = read_nnet3_examples(tmp_path / "egs.ark")
     [(_, theirs)] = kaldiio.load_ark(str(tmp_path / "feats.ark"))
-    np.testing.assert_allclose(found.features_WD, theirs, rtol=0.0, atol=1e-5)  # float32, in another order
+    # float32, in another order
+    np.testing.assert_allclose(found.features_WD, theirs, rtol=0.0, atol=1e-5)
     np.testing.assert_allclose(found.features_WD, one.features_WD, rtol=0.0, atol=error)
 
 

@@ -1,4 +1,5 @@
-"""Runs of both devices in parallel, and mistakes that the watch must see; one JSON object on each line.
+"""Runs of both devices in parallel, and mistakes that the watch must see; one JSON object on each
+line.
 
     python -m tests.device.equality [CASE ...]
 """

@@ -1,4 +1,5 @@
-"""A pretended accelerator on a CPU: tensors whose device is `pretended:0` and whose values are real.
+"""A pretended accelerator on a CPU: tensors whose device is `pretended:0` and whose values are
+real.
 
 torch lets Python stand in for a backend (PrivateUse1).  A tensor of the device wraps a CPU tensor,
 and each operator runs on the wrapped ones.  `Watch` sees each operator on the way and
@@ -38,8 +39,8 @@ _WAITS = {
     "_linalg_svd", "linalg_cholesky", "linalg_inv", "_linalg_solve_ex", "linalg_eig",
     "bincount", "histc",
 }
-# work of the host: the plan of a batch, from the lengths of its sequences; once, a look for products
-# of the CPU; once per estimate, its start
+# work of the host: the plan of a batch, from the lengths of its sequences; once, a look for
+# products of the CPU; once per estimate, its start
 _ON_HOST = {"in ngsgd/sequence/forward_backward.py, of", "in ngsgd/ops/gemm.py, is_there",
             "in ngsgd/ops/natural_gradient.py, initial_state"}
 # no kernel: only sizes, strides or memory
@@ -220,7 +221,9 @@ class Watch(TorchDispatchMode):
 
 
 class _Numbers(TorchFunctionMode):
-    """`torch.tensor` of numbers on the host, which no operator sees: a copy that the host waits for."""
+    """`torch.tensor` of numbers on the host, which no operator sees: a copy that the host waits
+    for.
+    """
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Every public name runs on a pretended device: right devices, few launches, no wait but those of the table.
+"""Every public name runs on a pretended device: right devices, few launches, no wait but those of
+the table.
 
 The cases run in one separate process (see `pretended`).
 """
@@ -27,7 +28,8 @@ _NO_STEP = {"DummyObject", "METHODS", "Preconditioner", "GradientMaker", "StepAc
 # tests that look at certain cases
 _READ_MANY = {"test_natural_gradient_launches_little_more_than_sgd",
               "test_every_transfer_of_estimates_is_one_wait"}
-# launches of torch.optim.SGD(foreach=True), within and outside of steps that update Fisher estimates
+# launches of torch.optim.SGD(foreach=True), within and outside of steps that update Fisher
+# estimates
 _BUDGET, _BUDGET_OF_UPDATES = 1.6, 3.0
 
 

@@ -1,4 +1,6 @@
-"""Tests do not depend on the wording of a message, on private names or on the clock (tests/style.py)."""
+"""Tests do not depend on the wording of a message, on private names or on the clock
+(tests/style.py).
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ def test_an_example_has_at_most_80_lines(script: Path) -> None:
     assert len(script.read_text(encoding="utf-8").splitlines()) <= 80
 
 
-# arguments at small size -> the largest loss of each line that ends with one; uniform guesses have ln(classes)
+# arguments at small size -> the largest loss of each line that ends with one; uniform guesses have
+# ln(classes)
 _SMALL = {
     # 128 characters: 4.85
     "language_model.py": (["2", "1"], 3.0),
@@ -62,7 +63,8 @@ def test_variances_are_those_of_torch(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_hypergradient_is_the_finite_difference_of_torch(tmp_path: Path) -> None:
     ours, theirs = re.findall(r": (-?\d\.\d{6})$", run(tmp_path, "hypergradient.py"), re.MULTILINE)
-    assert float(ours) == pytest.approx(float(theirs), rel=1e-4)   # central difference with a step of 1e-5 in float64
+    # central difference with a step of 1e-5 in float64
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-4)
 
 
 def test_every_example_is_run() -> None:

@@ -1,4 +1,5 @@
-"""Crash points: the process dies, or the disk is full, before each operation that changes a file."""
+"""Crash points: the process dies, or the disk is full, before each operation that changes a file.
+"""
 
 from __future__ import annotations
 

@@ -86,7 +86,8 @@ def _cases(bench: Bench) -> list[Case]:
             if path.is_file() and path.suffix != ".png":
                 kinds = list(damages.kinds_for(path, bench.canary))
                 file = bench.stage.neutral(str(path))
-                # the names come in another order for each file: the first cases are not all bit flips
+                # the names come in another order for each file: the first cases are not all bit
+                # flips
                 random.Random(f"{bench.seed}:{base}:{file}").shuffle(kinds)
                 by_file.append([Case(base, file, kind) for kind in kinds])
     longest = max(map(len, by_file))

@@ -36,7 +36,8 @@ class Arming:
     number: int = 0
     error: int = errno.ENOSPC
     record: Path | None = None                   # file that takes the operations with their data
-    hold: tuple[str, int, int] | None = None     # part of a path, descriptors to notify and to wait on
+    # part of a path, descriptors to notify and to wait on
+    hold: tuple[str, int, int] | None = None
 
     def apply(self) -> None:
         """Arms the library in this process; only a forked child calls it."""

@@ -91,7 +91,8 @@ class Disk:
         return folder.names[name]
 
     def _find_renamed(self, operation: Operation) -> None:
-        """Applies a rename that was not recorded: safetensors renames by a system call of its own."""
+        """Applies a rename that was not recorded: safetensors renames by a system call of its own.
+        """
         node = self._by_inode.get(operation.inode)
         if node is None or operation.kind in ("create", "mkdir"):
             return

@@ -71,7 +71,9 @@ Change = Callable[[bytearray, random.Random], bytes | bytearray]
 def audio_campaign(
     folder: Path, num_cases: int, only: str | None, seed: int, hang_s: float
 ) -> Report:
-    """A damaged recording among sound ones: the words of the others are kept, and the exit code reports the damage."""
+    """A damaged recording among sound ones: the words of the others are kept, and the exit code
+    reports the damage.
+    """
     report = Report(
         "audio", lambda case: f"python -m tests.fuzz audio --seed {seed} --only '{case}'"
     )

@@ -25,7 +25,8 @@ from tests.fuzz.interposer import Arming
 
 AUDIT = "audit"    # not a command of ngsgd: python -m ngsgd.training.storage.audit
 _PR_SET_PDEATHSIG = 1
-_SPARE_MEMORY = 4 << 30   # bytes above what the server maps; an endless file must not fill the machine
+# bytes above what the server maps; an endless file must not fill the machine
+_SPARE_MEMORY = 4 << 30
 _MODULES = (
     "ngsgd.launcher.cli", "ngsgd.launcher.commands.hydra_app", "ngsgd.launcher.commands.train",
     "ngsgd.launcher.commands.align", "ngsgd.launcher.commands.decode",

@@ -1,7 +1,7 @@
 """Two coordinators on one run: one continues, the other is refused.
 
-The first that writes a checkpoint waits there until the other has ended or waits too, so the outcome
-does not depend on which is faster.
+The first that writes a checkpoint waits there until the other has ended or waits too, so the
+outcome does not depend on which is faster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A small classification task for tests of hypergradients: drawn data, an MLP with dropout, losses weighted by class."""
+"""A small classification task for tests of hypergradients: drawn data, an MLP with dropout, losses
+weighted by class.
+"""
 
 from __future__ import annotations
 

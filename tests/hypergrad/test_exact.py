@@ -141,7 +141,7 @@ def test_a_saved_state_continues_forward_and_backward() -> None:
     assert torch.equal(other.weights(), drawn(9))
 
 
-# Errors that must be reported ------------------------------------------------------------------------------------------
+# Errors that must be reported ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["eager", "auto"])

@@ -1,4 +1,6 @@
-"""Hypergradients against autograd through every step, finite differences, and one engine against another."""
+"""Hypergradients against autograd through every step, finite differences, and one engine against
+another.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ from tests.reference.hypergrad import unrolled
 def relative_errors(found: HyperGrad, expected: dict[str, Tensor]) -> dict[str, float]:
     """Norm of the difference over the norm expected.
 
-    Norms of these tasks are above 1e-2 or zero.  A zero comes as a sum of numbers near 1 in float64, which leaves up to 1e-16 with
-    some orders of summation: the smallest divisor 1e-6 makes 1e-10 of that.
+    Norms of these tasks are above 1e-2 or zero. A zero comes as a sum of numbers near 1 in float64,
+    which leaves up to 1e-16 with some orders of summation: the smallest divisor 1e-6 makes 1e-10 of
+    that.
     """
     parts = {name: getattr(found, name, None) for name in expected}
     parts |= {name: part for name, part in found.start.items() if name in expected}
@@ -53,7 +56,8 @@ def test_a_float32_network_agrees_with_float64(limits: bool) -> None:
     # no dropout: torch draws other masks for float64
     _, expected = unrolled(tasks.task(tasks.mlp(dropout=0.0)), plan)
     found = hypergradient(tasks.task(tasks.mlp(dropout=0.0, dtype=torch.float32)), plan, "reversible")
-    assert max(relative_errors(found, expected).values()) < 1e-5  # float32 rounds every gradient to 6e-8
+    # float32 rounds every gradient to 6e-8
+    assert max(relative_errors(found, expected).values()) < 1e-5
 
 
 @pytest.mark.slow
@@ -67,7 +71,8 @@ def test_equals_finite_differences(case: dict[str, Any]) -> None:
 
         def along(step: float, name: str = name, value: Tensor = value, direction: Tensor = direction) -> float:
             return final_value(task, replace(plan, **{name: value + step * direction}))
-        # narrow, so that no limit on change begins or ends to hold in between; rounding leaves 1e-15 / 1e-5
+        # narrow, so that no limit on change begins or ends to hold in between; rounding leaves
+        # 1e-15 / 1e-5
         assert slope == pytest.approx((along(1e-5) - along(-1e-5)) / 2e-5, rel=1e-6, abs=1e-8), name
 
 
@@ -77,7 +82,8 @@ def test_all_engines_give_the_same_numbers_in_float32() -> None:
     for other in others:
         assert other.value == one.value  # the way there is the same, bitwise
         expected = {name: getattr(one, name) for name in plan.tensors()}
-        assert max(relative_errors(other, expected).values()) < 1e-6  # velocities are kept in float32 by the others
+        # velocities are kept in float32 by the others
+        assert max(relative_errors(other, expected).values()) < 1e-6
 
 
 @pytest.mark.slow
@@ -119,7 +125,8 @@ def test_agrees_with_torchopt_on_the_learning_rate() -> None:
     found = hypergradient(task,
                           HyperparameterPlan.constant(num_steps, tasks.LAYERS, lr=0.4,
                                                       momentum=0.9), "reversible")
-    lr = torch.tensor(0.04, dtype=torch.float64, requires_grad=True)  # its velocity takes the complete gradient, ours a tenth
+    # its velocity takes the complete gradient, ours a tenth
+    lr = torch.tensor(0.04, dtype=torch.float64, requires_grad=True)
     optimizer = torchopt.sgd(lr=lambda count: lr, momentum=0.9)
     parameters = tuple(p.clone().requires_grad_() for p in task.start.values())
     state = optimizer.init(parameters)
@@ -133,7 +140,7 @@ def test_agrees_with_torchopt_on_the_learning_rate() -> None:
     assert float(found.lr_TG.sum()) == pytest.approx(0.1 * float(slope), rel=1e-9)
 
 
-# Errors are reported with their step ------------------------------------------------------------------------------
+# Errors are reported with their step --------------------------------------------------------------
 
 
 class _Mutable(ModuleTask):
@@ -199,7 +206,8 @@ def test_a_dropped_byte_is_reported(dropped: int) -> None:
     task.change = drop  # type: ignore[method-assign]
     with pytest.raises(ReversalError) as caught:
         hypergradient(task, plan, "reversible", jobs=jobs)
-    # the last byte of that layer was put aside in the last step in which its scale fell through 2^-52
+    # the last byte of that layer was put aside in the last step in which its scale fell through
+    # 2^-52
     assert 0 < caught.value.step <= 60 and caught.value.step == _last_spill(plan, layer=1)
 
 
@@ -224,7 +232,8 @@ def test_another_number_of_threads_is_reported() -> None:
 
     def change() -> None:
         torch.set_num_threads(2)
-        x_ND.mul_(1.0 + 1e-6)   # other last digits, as sums in another order have on some processors
+        # other last digits, as sums in another order have on some processors
+        x_ND.mul_(1.0 + 1e-6)
 
     try:
         torch.set_num_threads(1)

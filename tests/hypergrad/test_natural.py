@@ -1,4 +1,6 @@
-"""NG-SGD: the same trajectory as the optimizer's, and a gradient that is exact but for the preconditioner being held constant."""
+"""NG-SGD: the same trajectory as the optimizer's, and a gradient that is exact but for the
+preconditioner being held constant.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def test_trajectory_equals_the_optimizers() -> None:
         nn.functional.cross_entropy(model(x_ND), y_N).backward()
         optimizer.step()
     theirs_P = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    assert float((end_P - theirs_P).abs().max()) < 1e-8  # the same products in another order, and 2^-44
+    # the same products in another order, and 2^-44
+    assert float((end_P - theirs_P).abs().max()) < 1e-8
 
 
 class _Recorded(NaturalGradients):

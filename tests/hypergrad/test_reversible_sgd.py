@@ -55,7 +55,8 @@ def test_trajectory_equals_torch_sgd(nesterov: bool) -> None:
 def test_trajectory_equals_our_sgd_with_limits() -> None:
     ours, theirs = network(), network()
     one = ReversibleSGD(ours, 0.5, momentum=0.8, max_change=0.05, max_param_change=0.06, weight_decay=0.02)
-    other = SGD(theirs, 0.5, momentum=0.8, max_change=0.05, max_param_change=0.06, weight_decay=0.01)  # of |w|^2, not half of it
+    # of |w|^2, not half of it
+    other = SGD(theirs, 0.5, momentum=0.8, max_change=0.05, max_param_change=0.06, weight_decay=0.01)
     for step in range(60):
         one.step(closure(ours, one, step))
         closure(theirs, other, step)()

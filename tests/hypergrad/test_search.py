@@ -90,11 +90,13 @@ def test_spaces_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
         space(**wrong)
 
 
-# The search -------------------------------------------------------------------------------------------------------------
+# The search ---------------------------------------------------------------------------------------
 
 
 def bowl(made: HyperSpace, target_D: Tensor, calls: list[str]) -> Any:
-    """A loss that is known: the squared distance of log rates and log l2 from a target, with its exact derivatives."""
+    """A loss that is known: the squared distance of log rates and log l2 from a target, with its
+    exact derivatives.
+    """
     def of(plan: HyperparameterPlan) -> Any:
         calls.append("forward")
         goal = made.build(target_D)

@@ -13,8 +13,10 @@ import pytest
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     import ray
-    os.environ["RAY_AUTH_TOKEN"] = "test-session"  # keeps Ray from writing a token into the home directory
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # socket paths must stay short
+    # keeps Ray from writing a token into the home directory
+    os.environ["RAY_AUTH_TOKEN"] = "test-session"
+    # socket paths must stay short
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 * 2**20,
                  log_to_driver=False, _temp_dir=str(Path(folder).resolve()))
         yield

@@ -41,7 +41,9 @@ class Service:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def stop_and_resume(self, name: str, outer_iter: int, *settings: str) -> Path:
-        """The folder of a run of processes that got Ctrl-C after that outer iteration, and was then resumed to its end."""
+        """The folder of a run of processes that got Ctrl-C after that outer iteration, and was then
+        resumed to its end.
+        """
         process = self.start("cluster=local", f"name={name}", *settings)
         run = self.wait_for_outer_iteration(outer_iter, name, process)
         process.send_signal(signal.SIGINT)

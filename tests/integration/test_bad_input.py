@@ -1,4 +1,6 @@
-"""Ten kinds of bad input and more: one message, the right exit code, no traceback, nothing half-written."""
+"""Ten kinds of bad input and more: one message, the right exit code, no traceback, nothing
+half-written.
+"""
 
 from __future__ import annotations
 

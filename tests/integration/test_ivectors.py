@@ -36,7 +36,8 @@ def test_streaming_gives_the_words_of_offline_decoding(service: Service, run: Pa
     found = json.loads((run / "decode" / "streaming.json").read_text())
     assert found["num_same"] == found["num_utterances"] > 0
     assert found["what"] == "means, i-vectors, network and search"
-    assert found["latency_ms"] == pytest.approx(10 * (5 + 5 - 1) + 12.5)  # the network's context is wider than the i-vectors'
+    # the network's context is wider than the i-vectors'
+    assert found["latency_ms"] == pytest.approx(10 * (5 + 5 - 1) + 12.5)
 
 
 def test_a_stopped_run_resumes_with_its_extractor_bitwise_identically(service: Service, run: Path) -> None:
@@ -50,7 +51,8 @@ def test_a_stopped_run_resumes_with_its_extractor_bitwise_identically(service: S
     done = service.call(str(run), command="decode")
     assert done.returncode == 0, done.stderr
     assert json.loads((run / "decode" / "wer.json").read_text()) == before
-    assert not list((service.output_dir / "data").glob("ivectors-*.safetensors"))  # none was trained
+    # none was trained
+    assert not list((service.output_dir / "data").glob("ivectors-*.safetensors"))
 
 
 def test_sequence_training_takes_the_extractor_of_the_run_that_it_starts_from(service: Service, run: Path) -> None:

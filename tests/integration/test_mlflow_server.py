@@ -1,4 +1,6 @@
-"""An MLflow server that is killed in the middle of a run and started again: its store must equal the event log."""
+"""An MLflow server that is killed in the middle of a run and started again: its store must equal
+the event log.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ class Server:
             self.process.wait()
 
 
-@pytest.mark.filterwarnings("error:.*(Type hint used|Add type hints|input example was not):UserWarning")  # not for users
+# not for users
+@pytest.mark.filterwarnings("error:.*(Type hint used|Add type hints|input example was not):UserWarning")
 def test_nothing_is_lost_when_the_server_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_tracker, "CLOSE_TIMEOUT_S", 120.0)  # a shared machine
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,6 @@
-"""Models that grow and models of a user, end to end: from the command line to a word error rate and back."""
+"""Models that grow and models of a user, end to end: from the command line to a word error rate and
+back.
+"""
 
 from __future__ import annotations
 

@@ -139,7 +139,8 @@ def test_a_worker_that_cannot_read_its_data_reports_it(tmp_path: Path) -> None:
 
 
 def test_workers_that_do_not_come_are_given_up_on(tmp_path: Path) -> None:
-    too_many = ClusterConfig(num_workers=2, threads_per_worker=100, start_timeout_s=1.0)  # the session has 8 cores
+    # the session has 8 cores
+    too_many = ClusterConfig(num_workers=2, threads_per_worker=100, start_timeout_s=1.0)
     run = Run(tmp_path, config(cluster=too_many))
     with pytest.raises(ClusterError, match=r"0 of 2 workers were ready after cluster\.start_timeout_s = 1"):
         run.train(RayPool(run.spec, 100, run.store.layout.size))

@@ -1,4 +1,6 @@
-"""The recipes for unseen voices: from the command line to a word error rate, on a corpus of two minutes."""
+"""The recipes for unseen voices: from the command line to a word error rate, on a corpus of two
+minutes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sequence training and the exchange with Kaldi, end to end: from the command line to a word error rate and back."""
+"""Sequence training and the exchange with Kaldi, end to end: from the command line to a word error
+rate and back.
+"""
 
 from __future__ import annotations
 

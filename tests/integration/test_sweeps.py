@@ -1,4 +1,6 @@
-"""`ngsgd train -m` by each launcher and sweeper that docs/tuning.md names: every run is made, in its own folder, and told."""
+"""`ngsgd train -m` by each launcher and sweeper that docs/tuning.md names: every run is made, in
+its own folder, and told.
+"""
 
 from __future__ import annotations
 

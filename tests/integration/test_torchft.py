@@ -1,7 +1,8 @@
-"""Our outer optimizers go where torchft's LocalSGD and (Streaming) DiLoCo go: the same model, data and inner steps.
+"""Our outer optimizers go where torchft's LocalSGD and (Streaming) DiLoCo go: the same model, data
+and inner steps.
 
-torchft's classes run as they are, each replica in a thread of its own; their manager, which would need a server and process
-groups, is a barrier over these threads.
+torchft's classes run as they are, each replica in a thread of its own; their manager, which would
+need a server and process groups, is a barrier over these threads.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def torchft_path(wrap: Callable[[Any, nn.Sequential, torch.optim.Optimizer], Any
                 if (step + 1) % sync_every == 0:
                     path.append(flat(model))
         return path
-    models = [new_model() for _ in range(REPLICAS)]  # here, because threads share torch's random numbers
+    # here, because threads share torch's random numbers
+    models = [new_model() for _ in range(REPLICAS)]
     with ThreadPoolExecutor(REPLICAS) as threads:
         return np.array(list(threads.map(replica_path, range(REPLICAS)))).swapaxes(0, 1)
 
@@ -146,7 +148,9 @@ def test_diloco_and_nesterov_block_momentum_go_where_torchfts_diloco_goes(rule: 
 
 
 def our_streaming_path(fragments: list[slice], delay: int, mixing: float) -> Any:
-    """Every job's own parameters after each synchronisation of one fragment; they continue from them elsewhere."""
+    """Every job's own parameters after each synchronisation of one fragment; they continue from
+    them elsewhere.
+    """
     outer = OuterOptimizer(DiLoCo(0.7, 0.9), flat(new_model()))
     models, path = [new_model() for _ in range(REPLICAS)], []
     for t in range(ROUNDS):

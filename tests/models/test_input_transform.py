@@ -1,4 +1,6 @@
-"""The fixed transform of the input: Kaldi's numbers, the examples' statistics, and the file that keeps them."""
+"""The fixed transform of the input: Kaldi's numbers, the examples' statistics, and the file that
+keeps them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def test_the_transform_is_kaldis(case: str) -> None:
 
 def rows(num_rows: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
-    pdf_N = random.integers(0, 8, num_rows)  # more classes than dimensions, or some eigenvectors would be arbitrary
+    # more classes than dimensions, or some eigenvectors would be arbitrary
+    pdf_N = random.integers(0, 8, num_rows)
     return (random.normal(size=(8, dim))[pdf_N] + 0.5 * random.normal(size=(num_rows, dim)) @ random.normal(size=(dim, dim)),
             pdf_N)
 
@@ -93,7 +96,8 @@ def test_the_transform_is_of_the_training_examples_and_leaves_them_decorrelated(
     y_ND = FixedAffine(found.input_transform)(subset.x_ND).double()
     centred = y_ND - y_ND.mean(dim=0)
     correlation = torch.corrcoef(centred.T) - torch.eye(y_ND.shape[1])
-    assert float(correlation.abs().max()) < 0.35  # 200 rows: 5 standard deviations of a correlation of 0
+    # 200 rows: 5 standard deviations of a correlation of 0
+    assert float(correlation.abs().max()) < 0.35
     assert float(y_ND.mean(dim=0).abs().max()) < 0.5
 
 
@@ -117,4 +121,5 @@ def test_a_row_of_weight_two_counts_as_met_twice() -> None:
     found, expected = (class_statistics([minibatch], 4, np.arange(3)) for minibatch in (
         Minibatch(x_ND, pdf_N, weight_N), Minibatch(x_ND[repeated], pdf_N[repeated])))
     for name in ("count_P", "total_DD", "between_DD", "mean_D"):
-        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-12, atol=1e-14)  # float64 sums
+        # float64 sums
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-12, atol=1e-14)

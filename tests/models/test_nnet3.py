@@ -1,4 +1,6 @@
-"""nnet3 raw models: bitwise identical results back, the form that Kaldi reads, and what cannot be exchanged."""
+"""nnet3 raw models: bitwise identical results back, the form that Kaldi reads, and what cannot be
+exchanged.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ output-node name=output input=output.log-softmax objective=linear
 
 
 def test_a_sample_in_the_form_that_kaldi_reads_is_computed_and_written_as_it_stands() -> None:
-    """Tokens and their order are those of a file that nnet3-copy, nnet3-compute and nnet3-train have taken; numbers by hand."""
+    """Tokens and their order are those of a file that nnet3-copy, nnet3-compute and nnet3-train
+    have taken; numbers by hand.
+    """
     network = from_text(SAMPLE)
     assert to_text(network) == SAMPLE
     made = rebuild(network)
@@ -114,7 +118,8 @@ def test_a_sample_in_the_form_that_kaldi_reads_is_computed_and_written_as_it_sta
     y = (np.maximum(affine, 0.0) - [0.5, 0.25]) / np.sqrt(np.array([1.0, 2.0]) + 1e-3)
     logits = np.array([y[0] - y[1], 0.5 * y[0] + 3 * y[1] + 0.75])
     found = made.model(torch.from_numpy(x.reshape(1, -1)).float())
-    torch.testing.assert_close(found, torch.from_numpy(logits[None]).float(), rtol=1e-5, atol=1e-5)  # float32, a dozen operations
+    # float32, a dozen operations
+    torch.testing.assert_close(found, torch.from_numpy(logits[None]).float(), rtol=1e-5, atol=1e-5)
 
 
 def test_statistics_of_kaldi_and_other_settings_are_passed_over() -> None:
@@ -200,8 +205,8 @@ def as_binary(name: str, window: Window = WINDOW) -> tuple[str, bytes]:
 
 
 @pytest.mark.entry("K5", "a model or priors go through Kaldi's programs and come back", "works",
-                   "binary files (`nnet3-copy`, the default) are read as well as text and keep every bit of weights; "
-                   "`--binary=false` prints 7 digits, so that weights change by up to 5e-7 of their size; priors are "
+                   "binary files (`nnet3-copy`, the default) are read as well as text and keep every bit of weights. "
+                   "`--binary=false` prints 7 digits, so that weights change by up to 5e-7 of their size. Priors are "
                    "float32 in Kaldi.")
 @pytest.mark.parametrize("window", [WINDOW, BESIDE])
 @pytest.mark.parametrize("name", SHAPES)
@@ -221,7 +226,8 @@ def test_seven_digits_change_parameters_by_their_rounding_alone() -> None:
     seven = re.sub(r"(?<=[ \n])-?\d+\.\d+(e-\d+)?", lambda match: f"{float(match[0]):.7g}", text)
     assert seven != text
     for key, tensor in rebuild(from_text(seven)).model.state_dict().items():
-        torch.testing.assert_close(tensor, model.state_dict()[key], rtol=6e-7, atol=0.0)   # 5e-7, and float32's own 6e-8
+        # 5e-7, and float32's own 6e-8
+        torch.testing.assert_close(tensor, model.state_dict()[key], rtol=6e-7, atol=0.0)
 
 
 @pytest.mark.entry("K5")
@@ -233,7 +239,8 @@ def test_priors_that_kaldis_code_wrote_are_read(tmp_path: Path, kind: Any, is_bi
     path = str(tmp_path / "priors.vec")
     getattr(kaldi_native_io, kind)(values).write(path, is_binary)
     found = vector_from_bytes(Path(path).read_bytes())
-    np.testing.assert_allclose(found, values, rtol=1e-7 if is_binary else 1e-5)   # text has 6 or 7 digits
+    # text has 6 or 7 digits
+    np.testing.assert_allclose(found, values, rtol=1e-7 if is_binary else 1e-5)
     if is_binary:
         assert np.array_equal(found, values.astype(np.float32))
 
@@ -278,7 +285,9 @@ def test_binary_files_of_other_kinds_are_named(content: bytes, reason: str) -> N
 
 
 def with_layer(text: str, name: str, component: str, before: str = "input", after: str = "") -> str:
-    """The text with a component node between `before` and the nodes that take it (or `after` alone)."""
+    """The text with a component node between `before` and the nodes that take it (or `after`
+    alone).
+    """
     lines = text.split("\n")
     for at, line in enumerate(lines):
         if line.startswith(f"component-node name={after}"):
@@ -313,7 +322,8 @@ def test_an_idct_layer_is_read_with_the_same_outputs(name: str, window: Window) 
     expected = nnet3_text.outputs(read, x_NI[:, :24].reshape(7, 4, 6).double().numpy(), 2, x_NI[:, 24:].double().numpy())
     with torch.no_grad():
         found = made.model(x_NI).double().log_softmax(dim=1)
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-3)   # float32 of outputs up to 1e3
+    # float32 of outputs up to 1e3
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-3)
     again = rebuild(from_text(to_text(describe(made.model, made.config, made.window))))
     assert torch.equal(again.model(x_NI), made.model(x_NI))
 

@@ -1,4 +1,5 @@
-"""Models of a user: errors are reported in one message, and correct models train in every process."""
+"""Models of a user: errors are reported in one message, and correct models train in every process.
+"""
 
 from __future__ import annotations
 

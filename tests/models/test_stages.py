@@ -29,7 +29,8 @@ def test_layers_are_added_in_kaldis_iterations(num_layers: int, period: int) -> 
 
 
 def test_the_split_comes_halfway_between_the_last_layer_and_the_end() -> None:
-    ours = stages(num_layers=4, add_layers_period=2, num_subclasses=10)  # (40 + 4 * 2) / 2 = 24, and after that iteration
+    # (40 + 4 * 2) / 2 = 24, and after that iteration
+    ours = stages(num_layers=4, add_layers_period=2, num_subclasses=10)
     assert [o for o in range(40) if ours.at(o).is_split] == list(range(25, 40))
     assert not any(stages(num_layers=4, add_layers_period=2).at(o).is_split for o in range(40))
 
@@ -81,8 +82,10 @@ def test_a_new_layer_gets_its_start_and_the_output_layer_small_random_values() -
     state = {name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()}
     made = model.remade(state, Stage(1), Stage(2), seed=5)
     assert set(made) == {"affine2.weight", "affine2.bias", "output.weight", "output.bias"}
-    assert float(made["affine2.weight"].std()) == pytest.approx(20**-0.5, rel=0.15)  # 400 samples: 3.5 % a standard deviation
-    assert float(made["output.weight"].std()) == pytest.approx(0.1 * 20**-0.5, rel=0.4)  # 60 samples: 9 %
+    # 400 samples: 3.5 % a standard deviation
+    assert float(made["affine2.weight"].std()) == pytest.approx(20**-0.5, rel=0.15)
+    # 60 samples: 9 %
+    assert float(made["output.weight"].std()) == pytest.approx(0.1 * 20**-0.5, rel=0.4)
     assert all(bool((value == 7.0).all()) for value in state.values())
     again, other = (model.remade(state, Stage(1), Stage(2), seed=seed) for seed in (5, 6))
     assert all(torch.equal(made[name], again[name]) for name in made)
@@ -110,4 +113,5 @@ def test_the_split_hardly_changes_a_posterior(power: float) -> None:
     assert set(made) == {"subclass_output.weight", "subclass_output.bias"} and sum(model.targets) == 9
     model.load_state_dict(made, strict=False)
     after = model(x_NI).exp()
-    assert 0.0 < float((after - before).detach().abs().max()) < 0.05  # +-0.01 randn of 20 inputs of unit size
+    # +-0.01 randn of 20 inputs of unit size
+    assert 0.0 < float((after - before).detach().abs().max()) < 0.05

@@ -1,4 +1,5 @@
-"""A model as one function of consecutive frames gives the log likelihoods of the model's windows."""
+"""A model as one function of consecutive frames gives the log likelihoods of the model's windows.
+"""
 
 from __future__ import annotations
 

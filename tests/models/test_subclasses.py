@@ -62,7 +62,8 @@ def test_a_split_moves_two_copies_apart_by_the_same_noise_and_halves_them() -> N
     weight_PH, bias_P = torch.zeros(1, 4000), torch.zeros(1)
     weight_SH, bias_S = split_rows(weight_PH, bias_P, [2], torch.Generator().manual_seed(0))
     assert torch.equal(weight_SH[0], -weight_SH[1])
-    assert float(weight_SH[0].std()) == pytest.approx(0.01, rel=0.05)  # 4000 samples: 1.1 % is one standard deviation
+    # 4000 samples: 1.1 % is one standard deviation
+    assert float(weight_SH[0].std()) == pytest.approx(0.01, rel=0.05)
     assert bias_S.tolist() == pytest.approx([math.log(0.5)] * 2)
 
 

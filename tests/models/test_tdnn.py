@@ -1,4 +1,6 @@
-"""Time-delay networks: windows and complete utterances give the same numbers, those of dilated convolutions."""
+"""Time-delay networks: windows and complete utterances give the same numbers, those of dilated
+convolutions.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,16 @@ def test_windows_and_utterances_match_the_reference_frame_by_frame(kind: Any, no
     frames, x_TI = utterance(num_frames)
     expected = np.stack([reference.frame_by_frame(model, frames, t) for t in range(num_frames)])
     for logits in (model(x_TI), utterance_logits(model, x_TI)):
-        np.testing.assert_allclose(logits.detach().numpy(), expected, rtol=2e-5, atol=2e-5)  # float32, three layers
+        # float32, three layers
+        np.testing.assert_allclose(logits.detach().numpy(), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("has_transform", [False, True])
 @pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
 def test_a_side_input_affects_its_output_alone(kind: Any, has_transform: bool) -> None:
-    """Windows and complete utterances give the same; a bias of the first layer does what a constant next to all frames does."""
+    """Windows and complete utterances give the same; a bias of the first layer does what a constant
+    next to all frames does.
+    """
     side_dim = 2
     config = ModelConfig(kind=kind, num_layers=3, hidden_dim=8, bottleneck_dim=4, tdnn_offsets=OFFSETS[kind],
                          input_transform="lda" if has_transform else "none")
@@ -72,7 +77,8 @@ def test_a_side_input_affects_its_output_alone(kind: Any, has_transform: bool) -
     side_TS = torch.randn(4, side_dim, generator=torch.Generator().manual_seed(6))[torch.arange(17) // 5]
     beside_TI = torch.cat([x_TI, side_TS], dim=1)
     expected = model(beside_TI)
-    torch.testing.assert_close(utterance_logits(model, beside_TI), expected, rtol=2e-5, atol=2e-5)  # float32, three layers
+    # float32, three layers
+    torch.testing.assert_close(utterance_logits(model, beside_TI), expected, rtol=2e-5, atol=2e-5)
     for t in (0, 7, 16):
         alone = torch.cat([x_TI, side_TS[t].expand(17, -1)], dim=1)
         torch.testing.assert_close(model(alone)[t], expected[t], rtol=2e-5, atol=2e-5)
@@ -132,7 +138,9 @@ def test_an_input_transform_is_applied_before_the_first_layer() -> None:
 
 
 def departure(M: Tensor) -> float:
-    """How far a matrix is from having orthogonal rows of equal length, 0 to 1; Kaldi's floating scale."""
+    """How far a matrix is from having orthogonal rows of equal length, 0 to 1; Kaldi's floating
+    scale.
+    """
     P = M @ M.T
     scale = P.square().sum() / P.trace()
     return float((P / scale - torch.eye(len(P))).norm() / len(P) ** 0.5)

@@ -1,4 +1,6 @@
-"""A cluster that asks for a token, by the commands of docs/cluster.md: submit, follow, lose a node, stop, resume."""
+"""A cluster that asks for a token, by the commands of docs/cluster.md: submit, follow, lose a node,
+stop, resume.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _COMMAND_S = 300.0
 
 
 def by_the_documented_commands(cluster: Lab, _: str) -> dict[str, Any]:
-    """Refused without the token; with it a run is followed, loses a node, recovers, is stopped and resumed to the same bits."""
+    """Refused without the token; with it a run is followed, loses a node, recovers, is stopped and
+    resumed to the same bits.
+    """
     settings = [f"output_dir={cluster.output_dir}", *_LONG]
     refusals = [_says(cluster, ClusterError.exit_code, *words, by=_STRANGER)
                 for words in (["submit", "--job-name", "stranger", *settings], ["status", "--dashboard-url", "http://127.0.0.1:8265"])]

@@ -36,7 +36,9 @@ class Lab:
     programs: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self) -> None:
-        """The head on node 0, without CPUs of its own; then a raylet with one CPU on each other node."""
+        """The head on node 0, without CPUs of its own; then a raylet with one CPU on each other
+        node.
+        """
         head, *others = self.network.nodes
         self._start_ray(head, "--head", f"--port={PORT}", "--num-cpus=0", f"--include-dashboard={str(self.has_jobs).lower()}",
                         f"--temp-dir={self.network.scratch}/ray")
@@ -85,7 +87,8 @@ class Lab:
 
     def node_with_worker(self, name: str) -> Node:
         """A node, not the coordinator's, that has a worker of the run."""
-        for node in reversed(self.network.nodes[1:]):  # one that was cut off still has a worker, of an earlier run
+        # one that was cut off still has a worker, of an earlier run
+        for node in reversed(self.network.nodes[1:]):
             if not node.is_cut and node.programs("ray::RayWorker"):
                 return node
         raise AssertionError(f"no node runs a worker of {name}")
@@ -105,7 +108,8 @@ class Lab:
 @contextlib.contextmanager
 def lab(count: int, output_dir: Path, *, rate: float = 0.0, latency_s: float = 0.0, has_jobs: bool = False) -> Iterator[Lab]:
     """A running cluster of `count` nodes, the head included."""
-    with tempfile.TemporaryDirectory(prefix="ngn-", dir="/tmp") as scratch:  # socket paths must stay short
+    # socket paths must stay short
+    with tempfile.TemporaryDirectory(prefix="ngn-", dir="/tmp") as scratch:
         logs = output_dir / "logs"
         logs.mkdir(exist_ok=True)
         with Network(count, Path(scratch), rate, latency_s) as network:

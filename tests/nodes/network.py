@@ -1,7 +1,8 @@
-"""Machines on one machine: network, process, mount and host-name namespaces that share only the file system's tree.
+"""Machines on one machine: network, process, mount and host-name namespaces that share only the
+file system's tree.
 
-Each node has its own address, /proc, /dev/shm and host name, so that parameters can travel in no other way than over its
-cable.  Root and iproute2 are needed; `missing` says what is not there.
+Each node has its own address, /proc, /dev/shm and host name, so that parameters can travel in no
+other way than over its cable. Root and iproute2 are needed; `missing` says what is not there.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def missing() -> str:
 class Network:
     """`count` nodes on one switch; node 0 is for the head.
 
-    Without limits: veth pairs on a bridge.  With a rate or a latency: a wire in user space (`tests.nodes.wire`), since not
-    every kernel has netem.
+    Without limits: veth pairs on a bridge. With a rate or a latency: a wire in user space
+    (`tests.nodes.wire`), since not every kernel has netem.
     """
 
     count: int

@@ -1,7 +1,8 @@
-"""Training over several machines made of namespaces: cut cables, killed nodes, a slow network.  Run it with `make nodes`.
+"""Training over several machines made of namespaces: cut cables, killed nodes, a slow network. Run
+it with `make nodes`.
 
-Every run must end with the bits of one process.  Prints what was measured, as docs/multi-node.md has it; ends with 1 when a
-scenario fails and with 2 when no nodes can be made here.
+Every run must end with the bits of one process. Prints what was measured, as docs/multi-node.md has
+it; ends with 1 when a scenario fails and with 2 when no nodes can be made here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.nodes.network import ROOT, missing
 _RATE, _LATENCY_S = 2.5e6, 0.05   # 20 Mbit/s, and 50 ms one way
 
 
-# Scenarios ------------------------------------------------------------------------------------------------------------
+# Scenarios ----------------------------------------------------------------------------------------
 
 
 def over_three_nodes(cluster: Lab, expected: str) -> dict[str, Any]:
@@ -56,7 +57,9 @@ def a_raylet_is_killed(cluster: Lab, expected: str) -> dict[str, Any]:
 
 
 def the_head_is_lost(cluster: Lab, expected: str) -> dict[str, Any]:
-    """The head machine and the Ray nodes are lost: the run, whose coordinator is elsewhere, ends with a message."""
+    """The head machine and the Ray nodes are lost: the run, whose coordinator is elsewhere, ends
+    with a message.
+    """
     process = cluster.train(cluster.network.nodes[1], "headless")
     cluster.wait_for(4, "headless")
     cluster.network.nodes[0].stop()
@@ -89,7 +92,7 @@ def over_a_slow_network(cluster: Lab, expected: str) -> dict[str, Any]:
             "planner's formula, central": central_s(3, _model_bytes(run), link)}
 
 
-# Helpers --------------------------------------------------------------------------------------------------------------
+# Helpers ------------------------------------------------------------------------------------------
 
 
 def _with_a_loss(cluster: Lab, name: str, lose: Callable[[], None], expected: str) -> dict[str, Any]:
@@ -101,7 +104,8 @@ def _with_a_loss(cluster: Lab, name: str, lose: Callable[[], None], expected: st
     records = events(run, "outer_iteration")
     told = [line["message"] for line in events(run, "incident")]
     assert told, "nothing was lost: the run did not notice"
-    longest = max(records[1:], key=lambda record: float(record["compute_s"]))  # the first one waits for the workers' first job
+    # the first one waits for the workers' first job
+    longest = max(records[1:], key=lambda record: float(record["compute_s"]))
     return {"seconds of an outer iteration": _median_s(records), "of the longest": longest["compute_s"], "incidents": told}
 
 

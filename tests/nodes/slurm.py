@@ -1,6 +1,8 @@
-"""A real Slurm over nodes made of namespaces, and what `ngsgd submit --to slurm` gives it.  Run it with `make slurm`.
+"""A real Slurm over nodes made of namespaces, and what `ngsgd submit --to slurm` gives it. Run it
+with `make slurm`.
 
-The daemons are those of the machine (Debian: slurm-wlm, munge); nothing of the machine's own configuration is read or changed.
+The daemons are those of the machine (Debian: slurm-wlm, munge); nothing of the machine's own
+configuration is read or changed.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class Slurm:
             f"{node.address} {node.name}\n" for node in self.network.nodes))
         (self.folder / "munge.key").write_bytes(os.urandom(128))
         (self.folder / "munge.key").chmod(0o400)
-        # the plugin for version 1 asks for no mounted control groups, which a namespace does not have
+        # the plugin for version 1 asks for no mounted control groups, which a namespace does not
+        # have
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         for place in ("state", "munge", *(f"spool-{node.name}" for node in others)):
             (self.folder / place).mkdir()
@@ -146,7 +149,9 @@ class Slurm:
         return self.folder / f"ngsgd-{job}.log"
 
     def _state_soon(self, job: str) -> str:
-        """Its state; one that was queued again waits for two minutes in Slurm, which a test need not."""
+        """Its state; one that was queued again waits for two minutes in Slurm, which a test need
+        not.
+        """
         state = self.state(job)
         if state == "PENDING":
             self.call(self.network.nodes[0], "scontrol", "update", f"JobId={job}", "StartTime=now")
@@ -170,11 +175,13 @@ class Slurm:
                 f"PATH={_BIN}:{os.environ['PATH']}:/usr/sbin", *words]
 
 
-# Scenarios ------------------------------------------------------------------------------------------------------------
+# Scenarios ----------------------------------------------------------------------------------------
 
 
 def warned_at_the_time_limit(slurm: Slurm, expected: Callable[[list[str]], str]) -> dict[str, Any]:
-    """Slurm's own warning ends the run in time; the job queues again by itself and resumes, to the bits of one process."""
+    """Slurm's own warning ends the run in time; the job queues again by itself and resumes, to the
+    bits of one process.
+    """
     settings = [*_settings(epochs=120), "cluster.num_workers=2"]
     job = slurm.submit("limit", *settings)
     slurm.wait_for(1, "limit", job)
@@ -192,12 +199,16 @@ def warned_at_the_time_limit(slurm: Slurm, expected: Callable[[list[str]], str])
 
 
 def preempted(slurm: Slurm, expected: Callable[[list[str]], str]) -> dict[str, Any]:
-    """A job of a partition that goes first takes the nodes away; the run saves, and continues when they are free."""
+    """A job of a partition that goes first takes the nodes away; the run saves, and continues when
+    they are free.
+    """
     return _gives_way(slurm, "gives-way", expected)
 
 
 def preempted_without_a_word(slurm: Slurm, expected: Callable[[list[str]], str]) -> dict[str, Any]:
-    """The same where Slurm does not warn the script: Ray ends first, the job still queues again, and the run still continues."""
+    """The same where Slurm does not warn the script: Ray ends first, the job still queues again,
+    and the run still continues.
+    """
     conf = slurm.folder / "slurm.conf"
     conf.write_text(conf.read_text().replace("SlurmctldParameters=preempt_send_user_signal\n", ""))
     slurm.call(slurm.network.nodes[0], "scontrol", "reconfigure")
@@ -240,7 +251,8 @@ def _settings(epochs: int) -> list[str]:
 
 @contextlib.contextmanager
 def _slurm(output_dir: Path) -> Iterator[Slurm]:
-    with tempfile.TemporaryDirectory(prefix="ngs-", dir="/tmp") as scratch:  # socket paths must stay short
+    # socket paths must stay short
+    with tempfile.TemporaryDirectory(prefix="ngs-", dir="/tmp") as scratch:
         folder = output_dir / "slurm"
         folder.mkdir()
         with Network(1 + _NUM_NODES, Path(scratch)) as network:

@@ -1,6 +1,8 @@
-"""A network in user space: every node has a TUN device, and a packet arrives after a latency and at a rate.
+"""A network in user space: every node has a TUN device, and a packet arrives after a latency and at
+a rate.
 
-For kernels whose traffic control cannot delay packets.  Run as root: python -m tests.nodes.wire RATE LATENCY NAMESPACE=ADDRESS ...
+For kernels whose traffic control cannot delay packets. Run as root: python -m tests.nodes.wire RATE
+LATENCY NAMESPACE=ADDRESS ...
 """
 
 from __future__ import annotations

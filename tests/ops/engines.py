@@ -14,7 +14,9 @@ _RUNS = {"AVX512": ("AVX512", "AVX2", "none"), "AVX2": ("AVX2", "none")}.get(nat
 
 def running(engine: str, monkeypatch: pytest.MonkeyPatch, forget: Callable[[], None],
             is_built: Callable[[], bool]) -> Iterator[str]:
-    """For a fixture: `engine` makes the numbers, "torch" or what to compile for; `forget` empties what keeps compiled code."""
+    """For a fixture: `engine` makes the numbers, "torch" or what to compile for; `forget` empties
+    what keeps compiled code.
+    """
     if engine == "torch":
         with native.in_torch_operations():
             yield engine

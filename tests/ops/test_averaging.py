@@ -60,7 +60,7 @@ def _trained(rows: Tensor, normalisation: type[nn.Module]) -> nn.Module:
 
 
 @pytest.mark.entry("A11", "you average models with `average_parameters`", "works",
-                   "Running variances of batch normalisation are pooled with the means, as the service pools them; complex entries "
+                   "Running variances of batch normalization are pooled with the means, as the service pools them; complex entries "
                    "are averaged. Other keys, shapes or dtypes and NaN are refused: `AveragingError` (a `ValueError`) names the "
                    "entry and the model.")
 @pytest.mark.parametrize("counts", [(40, 40), (30, 60)])
@@ -87,9 +87,11 @@ def test_variances_are_pooled_in_float64_from_the_definition() -> None:
     m, v = (torch.stack([state[f"b.running_{what}"].double() for state in states]) for what in ("mean", "var"))
     center = (share[:, None] * m).sum(dim=0)
     wanted = (share[:, None] * (v + m.square())).sum(dim=0) - center.square()
-    torch.testing.assert_close(mean["b.running_var"].double(), wanted, rtol=1e-6, atol=1e-7)   # rounded to float32
+    # rounded to float32
+    torch.testing.assert_close(mean["b.running_var"].double(), wanted, rtol=1e-6, atol=1e-7)
     plain = (share[:, None] * torch.stack([state["running_var"].double() for state in states])).sum(dim=0)
-    torch.testing.assert_close(mean["running_var"].double(), plain, rtol=1e-6, atol=0.0)   # without a mean: a parameter as any
+    # without a mean: a parameter as any
+    torch.testing.assert_close(mean["running_var"].double(), plain, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.entry("A11")
@@ -112,7 +114,7 @@ def test_complex_entries_are_averaged() -> None:
 
 @pytest.mark.entry("B13", "you give modules to `average_parameters`, or a tensor to `OuterOptimizer`", "works",
                    "`average_parameters` takes modules as well as state dicts. `OuterOptimizer` takes flat NumPy vectors; anything "
-                   "else is a `ConfigError` that says how to get one.")
+                   "else is a `ConfigError` that explains how to get one.")
 def test_modules_are_taken_for_their_state_dicts() -> None:
     models = [nn.Linear(2, 2), nn.Linear(2, 2)]
     mean = average_parameters(models)

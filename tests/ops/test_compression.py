@@ -36,10 +36,11 @@ def a_move(size: int = 5000, seed: int = 0) -> Any:
     return (1e-3 * np.random.default_rng(seed).standard_normal(size)).astype(np.float32)
 
 
-# ------------------------------------------------------------------------------------------------------ the slow codecs
+# ---------------------------------------------------------------------------------- the slow codecs
 @pytest.mark.slow
 @given(st.lists(FLOATS))
-@example([3.3961775e38, -3.3961775e38, 3.3895314e38, 1.00390625, 1.01171875])  # about the largest number; two ties
+# about the largest number; two ties
+@example([3.3961775e38, -3.3961775e38, 3.3895314e38, 1.00390625, 1.01171875])
 def test_bf16_is_the_nearest_number_of_8_bits(values: list[float]) -> None:
     vector = np.array(values, np.float32)
     expected = np.array([reference.bf16(float(x)) for x in vector], np.float32)
@@ -55,11 +56,12 @@ def test_int8_and_e3m0_come_as_near_as_the_slow_ones(codec: Codec, vector_and_ro
     slow = reference.int8 if codec == "int8" else reference.e3m0
     found = decode(encode(vector, codec, rows=lengths)).astype(np.float64)
     for x, y, peak in zip(vector.astype(np.float64), found, per_element(vector, lengths), strict=True):
-        # x / peak in float32 may cross the middle of two numbers by 2^-23; a subnormal is rounded to its unit
+        # x / peak in float32 may cross the middle of two numbers by 2^-23; a subnormal is rounded
+        # to its unit
         assert abs(y - x) <= abs(slow(x, peak) - x) + 1e-6 * peak + 2.0**-150
 
 
-# -------------------------------------------------------------------------------------------------------------- bounds
+# ------------------------------------------------------------------------------------------- bounds
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(rows_of_floats())
@@ -107,7 +109,7 @@ def test_only_flat_float32_vectors_are_accepted() -> None:
         encode(a_move(), "int4")  # type: ignore[arg-type]
 
 
-# ----------------------------------------------------------------------------------------------------- rows and bytes
+# ----------------------------------------------------------------------------------- rows and bytes
 @pytest.mark.parametrize(("codec", "bytes_per_element"), [("bf16", 2.0), ("int8", 1.0 + 4 / 1024), ("e3m0", 0.5 + 4 / 1024)])
 def test_bytes_per_element(codec: Codec, bytes_per_element: float) -> None:
     encoded = encode(a_move(1024 * 50), codec)
@@ -180,7 +182,7 @@ def test_truncated_bytes_are_refused(codec: Codec) -> None:
             decode(Encoded(codec, whole.size, whole.rows, codes, peaks))
 
 
-# ------------------------------------------------------------------------------------------------------ error feedback
+# ----------------------------------------------------------------------------------- error feedback
 @EVERY_CODEC
 def test_sent_deltas_and_residuals_sum_to_all_deltas(codec: Codec) -> None:
     feedback, num_moves = ErrorFeedback(codec), 200
@@ -199,7 +201,8 @@ def test_moves_of_few_digits_telescope_to_the_last_bit(codec: Codec) -> None:
     feedback = ErrorFeedback(codec, rows=16)
     random, sent, moved = np.random.default_rng(0), np.zeros(64), np.zeros(64)
     for _ in range(100):
-        # multiples of 1/64 with peaks of 127/64: what the codecs have is then a multiple of 2^-12, exact in float32
+        # multiples of 1/64 with peaks of 127/64: what the codecs have is then a multiple of 2^-12,
+        # exact in float32
         move = (random.integers(-20, 21, 64) / 64).astype(np.float32)
         move[::16] = 127 / 64 - (feedback.error[::16] if feedback.error is not None else 0.0)
         moved += move
@@ -226,10 +229,12 @@ def test_the_compression_error_stays_bounded(codec: Codec, seed: int, kind: str)
 
 
 def test_a_move_too_small_for_the_codec_gets_through_in_the_end() -> None:
-    feedback, move = ErrorFeedback("e3m0"), np.array([1.0, 0.001], np.float32)  # a peak of 1 and less than 1/128 of it
+    # a peak of 1 and less than 1/128 of it
+    feedback, move = ErrorFeedback("e3m0"), np.array([1.0, 0.001], np.float32)
     assert decode(encode(move, "e3m0"))[1] == 0.0
     sent = sum(decode(feedback.encode(move)).astype(np.float64) for _ in range(1000))
-    np.testing.assert_allclose(sent, [1000.0, 1.0], atol=1.0 / 64)  # what is owed is at most the step about 1/64 of the peak
+    # what is owed is at most the step about 1/64 of the peak
+    np.testing.assert_allclose(sent, [1000.0, 1.0], atol=1.0 / 64)
 
 
 @EVERY_CODEC

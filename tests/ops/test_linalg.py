@@ -1,4 +1,6 @@
-"""Inverses, roots, solutions and quasi-Newton updates against dense ones in float64, and what float32 is not enough for."""
+"""Inverses, roots, solutions and quasi-Newton updates against dense ones in float64, and what
+float32 is not enough for.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,8 @@ def test_triangular_products_equal_full_ones(size: int) -> None:
 def test_conjugate_gradients_solve_and_stop_at_negative_curvature() -> None:
     A, b = _random_spd(6), _drawn(6)
     x, taken = conjugate_gradients(lambda v: A @ v, b, tolerance=1e-12)
-    torch.testing.assert_close(A @ x, b, rtol=1e-9, atol=1e-9)   # residual 1e-12 |b|, and rounding at condition 1e3
+    # residual 1e-12 |b|, and rounding at condition 1e3
+    torch.testing.assert_close(A @ x, b, rtol=1e-9, atol=1e-9)
     assert taken <= 10
     again, more = conjugate_gradients(lambda v: A @ v, b, start_D=x, tolerance=1e-6)
     assert more == 1 and torch.equal(again, x)

@@ -144,4 +144,5 @@ def test_processes_that_start_together_each_have_it(source: Path, tmp_path: Path
 def test_the_loaded_library_is_the_one_that_was_checked(source: Path, tmp_path: Path) -> None:
     assert _answer(source) == 42
     kept = _kept(tmp_path / "cache")
-    assert ctypes.CDLL(str(kept)).answer(1) == 43   # the checksum at its end does not disturb the loader
+    # the checksum at its end does not disturb the loader
+    assert ctypes.CDLL(str(kept)).answer(1) == 43

@@ -1,4 +1,6 @@
-"""P-norms and row norms, forward and backward: our C++ for each kind of processor, and torch operations, against the formula."""
+"""P-norms and row norms, forward and backward: our C++ for each kind of processor, and torch
+operations, against the formula.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,8 @@ def test_p_norm_on_every_processor(group: int, engine: str) -> None:
     assert not dX[3].any()   # as in Kaldi, where torch's own norm has no derivative either
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-8, 1e-12, 0.0])   # the floor is a root mean square of 1.2e-10
+# the floor is a root mean square of 1.2e-10
+@pytest.mark.parametrize("size", [1.0, 1e-8, 1e-12, 0.0])
 def test_renormalize_on_every_processor(size: float, engine: str) -> None:
     x = size * drawn(23, 131)
     y, dY, dX = both_directions(Renormalize(), x)
@@ -133,7 +136,8 @@ def test_a_recorded_second_derivative_changes_no_bit_of_the_first_and_is_right(l
         assert torch.equal(plain, recorded)   # on which reversing a training run rests
         moved.append(torch.autograd.grad(recorded, leaf, d.to(wide.dtype))[0])
     assert moved[0].isfinite().all()
-    for found, wanted in zip(*moved, strict=True):   # a sum of terms of the size of the row's largest, which cancel in places
+    # a sum of terms of the size of the row's largest, which cancel in places
+    for found, wanted in zip(*moved, strict=True):
         assert_close(found, wanted, 1e-5 * float(wanted.abs().max()))
 
 

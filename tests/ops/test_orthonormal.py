@@ -52,7 +52,8 @@ def test_a_floating_scale_goes_slower_where_singular_values_differ(spread: float
     weight = near_orthonormal(8, 20, spread)
     sigma_sq = torch.linalg.svdvals(weight).square()
     ratio = float(sigma_sq.square().sum() * 8 / sigma_sq.sum() ** 2)
-    assert (ratio > 1.02, ratio > 1.1) == (share < 1.0, share < 0.5), ratio  # each of the three speeds is met
+    # each of the three speeds is met
+    assert (ratio > 1.02, ratio > 1.1) == (share < 1.0, share < 0.5), ratio
     P = weight @ weight.T
     scale_sq = P.square().sum() / P.trace()
     expected = weight - 0.5 * share * (P / scale_sq - torch.eye(8).double()) @ weight
@@ -85,7 +86,8 @@ def test_repeated_steps_with_a_floating_scale_lead_to_equal_singular_values_of_a
         constrain_orthonormal(weight, -1.0)
     # float32: rounding of one product
     assert deviation(weight.double().numpy(), -1.0) <= (1e-6 if dtype == torch.float32 else 1e-14)
-    assert 0.9 * norm < float(weight.norm()) < 1.1 * norm  # it floats: the singular values met at their own size
+    # it floats: the singular values met at their own size
+    assert 0.9 * norm < float(weight.norm()) < 1.1 * norm
 
 
 def test_a_floating_scale_does_not_see_the_size() -> None:
@@ -118,7 +120,8 @@ def test_half_precision_comes_as_near_as_its_digits_allow(dtype: torch.dtype) ->
     weight = near_orthonormal(4, 9, 0.4).to(dtype)
     for _ in range(10):
         constrain_orthonormal(weight, 1.0)
-    # 9 elements of half a unit in the last place, 2^-9 or 2^-12, and the step stops where it rounds to nothing
+    # 9 elements of half a unit in the last place, 2^-9 or 2^-12, and the step stops where it rounds
+    # to nothing
     assert deviation(weight.double().numpy(), 1.0) <= (2e-2 if dtype == torch.bfloat16 else 3e-3)
 
 

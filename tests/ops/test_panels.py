@@ -1,4 +1,5 @@
-"""Weight gradients from rows in panels, against the formula in float64, torch's products and Kaldi."""
+"""Weight gradients from rows in panels, against the formula in float64, torch's products and Kaldi.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def test_threads_change_no_bit() -> None:
         assert torch.equal(dW_OI, found[0][0]) and torch.equal(db_O, found[0][1])
 
 
-# D below, at and above a panel, with complete vectors and a rest; W larger than the cache, which is met a part at a time
+# D below, at and above a panel, with complete vectors and a rest; W larger than the cache, which is
+# met a part at a time
 @pytest.mark.parametrize("shape", [(30, 20, 4), (49, 48, 8), (50, 97, 7), (25, 333, 20), (55, 8195, 40)])
 @pytest.mark.parametrize("engine", ["C++", "torch"])
 def test_preconditioned_rows_in_panels_are_those_kept_by_rows(shape: tuple[int, int, int], engine: str) -> None:

@@ -1,4 +1,6 @@
-"""Products by oneDNN and by MKL against float64, and Kaldi's vectors with oneDNN for products of any size."""
+"""Products by oneDNN and by MKL against float64, and Kaldi's vectors with oneDNN for products of
+any size.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,8 @@ def test_a_layer_of_the_natural_gradient_takes_it_for_all_its_products(onednn: N
         step()
     with Calls() as calls:
         step()
-    # of two layers the forward pass, the gradient, rows there and back on both sides; of one the input derivative
+    # of two layers the forward pass, the gradient, rows there and back on both sides; of one the
+    # input derivative
     assert calls.num_onednn == 2 * (1 + 1 + 4) + 1
     assert not any(name.startswith(("aten.mm.", "aten.addmm.")) for name in calls.names)
 

@@ -1,4 +1,5 @@
-"""The paper's limit on the change of a layer (C.3) against Kaldi's nnet2 (golden/maxchange.npz, cases s*).
+"""The paper's limit on the change of a layer (C.3) against Kaldi's nnet2 (golden/maxchange.npz,
+cases s*).
 
 Kaldi maximises its objective: the gradient of our loss is minus the derivative in the vectors.
 """
@@ -19,7 +20,8 @@ from tests.conftest import Golden
 
 GOLDEN = Golden("maxchange.npz")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-# of the movement so far: Kaldi's float32; the vectors' own figures of it ("measured") are up to 3e-5
+# of the movement so far: Kaldi's float32; the vectors' own figures of it ("measured") are up to
+# 3e-5
 TOLERANCE = 2e-4
 
 
@@ -40,7 +42,8 @@ def check_parameters(case: str, t: int, ours: Tensor) -> None:
 
 def check_factor(case: str, t: int, factor: float) -> None:
     golden = GOLDEN(case, "factor")[t]
-    assert factor == pytest.approx(golden, rel=TOLERANCE), (case, t)  # scales and norms of Kaldi's float32
+    # scales and norms of Kaldi's float32
+    assert factor == pytest.approx(golden, rel=TOLERANCE), (case, t)
     assert (factor == 1.0) == (golden == 1.0), (case, t)
 
 
@@ -124,7 +127,8 @@ def test_the_limit_bounds_the_change_of_the_layer() -> None:
     assert 0.1 * limit < moved <= limit  # a bound, reached only where all rows point one way
 
 
-LIMITED_NOW_AND_THEN = "s06"  # its steps are large, so that the parameters are little else than the sum of them
+# its steps are large, so that the parameters are little else than the sum of them
+LIMITED_NOW_AND_THEN = "s06"
 
 
 def relative_difference(ours: nn.Linear, theirs: nn.Linear) -> float:
@@ -174,8 +178,10 @@ def test_a_loss_scale_that_changes_enters_neither_the_limit_nor_the_estimates(dt
 def test_the_factor_is_one_below_the_limit_and_proportional_above_it() -> None:
     products = torch.tensor(100.0, dtype=torch.float64)
     assert float(row_product_factor(products, 10, 0.01, 0.2)) == 1.0
-    assert float(row_product_factor(products, 10, 0.04, 0.2)) == pytest.approx(0.5, rel=1e-15)  # one division
-    assert float(row_product_factor(products, torch.tensor(5.0), 0.04, 0.2)) == pytest.approx(0.25, rel=1e-7)  # float32 count
+    # one division
+    assert float(row_product_factor(products, 10, 0.04, 0.2)) == pytest.approx(0.5, rel=1e-15)
+    # float32 count
+    assert float(row_product_factor(products, torch.tensor(5.0), 0.04, 0.2)) == pytest.approx(0.25, rel=1e-7)
 
 
 @pytest.mark.parametrize("num_rows", [0.0, 10.0])

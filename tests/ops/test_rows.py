@@ -1,4 +1,6 @@
-"""Projection of rows onto an estimate: C++ in each vector width and torch operations, against the formula in float64."""
+"""Projection of rows onto an estimate: C++ in each vector width and torch operations, against the
+formula in float64.
+"""
 
 from __future__ import annotations
 
@@ -66,14 +68,17 @@ def got(projection: fisher_projection.Projection) -> dict[str, Tensor]:
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, x in wanted.items():
-        # sums of D and of R products of numbers near 1 in float32, whose unit is 6e-8: a few hundred of them at worst
+        # sums of D and of R products of numbers near 1 in float32, whose unit is 6e-8: a few
+        # hundred of them at worst
         torch.testing.assert_close(found[name], x, rtol=2e-5, atol=2e-5)
 
 
-# by fours, vectors of 8 and 16, panels of 24 and 48 and what is left over; tiles of 1 to 24 rows, groups of up to 40; any rank
+# by fours, vectors of 8 and 16, panels of 24 and 48 and what is left over; tiles of 1 to 24 rows,
+# groups of up to 40; any rank
 SHAPES = [(1, 2, 1), (5, 7, 3), (24, 16, 8), (25, 17, 4), (48, 300, 20), (50, 15, 7), (47, 33, 5), (130, 360, 20), (512, 48, 23),
           (75, 96, 11), (41, 131, 1),
-          (55, 512, 70), (31, 1040, 66), (50, 1000, 80)]   # W of middling size: as it lies if it lies well, which the last does not
+          # W of middling size: as it lies if it lies well, which the last does not
+          (55, 512, 70), (31, 1040, 66), (50, 1000, 80)]
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -99,7 +104,8 @@ def test_any_shape_equals_the_formula(num: int, dim: int, rank: int, bias: bool,
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dim", [8195, 9 * 960, 9 * 984])   # the last two: parts without remainder, so the appended column is one
+# the last two: parts without remainder, so the appended column is one
+@pytest.mark.parametrize("dim", [8195, 9 * 960, 9 * 984])
 def test_an_estimate_larger_than_the_cache_is_met_a_part_at_a_time(dim: int, bias: bool, engine: str) -> None:
     X_ND, W_RD, one_N = drawn(55, dim, 40, bias=bias, seed=1)
     assert len(W_RD) * X_ND.shape[1] > 3 << 16
@@ -124,8 +130,8 @@ def test_threads_change_no_bit(compiled: None) -> None:
 def test_where_numbers_lie_in_memory_changes_no_bit(shape: tuple[int, int, int], engine: str) -> None:
     X_ND, W_RD, _ = drawn(*shape, bias=False, seed=6)
     wanted = got(fisher_projection.project(X_ND, W_RD))
-    # our C++ takes any address; with several threads MKL's dot product divides its work at multiples of 16 bytes, the least that
-    # the allocators of C, NumPy and torch return
+    # our C++ takes any address; with several threads MKL's dot product divides its work at
+    # multiples of 16 bytes, the least that the allocators of C, NumPy and torch return
     shift = 4 if engine == "torch" else 3
     shifted = [torch.empty(x.numel() + shift)[shift:].view(x.shape).copy_(x) for x in (X_ND, W_RD)]
     found = got(fisher_projection.project(*shifted))

@@ -1,4 +1,5 @@
-"""The hold-one-out natural gradient against Kaldi's (golden/simple.npz) and against its definition."""
+"""The hold-one-out natural gradient against Kaldi's (golden/simple.npz) and against its definition.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_equals_kaldi(case: str, dtype: torch.dtype) -> None:
     X = torch.tensor(GOLDEN(case, "X"), dtype=dtype)
     Xbar = precondition_simple(X, config["alpha"])
     assert Xbar.dtype == dtype
-    # Kaldi inverts in float32: the vectors' "measured" is up to 2e-6, and 8e-6 where alpha 0.1 leaves G badly conditioned
+    # Kaldi inverts in float32: the vectors' "measured" is up to 2e-6, and 8e-6 where alpha 0.1
+    # leaves G badly conditioned
     tolerance = 5e-5 if config["alpha"] == 0.1 else 5e-6
     assert relative_error(Xbar, GOLDEN(case, "Xbar").astype(np.float64)) <= tolerance
 
@@ -53,8 +55,9 @@ def test_every_golden_case_is_compared() -> None:
 @given(num=st.integers(2, 12), dim=st.integers(1, 12), alpha=st.sampled_from([0.1, 1.0, 4.0, 10.0]), seed=st.integers(0, 10_000))
 def test_equals_one_inverse_per_row(num: int, dim: int, alpha: float, seed: int) -> None:
     X = rows(num, dim, seed)
-    # both float64: lambda is alpha / (N D) of the trace, so the condition number is at most 1 + N D / ((N - 1) alpha) = 250,
-    # and the step from all rows to all but one may lose as many digits again: 1e-16 * 250^2
+    # both float64: lambda is alpha / (N D) of the trace, so the condition number is at most 1 + N D
+    # / ((N - 1) alpha) = 250, and the step from all rows to all but one may lose as many digits
+    # again: 1e-16 * 250^2
     assert relative_error(precondition_simple(X, alpha), precondition_by_definition(X.numpy(), alpha)) <= 1e-10
 
 
@@ -118,9 +121,11 @@ def test_badly_scaled_and_degenerate_rows_stay_finite(num: int, dim: int, kind: 
     X = (scale * X).to(dtype)
     Xbar = precondition_simple(X, 0.1)
     assert bool(torch.isfinite(Xbar).all())
-    assert float(Xbar.double().norm()) == pytest.approx(float(X.double().norm()), rel=1e-6)  # one rounding per element
+    # one rounding per element
+    assert float(Xbar.double().norm()) == pytest.approx(float(X.double().norm()), rel=1e-6)
 
 
 def test_a_scale_of_the_rows_is_a_scale_of_the_result() -> None:
     X = rows(12, 5, 5)
-    torch.testing.assert_close(precondition_simple(2.0**10 * X), 2.0**10 * precondition_simple(X), rtol=1e-12, atol=0.0)  # exact
+    # exact
+    torch.testing.assert_close(precondition_simple(2.0**10 * X), 2.0**10 * precondition_simple(X), rtol=1e-12, atol=0.0)

@@ -20,7 +20,8 @@ EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-13}
 
 
 class Tagger(nn.Module):
-    """An embedding and an LSTM, which have no natural gradient, and a linear layer, which has one."""
+    """An embedding and an LSTM, which have no natural gradient, and a linear layer, which has one.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,7 +33,8 @@ def both(model: nn.Module, shape: tuple[int, ...], *, fullgraph: bool, backend: 
     compiled = torch.compile(model, fullgraph=fullgraph, backend=backend)
     ours, theirs = train(model, compiled, shape, 16), train(plain, plain, shape, 16)
     for (name, a), b in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)  # float32 in another order of operations
+        # float32 in another order of operations
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
     assert all(p.num_calls == 16 for _, p in [*ours.preconditioners(), *theirs.preconditioners()])
 
 

@@ -46,22 +46,24 @@ def trained(kind: str, num: int, divisor: float) -> tuple[Tensor, dict[str, Tens
 
 
 @pytest.mark.entry("A6", "your loss is a mean over the minibatch", "works",
-                   "the floor of the eigenvalues is relative to the largest, on both sides: a mean over 65,536 samples with lr "
-                   "times 65,536 takes the steps of the sum; where rows are below 1e-10 an estimate is flat, and a warning says "
-                   "so once")
+                   "the floor of the eigenvalues is relative to the largest, on both sides. A mean over 65,536 samples with lr "
+                   "times 65,536 takes the steps of the sum. Where rows are below 1e-10 an estimate is flat, and one warning "
+                   "reports it")
 @pytest.mark.parametrize("kind", ["affine", "convolution"])
 @pytest.mark.parametrize("divisor", [256.0, 65536.0, 2.0**24])
 def test_a_mean_loss_is_preconditioned_as_the_sum_is(kind: str, divisor: float) -> None:
     (of_sum, spectra), (of_mean, others) = trained(kind, 512, 1.0), trained(kind, 512, divisor)
-    # the start weighs at most delta = 5e-4 of the mean eigenvalue there and next to nothing in the sum; e, between 0 and 1, and the
-    # direction differ by a few times that
+    # the start weighs at most delta = 5e-4 of the mean eigenvalue there and next to nothing in the
+    # sum; e, between 0 and 1, and the direction differ by a few times that
     assert float((of_mean - of_sum).norm() / of_sum.norm()) < 5e-3
     for name, e in spectra.items():
         assert float((others[name] - e).abs().max()) < 5e-3, name
 
 
 def test_rows_of_any_size_are_preconditioned_alike() -> None:
-    """One float32 estimate on rows X and on rows c X: the floor, the start and float32's range do not show."""
+    """One float32 estimate on rows X and on rows c X: the floor, the start and float32's range do
+    not show.
+    """
     outputs = {}
     for scale in (1.0, 1e-4, 1e-8):
         preconditioner = OnlineNaturalGradient(rank=5, relative_floor=True)
@@ -100,7 +102,8 @@ def test_rows_of_zeros_leave_the_start_to_the_first_other_rows(num_zero: int) ->
         outputs[scale, is_relative] = gamma * Xhat / scale
     # rows of ordinary size: Kaldi's own numbers, bitwise in one process
     assert torch.equal(outputs[1.0, True], outputs[1.0, False])
-    assert float((outputs[1e-6, True] - outputs[1.0, True]).norm() / outputs[1.0, True].norm()) < 5e-3  # as above
+    # as above
+    assert float((outputs[1e-6, True] - outputs[1.0, True]).norm() / outputs[1.0, True].norm()) < 5e-3
 
 
 @pytest.mark.parametrize("kind", ["affine", "convolution"])

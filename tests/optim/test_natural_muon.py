@@ -63,8 +63,8 @@ def test_it_takes_the_steps_of_the_reference() -> None:
         optimizer.step()
         expected = {name: matrix.weight for name, matrix in matrices.items()} | {name: one.x for name, one in others.items()}
         for name, value in expected.items():
-            # matrices: Newton-Schulz in float32 as above, times lr 0.2 sqrt(20) = 0.01, and twelve such steps
-            # vectors: a normalized gradient in float32, twelve steps of 0.005
+            # matrices: Newton-Schulz in float32 as above, times lr 0.2 sqrt(20) = 0.01, and twelve
+            # such steps vectors: a normalized gradient in float32, twelve steps of 0.005
             torch.testing.assert_close(model.get_parameter(name).detach().double(), torch.from_numpy(value), rtol=0.0, atol=1e-5)
 
 

@@ -1,4 +1,6 @@
-"""NGSGD in the loops that people write: half precision, loss scaling, padding, schedulers, tied weights, checkpointing."""
+"""NGSGD in the loops that people write: half precision, loss scaling, padding, schedulers, tied
+weights, checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -112,11 +114,13 @@ def test_autocast_gives_float32_gradients_and_estimates_within_bfloat16_rounding
     gradients, estimates = bfloat16_gradients(backward_inside)
     for name, state in estimates.items():
         assert (state["W"].dtype, state["d"].dtype) == (torch.float32, torch.float64), name
-    # bfloat16 keeps 8 bits: each rounding is up to 2^-9 = 0.2 %.  Three layers forward and backward make six in a row
+    # bfloat16 keeps 8 bits: each rounding is up to 2^-9 = 0.2 %. Three layers forward and backward
+    # make six in a row
     assert relative(gradients, gradients_of(exact_model)) < 0.012
     for name, state in estimates.items():
         other = states(exact)[name]
-        assert relative(state["W"].T @ state["W"], other["W"].T @ other["W"]) < 0.02, name  # second moments: twice that
+        # second moments: twice that
+        assert relative(state["W"].T @ state["W"], other["W"].T @ other["W"]) < 0.02, name
 
 
 def test_backward_inside_or_outside_of_autocast_is_the_same() -> None:
@@ -240,7 +244,8 @@ def test_the_first_loss_scale_may_overflow() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == pytest.approx(1e8) and torch.equal(parameters_of(model), start)
-    assert train_scaled(model, optimizer, scaler, range(1, 6))[-1] == pytest.approx(1e8)  # not one of these overflowed
+    # not one of these overflowed
+    assert train_scaled(model, optimizer, scaler, range(1, 6))[-1] == pytest.approx(1e8)
     assert parameters_of(model).isfinite().all() and not torch.equal(parameters_of(model), start)
     assert all(state["d"].isfinite().all() for state in states(optimizer).values())
 
@@ -257,7 +262,9 @@ def test_a_scaler_that_is_switched_off_is_as_none() -> None:
 # --- padding and masks ---
 
 def padded_minibatch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(x B x T x F, labels B x T, weights B x T) in which sequences of different lengths are filled up with rubbish."""
+    """(x B x T x F, labels B x T, weights B x T) in which sequences of different lengths are filled
+    up with rubbish.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(6, 9, NUM_IN, generator=generator, dtype=torch.float64)
     lengths = torch.randint(3, 10, (6, 1), generator=generator)
@@ -285,8 +292,8 @@ def masked_gradients(*, ignore_zero_rows: bool, padded: bool, num: int = 16) -> 
 def test_padding_does_not_count_if_rows_without_derivative_are_ignored() -> None:
     (padded, padded_states), (packed, packed_states) = (masked_gradients(ignore_zero_rows=padded, padded=padded)
                                                         for padded in (True, False))
-    # float64 on both sides; the order of sums differs, and the squared condition number of the estimates (at most 2000^2)
-    # amplifies that over 16 minibatches
+    # float64 on both sides; the order of sums differs, and the squared condition number of the
+    # estimates (at most 2000^2) amplifies that over 16 minibatches
     assert relative(padded, packed) < 1e-8
     assert_same_estimates(padded_states, packed_states, 1e-7)
 
@@ -343,7 +350,8 @@ def test_an_estimate_starts_from_the_first_minibatch_that_has_rows_that_count() 
             optimizer.zero_grad()
             loss_of(model, seed).backward()
         gradients.append(gradients_of(model))
-    # the same arithmetic on the same numbers in float64; the start is made of three passes that amplify rounding
+    # the same arithmetic on the same numbers in float64; the start is made of three passes that
+    # amplify rounding
     assert relative(gradients[1], gradients[0]) < 1e-8
 
 
@@ -398,7 +406,8 @@ def test_weight_decay_of_one_layer() -> None:
         optimizer.step(num_samples=32)
     # Kaldi: 2 * samples * lr * decay * p
     expected = model.get_parameter("middle.weight") - 2 * 32 * 0.001 * 0.01 * network().get_parameter("middle.weight")
-    torch.testing.assert_close(decayed.get_parameter("middle.weight").detach(), expected.detach())  # float32 rounding
+    # float32 rounding
+    torch.testing.assert_close(decayed.get_parameter("middle.weight").detach(), expected.detach())
     assert torch.equal(decayed.get_parameter("hidden.weight"), model.get_parameter("hidden.weight"))
 
 
@@ -482,7 +491,8 @@ def test_weights_tied_between_embedding_and_output_fall_back_by_name_to_their_pl
     tokens = torch.randint(7, (4, 6), generator=torch.Generator().manual_seed(0))
     for each in (model, plain):
         nn.functional.cross_entropy(each(tokens).flatten(0, 1), tokens.flatten(), reduction="sum").backward()
-    torch.testing.assert_close(model.embedding.weight.grad, plain.embedding.weight.grad)  # float32 rounding
+    # float32 rounding
+    torch.testing.assert_close(model.embedding.weight.grad, plain.embedding.weight.grad)
     before = model.embedding.weight.detach().clone()
     optimizer.step()
     assert not torch.equal(model.embedding.weight, before)
@@ -510,7 +520,8 @@ def test_weights_tied_between_two_linear_layers_get_the_sum_of_two_natural_gradi
             (model(x) - x.flip(1)).square().sum().backward()
         first, second = (apart.get_parameter(name).grad for name in ("0.weight", "2.weight"))
         assert first is not None and second is not None
-        torch.testing.assert_close(tied.get_parameter("0.weight").grad, first + second)  # one sum in float64
+        # one sum in float64
+        torch.testing.assert_close(tied.get_parameter("0.weight").grad, first + second)
 
 
 class Mixed(nn.Module):
@@ -768,7 +779,8 @@ def test_evaluation_between_minibatches_leaves_no_trace() -> None:
         with torch.inference_mode():
             assert torch.equal(evaluated(minibatch(100)[0]), without)
         evaluated.train()
-        torch.testing.assert_close(without, plain(minibatch(100)[0]).detach())  # float32, perhaps another kernel
+        # float32, perhaps another kernel
+        torch.testing.assert_close(without, plain(minibatch(100)[0]).detach())
     assert torch.equal(parameters_of(evaluated), parameters_of(plain))
     assert all(torch.equal(state["W"], states(optimizer)[name]["W"]) for name, state in states(evaluating).items())
 
@@ -844,7 +856,8 @@ def test_a_saved_model_does_not_grow_with_the_minibatch() -> None:
         file = io.BytesIO()
         torch.save(model, file)
         sizes.append(file.tell())
-    assert sizes[1] < 1.05 * sizes[0]  # one more row of floats per frame would be several times this
+    # one more row of floats per frame would be several times this
+    assert sizes[1] < 1.05 * sizes[0]
 
 
 def test_autocast_leaves_a_double_precision_model_alone() -> None:

@@ -1,4 +1,6 @@
-"""NGSGD and SGD as ordinary optimizers: copies, pickles, transforms, param groups, states of others, and warnings."""
+"""NGSGD and SGD as ordinary optimizers: copies, pickles, transforms, param groups, states of
+others, and warnings.
+"""
 
 from __future__ import annotations
 
@@ -317,7 +319,7 @@ def test_a_copy_of_ngsgd_is_refused() -> None:
 @KINDS
 @pytest.mark.entry("B3", "you unfreeze layers and call add_param_group", "works",
                    "the parameters of each layer become a group with the layer's name, and NGSGD preconditions the layer from "
-                   "the next forward pass on; a layer that is unfrozen and not added is named in a warning")
+                   "the next forward pass on. A layer that is unfrozen and not added is named in a warning")
 def test_unfrozen_layers_that_are_added_train_as_if_they_had_been_there(kind: type[SGD]) -> None:
     model, reference = network(), network()
     for p in model[4].parameters():
@@ -333,7 +335,8 @@ def test_unfrozen_layers_that_are_added_train_as_if_they_had_been_there(kind: ty
         assert set(optimizer.preconditioned) == {"0", "1", "4", "5", "7"} and optimizer.fallbacks == []
         reference.load_state_dict(model.state_dict())
         fresh = NGSGD(reference, 0.001)
-        assert_close([gradients(model, 5)[4]], [gradients(reference, 5)[4]])  # both estimates start from this minibatch
+        # both estimates start from this minibatch
+        assert_close([gradients(model, 5)[4]], [gradients(reference, 5)[4]])
         assert fresh.preconditioned == ["0", "1", "4", "5", "7"]
     before = model[4].get_parameter("weight").detach().clone()
     train(model, optimizer, range(5, 7))
@@ -393,8 +396,8 @@ def test_parameters_that_have_left_the_model_are_refused(kind: type[SGD]) -> Non
 @KINDS
 @pytest.mark.entry("B4", "you set weight_decay and your loop calls step() without num_samples (Lightning, Accelerate, the HF "
                          "Trainer)", "works",
-                   "the loss is taken for a mean over the minibatch: a step takes 2 * weight_decay * lr * p off, and a warning "
-                   "says so once")
+                   "the loss is taken for a mean over the minibatch: a step takes 2 * weight_decay * lr * p off, and one warning "
+                   "reports it")
 def test_weight_decay_without_a_number_of_samples_is_that_of_a_mean_loss(kind: type[SGD]) -> None:
     moved = []
     with warnings.catch_warnings(record=True) as caught:
@@ -418,7 +421,8 @@ def test_weight_decay_without_a_number_of_samples_is_that_of_a_mean_loss(kind: t
         (loss_of(model, 0) / 24).backward()
         optimizer.step(num_samples=1)
         optimizers.append(model[7].get_parameter("weight").detach())
-    torch.testing.assert_close(optimizers[0] - optimizers[1], 2 * 0.01 * 0.02 * first, rtol=1e-6, atol=1e-9)  # rates in float32
+    # rates in float32
+    torch.testing.assert_close(optimizers[0] - optimizers[1], 2 * 0.01 * 0.02 * first, rtol=1e-6, atol=1e-9)
 
 
 @KINDS
@@ -561,7 +565,7 @@ def test_skipped_steps_are_warned_of_once(kind: type[SGD]) -> None:
     "more than 30 % of the parameters have no natural gradient",
     "works",
     'AdamW trains them, and one warning gives their share; `fallback="adamw"`, or a `rule` in '
-    "`layer_options`, says that this is intended",
+    "`layer_options`, states that this is intended",
 )
 @pytest.mark.parametrize(
     ("num_embeddings", "options", "rule"),

@@ -1,4 +1,5 @@
-"""Outer optimizers against their formulas in float64, against torch's SGD, and against each other."""
+"""Outer optimizers against their formulas in float64, against torch's SGD, and against each other.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def bits(vector: Any) -> list[int]:
 
 
 def drive(outer: OuterOptimizer, moves: Sequence[Any], infos: Sequence[OuterInfo] | None = None) -> reference.Path:
-    """(W, B) after each outer iteration in which one job's worth of results moved by moves[t] from B."""
+    """(W, B) after each outer iteration in which one job's worth of results moved by moves[t] from
+    B.
+    """
     path = []
     for t, G in enumerate(moves):
         outer.step([outer.broadcast() + G], [1.0], infos[t] if infos else info(t))
@@ -83,7 +86,7 @@ def after_a_few_steps(rule: OuterRule, size: int, *, num_threads: int = 1, ema_d
     return outer
 
 
-# ------------------------------------------------------------------------------------------------------- the formulas
+# ------------------------------------------------------------------------------------- the formulas
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_block_momentum_follows_the_papers_formulas(nesterov: bool) -> None:
     moves, start = random_moves(), some_model()
@@ -122,7 +125,7 @@ def test_the_random_first_model_has_no_part_in_the_moving_average_of_a_short_run
     np.testing.assert_allclose(outer.final_model(), 2.0, rtol=1e-12)  # the mean of 0 .. 4; float64
 
 
-# ------------------------------------------------------------------------------------- one rule is a case of another
+# -------------------------------------------------------------------- one rule is a case of another
 def torch_path(start: Any, moves: Any, *, nesterov: bool) -> list[Any]:
     theta = torch.nn.Parameter(torch.from_numpy(start.copy()))
     sgd = torch.optim.SGD([theta], lr=0.7, momentum=0.9, nesterov=nesterov)
@@ -183,7 +186,7 @@ def test_the_configuration_chooses_the_rule() -> None:
     assert make_rule(OuterConfig()) == Bmuf(0.0)  # the one that measured best
 
 
-# --------------------------------------------------------------------------------------------------------------- gain
+# --------------------------------------------------------------------------------------------- gain
 GAINS = {
     "average": (Average(), 1.0), "gain_1": (Bmuf(1.0), 1.0), "gain_4": (Bmuf(4.0), 4.0), "gain_sqrt": (Bmuf(), 4.0),
     "bmuf": (Bmuf(16.0), 16.0), "nbm": (BlockMomentum(0.9, 0.7), 7.0), "cbm": (BlockMomentum(0.9, 0.7, nesterov=False), 7.0),
@@ -222,7 +225,7 @@ def test_the_gain_stays_between_averaging_and_the_number_of_jobs() -> None:
     assert [Bmuf(gain).gain(4, 100) for gain in (0.5, 1.0, 2.5, 4.0, 9.0)] == [1.0, 1.0, 2.5, 4.0, 4.0]
 
 
-# ---------------------------------------------------------------------------------------- moves, as jobs see them
+# -------------------------------------------------------------------------- moves, as jobs see them
 @EVERY_RULE
 def test_moves_say_the_same_as_parameters(rule: OuterRule) -> None:
     random, outers = np.random.default_rng(0), [OuterOptimizer(rule, some_model()) for _ in range(2)]
@@ -262,7 +265,8 @@ def test_statistics_take_the_mean_and_forget_momentum(rule: OuterRule) -> None:
     variance = [slice(0, 3), slice(20, 31)]
     outer = after_a_few_steps(rule, 40, chunk_size=8)
     random = np.random.default_rng(5)
-    vectors = [random.uniform(0.0, 1e-3, 40).astype(np.float32) for _ in range(3)]  # falling variances
+    # falling variances
+    vectors = [random.uniform(0.0, 1e-3, 40).astype(np.float32) for _ in range(3)]
     untouched = after_a_few_steps(rule, 40, chunk_size=8)
     untouched.step(vectors, [1, 2, 3], info(3, num_jobs=9))
     outer.step(vectors, [1, 2, 3], info(3, num_jobs=9), statistics=variance)
@@ -275,7 +279,7 @@ def test_statistics_take_the_mean_and_forget_momentum(rule: OuterRule) -> None:
         assert bits(outer.eval_model()[part]) == bits(untouched.eval_model()[part])
 
 
-# --------------------------------------------------------------------------------------- fragments, chunks, threads
+# ----------------------------------------------------------------------- fragments, chunks, threads
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[int, list[tuple[slice, slice]]]:
     """(size, pieces that cover a model of that size once, in any order, some of them empty)."""
@@ -389,7 +393,7 @@ def test_a_step_needs_a_tenth_of_a_model_however_many_jobs(rule: OuterRule) -> N
     assert peak <= 0.1 * vectors[0].nbytes
 
 
-# -------------------------------------------------------------------------------------------------------------- state
+# -------------------------------------------------------------------------------------------- state
 @EVERY_RULE
 def test_resume_from_a_saved_state_is_bitwise_equal(rule: OuterRule) -> None:
     outer = after_a_few_steps(rule, 30, ema_decay=0.9)

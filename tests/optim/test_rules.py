@@ -1,4 +1,6 @@
-"""Kaldi's rules around a step against the formulas of section A5: backstitch, l2, shrinking, semi-orthogonal layers."""
+"""Kaldi's rules around a step against the formulas of section A5: backstitch, l2, shrinking,
+semi-orthogonal layers.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,17 @@ def gradients_of(model: nn.Module) -> Tensor:
 
 @KINDS
 def test_backstitch_is_a_step_back_and_a_longer_one_forward_on_fresh_gradients(kind: type[SGD]) -> None:
-    """theta1 = theta0 + s lr g(theta0), theta2 = theta1 - (1 + s) lr g(theta1), g with one and the same Fisher estimate."""
+    """theta1 = theta0 + s lr g(theta0), theta2 = theta1 - (1 + s) lr g(theta1), g with one and the
+    same Fisher estimate.
+    """
     s, lr = 0.3, 0.002
     model = network()
     optimizer = kind(model, lr, **NO_LIMITS)
     for seed in range(16):
         explicit = copy.deepcopy(model)
         other = kind(explicit, lr, **NO_LIMITS)
-        other.load_state_dict(optimizer.state_dict())  # with the estimates as they are before the minibatch
+        # with the estimates as they are before the minibatch
+        other.load_state_dict(optimizer.state_dict())
         if isinstance(other, NGSGD):
             other.freeze(True)
         optimizer_start = parameters_of(model)
@@ -80,7 +85,8 @@ def test_backstitch_is_a_step_back_and_a_longer_one_forward_on_fresh_gradients(k
                 p.sub_(p.grad, alpha=(1.0 + s) * lr)
         torch.testing.assert_close(loss, first)  # before the step back
         moved = parameters_of(model) - optimizer_start
-        torch.testing.assert_close(moved, parameters_of(explicit) - optimizer_start, rtol=1e-5, atol=1e-10)  # rates in float32
+        # rates in float32
+        torch.testing.assert_close(moved, parameters_of(explicit) - optimizer_start, rtol=1e-5, atol=1e-10)
 
 
 def test_backstitch_moves_the_fisher_estimates_once_on_the_fresh_gradients() -> None:
@@ -215,7 +221,8 @@ def test_shrinking_multiplies_trainable_parameters_and_nothing_else() -> None:
     assert shrink(model, 20.0, 0.01) == pytest.approx(0.8)
     for name, value in model.state_dict().items():
         is_shrunk = name in ("0.weight", "1.weight", "1.bias")
-        torch.testing.assert_close(value, before[name] * 0.8 if is_shrunk else before[name])  # float32 rounding
+        # float32 rounding
+        torch.testing.assert_close(value, before[name] * 0.8 if is_shrunk else before[name])
 
 
 def test_no_shrinking_changes_no_bit() -> None:
@@ -270,7 +277,8 @@ def test_rows_of_a_semi_orthogonal_layer_become_orthogonal_and_others_do_not(kin
     optimizer = kind(model, 1e-4, layer_options={"2": {"orthonormal_constraint": -1.0}})
     train_factored(model, optimizer, 40)
     after = {name: off_orthogonality(model.get_parameter(name)) for name in before}
-    # ten pulls: the first ones at a quarter of the speed, since singular values differ; then the error squares with each
+    # ten pulls: the first ones at a quarter of the speed, since singular values differ; then the
+    # error squares with each
     assert after["2.weight"] < 0.01 * before["2.weight"]
     assert after["0.weight"] > 0.8 * before["0.weight"] and after["3.weight"] > 0.8 * before["3.weight"]
 
@@ -281,7 +289,8 @@ def test_a_fixed_scale_is_the_singular_value_of_the_rows(scale: float) -> None:
     optimizer = SGD(model, 0.0, layer_options={"2": {"orthonormal_constraint": scale}})
     train_factored(model, optimizer, 160)
     singular = torch.linalg.svdvals(model.get_parameter("2.weight").detach())
-    torch.testing.assert_close(singular, torch.full_like(singular, scale), rtol=1e-3, atol=0.0)  # 40 pulls
+    # 40 pulls
+    torch.testing.assert_close(singular, torch.full_like(singular, scale), rtol=1e-3, atol=0.0)
 
 
 @KINDS
@@ -304,7 +313,8 @@ def test_several_semi_orthogonal_layers_take_turns() -> None:
         model(torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))).sum().backward()
         optimizer.step()
         moved.append([name for name, value in model.state_dict().items() if not torch.equal(value, before[name])])
-    assert all(len(names) == 1 and names[0].endswith("weight") for names in moved)  # biases have no rows
+    # biases have no rows
+    assert all(len(names) == 1 and names[0].endswith("weight") for names in moved)
     assert sorted({names[0] for names in moved}) == ["0.weight", "2.weight", "3.weight", "5.weight"]
 
 

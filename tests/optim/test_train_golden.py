@@ -1,4 +1,6 @@
-"""Complete training steps against Kaldi's nnet3-train (golden/train.npz): forward, backward, NG, limits, momentum, l2."""
+"""Complete training steps against Kaldi's nnet3-train (golden/train.npz): forward, backward, NG,
+limits, momentum, l2.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ from ngsgd.optim import NGSGD, SGD
 from tests.conftest import Golden
 
 GOLDEN = Golden("train.npz")
-TOLERANCE = 5e-4  # of the movement so far; the vectors' README measures 5e-5 between float32 and float64
-# In the last minibatch of ng_mom one ReLU input is 5e-6 in float64 and -9e-7 in float32: 0 to within rounding, so that
-# frame's gradient enters in the one and not in the other.
+# of the movement so far; the vectors' README measures 5e-5 between float32 and float64
+TOLERANCE = 5e-4
+# In the last minibatch of ng_mom one ReLU input is 5e-6 in float64 and -9e-7 in float32: 0 to
+# within rounding, so that frame's gradient enters in the one and not in the other.
 RELU_FLIP = 5e-3
 
 
@@ -43,7 +46,8 @@ def optimizer(config: dict[str, Any], model: nn.Module) -> SGD:
         preconditioned = NGSGD(model, config["lr"], update_period=config["period"], alpha=config["alpha"], **common)
         made: SGD = preconditioned
         for name, preconditioner in preconditioned.preconditioners():
-            # ranks written in a Kaldi config are lowered to D - 1 only; the defaults, as ours, to (D + 1) / 2
+            # ranks written in a Kaldi config are lowered to D - 1 only; the defaults, as ours, to
+            # (D + 1) / 2
             preconditioner.rank = config["rin"] if name.endswith("input") else config["rout"]
     else:
         made = SGD(model, config["lr"], **common)
@@ -52,7 +56,8 @@ def optimizer(config: dict[str, Any], model: nn.Module) -> SGD:
 
 
 def backward(case: str, t: int, model: nn.Module, dtype: torch.dtype) -> float:
-    """Gradients of the minibatch; returns Kaldi's objective, the weighted sum of log-probabilities."""
+    """Gradients of the minibatch; returns Kaldi's objective, the weighted sum of log-probabilities.
+    """
     label = torch.tensor(GOLDEN(case, f"label_{t:02d}"), dtype=torch.int64)
     weight = torch.tensor(GOLDEN(case, f"weight_{t:02d}"), dtype=dtype)
     model.zero_grad()
@@ -74,7 +79,8 @@ def train_one(case: str, t: int, model: nn.Module, opt: SGD, dtype: torch.dtype)
         opt.step(scale=-backstitch)
         opt.freeze(False)
         for _, preconditioner in opt.preconditioners():
-            preconditioner.num_calls += 1  # Kaldi's count includes frozen calls; ours, on purpose, does not
+            # Kaldi's count includes frozen calls; ours, on purpose, does not
+            preconditioner.num_calls += 1
     second = backward(case, t, model, dtype)
     opt.step(scale=1.0 + backstitch, num_samples=num_samples)
     activity = opt.activity()
@@ -93,7 +99,8 @@ def test_trajectory_equals_kaldi(case: str, dtype: torch.dtype) -> None:
     for t in range(config["T"]):
         objf, hits = train_one(case, t, model, opt, dtype)
         golden_objf = GOLDEN(case, "objf").reshape(-1)[t]
-        assert abs(objf - golden_objf) <= 1e-4 * abs(golden_objf), (case, t)  # float32 sums over the minibatch
+        # float32 sums over the minibatch
+        assert abs(objf - golden_objf) <= 1e-4 * abs(golden_objf), (case, t)
         assert hits == pytest.approx(GOLDEN(case, "flags")[t].tolist()), (case, t)
         for k, affine in enumerate(affines):
             if GOLDEN.has(case, f"params_{t + 1:02d}_{k}"):

@@ -1,4 +1,5 @@
-"""Runs of a task of a user: from Python and from the command line, stopped, killed and continued."""
+"""Runs of a task of a user: from Python and from the command line, stopped, killed and continued.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_a_run_lowers_the_loss_and_can_be_loaded(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_any_scale_is_trained(tmp_path: Path) -> None:
-    """Targets of pure noise with variance 10^4: the loss changes by far more than 1 in each outer iteration."""
+    """Targets of pure noise with variance 10^4: the loss changes by far more than 1 in each outer
+    iteration.
+    """
     x, noise = torch.randn(2, 200, 3, generator=torch.Generator().manual_seed(0))
 
     def mean_squared_error(model: nn.Module, batch: Any) -> Tensor:
@@ -149,7 +152,7 @@ def test_a_worker_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
     assert len(deaths) == 1 and digest(run) == digest(whole)
 
 
-# The command line -------------------------------------------------------------------------------------------------------
+# The command line ---------------------------------------------------------------------------------
 
 TRAIN = ["train", "task=tests.tasks.blobs:make_task", f"task.search_path={ROOT}", "name=blobs", "cluster=in_process",
          "tracking.kind=none", "schedule.num_epochs=2", "schedule.minibatch_size=16", "--quiet"]
@@ -192,7 +195,7 @@ def test_mistakes_are_reported_before_a_run_folder_is_made(tmp_path: Path, monke
     assert not list(tmp_path.glob("runs/*/config.yaml"))
 
 
-# Python -----------------------------------------------------------------------------------------------------------------
+# Python -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("settings", [

@@ -1,4 +1,6 @@
-"""Small networks of Linear and Conv1d layers in float64 with a mean loss, and what each layer's dense oracle needs."""
+"""Small networks of Linear and Conv1d layers in float64 with a mean loss, and what each layer's
+dense oracle needs.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _directions(
 @pytest.mark.entry(
     "B15",
     'you use a preconditioner with `fisher="empirical"` and a loss other than cross-entropy, mean '
-    "squared error or binary cross-entropy: nll_loss, kl_div, smooth_l1, CTC, one of your own",
+    "squared error or binary cross-entropy: nll_loss, kl_div, smooth_l1, CTC, a custom one",
     "works",
     "with `evaluate(closure, num_rows=)`, `watch(num_rows=)` or `forward_and_backward(num_rows=)` "
     "the loss counts as a mean over so many rows; without it ConfigError names `num_rows=`",

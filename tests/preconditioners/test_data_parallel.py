@@ -44,7 +44,9 @@ def _rows(step: int, rank: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _trained(kind: str, way: str, rank: int | None) -> list[Tensor]:
-    """The parameters after a few steps; `way` is where the preconditioner stands and which calls the loop makes."""
+    """The parameters after a few steps; `way` is where the preconditioner stands and which calls
+    the loop makes.
+    """
     model = _net()
     called: nn.Module = model if rank is None else DDP(model)
     preconditioner = METHODS[kind](called if "outer" in way else model, damping=0.1)
@@ -120,9 +122,9 @@ def _found() -> list[dict[Any, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.entry("A1", "you use K-FAC and related methods under DistributedDataParallel", "works",
-                   "KFAC, DiagonalNG, UnitWiseNG, LayerWiseNG, Shampoo and SOAP average their curvature over the ranks: "
-                   "replicas are bitwise equal, and equal to one process with all rows to 1e-7; methods whose curvature has no "
-                   "mean over ranks raise ConfigError before the first step; a loop that averages gradients itself gets a "
+                   "KFAC, DiagonalNG, UnitWiseNG, LayerWiseNG, Shampoo and SOAP average their curvature over the ranks. "
+                   "Replicas are bitwise equal, and equal to one process with all rows to 1e-7. Methods whose curvature has no "
+                   "mean over ranks raise ConfigError before the first step. A loop that averages gradients itself gets a "
                    "warning if split_work was not called")
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_replicas_are_equal_to_each_other_and_to_one_process(kind: str, way: str) -> None:

@@ -1,8 +1,10 @@
-"""The Fisher matrix that each method stands for on sequences, as docs/preconditioners.md states it, by brute force in float64.
+"""The Fisher matrix that each method stands for on sequences, as docs/preconditioners.md states it,
+by brute force in float64.
 
 Gradients come from autograd, one sample or one frame at a time; matrices are dense.
 
-Letters: N samples, T frames of each, R = N T rows of the loss, O outputs, I inputs of a layer (with the 1 of the bias).
+Letters: N samples, T frames of each, R = N T rows of the loss, O outputs, I inputs of a layer (with
+the 1 of the bias).
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def _of_frames() -> list[dict[str, Tensor]]:
 
 
 def _of_root() -> list[dict[str, Tensor]]:
-    """J^T s for each frame and each column s of the root of the frame's second derivative diag(p) - p p^T."""
+    """J^T s for each frame and each column s of the root of the frame's second derivative diag(p) -
+    p p^T.
+    """
     model, x, _ = _problem()
     found = []
     for z_F in model(x).flatten(0, 1):
@@ -82,8 +86,8 @@ def _plain() -> dict[str, Tensor]:
 
 
 @pytest.mark.entry("A13", "you use DiagonalNG, UnitWiseNG, LayerWiseNG, FullNG, SENG or SMWNG on sequences", "works",
-                   "F is 1/R times the sum over samples of g g^T, where g is the gradient of the sum of a sample's frames; with "
-                   "fisher=\"exact\" it is the sum over frames, as always with K-FAC and EKFAC; docs/preconditioners.md defines F "
+                   "F is 1/R times the sum over samples of g g^T, where g is the gradient of the sum of a sample's frames. With "
+                   "fisher=\"exact\" it is the sum over frames, as always with K-FAC and EKFAC. The page docs/preconditioners.md defines F "
                    "for every method")
 @pytest.mark.parametrize(("fisher", "vectors"), [("empirical", _of_samples), ("exact", _of_root)])
 @pytest.mark.parametrize("kind", ["diagonal", "unit", "layer", "seng", "full", "smw"])
@@ -101,10 +105,13 @@ def test_methods_of_complete_gradients(kind: str, fisher: str, vectors: Callable
 
 @pytest.mark.entry("A13")
 def test_kfac_and_ekfac_take_frames_as_rows() -> None:
-    """A is the mean over frames, B 1/R times the sum over frames: of gradients e a^T of rank 1, frame by frame."""
+    """A is the mean over frames, B 1/R times the sum over frames: of gradients e a^T of rank 1,
+    frame by frame.
+    """
     plain, kfac, ekfac, frames = _plain(), _direction("kfac", "empirical"), _direction("ekfac", "empirical"), _of_frames()
     for layer, G_OI in plain.items():
-        # a frame's gradient is e [a 1], so that its last column is e, and its largest row over e is [a 1]
+        # a frame's gradient is e [a 1], so that its last column is e, and its largest row over e is
+        # [a 1]
         e_RO = torch.stack([one[layer][:, -1] for one in frames])
         a_RI = torch.stack([(one[layer].T @ e) / (e @ e) for one, e in zip((f for f in frames), e_RO, strict=True)])
         A, B = a_RI.T @ a_RI / R, e_RO.T @ e_RO / R

@@ -1,4 +1,6 @@
-"""Diagonal, unit-wise, layer-wise and full natural gradients, and those through Gram matrices, against dense solves."""
+"""Diagonal, unit-wise, layer-wise and full natural gradients, and those through Gram matrices,
+against dense solves.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_all_layers_together_equal_the_dense_solve(method: type[Preconditioner],
 
 
 def test_a_sketch_is_right_in_the_mean_and_exact_with_all_coordinates() -> None:
-    """3000 samples at seed 2; the mean is within 5 of its own standard errors in every element (false alarms 1 in 30 000)."""
+    """3000 samples at seed 2; the mean is within 5 of its own standard errors in every element
+    (false alarms 1 in 30 000).
+    """
     case = problem("linear")
     exact, sketched, whole = SENG(case.model), SENG(case.model, sketch=2, seed=2), SENG(case.model, sketch=100)
     close(case.preconditioned(whole)["0.weight"], case.preconditioned(exact)["0.weight"])

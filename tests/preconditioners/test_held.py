@@ -1,4 +1,5 @@
-"""evaluate_and_step, where rows are preconditioned before their product, against evaluate and step."""
+"""evaluate_and_step, where rows are preconditioned before their product, against evaluate and step.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ N = 5
 
 
 def _net() -> nn.Sequential:
-    """Layers that are wider than the minibatch on both sides, on the input side, on the output side, and on neither."""
+    """Layers that are wider than the minibatch on both sides, on the input side, on the output
+    side, and on neither.
+    """
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 4, bias=False), nn.Tanh(), nn.Linear(4, 8), nn.Tanh(),
                          nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 4)).double()
@@ -112,12 +115,16 @@ def _penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _twice(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Every layer is called twice, and the curvature's passes count as one minibatch of twice the rows."""
+    """Every layer is called twice, and the curvature's passes count as one minibatch of twice the
+    rows.
+    """
     return F.cross_entropy(model(torch.cat([x, x.flip(0)])), torch.cat([y, y]))
 
 
 def _adversarial(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """A gradient w.r.t. the input alone is taken on the way; the layers' rows of that pass are no gradient of theirs."""
+    """A gradient w.r.t. the input alone is taken on the way; the layers' rows of that pass are no
+    gradient of theirs.
+    """
     moved = x.clone().requires_grad_()
     hidden = model[0](moved)   # type: ignore[index]
     (direction,) = torch.autograd.grad(hidden.square().sum(), moved)
@@ -133,7 +140,8 @@ def _gradient_penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [_penalised, _twice, _adversarial, _gradient_penalty])
 def test_other_uses_of_weights_and_of_derivatives_count_as_ever(loss: Any) -> None:
-    # the first looks leave layers out whose derivative is not taken in the pass, so the curvature comes from step 0 alone
+    # the first looks leave layers out whose derivative is not taken in the pass, so the curvature
+    # comes from step 0 alone
     wanted, found = (_trained(Shampoo, at_once=at_once, loss=loss) for at_once in (False, True))
     for one, other in zip(wanted, found, strict=True):
         close(other, one)
@@ -150,7 +158,8 @@ def test_rows_are_float32_under_autocast() -> None:
         found.append([p.grad for p in model.parameters()])
     for plain, cast in zip(*found, strict=True):
         assert plain is not None and cast is not None and cast.dtype == torch.float32
-        torch.testing.assert_close(cast, plain, rtol=0.1, atol=0.02 * float(plain.abs().max()))   # 8 bits of bfloat16
+        # 8 bits of bfloat16
+        torch.testing.assert_close(cast, plain, rtol=0.1, atol=0.02 * float(plain.abs().max()))
 
 
 @pytest.mark.parametrize("method", [KFAC, SMWNG, SENG, DiagonalNG])

@@ -26,7 +26,8 @@ def test_kfac_equals_the_dense_solve(name: str, damping: float, exact: bool) -> 
 
 @pytest.mark.parametrize("method", [KFAC, EKFAC])
 def test_monte_carlo_samples_have_the_exact_factors_as_mean(method: type[KFAC]) -> None:
-    """4000 samples at seed 1: relative standard error about 1/60 per element, checked at 5 of them."""
+    """4000 samples at seed 1: relative standard error about 1/60 per element, checked at 5 of them.
+    """
     case = problem("conv frames")
     sampled = method(case.model, fisher="mc", num_draws=4000, seed=1)
     exact = method(case.model, fisher="exact")
@@ -35,11 +36,14 @@ def test_monte_carlo_samples_have_the_exact_factors_as_mean(method: type[KFAC]) 
     for layer in exact.statistics:
         B, wanted = sampled.curvature(layer)["B"], exact.curvature(layer)["B"]
         assert float((B - wanted).norm() / wanted.norm()) < 5.0 / 60.0
-        assert abs(float(B.trace() / wanted.trace()) - 1.0) < 5.0 / 60.0   # does not shrink with the number of samples
+        # does not shrink with the number of samples
+        assert abs(float(B.trace() / wanted.trace()) - 1.0) < 5.0 / 60.0
 
 
 def test_factors_of_drawn_rows_have_those_of_all_as_mean() -> None:
-    """400 looks at half of the rows: an error of a factor of about 1/50 of its norm, checked at 5 times that; at seed 1."""
+    """400 looks at half of the rows: an error of a factor of about 1/50 of its norm, checked at 5
+    times that; at seed 1.
+    """
     case = problem("conv frames")
     whole, drawn = KFAC(case.model), KFAC(case.model, max_rows=12, ema_decay=0.9999, seed=1)
     case.preconditioned(whole)

@@ -1,4 +1,6 @@
-"""GradientMaker: the five cases of the ASDL paper, each with the gradient of the same loss in plain torch."""
+"""GradientMaker: the five cases of the ASDL paper, each with the gradient of the same loss in plain
+torch.
+"""
 
 from __future__ import annotations
 

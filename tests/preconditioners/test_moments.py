@@ -1,4 +1,6 @@
-"""K-FAC of the exact Fisher matrix, Kaldi's two natural gradients, and torch's optimizers against their formulas."""
+"""K-FAC of the exact Fisher matrix, Kaldi's two natural gradients, and torch's optimizers against
+their formulas.
+"""
 
 from __future__ import annotations
 

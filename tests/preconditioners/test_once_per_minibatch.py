@@ -1,4 +1,6 @@
-"""Layers that run once for the complete minibatch, whose rows are no samples: position embeddings, an affine layer of one row."""
+"""Layers that run once for the complete minibatch, whose rows are no samples: position embeddings,
+an affine layer of one row.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import close
 
 N, T = 4, 5
-SEES_ROWS = [kind for kind in METHODS if issubclass(METHODS[kind].Options, FisherOptions)]    # chains alone
+# chains alone
+SEES_ROWS = [kind for kind in METHODS if issubclass(METHODS[kind].Options, FisherOptions)]
 
 
 class _Net(nn.Module):
@@ -75,7 +78,9 @@ def test_an_affine_layer_of_one_row_is_refused() -> None:
 
 @pytest.mark.entry("P10")
 def test_a_skipped_position_embedding_keeps_its_gradient_and_others_theirs() -> None:
-    """All forms give the same numbers then, and with an input for each sample the layer has its curvature, too."""
+    """All forms give the same numbers then, and with an input for each sample the layer has its
+    curvature, too.
+    """
     each = _gradients(_Net("N x T").double(), "diagonal", *_words(), skip=("position_embeddings",))
     plain = _Net("N x T").double()
     x, y = _words()

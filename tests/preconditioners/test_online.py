@@ -39,7 +39,8 @@ def test_equals_the_dense_reference(dim: int, rank: int, num_rows: int, alpha: f
         xhat, scale = fast.precondition(X)
         dense_xhat, gamma = dense.precondition(X.numpy())
         dense.update(X.numpy(), eta)
-        # both float64; Z squares the condition number of the Fisher matrix, at most 1 / delta = 2000, so 1e-16 * 4e6
+        # both float64; Z squares the condition number of the Fisher matrix, at most 1 / delta =
+        # 2000, so 1e-16 * 4e6
         np.testing.assert_allclose(xhat.numpy(), dense_xhat, rtol=1e-7, atol=1e-8 * float(X.abs().max()))
         np.testing.assert_allclose(float(scale), gamma, rtol=1e-7)
     W = fast.state_dict()["W"].numpy()

@@ -1,8 +1,8 @@
 """The online preconditioner against Kaldi's outputs and states (golden/ong_sequences.npz).
 
-Kaldi computes in float32; its README gives the tolerances: from our own start the first minibatch may leave directions
-at the level of float32 noise, which decides the wider figures; from Kaldi's state before a call only one solve's
-rounding is left.
+Kaldi computes in float32; its README gives the tolerances: from our own start the first minibatch
+may leave directions at the level of float32 noise, which decides the wider figures; from Kaldi's
+state before a call only one solve's rounding is left.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def load(ng: OnlineNaturalGradient, W: Any, d: Any, rho: Any, t: int, dtype: tor
 
 
 def num_comparable_calls(case: str, config: dict[str, Any]) -> int:
-    """All calls, except that ours does not count frozen ones: equal up to the first call after a frozen one."""
+    """All calls, except that ours does not count frozen ones: equal up to the first call after a
+    frozen one.
+    """
     return int(min(config["frozen_at"]) + 1 if case == "frozen" else config["T"])
 
 

@@ -1,4 +1,5 @@
-"""Properties of the online preconditioner for all rows: symmetries, degenerate rows, masks, schedules, states.
+"""Properties of the online preconditioner for all rows: symmetries, degenerate rows, masks,
+schedules, states.
 
 Letters: N rows, D dimension, R rank.
 """
@@ -24,8 +25,9 @@ from tests.reference.online_natural_gradient import DenseFisher
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 EPSILON, DELTA = 1e-10, 5e-4  # the floors of d and rho, absolute and relative
-# Both sides in float64: Z squares the condition number of the Fisher matrix, at most about 1 / DELTA, and the smallest
-# eigenvalues are floored relative to the largest, so 1e-16 * 4e6 and a few calls of it
+# Both sides in float64: Z squares the condition number of the Fisher matrix, at most about 1 /
+# DELTA, and the smallest eigenvalues are floored relative to the largest, so 1e-16 * 4e6 and a few
+# calls of it
 EXACT = 1e-8
 
 
@@ -37,7 +39,9 @@ def rows(num: int, dim: int, seed: int, dtype: torch.dtype = torch.float64) -> T
 
 
 def warmed(dim: int, seed: int, dtype: torch.dtype = torch.float64, **options: Any) -> OnlineNaturalGradient:
-    """An estimate that has seen three minibatches, so that nothing depends on the noise of the start."""
+    """An estimate that has seen three minibatches, so that nothing depends on the noise of the
+    start.
+    """
     ng = OnlineNaturalGradient(**{"rank": 4, **options})
     for t in range(3):
         ng.precondition(rows(40, dim, 1000 + 7 * seed + t, dtype))
@@ -63,7 +67,9 @@ def assert_close(ours: Tensor | float, theirs: Tensor | float, tolerance: float 
 
 def assert_same_state(ours: OnlineNaturalGradient, theirs: OnlineNaturalGradient, tolerance: float = EXACT, *,
                       size: float = 1.0, rotation: Tensor | None = None) -> None:
-    """d, rho and W^T W, which does not depend on the choice of the rows of W; ours may be `size` times theirs, and rotated."""
+    """d, rho and W^T W, which does not depend on the choice of the rows of W; ours may be `size`
+    times theirs, and rotated.
+    """
     mine, other = ours.state_dict(), theirs.state_dict()
     assert mine["t"] == other["t"]
     assert_close(mine["d"], size * other["d"], tolerance)
@@ -94,19 +100,21 @@ def spread_e(state: dict[str, Any], alpha: float) -> Tensor:
 def assert_sound(ng: OnlineNaturalGradient) -> None:
     """Finite, above the floors, rows of R orthonormal."""
     state = ng.state_dict()
-    # in float64 what Kaldi lets pass before it makes the rows orthonormal again.  It looks only where the eigenvalues of Z
-    # are more than 1e6 apart, and up to there rounding of K to float32 leaves 6e-8 * 1e6 in the row of the smallest
+    # in float64 what Kaldi lets pass before it makes the rows orthonormal again. It looks only
+    # where the eigenvalues of Z are more than 1e6 apart, and up to there rounding of K to float32
+    # leaves 6e-8 * 1e6 in the row of the smallest
     orthogonality, slack = (1e-3, 1e-9) if state["W"].dtype == torch.float64 else (0.1, 1e-2)
     W_RD, d_R, rho = state["W"].double(), state["d"], float(state["rho"])
     assert bool(torch.isfinite(W_RD).all() and torch.isfinite(d_R).all()) and math.isfinite(rho)
-    # d_1 = sqrt(c_1) - rho' <= sqrt(c_1), since rho' is never below 0 by more than rounding of the same kind
+    # d_1 = sqrt(c_1) - rho' <= sqrt(c_1), since rho' is never below 0 by more than rounding of the
+    # same kind
     floor = max(EPSILON, DELTA * float(d_R.max()) * (1 - slack))
     assert float(d_R.min()) >= floor and rho >= floor
     R_RD = W_RD / spread_e(state, ng.smoothing.alpha).sqrt()[:, None]
     assert float((R_RD @ R_RD.T - torch.eye(len(d_R)).double()).abs().max()) <= orthogonality
 
 
-# ---------------------------------------------------------------------------------------------------------- symmetries
+# --------------------------------------------------------------------------------------- symmetries
 
 @settings(max_examples=40, deadline=None)
 @given(num=st.integers(1, 60), dim=st.integers(1, 20), rank=st.integers(1, 25), period=st.integers(1, 4),
@@ -163,7 +171,7 @@ def test_the_order_of_the_rows_does_not_matter(num: int, seed: int) -> None:
     assert_same_state(shuffled, plain)
 
 
-# ----------------------------------------------------------------------------------------------------- degenerate rows
+# ---------------------------------------------------------------------------------- degenerate rows
 
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda X: X,
@@ -192,7 +200,8 @@ def test_any_sequence_of_degenerate_minibatches_leaves_results_finite_and_the_es
         xhat, scale = ng.precondition(X)
         assert xhat.shape == X.shape and xhat.dtype == dtype
         assert bool(torch.isfinite(xhat).all()) and bool(torch.isfinite(scale)), (t, kind)
-        assert float(xhat.double().norm()) <= float(X.double().norm()) * (1 + 1e-5)  # I - W^T W only shortens
+        # I - W^T W only shortens
+        assert float(xhat.double().norm()) <= float(X.double().norm()) * (1 + 1e-5)
         assert_sound(ng)
 
 
@@ -226,7 +235,8 @@ def test_huge_rows_in_float32_move_the_estimate_as_they_do_in_float64() -> None:
         X = 1e12 * rows(40, 8, t)
         (xhat, _), (xhat_wide, _) = narrow.precondition(X.float()), wide.precondition(X)
         assert_close(xhat, xhat_wide, 1e-5)  # float32's rounding of X - H W
-    assert_same_state(narrow, wide, 1e-3)  # Z squares the condition number of up to 2000: 6e-8 * 2000, a few calls of it
+    # Z squares the condition number of up to 2000: 6e-8 * 2000, a few calls of it
+    assert_same_state(narrow, wide, 1e-3)
 
 
 @pytest.mark.parametrize("num", [1, 5, 50])
@@ -265,8 +275,8 @@ def test_reorthogonalised_rows_are_orthonormal_and_keep_their_span(error: float,
     # one rounding to the dtype; Cholesky factors whose inverse has elements up to 100 are used
     torch.testing.assert_close(R_RD @ R_RD.T, torch.eye(4).double(), rtol=0.0, atol=1e-6 if dtype == torch.float32 else 1e-11)
     if error < 1.0 and dtype == torch.float64:
-        # row i is a combination of the first i rows, with a positive share of itself, so signs stay; the inverse of rows that
-        # are nearly the same multiplies rounding by 1e4
+        # row i is a combination of the first i rows, with a positive share of itself, so signs
+        # stay; the inverse of rows that are nearly the same multiplies rounding by 1e4
         first = torch.linalg.lstsq(W_RD.T, R_RD.T).solution
         torch.testing.assert_close(first.T @ W_RD, R_RD, rtol=0.0, atol=1e-10)
         torch.testing.assert_close(torch.tril(first.T), first.T, rtol=0.0, atol=1e-6)
@@ -278,7 +288,7 @@ def test_rows_orthonormal_to_a_thousandth_are_left_alone() -> None:
     assert torch.equal(reorthogonalized(W_RD, e_R), W_RD)
 
 
-# -------------------------------------------------------------------------------------- masks, loss scales, ones, queues
+# ----------------------------------------------------------------- masks, loss scales, ones, queues
 
 @settings(max_examples=30, deadline=None)
 @given(num=st.integers(2, 40), kept=st.floats(0.1, 0.9), seed=st.integers(0, 10_000), start=st.booleans(),
@@ -434,7 +444,7 @@ def test_an_update_waits_until_its_own_estimate_is_needed_or_the_step_is_done() 
     assert ng.state is not None and ng.state.rho != first
 
 
-# ------------------------------------------------------------------------------------------------------------ schedules
+# ---------------------------------------------------------------------------------------- schedules
 
 @pytest.mark.parametrize("freezing", [False, True])
 @pytest.mark.parametrize(("schedule", "expected"), [("nnet3", [*range(11), 14, 18, 22]), ("nnet2", [*range(10), 13, 17, 21])])
@@ -480,7 +490,7 @@ def test_the_start_passes_over_the_first_minibatch_three_times_or_once_if_it_has
     np.testing.assert_allclose((made["W"].T @ made["W"]).numpy(), dense.W.T @ dense.W, rtol=0.0, atol=1e-7)
 
 
-# ----------------------------------------------------------------------------------------------------- settings, states
+# --------------------------------------------------------------------------------- settings, states
 
 @DTYPES
 @pytest.mark.parametrize(("old", "new"), [(4.0, 1.0), (0.1, 10.0), (4.0, 0.0)])
@@ -496,7 +506,8 @@ def test_a_changed_alpha_equals_a_fresh_object_with_that_alpha_and_the_same_fish
     assert_sound(changed)
     # float32: one rounding of W; alpha 0 divides by e near 1
     tolerance = 1e-4 if dtype == torch.float32 else EXACT
-    torch.testing.assert_close(changed.gram(), fresh.gram(), rtol=1e-6, atol=1e-6)  # not the one of the old alpha
+    # not the one of the old alpha
+    torch.testing.assert_close(changed.gram(), fresh.gram(), rtol=1e-6, atol=1e-6)
     for t in range(4):
         X = rows(20, 9, t, dtype)
         (xhat, scale), (xhat_fresh, scale_fresh) = changed.precondition(X), fresh.precondition(X)
@@ -539,7 +550,8 @@ def test_a_state_survives_saving_with_another_object_and_before_the_first_call()
     saved = warmed(8, 2)
     state = saved.state_dict()
     before = {key: state[key].clone() for key in ("W", "d", "rho")}
-    saved.precondition(rows(20, 8, 0))  # updates work in place: a state that was handed out must not change
+    # updates work in place: a state that was handed out must not change
+    saved.precondition(rows(20, 8, 0))
     assert all(torch.equal(before[key], state[key]) for key in before)
     ng.load_state_dict(state)
     ng.precondition(rows(20, 8, 0))
@@ -551,7 +563,7 @@ def test_rows_of_another_dimension_are_refused() -> None:
         warmed(8, 0).precondition(rows(20, 7, 0))
 
 
-# ----------------------------------------------------------------------------------------------------- what is not finite
+# ------------------------------------------------------------------------------- what is not finite
 
 BAD = pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 FIRST, UPDATING, NOT_UPDATING = 0, 5, 12

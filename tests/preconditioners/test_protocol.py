@@ -1,4 +1,6 @@
-"""What all methods share: restart, intervals, moving averages, limits, scales of the loss, skipped layers, averaging."""
+"""What all methods share: restart, intervals, moving averages, limits, scales of the loss, skipped
+layers, averaging.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ def test_restart_from_a_state_dict_is_bitwise_equal(method: str, name: str) -> N
 def test_the_direction_goes_down_hill(method: str) -> None:
     case = problem("conv frames")
     preconditioner = METHODS[method](case.model, damping=0.1)
-    _trained(preconditioner, "conv frames", case.model, range(2))   # some methods begin with the gradient itself
+    # some methods begin with the gradient itself
+    _trained(preconditioner, "conv frames", case.model, range(2))
     plain = case.gradients()
     case.model.zero_grad()
     preconditioner.evaluate(lambda: case.loss(case.model(case.x)))
@@ -105,7 +108,9 @@ def test_the_mean_of_workers_states_is_taken_and_used(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_maker_gives_the_steps_of_an_own_loop(method: str) -> None:
-    """The maker's calls are set up again for each minibatch; a second look at one is at what was set up then."""
+    """The maker's calls are set up again for each minibatch; a second look at one is at what was
+    set up then.
+    """
     own, case = problem("linear"), problem("linear")
     preconditioner, maker = _make(method, own.model), GradientMaker(case.model, _make(method, case.model))
     for step in range(3):
@@ -213,7 +218,8 @@ def test_factors_are_float32_under_autocast_and_equal_to_those_without() -> None
         found.append(preconditioner.curvature("2.weight"))
     for key, value in found[0].items():
         assert found[1][key].dtype == torch.float32
-        torch.testing.assert_close(found[1][key], value, rtol=0.05, atol=0.01)   # 8 bits of bfloat16
+        # 8 bits of bfloat16
+        torch.testing.assert_close(found[1][key], value, rtol=0.05, atol=0.01)
 
 
 def test_the_moving_average_is_unbiased_from_the_first_minibatch_on() -> None:
@@ -329,7 +335,9 @@ def test_statistics_without_history_are_not_stored_twice(method: str) -> None:
 @pytest.mark.parametrize(("half", "at_once"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)])
 @pytest.mark.parametrize("method", METHODS)
 def test_parameters_of_half_precision_have_estimates_in_float32(method: str, half: torch.dtype, at_once: bool) -> None:
-    """The direction is that of float32 parameters with the same values, to the digits of their gradients."""
+    """The direction is that of float32 parameters with the same values, to the digits of their
+    gradients.
+    """
     found = []
     torch.manual_seed(1)
     narrow = nn.Sequential(nn.Linear(5, 24), nn.Tanh(), nn.Linear(24, 3)).to(half)

@@ -1,4 +1,6 @@
-"""K-BFGS and L-BFGS against dense BFGS updates, their second look at a minibatch, and where they end on quadratics."""
+"""K-BFGS and L-BFGS against dense BFGS updates, their second look at a minibatch, and where they
+end on quadratics.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ def _means(case: Problem, before: dict[str, Tensor], after: dict[str, Tensor]) -
 
 
 def test_kbfgs_factors_come_to_the_inverse_on_a_quadratic() -> None:
-    """Output z = W a + b, squared error of M z: the Hessian in z is 2/4 M^T M, met in random directions."""
+    """Output z = W a + b, squared error of M z: the Hessian in z is 2/4 M^T M, met in random
+    directions.
+    """
     torch.manual_seed(2)
     M = nn.Linear(4, 4, bias=False).double().requires_grad_(False)
     model = nn.Sequential(nn.Linear(3, 4).double(), M)
@@ -217,7 +221,8 @@ def test_a_loop_without_a_closure_raises_an_error() -> None:
 
 
 def test_rows_of_the_reference_are_those_of_the_problem() -> None:
-    """The oracle's mean derivative is the bias's gradient: it would not see a wrong sign otherwise."""
+    """The oracle's mean derivative is the bias's gradient: it would not see a wrong sign otherwise.
+    """
     case = problem("linear")
     g = case.gradients()
     for layer, _, e_VNTO in case.layers():
@@ -225,7 +230,9 @@ def test_rows_of_the_reference_are_those_of_the_problem() -> None:
 
 
 def test_a_scaler_that_changes_its_scale_changes_no_direction() -> None:
-    """Gradients are unscaled between the look and the step, as torch.amp.GradScaler does it, and the scale falls by half."""
+    """Gradients are unscaled between the look and the step, as torch.amp.GradScaler does it, and
+    the scale falls by half.
+    """
     found = []
     for scales in ((1.0, 1.0, 1.0), (64.0, 32.0, 16.0)):
         case = problem("linear")
@@ -264,6 +271,7 @@ def test_kbfgs_skips_a_minibatch_whose_loss_is_nan(interval: int) -> None:
                 if step != 2:
                     p.sub_(p.grad, alpha=0.01)
                     found.append(bool(p.isfinite().all()))
-                else:   # a loop that continues: the parameters move, and the minibatch is looked at again
+                else:
+                    # a loop that continues: the parameters move, the minibatch is evaluated again
                     p.mul_(1.001)
     assert all(found) and preconditioner.num_skipped > 0

@@ -19,8 +19,8 @@ from tests.preconditioners.problems import close
 
 c10d: Any = torch.distributed
 F = nn.functional
-# kept until the process ends: a group that is freed while its thread still frees the tensors of its last exchange waits for that
-# thread, which waits for the interpreter's lock
+# kept until the process ends: a group that is freed while its thread still frees the tensors of its
+# last exchange waits for that thread, which waits for the interpreter's lock
 _GROUPS: list[Any] = []
 PARTS = (slice(0, 4), slice(4, 10))   # ranks need not have equally many rows
 
@@ -90,7 +90,8 @@ def test_two_ranks_take_the_steps_of_one_process(method: type[Preconditioner], o
         for one, other in zip(wanted, found, strict=True):
             close(other, one)
     (first, mine), (second, others) = ranks
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))   # inverses are sent, not made twice
+    # inverses are sent, not made twice
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert mine and others and not {*mine} & {*others} and {*mine, *others} == {*alone}
 
 

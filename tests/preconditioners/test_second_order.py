@@ -43,7 +43,9 @@ def _hessian_products(case: Problem, draws: list[dict[str, Tensor]], damping: fl
 
 
 class Quadratic(nn.Module):
-    """1/2 tr(W^T Hl W Hr) of a linear layer's weight: the Hessian is Hl (x) Hr in the order of rows."""
+    """1/2 tr(W^T Hl W Hr) of a linear layer's weight: the Hessian is Hl (x) Hr in the order of
+    rows.
+    """
 
     def __init__(self, Hl: Tensor, Hr: Tensor) -> None:
         super().__init__()
@@ -154,7 +156,9 @@ def _refreshed(model: Quadratic, form: str, rates: tuple[tuple[float, int], ...]
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "size", "condition"), [("kronecker", 3, 100.0), ("full", 2, 10.0)])
 def test_psgd_whitens_a_quadratic(form: str, size: int, condition: float) -> None:
-    """cond(P H) from condition^2, 1e4 for the Kronecker form, to 1.1, by a rate that falls, since the noise goes with it."""
+    """cond(P H) from condition^2, 1e4 for the Kronecker form, to 1.1, by a rate that falls, since
+    the noise goes with it.
+    """
     model = Quadratic(dense.quadratic_factor(size, condition, seed=1), dense.quadratic_factor(size, condition, seed=2))
     H = torch.kron(model.Hl.contiguous(), model.Hr.contiguous())
     preconditioner = _refreshed(model, form, ((0.1, 1200), (0.01, 800)))
@@ -208,7 +212,9 @@ def test_methods_without_a_graph_name_the_method_to_call(method: type[SecondOrde
 
 
 class _Attention(nn.Module):
-    """Attention of one head between two affine layers; `fused` calls torch's kernel, else the formula."""
+    """Attention of one head between two affine layers; `fused` calls torch's kernel, else the
+    formula.
+    """
 
     def __init__(self, fused: bool) -> None:
         super().__init__()

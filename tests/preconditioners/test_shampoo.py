@@ -41,7 +41,8 @@ def test_shampoo_equals_the_dense_roots(name: str, root_method: str, history: st
     preconditioner = Shampoo(model, damping=ridge, root_method=root_method, history=history, ema_decay=0.8)
     seen, found = _run(preconditioner, _shapes(model))
     for key, gradients in seen.items():
-        matrices = [g if g.ndim == 1 else g.flatten(1) for g in gradients]   # channels and taps are one dimension
+        # channels and taps are one dimension
+        matrices = [g if g.ndim == 1 else g.flatten(1) for g in gradients]
         wanted = dense.shampoo(matrices, ridge, decay=0.8 if history == "average" else None)
         # Newton's iteration ends at 1e-6
         torch.testing.assert_close(found[key].view_as(wanted), wanted, rtol=1e-8 if root_method == "eigen" else 1e-5, atol=1e-8
@@ -57,7 +58,9 @@ def test_blocks_are_preconditioned_each_by_itself() -> None:
 
 
 def _soap_steps(model: nn.Module, num_steps: int, **options: Any) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
-    """(gradients, directions) of all steps by parameter, of gradients whose second moments turn slowly."""
+    """(gradients, directions) of all steps by parameter, of gradients whose second moments turn
+    slowly.
+    """
     generator = torch.Generator().manual_seed(7)
     shapes = {name: p.flatten(1).shape if p.ndim > 1 else p.shape for name, p in model.named_parameters()}
     mixing = {name: torch.randn(2, shape[-1], shape[-1], generator=generator, dtype=torch.float64)
@@ -88,7 +91,8 @@ def test_soap_equals_the_papers_algorithm_over_200_steps(layer: nn.Module, look_
                               curvature_interval=look_every, inverse_interval=basis_every)
     for name, gradients in seen.items():
         wanted = dense.soap(gradients, beta_1=0.8, beta_2=0.9, eps=1e-6, look_every=look_every, basis_every=basis_every)
-        # float64; a basis at interval 1 is the product of 200 orthogonalisations, whose roundings add up
+        # float64; a basis at interval 1 is the product of 200 orthogonalisations, whose roundings
+        # add up
         torch.testing.assert_close(torch.stack(found[name]), torch.stack(wanted), rtol=1e-7, atol=1e-7)
 
 
@@ -107,7 +111,9 @@ def test_soap_in_float32_follows_float64() -> None:
 @pytest.mark.entry("A3")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_soap_in_float32_follows_float64_where_factors_have_no_full_rank(reduction: str) -> None:
-    """Gradients of a network: a layer's first one has fewer outputs than inputs, or fewer rows than both."""
+    """Gradients of a network: a layer's first one has fewer outputs than inputs, or fewer rows than
+    both.
+    """
     found = []
     for dtype in (torch.float32, torch.float64):
         torch.manual_seed(0)
@@ -121,14 +127,17 @@ def test_soap_in_float32_follows_float64_where_factors_have_no_full_rank(reducti
             directions.append(torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]))
         found.append(directions)
     for narrow, wide in zip(*found, strict=True):
-        # what the gradient has only as rounding is not made as large as the rest: it would be a tenth of the norm and more
+        # what the gradient has only as rounding is not made as large as the rest: it would be a
+        # tenth of the norm and more
         assert float((narrow - wide).norm()) <= 0.03 * float(wide.norm())
 
 
 @pytest.mark.entry("A2")
 @pytest.mark.parametrize("graft", ["none", "gradient"])
 def test_soap_at_interval_10_keeps_its_directions_small(graft: str) -> None:
-    """Adam's ratio m / sqrt(v) is at most 1 where both forget alike; with eps nothing is divided by a v of 0."""
+    """Adam's ratio m / sqrt(v) is at most 1 where both forget alike; with eps nothing is divided by
+    a v of 0.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 10))
     preconditioner = SOAP(model, curvature_interval=10, inverse_interval=10, graft=graft)
@@ -158,7 +167,8 @@ def test_soap_restarts_for_later_parameters_and_after_an_average() -> None:
     assert stepped(model[0]) == [False, False] and stepped(model[0]) == [True, True]
     assert stepped(model[1]) == [False, False] and stepped(model[1]) == [True, True]
     preconditioner.average([preconditioner.state_dict()] * 2)
-    assert stepped(model[0]) == [True, False]   # a basis from the averaged second moments; a vector has none
+    # a basis from the averaged second moments; a vector has none
+    assert stepped(model[0]) == [True, False]
 
 
 @pytest.mark.entry("A2")

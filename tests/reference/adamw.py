@@ -1,4 +1,6 @@
-"""AdamW (Loshchilov and Hutter 2019, algorithm 2) in float64, line by line.  Nothing here is shared with the package."""
+"""AdamW (Loshchilov and Hutter 2019, algorithm 2) in float64, line by line. Nothing here is shared
+with the package.
+"""
 
 from __future__ import annotations
 

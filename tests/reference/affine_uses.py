@@ -1,9 +1,12 @@
-"""Every product of a weight with rows in a forward pass, written out, and Kronecker factors from them.
+"""Every product of a weight with rows in a forward pass, written out, and Kronecker factors from
+them.
 
-Linear and convolutional layers are watched by hooks; recurrent and attention layers are replaced by the formulas of torch's
-documentation, one step at a time.  Jacobians come from autograd, one output number of one sample at a time.
+Linear and convolutional layers are watched by hooks; recurrent and attention layers are replaced by
+the formulas of torch's documentation, one step at a time. Jacobians come from autograd, one output
+number of one sample at a time.
 
-Letters: N samples, T positions, I inputs, O outputs, F outputs of the network per sample, E embedding, P heads.
+Letters: N samples, T positions, I inputs, O outputs, F outputs of the network per sample, E
+embedding, P heads.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class Uses:
                 model.set_submodule(name, _Attention(module, name, self))
             elif isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
                 module.register_forward_hook(self._hook(f"{name}.weight"))
-        self.model = model   # written out; the parameters of a replaced layer are those of its attribute `layer`
+        # written out; the parameters of a replaced layer are those of its attribute `layer`
+        self.model = model
         self.f_NF = model(x).reshape(len(x), -1)
 
     def product(self, weight: str, x: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
@@ -147,7 +151,9 @@ class _Recurrent(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Multi-head attention by its formula; of a query, key and value that differ each is multiplied by the complete matrix."""
+    """Multi-head attention by its formula; of a query, key and value that differ each is multiplied
+    by the complete matrix.
+    """
 
     def __init__(self, layer: Any, name: str, uses: Uses) -> None:
         super().__init__()

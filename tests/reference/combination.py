@@ -1,7 +1,8 @@
-"""The final combination by its definitions in float64: explicit loops, finite differences, dense matrices.
+"""The final combination by its definitions in float64: explicit loops, finite differences, dense
+matrices.
 
-Running mean: Kaldi's nnet3-combine.  Weights per model and layer: C.4 of arXiv 1410.7455 and Kaldi's nnet-combine-fast.
-Slow on purpose; nothing here is shared with the package.
+Running mean: Kaldi's nnet3-combine. Weights per model and layer: C.4 of arXiv 1410.7455 and Kaldi's
+nnet-combine-fast. Slow on purpose; nothing here is shared with the package.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def scatter(gradients: Sequence[Array]) -> Array:
 
 
 def smoothed_scatter(F: Array) -> Array:
-    """What the preconditioner factorises: trace brought to the dimension, diagonal floored at 1e-20 and times 1.01."""
+    """What the preconditioner factorises: trace brought to the dimension, diagonal floored at 1e-20
+    and times 1.01.
+    """
     size = len(F)
     trace = sum(F[i, i] for i in range(size))
     F = F * (size / trace)
@@ -77,7 +80,9 @@ def smoothed_scatter(F: Array) -> Array:
 
 
 def bfgs_direction(gradient: Array, pairs: Sequence[tuple[Array, Array]], scale: float) -> Array:
-    """H g with the dense H of the BFGS update, from scale * I, over all (s, y), oldest first (Nocedal and Wright, 6.17)."""
+    """H g with the dense H of the BFGS update, from scale * I, over all (s, y), oldest first
+    (Nocedal and Wright, 6.17).
+    """
     identity = np.eye(len(gradient))
     H = scale * identity
     for s, y in pairs:
@@ -96,7 +101,9 @@ def pooled_statistics(X: Array) -> tuple[Array, Array]:
 
 
 def newton_maximum(X: Array, pdf: npt.NDArray[np.int64], matrices: Sequence[Array], steps: int = 50) -> tuple[Array, float]:
-    """(weights, objf per frame) at the maximum over w of the concave mean log softmax((sum_k w_k M_k) x)[pdf]."""
+    """(weights, objf per frame) at the maximum over w of the concave mean log softmax((sum_k w_k
+    M_k) x)[pdf].
+    """
     weights = np.full(len(matrices), 1.0 / len(matrices))
     for _ in range(steps):
         gradient, hessian = np.zeros(len(weights)), np.zeros((len(weights), len(weights)))

@@ -1,6 +1,7 @@
 """The codecs for moves, one element at a time, in exact or float64 arithmetic.
 
-Each function returns the number that an element becomes.  Slow on purpose, and nothing here is shared with the package.
+Each function returns the number that an element becomes. Slow on purpose, and nothing here is
+shared with the package.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ LARGEST_BF16 = float((2 - Fraction(1, 2**7)) * 2**127)
 
 
 def bf16(x: float) -> float:
-    """The nearest number with 8 significant bits and exponents from -126 to 127, ties to even; the largest if it is beyond."""
+    """The nearest number with 8 significant bits and exponents from -126 to 127, ties to even; the
+    largest if it is beyond.
+    """
     if x == 0.0:
         return x
     exponent = max(math.frexp(x)[1] - 1, -126)
@@ -27,7 +30,9 @@ def int8(x: float, peak: float) -> float:
 
 
 def e3m0(x: float, peak: float) -> float:
-    """The nearest of 0, peak / 64, peak / 32, .., peak, with the sign of x; the larger of two that are as near."""
+    """The nearest of 0, peak / 64, peak / 32, .., peak, with the sign of x; the larger of two that
+    are as near.
+    """
     levels = [0.0] + [peak * 2.0**-k for k in range(7)]
     return math.copysign(min(levels, key=lambda level: (abs(abs(x) - level), -level)), x)
 

@@ -1,7 +1,8 @@
-"""Curvature from its definitions: one backward pass per sample and per output, in float64, and dense matrices.
+"""Curvature from its definitions: one backward pass per sample and per output, in float64, and
+dense matrices.
 
-Nothing here is shared with ngsgd.curvature: Jacobians come from autograd, one output number of one sample at a time, and the
-derivatives of the loss with respect to the output from autograd too.
+Nothing here is shared with ngsgd.curvature: Jacobians come from autograd, one output number of one
+sample at a time, and the derivatives of the loss with respect to the output from autograd too.
 
 Letters: N samples, F outputs of a sample (all its frames), P elements of a parameter.
 """
@@ -18,7 +19,9 @@ Loss = Callable[[Tensor], Tensor]   # of the complete minibatch's output
 
 
 def jacobians(model: nn.Module, x: Tensor, num_samples: int) -> dict[str, Tensor]:
-    """N x F x P of every parameter: the output's rows that belong to sample n, with respect to the parameter."""
+    """N x F x P of every parameter: the output's rows that belong to sample n, with respect to the
+    parameter.
+    """
     f_NF = model(x).reshape(num_samples, -1)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     found: dict[str, list[Tensor]] = {name: [] for name, _ in named}
@@ -30,7 +33,9 @@ def jacobians(model: nn.Module, x: Tensor, num_samples: int) -> dict[str, Tensor
 
 
 def loss_derivatives(loss: Loss, output: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
-    """(N x F, N x F x F): the first and second derivative of the loss with respect to each sample's output."""
+    """(N x F, N x F x F): the first and second derivative of the loss with respect to each sample's
+    output.
+    """
     f = output.detach().requires_grad_()
     (d,) = torch.autograd.grad(loss(f), f, create_graph=True)
     d_NF = d.reshape(num_samples, -1)
@@ -56,7 +61,9 @@ def ggn_blocks(J: dict[str, Tensor], H_NFF: Tensor) -> dict[str, Tensor]:
 
 
 def hessian_blocks(model: nn.Module, loss: Loss, x: Tensor, *, rows_together: bool = True) -> dict[str, Tensor]:
-    """P x P of every parameter; a row at a time for operations that torch cannot differentiate twice for many rows (group norm)."""
+    """P x P of every parameter; a row at a time for operations that torch cannot differentiate
+    twice for many rows (group norm).
+    """
     value = loss(model(x))
     blocks = {}
     for name, p in model.named_parameters():
@@ -95,7 +102,9 @@ def kronecker_factors(rows_NTI: Tensor, J_NFTO: Tensor, H_NFF: Tensor, sharing: 
 
 
 def recursion_of_averages(modules: list[nn.Module], x: Tensor, H_NFF: Tensor) -> list[Tensor]:
-    """Gbar at the output of every module of a chain, first module first, from dense Jacobians of each module at each sample."""
+    """Gbar at the output of every module of a chain, first module first, from dense Jacobians of
+    each module at each sample.
+    """
     inputs = [x]
     for module in modules:
         inputs.append(module(inputs[-1]).detach())

@@ -1,7 +1,9 @@
-"""Training with averaging, written out in float64 and differentiated as one graph: what `ngsgd.hypergrad` must agree with.
+"""Training with averaging, written out in float64 and differentiated as one graph: what
+`ngsgd.hypergrad` must agree with.
 
-One step of a layer: v = m v - (1 - m) (g + l2 w); change d = lr v, shortened to the layer's limit and then, together with the
-others, to the model's; w += d.  Every job starts from the mean with v = 0.
+One step of a layer: v = m v - (1 - m) (g + l2 w); change d = lr v, shortened to the layer's limit
+and then, together with the others, to the model's; w += d. Every job starts from the mean with v =
+0.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ Layers = dict[str, list[Tensor]]
 
 
 def unrolled(task: TrainingTask, plan: HyperparameterPlan) -> tuple[Tensor, dict[str, Tensor]]:
-    """(validation loss, its gradient w.r.t. each of the plan's tensors and by the start), by autograd through every step."""
+    """(validation loss, its gradient w.r.t. each of the plan's tensors and by the start), by
+    autograd through every step.
+    """
     leaves = {name: value.clone().requires_grad_() for name, value in plan.tensors().items()}
     start = {name: p.double().clone().requires_grad_() for name, p in task.start.items()}
     value = task.validation(train(task, leaves, start, plan.num_jobs))

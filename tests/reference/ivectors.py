@@ -1,7 +1,7 @@
 """i-vectors by dense Gaussians and by loops over frames, from the definitions.
 
-Frames of Gaussian i are N(M_i x, Sigma_i) and x is N(p e_0, I); all frames of an utterance are then one large Gaussian.
-Letters: T frames, D features, I Gaussians, S dimension of an i-vector.
+Frames of Gaussian i are N(M_i x, Sigma_i) and x is N(p e_0, I); all frames of an utterance are then
+one large Gaussian. Letters: T frames, D features, I Gaussians, S dimension of an i-vector.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ def _stacked(M_IDS: Array, covariance_IDD: Array, gaussian_T: list[int], weight_
     B = np.concatenate([M_IDS[i] for i in gaussian_T])
     noise = np.zeros((len(B), len(B)))
     for t, (i, weight) in enumerate(zip(gaussian_T, weight_T, strict=True)):
-        noise[t * dim:(t + 1) * dim, t * dim:(t + 1) * dim] = covariance_IDD[i] / weight  # a frame counted w times
+        # a frame counted w times
+        noise[t * dim:(t + 1) * dim, t * dim:(t + 1) * dim] = covariance_IDD[i] / weight
     return B, noise
 
 
 def posterior(M_IDS: Array, covariance_IDD: Array, mean_S: Array, frames_TD: Array, gaussian_T: list[int],
               weight_T: list[float]) -> tuple[Array, Array]:
-    """(mean, covariance) of x, whose prior is N(mean_S, I), by conditioning the joint Gaussian of x and all frames."""
+    """(mean, covariance) of x, whose prior is N(mean_S, I), by conditioning the joint Gaussian of x
+    and all frames.
+    """
     B, noise = _stacked(M_IDS, covariance_IDD, gaussian_T, weight_T)
     gain = B.T @ np.linalg.inv(B @ B.T + noise)
     return mean_S + gain @ (frames_TD.reshape(-1) - B @ mean_S), np.eye(len(mean_S)) - gain @ B
@@ -45,7 +48,9 @@ def log_likelihood(M_IDS: Array, covariance_IDD: Array, mean_S: Array, prior_SS:
 
 def running_means(frames_TD: Array, *, window: int, before: list[Array], most_before: int, global_mean_D: Array,
                   most_global: int) -> Array:
-    """T x D: the mean over the window up to each frame, earlier utterances' mean and the global one counted as so many frames."""
+    """T x D: the mean over the window up to each frame, earlier utterances' mean and the global one
+    counted as so many frames.
+    """
     earlier = np.concatenate(before) if before else np.zeros((0, frames_TD.shape[1]))
     means = []
     for t in range(len(frames_TD)):
@@ -80,7 +85,9 @@ def pruned_posterior(log_I: Array, num_gselect: int, min_post: float) -> Array:
 
 
 def estimate(M_IDS: Array, covariance_IDD: Array, prior_offset: float, count_I: Array, first_ID: Array, max_count: float) -> Array:
-    """The i-vector from statistics, without its prior mean; the prior is counted more often beyond `max_count` frames."""
+    """The i-vector from statistics, without its prior mean; the prior is counted more often beyond
+    `max_count` frames.
+    """
     dim = M_IDS.shape[2]
     scale = max(count_I.sum(), max_count) / max_count if max_count else 1.0
     quadratic, linear = scale * np.eye(dim), scale * prior_offset * np.eye(dim)[0]

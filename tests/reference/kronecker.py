@@ -1,4 +1,5 @@
-"""The natural gradient of an affine layer from two preconditioners that stand alone (section A3 of the method).
+"""The natural gradient of an affine layer from two preconditioners that stand alone (section A3 of
+the method).
 
 Letters: N rows (frames), I inputs, O outputs.
 """
@@ -12,11 +13,14 @@ from ngsgd import OnlineNaturalGradient
 
 
 class KroneckerReference:
-    """What the gradient has to be: scales * Yhat^T Xhat, of rows [X | 1] and dY; for a Conv1d X are the spliced inputs."""
+    """What the gradient has to be: scales * Yhat^T Xhat, of rows [X | 1] and dY; for a Conv1d X are
+    the spliced inputs.
+    """
 
     def __init__(self, num_inputs: int, num_outputs: int, *, has_bias: bool) -> None:
         self.has_bias = has_bias
-        self.input_side = OnlineNaturalGradient(min(20, (num_inputs + 1) // 2), update_period=4)  # the 1 does not count
+        # the 1 does not count
+        self.input_side = OnlineNaturalGradient(min(20, (num_inputs + 1) // 2), update_period=4)
         self.output_side = OnlineNaturalGradient(min(80, (num_outputs + 1) // 2), update_period=4)
 
     def gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,7 @@
 """Curvature from one scalar loss for each sample: only autograd, in float64.
 
-For loops in which a sample is not simply an index of one output: several calls of a model, several losses of one output.
+For loops in which a sample is not simply an index of one output: several calls of a model, several
+losses of one output.
 
 Letters: N samples, F outputs of a sample, P elements of a parameter.
 """
@@ -26,7 +27,9 @@ def gradients(model: nn.Module, losses: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def ggn(model: nn.Module, output: Callable[[int], Tensor], loss: Callable[[int, Tensor], Tensor],
         num_samples: int) -> dict[str, Tensor]:
-    """N x P x P of every parameter: J^T H J of each sample, from its outputs and its loss as a function of them."""
+    """N x P x P of every parameter: J^T H J of each sample, from its outputs and its loss as a
+    function of them.
+    """
     blocks: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
     for n in range(num_samples):
         f_F = output(n).flatten()

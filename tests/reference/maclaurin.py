@@ -1,8 +1,10 @@
-"""Reversible momentum as published (Algorithm 3 of arXiv 1502.03492), with its errors fixed: a reference implementation.
+"""Reversible momentum as published (Algorithm 3 of arXiv 1502.03492), with its errors fixed: a
+reference implementation.
 
-A velocity of integers c is multiplied by n/d exactly: the remainder of c by d goes into a buffer i, and the digits that the
-product by n lacks come out of it.  The buffer is one int64 per parameter; before it can overflow its low 32 bits are put aside.
-gamma is rounded to n/2^16, and (1 - gamma) uses the rounded one.
+A velocity of integers c is multiplied by n/d exactly: the remainder of c by d goes into a buffer i,
+and the digits that the product by n lacks come out of it. The buffer is one int64 per parameter;
+before it can overflow its low 32 bits are put aside. gamma is rounded to n/2^16, and (1 - gamma)
+uses the rounded one.
 """
 
 from __future__ import annotations

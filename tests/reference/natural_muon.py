@@ -1,4 +1,6 @@
-"""Orthogonalized momentum of natural gradients, in float64 and with dense matrices.  Nothing here is shared with the package."""
+"""Orthogonalized momentum of natural gradients, in float64 and with dense matrices. Nothing here is
+shared with the package.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def newton_schulz(u: Array, num_steps: int) -> Array:
 
 
 class NaturalMuon:
-    """The weight of one linear layer.  W_in and W_out are the W of (44) of both estimates, R x I and R x O."""
+    """The weight of one linear layer. W_in and W_out are the W of (44) of both estimates, R x I and
+    R x O.
+    """
 
     def __init__(self, weight_OI: Array, momentum: float) -> None:
         self.weight, self.momentum, self.m = weight_OI.copy(), momentum, np.zeros_like(weight_OI)

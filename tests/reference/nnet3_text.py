@@ -1,7 +1,8 @@
-"""A second reader of nnet3 raw models in text form, their outputs in float64, and a writer of their binary form.
+"""A second reader of nnet3 raw models in text form, their outputs in float64, and a writer of their
+binary form.
 
-It shares no code with `ngsgd.models.nnet3`.
-It takes tokens one by one, in the order in which the Read functions of Kaldi's components expect them, and refuses any other.
+It shares no code with `ngsgd.models.nnet3`. It takes tokens one by one, in the order in which the
+Read functions of Kaldi's components expect them, and refuses any other.
 
 Letters: N rows, D feature dimension, S dimension of the i-vector.
 """
@@ -23,7 +24,9 @@ Component = dict[str, Any]
 
 @dataclass(frozen=True)
 class Model:
-    """Nodes by name: input (dim), component (component, descriptor) and output (descriptor); components by name."""
+    """Nodes by name: input (dim), component (component, descriptor) and output (descriptor);
+    components by name.
+    """
 
     input_dims: dict[str, int]
     nodes: dict[str, tuple[str, str]]
@@ -204,7 +207,9 @@ def _propagated(c: Component, x: Array) -> Array:
 
 
 def to_binary(model: Model, text: str) -> bytes:
-    """The model in binary form, as the Write functions of Kaldi's components write it; `text` gives the lines of nodes."""
+    """The model in binary form, as the Write functions of Kaldi's components write it; `text` gives
+    the lines of nodes.
+    """
     lines = text[len("<Nnet3> \n"):text.index("\n\n")]
     written = [b"\0B<Nnet3> \n", lines.encode(), b"\n\n<NumComponents> ", _integer(len(model.components))]
     for name, component in model.components.items():

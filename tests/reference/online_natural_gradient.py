@@ -1,6 +1,8 @@
-"""Online natural gradient with dense D x D matrices in float64, line by line from Appendix B of arXiv 1410.7455.
+"""Online natural gradient with dense D x D matrices in float64, line by line from Appendix B of
+arXiv 1410.7455.
 
-Slow on purpose; nothing here is shared with the package.  Differences between Kaldi and the paper are marked.
+Slow on purpose; nothing here is shared with the package. Differences between Kaldi and the paper
+are marked.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class DenseFisher:
         c = np.maximum(c, ((1 - eta) * self.rho) ** 2)
         self.R = np.diag(c**-0.5) @ U.T @ Y                        # (27)
         rho = (np.trace(T) - np.sqrt(c).sum()) / (D - len(c))      # (29)
-        floor = max(self.epsilon, self.delta * np.sqrt(c).max())   # Kaldi; the paper has epsilon alone (30)
+        # Kaldi; the paper has epsilon alone (30)
+        floor = max(self.epsilon, self.delta * np.sqrt(c).max())
         self.d = np.maximum(np.sqrt(c) - rho, floor)               # (28) with rho before its floor
         self.rho = max(rho, floor)

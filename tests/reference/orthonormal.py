@@ -1,7 +1,8 @@
-"""One step of Kaldi's orthonormality constraint in float64, as its comment in nnet3/nnet-utils.cc derives it.
+"""One step of Kaldi's orthonormality constraint in float64, as its comment in nnet3/nnet-utils.cc
+derives it.
 
-The objective is tr(Q Q^T) with Q = P - s^2 I and P = M M^T; its gradient with respect to M is 4 Q M.  Slow on purpose, and
-nothing here is shared with the package.
+The objective is tr(Q Q^T) with Q = P - s^2 I and P = M M^T; its gradient with respect to M is 4 Q
+M. Slow on purpose, and nothing here is shared with the package.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ UPDATE_SPEED = 0.125
 
 
 def one_step(weight: Array, scale: float) -> Array:
-    """`weight` after one step of gradient descent; a matrix with more rows than columns is constrained by its columns."""
+    """`weight` after one step of gradient descent; a matrix with more rows than columns is
+    constrained by its columns.
+    """
     if weight.shape[0] > weight.shape[1]:
         return one_step(weight.T, scale).T
     M, num_rows = weight, weight.shape[0]
@@ -36,7 +39,9 @@ def one_step(weight: Array, scale: float) -> Array:
 
 
 def deviation(weight: Array, scale: float) -> float:
-    """The largest |singular value / scale - 1|; scale < 0: relative to the root mean square of the singular values."""
+    """The largest |singular value / scale - 1|; scale < 0: relative to the root mean square of the
+    singular values.
+    """
     sigma = np.linalg.svd(weight, compute_uv=False)
     wanted = scale if scale > 0.0 else float(np.sqrt(np.mean(sigma**2)))
     return float(np.abs(sigma / wanted - 1.0).max())

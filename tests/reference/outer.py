@@ -1,7 +1,9 @@
-"""Outer optimizers in float64, one element and one job at a time, from the formulas of their papers.
+"""Outer optimizers in float64, one element and one job at a time, from the formulas of their
+papers.
 
-B broadcast model, W evaluated model, G mean move of the jobs from B.  Every function takes the model that a run starts from
-and G of each outer iteration, and returns (W, B) after each.  Slow on purpose, and nothing here is shared with the package.
+B broadcast model, W evaluated model, G mean move of the jobs from B. Every function takes the model
+that a run starts from and G of each outer iteration, and returns (W, B) after each. Slow on
+purpose, and nothing here is shared with the package.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ def weighted_mean(vectors: Sequence[Array], weights: Sequence[float]) -> Array:
 
 
 def block_momentum(model: Array, moves: Sequence[Array], etas: Sequence[float], zeta: float, *, nesterov: bool) -> Path:
-    """Chen and Huo, ICASSP 2016: Delta_t = eta_t Delta_{t-1} + zeta G_t; W_t = W_{t-1} + Delta_t; B_t = W_t + eta_t Delta_t."""
+    """Chen and Huo, ICASSP 2016: Delta_t = eta_t Delta_{t-1} + zeta G_t; W_t = W_{t-1} + Delta_t;
+    B_t = W_t + eta_t Delta_t.
+    """
     W, Delta, path = model.copy(), np.zeros_like(model), []
     for G, eta in zip(moves, etas, strict=True):
         B = W.copy()
@@ -37,7 +41,9 @@ def block_momentum(model: Array, moves: Sequence[Array], etas: Sequence[float], 
 
 
 def diloco(model: Array, moves: Sequence[Array], lr: float, momentum: float) -> Path:
-    """arXiv 2311.08105, Algorithm 1, with Nesterov's momentum as Sutskever et al. write it for a gradient -G."""
+    """arXiv 2311.08105, Algorithm 1, with Nesterov's momentum as Sutskever et al. write it for a
+    gradient -G.
+    """
     theta, buffer, path = model.copy(), np.zeros_like(model), []
     for G in moves:
         for element in range(len(model)):
@@ -49,7 +55,9 @@ def diloco(model: Array, moves: Sequence[Array], lr: float, momentum: float) -> 
 
 
 def moving_average(models: Sequence[Array], decay: float) -> Array:
-    """E = a_t E + (1 - a_t) W with a_t = min(decay, 1 - 1/t), t = 1, 2, ..: the mean of the models until that is long enough."""
+    """E = a_t E + (1 - a_t) W with a_t = min(decay, 1 - 1/t), t = 1, 2, ..: the mean of the models
+    until that is long enough.
+    """
     E = np.zeros_like(models[0])
     for t, W in enumerate(models, start=1):
         a = min(decay, 1.0 - 1.0 / t)

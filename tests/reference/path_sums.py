@@ -1,4 +1,6 @@
-"""Sums over paths, written from their definitions: every path one by one, and dense recursions in the log domain; float64."""
+"""Sums over paths, written from their definitions: every path one by one, and dense recursions in
+the log domain; float64.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ Array = npt.NDArray[np.float64]
 
 
 def matrix(graph: StateGraph) -> Array:
-    """S x S: weight of going from i to j; before that a path may jump, with weight leak, to a state drawn from restart."""
+    """S x S: weight of going from i to j; before that a path may jump, with weight leak, to a state
+    drawn from restart.
+    """
     A = np.zeros((graph.num_states, graph.num_states))
     for source, target, log_weight in zip(graph.source_A, graph.target_A, graph.log_weight_A, strict=True):
         A[source, target] += np.exp(log_weight)
@@ -36,7 +40,8 @@ def paths(graph: StateGraph, num_frames: int) -> Iterator[tuple[tuple[int, ...],
 
 
 def enumerated(graph: StateGraph, scores_TP: Array, accuracy_TP: Array) -> tuple[float, Array, float, Array]:
-    """(log sum, its gradient w.r.t. the scores, expected accuracy, its gradient), over all paths."""
+    """(log sum, its gradient w.r.t. the scores, expected accuracy, its gradient), over all paths.
+    """
     found = list(paths(graph, len(scores_TP)))
     classes = [graph.pdf_S[list(states)] for states, _ in found]
     frames = np.arange(len(scores_TP))

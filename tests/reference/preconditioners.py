@@ -1,8 +1,10 @@
 """Preconditioned gradients from dense matrices in float64, from the formulas of the papers.
 
-Nothing here is shared with ngsgd: Jacobians come from autograd one output at a time, patches from slices, matrices are dense.
+Nothing here is shared with ngsgd: Jacobians come from autograd one output at a time, patches from
+slices, matrices are dense.
 
-Letters: N samples, F outputs of a sample, T positions of a layer, O outputs, I inputs of a layer (with the 1 of the bias).
+Letters: N samples, F outputs of a sample, T positions of a layer, O outputs, I inputs of a layer
+(with the 1 of the bias).
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from tests.reference.curvature import loss_derivatives
 
 
 def at_layer(model: nn.Module, layer: nn.Module, x: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
-    """(the layer's input, N x F x shape of a sample's layer output: the Jacobian of the outputs with respect to the layer's)."""
+    """(the layer's input, N x F x shape of a sample's layer output: the Jacobian of the outputs
+    with respect to the layer's).
+    """
     seen: list[Tensor] = []
     handle = layer.register_forward_hook(lambda module, args, output: seen.extend((args[0].detach(), output)))
     f_NF = model(x).reshape(num_samples, -1)
@@ -41,7 +45,9 @@ def input_rows(layer: nn.Module, x: Tensor) -> Tensor:
 
 def derivative_rows(model: nn.Module, layer: nn.Module, loss: Callable[[Tensor], Tensor], x: Tensor, *, num_rows: int,
                     exact: bool) -> tuple[Tensor, Tensor]:
-    """(N x T x I, V x N x T x O): F = 1/R sum over vectors and samples; for a loss that is a mean over R rows."""
+    """(N x T x I, V x N x T x O): F = 1/R sum over vectors and samples; for a loss that is a mean
+    over R rows.
+    """
     a, J = at_layer(model, layer, x, len(x))
     J_NFTO = J.flatten(3).transpose(2, 3) if isinstance(layer, nn.Conv1d) else J.reshape(*J.shape[:2], -1, J.shape[-1])
     d_NF, H_NFF = loss_derivatives(loss, model(x), len(x))
@@ -91,7 +97,9 @@ def fisher(a_NTI: Tensor, e_VNTO: Tensor, *, num_rows: int) -> Tensor:
 
 
 def ekfac(a_NTI: Tensor, e_VNTO: Tensor, G_OI: Tensor, damping: float, *, num_rows: int, sharing: str) -> Tensor:
-    """U diag(U^T F U)^-1 U^T g with U = U_B (x) U_A and F of frames ("expand") or of samples ("reduce")."""
+    """U diag(U^T F U)^-1 U^T g with U = U_B (x) U_A and F of frames ("expand") or of samples
+    ("reduce").
+    """
     A, B = kronecker_factors(a_NTI, e_VNTO, num_rows=num_rows, sharing=sharing)
     U = torch.kron(torch.linalg.eigh(B)[1].contiguous(), torch.linalg.eigh(A)[1].contiguous())
     if sharing == "expand":
@@ -115,9 +123,11 @@ def unit_blocks(F: Tensor, num_outputs: int) -> Tensor:
 
 
 def shampoo(gradients: list[Tensor], ridge: float, *, decay: float | None) -> Tensor:
-    """The last gradient (a matrix or a vector) with L^(-1/4) on the left and R^(-1/4) on the right, as one dense Kronecker product.
+    """The last gradient (a matrix or a vector) with L^(-1/4) on the left and R^(-1/4) on the right,
+    as one dense Kronecker product.
 
-    `decay` None: sums of all gradients' products; else their moving average, the weights of which add up to 1.
+    `decay` None: sums of all gradients' products; else their moving average, the weights of which
+    add up to 1.
     """
     G = gradients[-1]
     steps = len(gradients)
@@ -137,11 +147,13 @@ def shampoo(gradients: list[Tensor], ridge: float, *, decay: float | None) -> Te
 
 
 def soap(gradients: list[Tensor], *, beta_1: float, beta_2: float, eps: float, look_every: int, basis_every: int) -> list[Tensor]:
-    """The direction of every step (Vyas et al. 2024, algorithm 3); a vector's basis is the identity.
+    """The direction of every step (Vyas et al. 2024, algorithm 3); a vector's basis is the
+    identity.
 
-    The first gradient only begins L and R, whose eigenvectors are the first basis.  A step's direction is taken in the basis of
-    the steps before.  Later bases are one round of power iteration, columns in falling order of their Rayleigh quotients, made
-    orthogonal by Gram-Schmidt; v keeps to its columns, m stays in the original space.
+    The first gradient only begins L and R, whose eigenvectors are the first basis. A step's
+    direction is taken in the basis of the steps before. Later bases are one round of power
+    iteration, columns in falling order of their Rayleigh quotients, made orthogonal by
+    Gram-Schmidt; v keeps to its columns, m stays in the original space.
     """
     first = gradients[0]
     m, v, directions = torch.zeros_like(first), torch.zeros_like(first), [torch.zeros_like(first)]

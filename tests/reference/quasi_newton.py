@@ -1,6 +1,8 @@
-"""Hessians, quasi-Newton updates and PSGD steps in dense float64, line by line from the papers' formulas.
+"""Hessians, quasi-Newton updates and PSGD steps in dense float64, line by line from the papers'
+formulas.
 
-Nothing here is shared with ngsgd: Hessians come from torch.func, inverses are inverses, triangles are full matrices.
+Nothing here is shared with ngsgd: Hessians come from torch.func, inverses are inverses, triangles
+are full matrices.
 
 Letters: D parameters of a model, O outputs, I inputs of a layer (with the 1 of the bias).
 """
@@ -49,7 +51,9 @@ def _second(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> Te
 
 
 def psgd_full(Q: Tensor, v: Tensor, h: Tensor, mu: float) -> Tensor:
-    """Li 2018, equation 30 for triangular matrices: Q - mu / max|t| t Q, t = triu(Q h h^T Q^T - Q^-T v v^T Q^-1)."""
+    """Li 2018, equation 30 for triangular matrices: Q - mu / max|t| t Q, t = triu(Q h h^T Q^T -
+    Q^-T v v^T Q^-1).
+    """
     inverse = torch.linalg.inv(Q)
     t = (Q @ torch.outer(h, h) @ Q.T - inverse.T @ torch.outer(v, v) @ inverse).triu()
     moved: Tensor = Q - mu / float(t.abs().max()) * t @ Q

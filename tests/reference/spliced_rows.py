@@ -1,4 +1,5 @@
-"""The natural gradient of convolutions, slowly: rows by explicit loops in float64, and preconditioners that stand alone.
+"""The natural gradient of convolutions, slowly: rows by explicit loops in float64, and
+preconditioners that stand alone.
 
 Letters: B sequences, T output frames, C channels in, O out, K taps.
 """
@@ -12,7 +13,9 @@ from ngsgd import OnlineNaturalGradient
 
 
 def index_at(t: int, num_frames: int, padding_mode: str) -> int | None:
-    """Which input frame stands at position t, which may be outside of 0 .. num_frames - 1; None: a zero."""
+    """Which input frame stands at position t, which may be outside of 0 .. num_frames - 1; None: a
+    zero.
+    """
     if 0 <= t < num_frames:
         return t
     if padding_mode == "reflect":
@@ -25,7 +28,9 @@ def index_at(t: int, num_frames: int, padding_mode: str) -> int | None:
 
 def spliced_rows(x: Tensor, num_frames_out: int, *, taps: int, stride: int, left_padding: int, dilation: int,
                  padding_mode: str) -> Tensor:
-    """(B T) x (C K): what the kernel sees at each output frame, channel by channel, in each of them tap by tap."""
+    """(B T) x (C K): what the kernel sees at each output frame, channel by channel, in each of them
+    tap by tap.
+    """
     rows = []
     for sequence in x.double():
         for t in range(num_frames_out):
@@ -45,7 +50,9 @@ def derivative_rows(dY: Tensor) -> Tensor:
 
 
 class FilterReference:
-    """Other convolutions: rows of P = [dW | db], then rows of the transpose of what comes out (TimeHeightConvolutionComponent)."""
+    """Other convolutions: rows of P = [dW | db], then rows of the transpose of what comes out
+    (TimeHeightConvolutionComponent).
+    """
 
     def __init__(self, num_columns: int, num_filters: int, *, has_bias: bool) -> None:
         self.has_bias = has_bias

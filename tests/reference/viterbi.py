@@ -1,7 +1,8 @@
-"""The best word sequence through a word loop, by dynamic programming over every state and frame; no beam, no graph tool.
+"""The best word sequence through a word loop, by dynamic programming over every state and frame; no
+beam, no graph tool.
 
-Letters: T frames, P pdfs, S states.  States are listed one after the other: silence first, then each spelling's pdfs
-from left to right.
+Letters: T frames, P pdfs, S states. States are listed one after the other: silence first, then each
+spelling's pdfs from left to right.
 """
 
 from __future__ import annotations

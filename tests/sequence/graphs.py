@@ -8,7 +8,9 @@ from ngsgd.sequence.graph import StateGraph
 
 
 def random_graph(seed: int, num_states: int = 4, num_classes: int = 3, leak: float = 0.0) -> StateGraph:
-    """About half of all arcs, some states in which nothing begins or ends; weights do not sum to one."""
+    """About half of all arcs, some states in which nothing begins or ends; weights do not sum to
+    one.
+    """
     random = np.random.default_rng(seed)
     source, target = np.nonzero(random.random((num_states, num_states)) < 0.5)
     log_initial, log_final = random.normal(size=(2, num_states))

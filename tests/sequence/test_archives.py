@@ -1,4 +1,6 @@
-"""Archives of sequences: every frame once, spliced as for decoding, in an order that seed, outer iteration and job decide."""
+"""Archives of sequences: every frame once, spliced as for decoding, in an order that seed, outer
+iteration and job decide.
+"""
 
 from __future__ import annotations
 

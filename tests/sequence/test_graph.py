@@ -58,8 +58,10 @@ def test_ngrams_are_relative_frequencies_and_sum_to_one() -> None:
     assert_close(out, np.ones(4), rtol=1e-12, atol=0.0)
     by_class = {int(pdf): state for state, pdf in enumerate(graph.pdf_S) if state}
     arcs = {(int(s), int(t)): math.exp(w) for s, t, w in zip(graph.source_A, graph.target_A, graph.log_weight_A, strict=True)}
-    assert_close(arcs[by_class[0], by_class[0]], 1 / 3, rtol=1e-12, atol=0.0)  # two visits in three frames
-    assert_close(arcs[by_class[0], by_class[1]], 2 / 3 * 1 / 2, rtol=1e-12, atol=0.0)  # left for 1 in one of two
+    # two visits in three frames
+    assert_close(arcs[by_class[0], by_class[0]], 1 / 3, rtol=1e-12, atol=0.0)
+    # left for 1 in one of two
+    assert_close(arcs[by_class[0], by_class[1]], 2 / 3 * 1 / 2, rtol=1e-12, atol=0.0)
     # of 0 0 1 1 1 2: begin, stay, continue, stay twice, continue, end
     expected = math.log(1.0 * 1 / 3 * 1 / 3 * (2 / 3) ** 2 * 1 / 3 * 2 / 3)
     assert_close(graph.log_weight_of([0, 0, 1, 1, 1, 2]), expected, rtol=1e-12, atol=0.0)

@@ -1,4 +1,6 @@
-"""Sequence objectives against an enumeration of all paths, finite differences, and their definitions."""
+"""Sequence objectives against an enumeration of all paths, finite differences, and their
+definitions.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ P = 3
 KINDS = ("mmi", "bmmi", "mpe", "smbr", "lfmmi")
 PHONES = np.array([0, 0, 1])
 SILENCE = np.array([True, False, False])
-assert_exact = partial(assert_close, rtol=0.0, atol=1e-9)  # float64 on both sides: rounding of a few sums
+# float64 on both sides: rounding of a few sums
+assert_exact = partial(assert_close, rtol=0.0, atol=1e-9)
 
 
 def denominator() -> Denominator:
@@ -79,7 +82,9 @@ def test_objective_equals_an_enumeration_and_its_gradient_finite_differences(kin
 
 
 def test_gradients_are_differences_of_posteriors() -> None:
-    """mmi: k (label - posterior), the posterior by enumeration; independent of automatic differentiation."""
+    """mmi: k (label - posterior), the posterior by enumeration; independent of automatic
+    differentiation.
+    """
     config = ObjectiveConfig(kind="mmi", acoustic_scale=0.7)
     y_NP, pdf_N, log_weight_B = problem()
     SequenceObjective(config, denominator(), dtype=torch.float64)(y_NP, pdf_N, LENGTHS, log_weight_B).backward()
@@ -97,7 +102,8 @@ def test_a_sequence_without_a_path_counts_and_moves_nothing(kind: Any) -> None:
     """The other sequence has the derivative that it has alone."""
     one = denominator()
     initial = np.array([0.0, -np.inf, -np.inf, -np.inf])
-    graph = StateGraph(one.graph.pdf_S, np.array([0]), np.array([1]), np.zeros(1), initial, np.zeros(4))  # paths of one frame alone
+    # paths of one frame alone
+    graph = StateGraph(one.graph.pdf_S, np.array([0]), np.array([1]), np.zeros(1), initial, np.zeros(4))
     blocked = Denominator(graph, one.log_prior_P, PHONES, SILENCE)
     objective = SequenceObjective(ObjectiveConfig(kind=kind, output_l2=0.0), blocked)
     y_NP = torch.randn(4, P, requires_grad=True)
@@ -115,4 +121,5 @@ def test_float32_is_close_to_float64() -> None:
     y_NP, pdf_N, log_weight_B = problem()
     values = [SequenceObjective(config, denominator(), dtype=dtype)(y_NP.to(dtype), pdf_N, LENGTHS, log_weight_B).double()
               for dtype in (torch.float32, torch.float64)]
-    assert_close(values[0], values[1], rtol=1e-5, atol=1e-6)  # float32's 6e-8 over a few dozen operations
+    # float32's 6e-8 over a few dozen operations
+    assert_close(values[0], values[1], rtol=1e-5, atol=1e-6)

@@ -1,4 +1,6 @@
-"""Path sums and their derivatives against an enumeration of all paths, a dense recursion, and finite differences."""
+"""Path sums and their derivatives against an enumeration of all paths, a dense recursion, and
+finite differences.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tests.reference.path_sums import enumerated, log_domain
 from tests.sequence.graphs import digit_like_graph, random_graph
 
 LENGTHS = [3, 5, 1, 4]
-assert_exact = partial(assert_close, rtol=0.0, atol=1e-9)  # float64 on both sides, a handful of frames: rounding of single sums
+# float64 on both sides, a handful of frames: rounding of single sums
+assert_exact = partial(assert_close, rtol=0.0, atol=1e-9)
 
 
 def problem(seed: int, leak: float) -> tuple[Transitions, Tensor, Tensor]:
@@ -76,7 +79,9 @@ def test_log_sums_equal_a_dense_recursion_in_the_log_domain(num_states: int) -> 
 
 @pytest.mark.slow
 def test_float32_stays_finite_and_right_on_a_thousand_frames() -> None:
-    """Scores with a spread of 20 nats, so that products of probabilities would underflow within a few frames."""
+    """Scores with a spread of 20 nats, so that products of probabilities would underflow within a
+    few frames.
+    """
     graph = digit_like_graph(0, 40, 30).with_leak(1e-5)
     random = np.random.default_rng(0)
     scores_NP = torch.from_numpy(random.normal(0.0, 20.0, (1_000, 30))).float().requires_grad_()
@@ -84,9 +89,11 @@ def test_float32_stays_finite_and_right_on_a_thousand_frames() -> None:
     transitions, exact = Transitions(graph), Transitions(graph, dtype=torch.float64)
     z_B = log_path_sum(scores_NP, [1_000], transitions)
     log_z, posterior_TP = log_domain(graph, scores_NP.detach().double().numpy())
-    assert_close(float(z_B.detach()), log_z, rtol=1e-6, atol=0.0)  # float32 rounds each of 1,000 frames' sums to 6e-8
+    # float32 rounds each of 1,000 frames' sums to 6e-8
+    assert_close(float(z_B.detach()), log_z, rtol=1e-6, atol=0.0)
     [d_z] = torch.autograd.grad(z_B.sum(), scores_NP)
-    assert_close(d_z, torch.from_numpy(posterior_TP).float(), rtol=0.0, atol=1e-4)  # float32 at |log a| up to 100: 1e-5 a frame
+    # float32 at |log a| up to 100: 1e-5 a frame
+    assert_close(d_z, torch.from_numpy(posterior_TP).float(), rtol=0.0, atol=1e-4)
     e_B = expected_accuracy(scores_NP, accuracy_NP, [1_000], transitions)
     [d_e] = torch.autograd.grad(e_B.sum(), scores_NP)
     exact_NP = scores_NP.detach().double().requires_grad_()
@@ -98,7 +105,9 @@ def test_float32_stays_finite_and_right_on_a_thousand_frames() -> None:
 
 
 def test_batch_size_and_order_change_nothing() -> None:
-    """A column's sums do not depend on the others: one by one, and in another order, to the rounding of the matrix product."""
+    """A column's sums do not depend on the others: one by one, and in another order, to the
+    rounding of the matrix product.
+    """
     graph = digit_like_graph(0, 40, 30).with_leak(1e-3)
     transitions = Transitions(graph, dtype=torch.float64)
     lengths = [7, 30, 1, 30, 12]
@@ -115,7 +124,8 @@ def test_batch_size_and_order_change_nothing() -> None:
     together, turned = values([0, 1, 2, 3, 4]), values([3, 0, 4, 2, 1])
     for index in range(len(lengths)):
         for other in (turned[index], values([index])[index]):
-            assert_close(together[index], other, rtol=1e-12, atol=1e-12)  # a product of 5 columns may add up in another order
+            # a product of 5 columns may add up in another order
+            assert_close(together[index], other, rtol=1e-12, atol=1e-12)
 
 
 def test_a_sequence_without_a_path_has_no_derivative() -> None:

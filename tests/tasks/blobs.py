@@ -1,4 +1,6 @@
-"""A classification task of a user, as a module that `task=` names and as functions for `ngsgd.train`."""
+"""A classification task of a user, as a module that `task=` names and as functions for
+`ngsgd.train`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sequence objectives under the coordinator: they rise, jobs are averaged, resuming gives the same bits; rates of layers follow."""
+"""Sequence objectives under the coordinator: they rise, jobs are averaged, resuming gives the same
+bits; rates of layers follow.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def test_each_objective_rises_with_two_jobs(tmp_path: Path, kind: Any) -> None:
     records = training.recorder.records
     assert len(records) == 6
     assert all(record.num_accepted == 2 for record in records)
-    assert records[-1].objf > records[0].objf + 0.02  # seed 0: 0.03 (mpe, in shares of frames) to 0.3
+    # seed 0: 0.03 (mpe, in shares of frames) to 0.3
+    assert records[-1].objf > records[0].objf + 0.02
     assert records[-1].accuracy > records[0].accuracy  # of single frames
 
 
@@ -72,7 +75,9 @@ def test_resuming_is_bitwise_identical_to_the_complete_run(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_rate_far_too_high_is_stopped_by_the_guards(tmp_path: Path) -> None:
-    """Limits on change keep even this one from overflowing; without them no job's result is accepted."""
+    """Limits on change keep even this one from overflowing; without them no job's result is
+    accepted.
+    """
     limited = run(tmp_path, "lfmmi", lr=1e4)
     limited.train()
     assert all(np.isfinite(record.objf) for record in limited.recorder.records)
@@ -95,6 +100,7 @@ def test_rates_follow_relative_changes() -> None:
     layout = FlatLayout(("a.weight", "a.bias", "b.weight"), ((3,), (1,), (4,)))
     before = np.array([1, 1, 1, 1, 2, 2, 2, 2], np.float32)
     after = before + np.array([0.1, -0.1, 0.1, 0.1, 0.05, 0.05, 0.05, -0.05], np.float32)
-    assert equalized_rates(layout, before, after, {}) == pytest.approx({"a": 0.5, "b": 2.0}, rel=1e-5)  # float32 differences
+    # float32 differences
+    assert equalized_rates(layout, before, after, {}) == pytest.approx({"a": 0.5, "b": 2.0}, rel=1e-5)
     assert equalized_rates(layout, before, after, {"a": 2.0, "b": 0.5}) == pytest.approx({"a": 1.0, "b": 1.0}, rel=1e-5)
     assert equalized_rates(layout, before, before, {"a": 2.0}) == {"a": 2.0}

@@ -103,7 +103,8 @@ def test_a_rule_that_is_no_function_of_the_mean_is_given_every_vector(is_median:
     assert len(vectors) == 3 and (pool.num_means > 0) != is_median
     weights = [result.num_frames for result in sorted(pool.results, key=lambda result: result.job.job)]
     wanted = np.median(vectors, axis=0).astype(np.float32) if is_median else weighted_mean(vectors, weights)
-    assert np.array_equal(checkpoint.parameters, wanted)   # both are rounded to float32 once, at the end
+    # both are rounded to float32 once, at the end
+    assert np.array_equal(checkpoint.parameters, wanted)
 
 
 def test_training_learns(tmp_path: Path) -> None:
@@ -117,8 +118,8 @@ def test_training_learns(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.entry("R6", "you rely on the guarantees of docs/fault-tolerance.md with the default settings (`outer.kind=bmuf`)",
                    "works",
-                   "they are stated for the default rule and tested with it: after the death of a worker, and after a stop and a "
-                   "resume, the model is bitwise identical and every shard is counted once; the same for every rule but "
+                   "they are stated for the default rule and tested with it. After the death of a worker, and after a stop and a "
+                   "resume, the model is bitwise identical and every shard is counted once. The same for every rule but "
                    "streaming, which the page lists as exceptions")
 @pytest.mark.parametrize("outer", [OuterConfig(), *(OuterConfig(kind) for kind in ("average", "diloco"))],
                          ids=lambda outer: outer.kind)
@@ -202,7 +203,8 @@ def test_nothing_acceptable_ends_the_run_and_keeps_the_last_checkpoint(tmp_path:
     assert latest is not None and latest.progress.outer_iter == 2 and problems == []
 
 
-@pytest.mark.parametrize(("objf", "num_accepted"), [(-3.5, 2), (-3.7, 0)])   # guessing one of six classes: -1.792
+# guessing one of six classes: -1.792
+@pytest.mark.parametrize(("objf", "num_accepted"), [(-3.5, 2), (-3.7, 0)])
 def test_twice_as_bad_as_guessing_is_divergence_and_less_is_not(tmp_path: Path, objf: float, num_accepted: int) -> None:
     run = Run(tmp_path)
     pool = FaultyPool(run, lambda r: dataclasses.replace(r, objf=objf) if r.job.outer_iter == 0 else r)

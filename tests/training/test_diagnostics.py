@@ -37,7 +37,8 @@ def test_weighted_scores_are_those_of_the_float64_reference() -> None:
     weight = weight_N.double().numpy()
     is_right = (model(WEIGHTED.x_ND).argmax(dim=1) == WEIGHTED.pdf_N).numpy()
     score = score_subset(model, WEIGHTED)
-    assert score.objf == pytest.approx((weight * log_prob_N).sum() / weight.sum(), rel=1e-6)  # float32 logits
+    # float32 logits
+    assert score.objf == pytest.approx((weight * log_prob_N).sum() / weight.sum(), rel=1e-6)
     assert score.accuracy == pytest.approx((weight * is_right).sum() / weight.sum(), rel=1e-12)
 
 
@@ -121,7 +122,8 @@ def test_a_resumed_run_logs_events_missed_in_a_crash(tmp_path: Path, monkeypatch
 
     def crash(coordinator: Coordinator, *_: object) -> None:
         if coordinator.storage.checkpoints.directory.joinpath("iter-000002").exists():
-            monkeypatch.setattr(DeferredDiagnostics, "wait", lambda _: None)  # a process that is gone waits for nothing
+            # a process that is gone waits for nothing
+            monkeypatch.setattr(DeferredDiagnostics, "wait", lambda _: None)
             raise Crash
     with monkeypatch.context() as patched:
         patched.setattr(Coordinator, "_while_jobs_run", crash)

@@ -1,4 +1,6 @@
-"""Who hangs and who does not, on a clock that the test moves: absences of the coordinator, and deaths that it caused itself."""
+"""Who hangs and who does not, on a clock that the test moves: absences of the coordinator, and
+deaths that it caused itself.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,8 @@ class Trial:
 def test_twenty_absences_of_the_coordinator_kill_no_worker(tmp_path: Path) -> None:
     freezes = [step for _ in range(10) for step in (*_polls(2.0, BOTH_WORK), (60.0, {}), *_polls(25.0, {}))]
     freezes += [step for _ in range(10) for step in (*_polls(2.0, BOTH_WORK), (5.0, {}), *_polls(20.0, {}))]
-    trial = Trial(tmp_path, [*freezes, *BOTH_DONE])   # who wakes 25 s after the coordinator is still in time
+    # who wakes 25 s after the coordinator is still in time
+    trial = Trial(tmp_path, [*freezes, *BOTH_DONE])
     assert trial.pool.killed == [] and trial.incidents == []
     assert len(trial.round.results) == 2
 

@@ -1,4 +1,6 @@
-"""Models that grow: layers and sub-classes come between outer iterations, and no bit depends on what befell the run."""
+"""Models that grow: layers and sub-classes come between outer iterations, and no bit depends on
+what befell the run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from ngsgd.training.storage.audit import audit
 from ngsgd.training.worker import Worker
 from tests.toy import Run, config, undisturbed
 
-# 6 outer iterations: one layer in the first, two in the second, three from the third on, sub-classes in the last
+# 6 outer iterations: one layer in the first, two in the second, three from the third on,
+# sub-classes in the last
 GROWING = ModelConfig(num_layers=3, hidden_dim=16, add_layers_period=1, num_subclasses=20)
 
 
@@ -149,7 +152,7 @@ def test_values_written_into_a_model_have_no_momentum() -> None:
         assert np.array_equal(np.delete(array, [2, 3]), np.delete(before[name], [2, 3]))
 
 
-# Early rules ----------------------------------------------------------------------------------------------------------
+# Early rules --------------------------------------------------------------------------------------
 
 
 def test_early_outer_iterations_keep_the_best_job_alone(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_gpu_without_the_format_is_refused(monkeypatch: pytest.MonkeyPatch, pr
         set_precision(precision, torch.device("cuda", 0))
 
 
-# --------------------------------------------------------------------------------------- fingerprint
+# -------------------------------------------------------------------------------------- fingerprint
 def test_the_fingerprint_distinguishes_precisions() -> None:
     plain, half = (Fingerprint.of_this_process(1, CPU, precision) for precision in ("float32", "bf16"))
     (line,) = plain.differences(half)

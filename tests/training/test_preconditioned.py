@@ -1,4 +1,6 @@
-"""Runs with a preconditioner: every method to its end on four jobs, each policy for what becomes of the curvature."""
+"""Runs with a preconditioner: every method to its end on four jobs, each policy for what becomes of
+the curvature.
+"""
 
 from __future__ import annotations
 

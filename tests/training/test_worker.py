@@ -1,4 +1,6 @@
-"""Work of a job beyond plain steps: backstitch, dropout, shrinking, and figures of its Fisher estimates."""
+"""Work of a job beyond plain steps: backstitch, dropout, shrinking, and figures of its Fisher
+estimates.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,8 @@ def test_rules_that_cannot_work_are_refused_before_anything_runs(changes: dict[s
 
 
 def test_workers_of_a_machine_take_turns_on_its_gpus_and_a_taken_one_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: torch is reported that there are two, the second in exclusive mode and taken."""
+    """Without a GPU: torch is reported that there are two, the second in exclusive mode and taken.
+    """
     def empty(size: int, device: torch.device) -> None:
         if device.index == 1:
             raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nmore")

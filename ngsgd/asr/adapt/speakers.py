@@ -42,7 +42,7 @@ class SpeakerAdaptation:
     Attributes:
         context: frames spliced on each side before the projection.
         projection_DE: matrix and offset of the projection of spliced features.
-        num_silence: pdfs below this one are silence, which says nothing about a speaker.
+        num_silence: pdfs below this one are silence, which has no information about a speaker.
         first: mixtures of projected features; None without fMLLR.
         adapted: mixtures of transformed features; None without fMLLR.
         prior: sums of all training speakers; None without fMLLR.

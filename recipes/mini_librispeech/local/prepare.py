@@ -39,7 +39,9 @@ def stage(final: Path, make: Callable[[Path], None]) -> None:
 
 
 def write_set(downloaded: Path, folder: Path) -> None:
-    """text, utt2spk and wav.scp of one part of LibriSpeech; a speaker is a reader and a chapter, as in Kaldi's recipe."""
+    """text, utt2spk and wav.scp of one part of LibriSpeech; a speaker is a reader and a chapter, as
+    in Kaldi's recipe.
+    """
     tables: dict[str, list[str]] = {"text": [], "utt2spk": [], "wav.scp": []}
     for transcript in sorted(downloaded.glob("*/*/*.trans.txt")):
         for line in transcript.read_text(encoding="utf-8").splitlines():

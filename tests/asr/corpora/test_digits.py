@@ -80,7 +80,8 @@ def test_labels_walk_through_one_pronunciation_of_each_word() -> None:
 
 
 def test_thirds_of_a_phone_fall_on_the_frames_in_them() -> None:
-    # at 8 kHz already: "two" with t from 800 to 1280 (6 frames) and u: from 1280 to 2000 (9 frames), 400 samples of lead
+    # at 8 kHz already: "two" with t from 800 to 1280 (6 frames) and u: from 1280 to 2000 (9
+    # frames), 400 samples of lead
     phonemes = (Phoneme("_", 0, 0), Phoneme("t", 0, 800), Phoneme("'u:", 0, 1280), Phoneme("_:", 0, 2000))
     spoken = SynthesizedUtterance(samples=np.zeros(2400, np.int16), sample_rate=8000, phonemes=phonemes)
     pdf_T = labels.label(spoken, ["two"], lead=400, num_samples=3200)
@@ -91,7 +92,9 @@ def test_thirds_of_a_phone_fall_on_the_frames_in_them() -> None:
 
 @pytest.mark.slow
 def test_labels_fit_the_audio_best_where_they_are() -> None:
-    """Frames of one state are most alike when the labels are not shifted; spec: one frame off is clearly worse."""
+    """Frames of one state are most alike when the labels are not shifted; spec: one frame off is
+    clearly worse.
+    """
     data = DataConfig(snr_db_low=30.0, snr_db_high=30.0)
     config = FeatureConfig()
     made = list(utterances.utterances("train", data, minutes=3.0, num_at_once=1))
@@ -102,7 +105,9 @@ def test_labels_fit_the_audio_best_where_they_are() -> None:
 
 
 def spread_within_states(speech: list[tuple[np.ndarray, np.ndarray]], shift: int) -> float:
-    """Log variance of the features of a state, summed over dimensions and averaged over frames; labels `shift` frames late."""
+    """Log variance of the features of a state, summed over dimensions and averaged over frames;
+    labels `shift` frames late.
+    """
     inside = 3
     features_TD = np.concatenate([x_TD[inside + shift:len(x_TD) - inside + shift] for x_TD, _ in speech])
     pdf_T = np.concatenate([pdf_T[inside:-inside] for _, pdf_T in speech])

@@ -114,17 +114,21 @@ def test_each_recording_is_used_once_before_any_is_used_again(fake: FakeFsdd) ->
 
 
 def test_labels_stand_where_their_recordings_stand(fake: FakeFsdd) -> None:
-    """The string's frames carry the labels that the recordings' own frames carry, at most half a frame away."""
+    """The string's frames carry the labels that the recordings' own frames carry, at most half a
+    frame away.
+    """
     pool = pool_of(fake, "train")
     segments = pool.segments[:4]
     string = recordings.splice_string("u", segments, pool, NOISELESS, np.random.default_rng(3))
-    starts, _ = recordings.lay_out_segments(segments, np.random.default_rng(3))  # the same draws as in splice_string
+    # the same draws as in splice_string
+    starts, _ = recordings.lay_out_segments(segments, np.random.default_rng(3))
     speech_T = np.full(len(string.pdf_T), SILENCE_PDF)
     for start, segment in zip(starts, segments, strict=True):
         for t, pdf in enumerate(pool.pdf_T[segment.utt_id]):
             centre = start + FRAME_SHIFT * t + FRAME_SHIFT // 2
             speech_T[centre // FRAME_SHIFT] = pdf
-    # a recording's frames and the string's are offset by a fixed fraction, so labels move by one frame at the most
+    # a recording's frames and the string's are offset by a fixed fraction, so labels move by one
+    # frame at the most
     assert np.mean(speech_T == string.pdf_T) > 0.9
     assert all(np.any(string.pdf_T[max(t - 1, 0):t + 2] == pdf) for t, pdf in enumerate(speech_T))
     # and the audio is there: all but the added noise is inside the recordings

@@ -274,7 +274,8 @@ def test_features_and_cmvn_come_back_from_a_data_directory_written_here(mine: Pa
         where = {utt_id: u for u, utt_id in enumerate(before.frames.utt_ids)}
         for utt_id, features_TD in zip(after.frames.utt_ids, after.split_features(), strict=True):
             expected_TD = before.split_features()[where[utt_id]]
-            np.testing.assert_allclose(features_TD, expected_TD, atol=1e-4)  # float32 of values a hundred times as large
+            # float32 of values a hundred times as large
+            np.testing.assert_allclose(features_TD, expected_TD, atol=1e-4)
 
 
 def test_given_cmvn_that_lacks_a_speaker_or_has_another_dimension_is_named(mine: Path, tmp_path: Path) -> None:

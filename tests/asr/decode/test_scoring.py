@@ -75,7 +75,8 @@ def speech_that_says(texts: list[list[str]], topology: Topology) -> tuple[Speech
 def test_the_setting_that_is_best_on_valid_is_used_on_test() -> None:
     valid, valid_logliks = speech_that_says([["ab", "b", "aa"], ["aa", "ab"]], SMALL)
     test, test_logliks = speech_that_says([["b", "ab"], ["aa"]], SMALL)
-    # at scale 1e-6 frames weigh nothing against the cost of a word, and at penalty 1e4 no word is worth it
+    # at scale 1e-6 frames weigh nothing against the cost of a word, and at penalty 1e4 no word is
+    # worth it
     config = DecodeConfig(acoustic_scales=(1e-6, 1.0), word_penalties=(1e4, 0.0), beam=1e6)
     result = tune_and_decode(Language(SMALL), config, valid=valid, valid_logliks=valid_logliks, test=test,
                              test_logliks=test_logliks)

@@ -45,7 +45,8 @@ def test_words_states_and_cost_are_those_of_offline_decoding(chunk_frames: int, 
         assert begin - streaming.num_decoded <= streaming.max_delay_frames
     found = streaming.finish()
     assert found.words == whole.words and np.array_equal(found.pdf_T, whole.pdf_T)
-    assert found.cost == pytest.approx(whole.cost, rel=1e-6)  # float32 sums of the decoder, begun again with every chunk
+    # float32 sums of the decoder, begun again with every chunk
+    assert found.cost == pytest.approx(whole.cost, rel=1e-6)
 
 
 class Rows:

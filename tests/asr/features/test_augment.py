@@ -24,7 +24,8 @@ EVERYTHING = AugmentConfig(reverb=True, noise=True, volume=True)
 
 
 def beep(utt_id: str = "u1", begin: int = 30, end: int = 60, length: int = 100) -> Utterance:
-    """Silence with a tone of 1 kHz from frame `begin` to frame `end`, and labels with these frames."""
+    """Silence with a tone of 1 kHz from frame `begin` to frame `end`, and labels with these frames.
+    """
     time_s = np.arange(80 * length) / SAMPLE_RATE_HZ
     pdf_T = np.full(length, SILENCE, np.int32)
     pdf_T[begin:end] = TONE
@@ -95,7 +96,8 @@ def test_reverberation_leaves_the_direct_sound_where_it_was() -> None:
         assert np.abs(heard).argmax() == 1000
         assert len(heard) == 4000
         assert np.sqrt(np.mean(heard ** 2)) == pytest.approx(np.sqrt(np.mean(click ** 2)))
-        assert not heard[:1000].any() or np.abs(heard[:1000]).max() < 1e-6  # no sound before its start
+        # no sound before its start
+        assert not heard[:1000].any() or np.abs(heard[:1000]).max() < 1e-6
 
 
 def test_convolution_is_that_of_the_definition() -> None:
@@ -104,14 +106,16 @@ def test_convolution_is_that_of_the_definition() -> None:
     peak = int(np.abs(response).argmax())
     full = [sum(response[k] * samples[n - k] for k in range(9) if 0 <= n - k < 50) for n in range(58)][peak:peak + 50]
     expected = np.array(full) * np.sqrt(np.mean(samples ** 2) / np.mean(np.square(full)))
-    assert np.allclose(augment.reverberate(samples, response), expected, rtol=1e-10, atol=1e-12)  # float64 FFT
+    # float64 FFT
+    assert np.allclose(augment.reverberate(samples, response), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_simulated_room_decays_as_it_should() -> None:
     response = augment.simulated_room(400.0, SAMPLE_RATE_HZ, np.random.default_rng(0))
     energy_left = np.cumsum(response[1:][::-1] ** 2)[::-1]  # Schroeder's integral of the tail
     at = [int(np.argmax(energy_left < energy_left[0] * 10 ** (-db / 10))) for db in (5, 35)]
-    assert (at[1] - at[0]) / SAMPLE_RATE_HZ * 2 == pytest.approx(0.4, rel=0.1)  # 30 dB, so half of the time of 60
+    # 30 dB, so half of the time of 60
+    assert (at[1] - at[0]) / SAMPLE_RATE_HZ * 2 == pytest.approx(0.4, rel=0.1)
 
 
 @pytest.mark.usefixtures("always")
@@ -182,14 +186,16 @@ def write_wav(path: Path, samples: Any, rate_hz: int = SAMPLE_RATE_HZ, channels:
 @pytest.mark.usefixtures("always")
 def test_noises_and_rooms_come_from_the_users_folders(tmp_path: Path) -> None:
     hum = 1000 * np.sin(2 * np.pi * 50 * np.arange(8000) / 16000)
-    write_wav(tmp_path / "noises" / "hum.wav", hum, rate_hz=16000)  # resampled to 8 kHz: half a second, repeated
+    # resampled to 8 kHz: half a second, repeated
+    write_wav(tmp_path / "noises" / "hum.wav", hum, rate_hz=16000)
     write_wav(tmp_path / "rooms" / "echo.wav", [20000, *[0] * 799, 10000])
     config = AugmentConfig(noise=True, noise_dir=str(tmp_path / "noises"), noise_snr_db_low=0.0,
                            noise_snr_db_high=0.0)
     added = changed(config)[0].samples - beep().samples.astype(float)
     assert np.abs(np.fft.rfft(added)).argmax() * SAMPLE_RATE_HZ / 8000 == pytest.approx(50, abs=1)
     (echoed,) = changed(AugmentConfig(reverb=True, rir_dir=str(tmp_path / "rooms")))
-    assert np.flatnonzero(np.abs(echoed.samples) > 50)[-1] == pytest.approx(60 * 80 + 800, abs=10)  # 100 ms after the tone
+    # 100 ms after the tone
+    assert np.flatnonzero(np.abs(echoed.samples) > 50)[-1] == pytest.approx(60 * 80 + 800, abs=10)
 
 
 @pytest.mark.parametrize(("prepare", "says"), [

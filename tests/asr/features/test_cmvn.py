@@ -42,7 +42,8 @@ def test_normalization_is_undone() -> None:
     units = cmvn.units(UTTERANCES, ["a", "b", "a"])
     np.testing.assert_allclose(units.stats["a"], cmvn.statistics(np.concatenate([UTTERANCES[0], UTTERANCES[2]])))
     normal_TD = cmvn.normalized(UTTERANCES[0], units.stats["a"])
-    np.testing.assert_allclose(cmvn.restored(normal_TD, units.stats["a"]), UTTERANCES[0], rtol=1e-6, atol=1e-6)  # float32
+    # float32
+    np.testing.assert_allclose(cmvn.restored(normal_TD, units.stats["a"]), UTTERANCES[0], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("stats", "told"), [
@@ -79,7 +80,8 @@ def test_online_normalization_processes_speakers_in_order_and_keeps_raw_features
     online = speech_set.normalized_online(raw, stats)
     third = OnlineMean(stats, CmnState(UTTERANCES[0].sum(axis=0, dtype=np.float64), 40.0))
     expected = (UTTERANCES[2] - third.accept(UTTERANCES[2])) / ALL.std(axis=0, dtype=np.float64)
-    np.testing.assert_allclose(online.split_features()[2], expected, rtol=1e-5, atol=1e-6)  # float32
+    # float32
+    np.testing.assert_allclose(online.split_features()[2], expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(online.raw(2), UTTERANCES[2])
 
 

@@ -61,7 +61,8 @@ def test_mixture_has_the_ratio_asked_for_where_there_is_speech(colour: str, snr_
     is_speech = np.arange(40000) % 8000 < 4000
     speech = np.where(is_speech, rng.normal(scale=500, size=40000), 0.0)
     mixture = noise.mix(speech, noise.COLOURS[colour](40000, rng), snr_db=snr_db, is_speech=is_speech)
-    noise_power = np.mean((mixture - speech) ** 2)  # far from full scale, so nothing was turned down
+    # far from full scale, so nothing was turned down
+    noise_power = np.mean((mixture - speech) ** 2)
     assert 10 * np.log10(np.mean(speech[is_speech] ** 2) / noise_power) == pytest.approx(snr_db, abs=0.01)
 
 

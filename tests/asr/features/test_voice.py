@@ -1,4 +1,6 @@
-"""Voice perturbation: a slow reference, pitch, formants and rate of made sounds, and labels of changed utterances."""
+"""Voice perturbation: a slow reference, pitch, formants and rate of made sounds, and labels of
+changed utterances.
+"""
 
 from __future__ import annotations
 

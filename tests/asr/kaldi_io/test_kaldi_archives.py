@@ -1,4 +1,6 @@
-"""Archives of features and alignments, to and from two other implementations of Kaldi's formats: kaldiio and kaldi-native-io."""
+"""Archives of features and alignments, to and from two other implementations of Kaldi's formats:
+kaldiio and kaldi-native-io.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def test_files_of_kaldi_native_io_are_read(tmp_path: Path, form: str) -> None:
     found = read_ark(tmp_path / "feats.ark")
     assert list(found) == list(FEATURES)
     for key, matrix in FEATURES.items():
-        np.testing.assert_allclose(found[key], matrix, rtol=1e-5 if form == "ark,t" else 0.0)  # text has six digits
+        # text has six digits
+        np.testing.assert_allclose(found[key], matrix, rtol=1e-5 if form == "ark,t" else 0.0)
     assert same(read_int_vectors(tmp_path / "ali.ark"), ALIGNMENT)
 
 

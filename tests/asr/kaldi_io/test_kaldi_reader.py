@@ -1,4 +1,6 @@
-"""Our reader of Kaldi's objects against kaldi-native-io and kaldiio: every form, bits, ranges, and damaged headers."""
+"""Our reader of Kaldi's objects against kaldi-native-io and kaldiio: every form, bits, ranges, and
+damaged headers.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,7 @@ def test_places_are_parsed() -> None:
             parse_place(value)
 
 
-# headers ----------------------------------------------------------------------------------------------
+# headers ------------------------------------------------------------------------------------------
 
 
 def number(value: int) -> bytes:

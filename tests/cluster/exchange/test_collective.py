@@ -1,4 +1,6 @@
-"""Averaging among the workers over gloo: the coordinator's bits, whoever dies, hangs, comes or goes."""
+"""Averaging among the workers over gloo: the coordinator's bits, whoever dies, hangs, comes or
+goes.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,7 @@ def test_a_result_that_changed_in_its_worker_is_not_averaged() -> None:
         result.sent.read()
 
 
-# ------------------------------------------------------------------------------------------------------- compression
+# -------------------------------------------------------------------------------------- compression
 @pytest.mark.parametrize(("codec", "worst"), [("bf16", 0.004), ("int8", 0.004), ("e3m0", 0.26)])
 def test_compressed_moves_are_repaid_by_the_next_ones(codec: Codec, worst: float) -> None:
     swarm = Swarm(PLAIN, 2, codec)
@@ -198,7 +200,7 @@ def test_parcels_hold_each_shard_once_and_notice_a_wrong_byte(size: int, count: 
                 unpack(parcel, length, codec, b"key")
 
 
-# --------------------------------------------------------------------------------------------------------- processes
+# ---------------------------------------------------------------------------------------- processes
 def collective(num_workers: int, outer: OuterConfig | None = None, *, timeout_s: float = 60.0, jobs: int = 0) -> RunConfig:
     schedule = replace(config().schedule, num_jobs_initial=jobs or num_workers, num_jobs_final=jobs or num_workers)
     cluster = ClusterConfig("local", num_workers=num_workers, threads_per_worker=1, exchange="collective",
@@ -239,7 +241,9 @@ class PoolThatCounts(ProcessPool):
 
 
 class PoolThatDisturbs(PoolThatCounts):
-    """In a reduction the worker of slot 1 stops, while the others wait for it; then it gets a signal."""
+    """In a reduction the worker of slot 1 stops, while the others wait for it; then it gets a
+    signal.
+    """
 
     def __init__(self, run: Run, number: signal.Signals, which: int = 2) -> None:
         super().__init__(run)
@@ -296,7 +300,8 @@ class PoolThatWakes(PoolThatDisturbs):
 
 @pytest.mark.faults
 def test_a_worker_that_is_slow_but_lives_costs_one_round_through_the_coordinator(tmp_path: Path) -> None:
-    settings = collective(3, timeout_s=12.0)   # the group gives up after 6 s, the coordinator after 12 s: busy machines take some
+    # the group gives up after 6 s, the coordinator after 12 s: busy machines take some
+    settings = collective(3, timeout_s=12.0)
     whole = undisturbed(settings)
     run = Run(tmp_path / "slow", settings)
     pool = PoolThatWakes(run, signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""Processes without the secret at the ports of the collective exchange: they read, write and change nothing."""
+"""Processes without the secret at the ports of the collective exchange: they read, write and change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,9 @@ def test_every_generation_has_another_secret_which_no_log_shows() -> None:
 
 
 class Altered:
-    """A group whose connections somebody sits on: what passes is changed after the first two messages."""
+    """A group whose connections somebody sits on: what passes is changed after the first two
+    messages.
+    """
 
     def __init__(self, group: Any, alter: Callable[[Bytes], Bytes]) -> None:
         self.group, self.alter, self.num_messages = group, alter, 0
@@ -207,7 +211,7 @@ def test_a_group_that_fails_again_and_again_is_tried_no_more(monkeypatch: pytest
     assert len(news) == 3 and all("disturbed" in message for message in news)
 
 
-# ------------------------------------------------------------------------------------------------- rendezvous, channel
+# ------------------------------------------------------------------------------ rendezvous, channel
 def test_the_rendezvous_serves_only_members() -> None:
     secret = new_secret()
     server = Rendezvous("127.0.0.1", secret)

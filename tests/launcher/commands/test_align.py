@@ -1,4 +1,6 @@
-"""From audio and transcripts to labels, a model and a word error rate, on made-up speech of yesno's shape."""
+"""From audio and transcripts to labels, a model and a word error rate, on made-up speech of yesno's
+shape.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def test_recipe_yesno_trains_from_a_flat_start_and_recognises_words(yesno: Path,
     assert main(["train", "recipe=yesno", *HERE, f"data.source={yesno}", f"output_dir={tmp_path}", "decode.oracle=true",
                  "decode.lattices=true"]) == 0
     found = results(tmp_path)
-    # 96 words in all but noiseless audio, seed 0: none is wrong when it works; 10 % lets a few edges move with the platform
+    # 96 words in all but noiseless audio, seed 0: none is wrong when it works; 10 % lets a few
+    # edges move with the platform
     assert wer(found["test"]) <= 10.0
     oracle = found["oracle_on_test_as_in_kaldi"]
     assert isinstance(oracle, dict) and wer(oracle["errors"]) <= wer(found["test"])
@@ -68,7 +71,8 @@ def test_recipe_yesno_trains_from_a_flat_start_and_recognises_words(yesno: Path,
     before = alignments.read(first).pdf_T
     assert again.keys() == before.keys()
     same = sum(int((again[utt_id] == before[utt_id]).sum()) for utt_id in again) / sum(map(len, again.values()))
-    assert 0.7 < same < 1.0  # the network moves edges of states, and nothing else where it recognises every word
+    # the network moves edges of states, and nothing else where it recognises every word
+    assert 0.7 < same < 1.0
 
 
 def test_a_model_labels_with_the_settings_of_its_run_or_is_refused(yesno: Path, tmp_path: Path,
@@ -88,11 +92,14 @@ def test_own_data_directories_become_a_model(tmp_path: Path) -> None:
     assert wer(results(tmp_path / "runs")["test"]) <= 15.0  # 36 words
 
 
-TIED_P = (2, 0, 3, 1, 3, 4, 1)   # of silence and the three states of N and Y; states of both phones are one pdf
+# of silence and the three states of N and Y; states of both phones are one pdf
+TIED_P = (2, 0, 3, 1, 3, 4, 1)
 
 
 def write_graph(source: Path, folder: Path) -> graphs.Graph:
-    """A decoding graph of the lexicon's words with tied states, as Kaldi's files; returns it at the level of pdfs."""
+    """A decoding graph of the lexicon's words with tied states, as Kaldi's files; returns it at the
+    level of pdfs.
+    """
     topology = lexicon.read(source / "lexicon.txt", 1)
     made = graphs.build(Language(topology), silence_prob=0.5)
     folder.mkdir()
@@ -133,7 +140,8 @@ def test_a_run_with_a_tied_graph_labels_in_the_numbers_of_the_graph(tmp_path: Pa
     for utt_id, pdf_T in states.items():
         name = utt_id.partition("-")[0]
         (words,) = (line.split()[1:] for line in (source / name / "text").read_text().splitlines() if line.startswith(f"{utt_id} "))
-        # the labels are a path of the graph with the words of the transcript: nothing else is finite
+        # the labels are a path of the graph with the words of the transcript: nothing else is
+        # finite
         only_TP = np.where(np.arange(5) == pdf_T[:, None], 0.0, -1e6).astype(np.float32)
         path = decoding.best_path(graphs.within(graph, words), only_TP, acoustic_scale=1.0, beam=1e5, max_active=100000)
         assert path.is_complete and path.words == tuple(words) and path.pdf_T.tolist() == pdf_T.tolist()

@@ -1,4 +1,6 @@
-"""The `ngsgd` command: exit codes, one message per mistake, nothing imported or written that was not asked for."""
+"""The `ngsgd` command: exit codes, one message per mistake, nothing imported or written that was
+not asked for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`ngsgd export` and `ngsgd import`: what Kaldi finds in the files, by a second reader of its formats."""
+"""`ngsgd export` and `ngsgd import`: what Kaldi finds in the files, by a second reader of its
+formats.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,8 @@ def test_import_takes_binary_models_and_priors(tmp_path: Path, capsys: pytest.Ca
 
 
 TEXTS = (("a", "b"), ("b",), ("b", "a"))
-TOPOLOGY = Topology(("b", "a"), {"b": (("b",),), "a": (("a",), ("a", "b"))}, 2)    # not in alphabetical order
+# not in alphabetical order
+TOPOLOGY = Topology(("b", "a"), {"b": (("b",),), "a": (("a",), ("a", "b"))}, 2)
 
 
 def speech(prefix: str, side: Side | None = None) -> SpeechSet:
@@ -209,7 +212,8 @@ def test_an_exported_alignment_keeps_its_states_in_another_numbering(tmp_path: P
     back = read_back(tmp_path / "out", reports)
     assert back.language.topology.phones == ("a", "b") and back.language.topology.lexicon == {
         word: TOPOLOGY.lexicon[word] for word in back.language.topology.lexicon}
-    of_b_a = np.array([0, 1, 5, 6, 7, 2, 3, 4])    # SIL SIL b b b a a a in the order SIL SIL a a a b b b
+    # SIL SIL b b b a a a in the order SIL SIL a a a b b b
+    of_b_a = np.array([0, 1, 5, 6, 7, 2, 3, 4])
     for name, one in sets.items():
         assert np.array_equal(getattr(back, name).frames.pdf_T, of_b_a[one.frames.pdf_T])
     assert any("renumbered" in line for line in reports)
@@ -271,7 +275,9 @@ def test_online_means_and_the_scale_give_the_input_of_the_network(tmp_path: Path
 
 
 def of_chunks(num_frames: int, frames_per_chunk: int, period: int) -> list[int]:
-    """The row of ivector_online that nnet3-compute takes for each frame: that of the middle of the frame's chunk."""
+    """The row of ivector_online that nnet3-compute takes for each frame: that of the middle of the
+    frame's chunk.
+    """
     rows = []
     for begin in range(0, num_frames, frames_per_chunk):
         length = min(frames_per_chunk, num_frames - begin)

@@ -1,4 +1,6 @@
-"""Wrong command lines end with their exit code, and with a message that holds the right key or command."""
+"""Wrong command lines end with their exit code, and with a message that holds the right key or
+command.
+"""
 
 from __future__ import annotations
 

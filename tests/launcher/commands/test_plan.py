@@ -1,4 +1,6 @@
-"""`ngsgd plan`: what it computes from a measurement, what it says, what it refuses; and the lines at the end of a run."""
+"""`ngsgd plan`: what it computes from a measurement, what it says, what it refuses; and the lines
+at the end of a run.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,14 @@ MACHINE = Machine(
     spread=Spread(0.02, 0.0), link=Link(4e9, 4e-5, 1.5e9), checkpoint_s=0.007, warm_up_s=0.2)
 WORKLOAD = Workload(samples=16000.0, minibatch_size=128, model_bytes=1_300_000, total_samples=1.2e6)
 ASSUMED = Assumptions(2, 1.25e8, 2e-4, 1.2e-4, 20.0, None, None, 0.0)
-LARGE = replace(WORKLOAD, model_bytes=41_600_000, total_samples=1e9)  # 10.4 million parameters, much data
+# 10.4 million parameters, much data
+LARGE = replace(WORKLOAD, model_bytes=41_600_000, total_samples=1e9)
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
-    """Stands in for half a minute of measuring; the list has the configurations that were measured."""
+    """Stands in for half a minute of measuring; the list has the configurations that were measured.
+    """
     seen: list[RunConfig] = []
 
     def fake(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Machine, Workload]:
@@ -56,7 +60,7 @@ def _keep(config: RunConfig, machine: Machine = MACHINE) -> None:
     keep(config, machine, WORKLOAD)
 
 
-# The command ----------------------------------------------------------------------------------------------------------
+# The command --------------------------------------------------------------------------------------
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -129,7 +133,8 @@ def test_all_wrong_arguments_are_reported_at_once() -> None:
 def test_a_saved_measurement_is_used_for_its_own_settings_only(
         measured: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
     _keep(RunConfig())
-    assert cli.main(["plan", "--saved", "output_dir=runs", "cluster=in_process", "name=other"]) == 0  # where jobs run may differ
+    # where jobs run may differ
+    assert cli.main(["plan", "--saved", "output_dir=runs", "cluster=in_process", "name=other"]) == 0
     assert measured == []
     assert cli.main(["plan", "--saved", "output_dir=runs", "model.hidden_dim=512"]) == 2
     assert "measurement" in capsys.readouterr().err
@@ -148,7 +153,7 @@ def test_the_momentum_of_the_outer_optimizer_is_that_of_the_settings() -> None:
     assert momenta == {"average": 0.0, "bmuf": 0.0, "diloco": 0.9}
 
 
-# The table ------------------------------------------------------------------------------------------------------------
+# The table ----------------------------------------------------------------------------------------
 
 
 def _rows(*workers: int, machine: Machine = MACHINE, workload: Workload = WORKLOAD, assumed: Assumptions = ASSUMED,
@@ -208,7 +213,7 @@ def test_every_number_of_workers_gets_samples_and_each_reason_is_printed_once() 
     assert lines[-1].startswith("advice: ")
 
 
-# Advice: one line about what helps most -------------------------------------------------------------------------------
+# Advice: one line about what helps most -----------------------------------------------------------
 
 
 def test_advice_on_threads_that_are_in_each_others_way() -> None:
@@ -241,7 +246,7 @@ def test_advice_when_all_is_well() -> None:
     assert re.fullmatch(r"up to 2 workers run at 9\d% efficiency; the table ends there\.", plan_text.advice(MACHINE, table))
 
 
-# After a run ----------------------------------------------------------------------------------------------------------
+# After a run --------------------------------------------------------------------------------------
 
 
 def _forecast(tmp_path: Path, *, address: str = "", **changes: Any) -> tuple[Forecast, list[str]]:
@@ -292,7 +297,7 @@ def test_a_run_of_one_outer_iteration_ends_without_a_forecast(tmp_path: Path) ->
     assert lines == []
 
 
-# For real -------------------------------------------------------------------------------------------------------------
+# For real -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -310,4 +315,5 @@ def test_the_real_command_measures_prints_and_keeps(tmp_path: Path) -> None:
     assert 0.0 < first["rows"][0]["there"]["efficiency"] < 1.0
     again = subprocess.run([*words, "--saved"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert json.loads(again.stdout) == first
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "plan.json"]  # no checkpoint of the probe is left
+    # no checkpoint of the probe is left
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "plan.json"]

@@ -1,4 +1,6 @@
-"""The dashboard command: what it says before it starts anything, and that it leaves no server behind."""
+"""The dashboard command: what it says before it starts anything, and that it leaves no server
+behind.
+"""
 
 from __future__ import annotations
 

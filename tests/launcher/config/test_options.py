@@ -37,7 +37,7 @@ def imported() -> None:
     compose.compose([])
 
 
-# Settings without effect ----------------------------------------------------------------------------------------------
+# Settings without effect --------------------------------------------------------------------------
 
 
 @pytest.mark.entry("R4", "you give an option that the chosen kind or switch does not use, such as `outer.lr=0.5` with "
@@ -138,7 +138,8 @@ def test_other_choices_than_a_recipe_was_written_for_are_no_mistake(recipe: str)
 def refusals(overrides: list[str]) -> list[str]:
     try:
         compose.compose(overrides)
-    except ConfigError as error:   # rules about values that do not go together, such as too little context
+    # rules about values that do not go together, such as too little context
+    except ConfigError as error:
         return [problem for problem in error.problems if "not use" in problem or "no effect" in problem]
     return []
 
@@ -156,7 +157,7 @@ def test_every_condition_names_a_switch_of_its_section_and_values_that_it_can_ha
     assert not [setting.path for setting in unused(run) if setting.is_set]
 
 
-# Names of earlier versions --------------------------------------------------------------------------
+# Names of earlier versions ------------------------------------------------------------------------
 
 
 @pytest.mark.entry("P1")
@@ -249,7 +250,7 @@ def test_a_sweep_over_old_methods_trains_the_new_ones() -> None:
     assert [settings for settings, _ in runs] == [["recipe=digits", "optimizer=ngsgd"], ["recipe=digits", "optimizer=kfac"]]
 
 
-# Kinds and their defaults ---------------------------------------------------------------------------------------------
+# Kinds and their defaults -------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -269,7 +270,7 @@ def test_defaults_of_a_kind_are_printed_and_may_be_changed(capsys: pytest.Captur
     assert (printed["damping"], printed["ema_decay"], printed["curvature_state"]) == (1e-8, 0.9, "keep")
 
 
-# Recipes --------------------------------------------------------------------------------------------------------------
+# Recipes ------------------------------------------------------------------------------------------
 
 
 def leaves_of(file: Path) -> dict[str, Any]:
@@ -279,7 +280,7 @@ def leaves_of(file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.entry("S1", "your recipe sets `model.kind`, `outer.kind`, `optimizer.kind` or any other setting", "works",
-                   "what a recipe sets is what is composed; a group or a setting on the command line wins over it")
+                   "the settings of a recipe are composed; a group or a setting on the command line wins over it")
 @pytest.mark.parametrize("recipe", compose.groups()["recipe"])
 def test_settings_of_a_recipe_are_composed(recipe: str) -> None:
     composed = plain(flatten(compose.compose([f"recipe={recipe}"])))

@@ -1,4 +1,5 @@
-"""A run in MLflow: what is sent, that nothing of it can hurt training, and once for real in SQLite."""
+"""A run in MLflow: what is sent, that nothing of it can hurt training, and once for real in SQLite.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Client:
 
     def __init__(self) -> None:
         self.runs: dict[str, dict[str, Any]] = {}
-        self.metrics: list[tuple[str, dict[str, tuple[float, int]]]] = []  # run name, name -> value, step
+        # run name, name -> value, step
+        self.metrics: list[tuple[str, dict[str, tuple[float, int]]]] = []
         self.params: dict[str, str] = {}
         self.artifacts: list[str] = []
         self.fails = False
@@ -355,7 +357,8 @@ def test_damaged_tracking_file_starts_a_new_run(config: RunConfig) -> None:
 @pytest.mark.end_to_end
 def test_real_sqlite_store_has_the_run_its_workers_and_its_files(
         config: RunConfig, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlflow_tracker, "CLOSE_TIMEOUT_S", 120.0)  # a fresh schema on a busy machine
+    # a fresh schema on a busy machine
+    monkeypatch.setattr(mlflow_tracker, "CLOSE_TIMEOUT_S", 120.0)
     output_dir, said = Path(config.output_dir), list[str]()
     (output_dir / "run" / "final").mkdir()
     (output_dir / "run" / "final" / "about.json").write_text("{}")
@@ -389,7 +392,7 @@ def test_real_sqlite_store_has_the_run_its_workers_and_its_files(
     assert (output_dir / "mlartifacts").is_dir()
 
 
-# ------------------------------------------------------------------------------------------------- servers that lie
+# --------------------------------------------------------------------------------- servers that lie
 class LyingClient(Client):
     """Of a server that names a place of its choice for a run's files."""
 

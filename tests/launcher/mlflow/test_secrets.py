@@ -1,4 +1,5 @@
-"""Passwords and tokens stay out of every file and line, and what a terminal obeys is shown as text."""
+"""Passwords and tokens stay out of every file and line, and what a terminal obeys is shown as text.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +154,7 @@ def test_the_same_store_is_recognized_however_one_logs_in(tmp_path: Path) -> Non
         assert [run["status"] for run in client.runs.values()] == ["FINISHED"]
 
 
-# Terminals --------------------------------------------------------------------------------------------------------------
+# Terminals ----------------------------------------------------------------------------------------
 
 HOSTILE = "\x1b]0;title\x07 \x1b[2J \x9b31m \r over \x7f \u202e rtl \u2066 \x00 \x08 \ud83d"
 

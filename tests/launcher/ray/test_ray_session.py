@@ -1,4 +1,6 @@
-"""The folder of a run's own Ray: closed to other users, short enough for sockets, removed afterwards."""
+"""The folder of a run's own Ray: closed to other users, short enough for sockets, removed
+afterwards.
+"""
 
 from __future__ import annotations
 

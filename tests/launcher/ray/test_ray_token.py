@@ -17,7 +17,9 @@ SECRET = "b" * 64
 
 @pytest.fixture
 def head_that_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As Ray 2.54 and later behave with another token than the head's: the health service answers, ray.init does not connect."""
+    """As Ray 2.54 and later behave with another token than the head's: the health service answers,
+    ray.init does not connect.
+    """
     def refuse(address: str) -> None:
         raise ConnectionError(f"Failed to connect to Ray cluster at {address}")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)   # other tests share one Ray session

@@ -70,12 +70,13 @@ def test_only_models_of_the_last_stage_are_combined(tmp_path: Path) -> None:
         num_layers=2, hidden_dim=16, add_layers_period=1, num_subclasses=20))
     run = toy.Run(tmp_path, config)
     assert run.schedule.num_outer_iters == 6
-    assert wanted_for_combination(config, run.schedule, stages_of(config, run.reader)) == (5,)  # split before the last
+    # split before the last
+    assert wanted_for_combination(config, run.schedule, stages_of(config, run.reader)) == (5,)
     plain = replace(config, model=ModelConfig())
     assert wanted_for_combination(plain, run.schedule, stages_of(plain, run.reader)) == (5, 4, 3)
 
 
-# Damage -----------------------------------------------------------------------------------------------------------------
+# Damage -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,8 @@ def finished() -> Path:
 
 
 def make_run(folder: Path, model: ModelConfig, config: RunConfig | None = None) -> Path:
-    """The folder of a run that has ended, whose config.yaml and final model both name the module."""
+    """The folder of a run that has ended, whose config.yaml and final model both name the module.
+    """
     config = replace(config or toy.config(), data=replace(toy.config().data, corpus="kaldi", source="nowhere"),
                      tracking=replace(toy.config().tracking, kind="none"))
     shutil.copytree(finished(), folder)
@@ -219,7 +220,8 @@ def test_the_final_model_of_an_own_run_opens_anywhere(attacker: Path, tmp_path: 
     with pytest.raises(ConfigError):
         open_final(final)
     seal(final, {**about, "run_id": "0123"})
-    with pytest.raises(Exception, match="state_dict"):  # imported; the parameters are another model's
+    # imported; the parameters are another model's
+    with pytest.raises(Exception, match="state_dict"):
         open_final(final)
 
 
@@ -276,7 +278,8 @@ def test_a_model_to_start_from_takes_the_module_from_the_command_line(
     assert cli.main([*words, "model._target_=helper_mod:Net"]) == 0
     assert len(ran) == 1
     (begun,) = (attacker / "runs").glob("mine-*")
-    with pytest.raises(Exception, match="state_dict"):  # the module of the command line, without the received arguments
+    # the module of the command line, without the received arguments
+    with pytest.raises(Exception, match="state_dict"):
         open_final(begun / "init", own=ran[0].model)
     assert cli.main([*words, "--trust"]) == 0
 

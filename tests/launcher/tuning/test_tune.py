@@ -93,7 +93,7 @@ def test_ray_workers_give_the_numbers_of_one_process(on_toy: Any, tmp_path: Path
     assert results[0]["valid"] == results[1]["valid"] and results[0]["theta"] == results[1]["theta"]
 
 
-# The file ---------------------------------------------------------------------------------------------------------------
+# The file -----------------------------------------------------------------------------------------
 
 
 def _tuned(folder: Path) -> tuple[HyperSpace, torch.Tensor, Path]:
@@ -129,13 +129,15 @@ def test_files_that_hold_no_settings_are_refused(tmp_path: Path, text: str | Non
 
 
 def test_a_job_of_ngsgd_train_does_what_the_proxy_did(tmp_path: Path) -> None:
-    # one job, one outer iteration: the proxy's steps and the worker's must meet in every tuned number
+    # one job, one outer iteration: the proxy's steps and the worker's must meet in every tuned
+    # number
     made = toy.config(optimizer=OptimizerConfig(kind="sgd", momentum=0.8, max_change=0.3, max_param_change=0.4, weight_decay=1e-4,
                                                 layer_options={"affine1": {"lr_factor": 1.5, "weight_decay": 3e-4}}))
     made = replace(made, model=replace(made.model, init_scales={"affine1": 0.8}), schedule=replace(
         made.schedule, lr_initial=0.004, lr_final=0.004, num_jobs_initial=1, num_jobs_final=1))
     run = toy.Run(tmp_path, made)
-    num_steps = -(-run.reader.num_frames(run.schedule.shard(0)) // 64) - 1  # the last minibatch is a smaller one
+    # the last minibatch is a smaller one
+    num_steps = -(-run.reader.num_frames(run.schedule.shard(0)) // 64) - 1
     proxied = replace(made, tune=TuneConfig(proxy=ProxyConfig(num_steps, 1)))
     proxy = Proxy.of(proxied, run.egs)
     from ngsgd.hypergrad.gradient import LocalJobs
@@ -155,7 +157,8 @@ def test_a_job_of_ngsgd_train_does_what_the_proxy_did(tmp_path: Path) -> None:
     start = LocalRef(worker.layout.flatten(worker.model.state_dict()))
     piece = WorkItem(run.schedule.shard(0), 0, 0, 0, num_steps)
     sent = worker.run(Job(0, 0, 1, (piece,), JobInit(start), 0.004, 1.0)).sent.read()
-    assert torch.allclose(torch.from_numpy(sent).double(), ours_P, atol=2e-5)  # float32 there, and momentum inside the rate
+    # float32 there, and momentum inside the rate
+    assert torch.allclose(torch.from_numpy(sent).double(), ours_P, atol=2e-5)
 
 
 def test_the_help_names_tune(capsys: pytest.CaptureFixture[str]) -> None:

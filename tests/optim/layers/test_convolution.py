@@ -1,4 +1,6 @@
-"""Convolutions under NGSGD: the layer is torch's own but for the gradients of weight and bias, and those are the reference's."""
+"""Convolutions under NGSGD: the layer is torch's own but for the gradients of weight and bias, and
+those are the reference's.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from ngsgd import NGSGD
 from tests.reference.kronecker import KroneckerReference
 from tests.reference.spliced_rows import FilterReference, derivative_rows, spliced_rows
 
-# float64 on both sides, but rows and sums come in another order; an update squares the condition number of the Fisher matrix
-# (at most 1 / delta = 2000): 4e6 roundings of 1e-16, relative to the largest element
+# float64 on both sides, but rows and sums come in another order; an update squares the condition
+# number of the Fisher matrix (at most 1 / delta = 2000): 4e6 roundings of 1e-16, relative to the
+# largest element
 EQUAL: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-9}
 # the same operator of torch on the same numbers, or one that sums in another order
 PLAIN: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
@@ -93,7 +96,8 @@ def test_conv1d_over_many_minibatches(num_in: int, num_out: int, bias: bool) -> 
     check_spliced(nn.Conv1d(num_in, num_out, 3, bias=bias), num_minibatches=18)
 
 
-@pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")  # torch's plain layer copies its input then
+# torch's plain layer copies its input then
+@pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
 @pytest.mark.parametrize("taps", [2, 4])
 def test_conv1d_with_padding_same_that_is_longer_on_the_right(taps: int) -> None:
     torch.manual_seed(0)
@@ -191,7 +195,8 @@ def test_frozen_weight_frozen_bias_and_input_without_gradient(make: Any, shape: 
     layer.weight.requires_grad_(False)
     _, dY, _ = run(layer, x, y_seed)
     assert layer.weight.grad is None
-    torch.testing.assert_close(layer.bias.grad, plain.bias.grad, **PLAIN)  # alone it gets its plain gradient
+    # alone it gets its plain gradient
+    torch.testing.assert_close(layer.bias.grad, plain.bias.grad, **PLAIN)
 
     both = copy.deepcopy(plain)
     _optimizer = NGSGD(both, lr=0.1)
@@ -237,7 +242,8 @@ def test_channels_last_images_give_the_same_gradient() -> None:
         _, _, dx = run(rows_first, x, t)
         _, _, dx_last = run(channels_last, x.to(memory_format=torch.channels_last), t)
         torch.testing.assert_close(dx_last, dx, **PLAIN)
-        # the plain gradients differ by rounding; of the 14 directions that are kept of 5 rows, some exist only in rounding
+        # the plain gradients differ by rounding; of the 14 directions that are kept of 5 rows, some
+        # exist only in rounding
         difference = channels_last.weight.grad - rows_first.weight.grad
         assert float(difference.norm()) < 1e-3 * float(rows_first.weight.grad.norm())
 

@@ -1,4 +1,6 @@
-"""Plain SGD's affine layers with the GEMM of NG-SGD: same results up to rounding, and plain layers for everybody else."""
+"""Plain SGD's affine layers with the GEMM of NG-SGD: same results up to rounding, and plain layers
+for everybody else.
+"""
 
 from __future__ import annotations
 

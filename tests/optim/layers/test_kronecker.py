@@ -1,4 +1,5 @@
-"""The gradient of an nn.Linear against two preconditioners that stand alone, on [X | 1] and dY (section A3 of the method).
+"""The gradient of an nn.Linear against two preconditioners that stand alone, on [X | 1] and dY
+(section A3 of the method).
 
 Letters: N rows (frames), I inputs, O outputs.
 """
@@ -16,8 +17,8 @@ from ngsgd import NGSGD
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner, is_cheaper_factored
 from tests.reference.kronecker import KroneckerReference
 
-# float64 on both sides; the two differ in the order of sums, and an update squares the condition number of the Fisher
-# matrix (at most 1 / delta = 2000): 4e6 roundings of 1e-16
+# float64 on both sides; the two differ in the order of sums, and an update squares the condition
+# number of the Fisher matrix (at most 1 / delta = 2000): 4e6 roundings of 1e-16
 EQUAL: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-10}
 ROW_FORM = (24, 10, 6)        # N, I, O
 FACTORED_FORM = (24, 3, 12)
@@ -25,7 +26,9 @@ SHAPES = pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [ROW
 
 
 def minibatches(num: int, num_rows: int, num_inputs: int, num_outputs: int, *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and output derivatives with one strong direction each, so that preconditioning changes a lot."""
+    """Inputs and output derivatives with one strong direction each, so that preconditioning changes
+    a lot.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def rows(dim: int, direction: Tensor) -> Tensor:
@@ -87,7 +90,8 @@ def test_gradient_is_the_product_of_standalone_preconditioned_rows(num_rows: int
                                                                    bias: bool) -> None:
     layer, optimizer = layer_of(num_inputs, num_outputs, bias=bias)
     standalone = KroneckerReference(num_inputs, num_outputs, has_bias=bias)
-    for X, dY in minibatches(20, num_rows, num_inputs, num_outputs):  # updates in calls 0 to 10, 14 and 18
+    # updates in calls 0 to 10, 14 and 18
+    for X, dY in minibatches(20, num_rows, num_inputs, num_outputs):
         optimizer.zero_grad()
         x = X.clone().requires_grad_()
         backward(layer, x, dY)
@@ -182,7 +186,9 @@ def test_accumulated_gradients_are_sums_of_two_calls(num_rows: int, num_inputs: 
 
 @pytest.mark.entry("N10")
 def test_a_bias_alone_gets_its_plain_gradient() -> None:
-    """The weight was frozen after the optimizer was made, or before: no natural gradient is defined for the bias alone."""
+    """The weight was frozen after the optimizer was made, or before: no natural gradient is defined
+    for the bias alone.
+    """
     for freeze_first in (True, False):
         torch.manual_seed(0)
         layer = nn.Linear(10, 6, dtype=torch.float64)
@@ -194,7 +200,8 @@ def test_a_bias_alone_gets_its_plain_gradient() -> None:
             x = X.clone().requires_grad_()
             backward(layer, x, dY)
             assert layer.weight.grad is None
-            torch.testing.assert_close(layer.bias.grad, dY.sum(dim=0))      # float64 rounding of one sum
+            # float64 rounding of one sum
+            torch.testing.assert_close(layer.bias.grad, dY.sum(dim=0))
             torch.testing.assert_close(x.grad, dY @ layer.weight.detach())
 
 
@@ -202,7 +209,8 @@ def test_a_bias_alone_gets_its_plain_gradient() -> None:
 def test_a_frozen_bias_gets_none_and_the_weight_its_own(num_rows: int, num_inputs: int, num_outputs: int) -> None:
     layer, optimizer = layer_of(num_inputs, num_outputs)
     layer.bias.requires_grad_(False)
-    standalone = KroneckerReference(num_inputs, num_outputs, has_bias=True)  # the 1 stays: the layer has a bias
+    # the 1 stays: the layer has a bias
+    standalone = KroneckerReference(num_inputs, num_outputs, has_bias=True)
     for X, dY in minibatches(4, num_rows, num_inputs, num_outputs):
         optimizer.zero_grad()
         backward(layer, X, dY)
@@ -252,7 +260,9 @@ def test_a_minibatch_without_rows_gives_a_zero_gradient_and_leaves_the_estimate_
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 def test_the_limit_per_sample_sums_row_products_over_accumulation(num_rows: int, num_inputs: int, num_outputs: int,
                                                                   bias: bool) -> None:
-    """C.3: min(1, N m / (lr sum_i |xhat_i| |yhat_i|)), N and the sum over all passes since the last step."""
+    """C.3: min(1, N m / (lr sum_i |xhat_i| |yhat_i|)), N and the sum over all passes since the last
+    step.
+    """
     m = 1e-3
     layer, optimizer = layer_of(num_inputs, num_outputs, bias=bias, max_change_per_sample=m)
     for group in optimizer.param_groups:
@@ -312,6 +322,6 @@ def test_factored_form_in_float32_keeps_the_norm_where_derivatives_lie_along_one
             optimizer.zero_grad()
             backward(layer, X.to(layer.weight), dY.to(layer.weight))
     assert exact.weight.grad is not None and rounded.weight.grad is not None
-    # at least beta / (beta + d) of a row is left, beta = 5e-4 d (1 + alpha) by the floor of rho: for alpha 0.1 that is 5e-4,
-    # and float32's 6e-8 becomes 1e-4 of it
+    # at least beta / (beta + d) of a row is left, beta = 5e-4 d (1 + alpha) by the floor of rho:
+    # for alpha 0.1 that is 5e-4, and float32's 6e-8 becomes 1e-4 of it
     torch.testing.assert_close(rounded.weight.grad.norm().double(), exact.weight.grad.norm(), rtol=1e-3, atol=0.0)

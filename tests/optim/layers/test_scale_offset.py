@@ -1,4 +1,6 @@
-"""Normalisation layers under NGSGD: torch's own but for the gradients of scale and offset: sums of preconditioned rows."""
+"""Normalisation layers under NGSGD: torch's own but for the gradients of scale and offset: sums of
+preconditioned rows.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from torch import Tensor, nn
 from ngsgd import NGSGD, OnlineNaturalGradient
 from ngsgd.optim.layers.scale_offset import NaturalGradientNorm
 
-# float64; the normalized input comes from another kernel than the plain layer's, and the affine part is a separate step
+# float64; the normalized input comes from another kernel than the plain layer's, and the affine
+# part is a separate step
 PLAIN: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
-# an update squares the condition number of the Fisher matrix (at most 1 / delta = 2000): 4e6 roundings of 1e-16
+# an update squares the condition number of the Fisher matrix (at most 1 / delta = 2000): 4e6
+# roundings of 1e-16
 EQUAL: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-9}
 
 
@@ -317,7 +321,9 @@ def test_hooks_run_once() -> None:
 
 @pytest.mark.parametrize("first", ["optimiser", "setting"])
 def test_settings_of_a_batch_norm_hold_whenever_they_are_made(first: str) -> None:
-    """Momentum and epsilon changed on the layer reach the twin that normalizes, also after the optimizer is made."""
+    """Momentum and epsilon changed on the layer reach the twin that normalizes, also after the
+    optimizer is made.
+    """
     model, plain = network(), network()
     if first == "optimiser":
         _optimizer = NGSGD(model, lr=0.1)

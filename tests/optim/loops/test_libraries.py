@@ -17,7 +17,8 @@ from tests.optim.loops.task import SIZE, assert_equal, mean_loss, minibatches, n
 try:
     import torchvision  # type: ignore[import-untyped]  # noqa: F401
 except RuntimeError:
-    # one that was built for another torch, without its operators; the libraries below look for it and use nothing of it
+    # one that was built for another torch, without its operators; the libraries below look for it
+    # and use nothing of it
     for operator in ("nms", "qnms"):
         torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 except ImportError:
@@ -58,7 +59,8 @@ def test_lightning_is_the_plain_loop(tmp_path: Path) -> None:
     for callbacks in ([], [Unfreeze()]):
         module = Module()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Lightning's, about loaders, and ours, about weight decay of a mean
+            # Lightning's, about loaders, and ours, about weight decay of a mean
+            warnings.simplefilter("ignore")
             trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
                                         enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
                                         default_root_dir=tmp_path)
@@ -75,8 +77,8 @@ def test_lightning_is_the_plain_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.entry("L2", "you train with Accelerate", "works",
-                   "`accelerator.prepare(model, optimizer, loader)` and `save_state` / `load_state` give bit for bit the plain "
-                   "loop")
+                   "`accelerator.prepare(model, optimizer, loader)` and `save_state` / `load_state` equal the plain "
+                   "loop bitwise")
 def test_accelerate_is_the_plain_loop(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     straight = network()
@@ -102,8 +104,8 @@ def test_accelerate_is_the_plain_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.entry("L3", "you train with the Trainer of Hugging Face", "works",
-                   "give it as `optimizers=(NGSGD(model, lr), scheduler)`; a run that is resumed from a checkpoint is bit for "
-                   "bit the straight one")
+                   "give it as `optimizers=(NGSGD(model, lr), scheduler)`; a run that is resumed from a checkpoint is "
+                   "bitwise identical to an uninterrupted one")
 def test_the_hugging_face_trainer_resumes(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
 

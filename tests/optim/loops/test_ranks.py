@@ -58,7 +58,7 @@ def _with_ddp(rank: int) -> None:
 
 
 @pytest.mark.entry("L4", "you train with DistributedDataParallel", "works",
-                   "the replicas stay bitwise identical, with NGSGD made before or after the wrap; every rank preconditions "
+                   "the replicas stay bitwise identical, with NGSGD made before or after the wrap. Every rank preconditions "
                    "with estimates of its own rows, so the run is not that of one process, and a checkpoint of rank 0 holds the "
                    "estimates of rank 0")
 def test_replicas_stay_equal(tmp_path: Path) -> None:

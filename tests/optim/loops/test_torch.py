@@ -123,7 +123,8 @@ def test_a_moving_average_is_a_plain_model() -> None:
 def test_a_loss_scale_changes_nothing() -> None:
     plain, scaled = network(), network()
     train(plain, NGSGD(plain, lr=0.5), minibatches())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)  # powers of 2 change no digit
+    # powers of 2 change no digit
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     optimizer = NGSGD(scaled, lr=0.5, loss_reduction="sum", grad_scaler=scaler)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -134,7 +135,8 @@ def test_a_loss_scale_changes_nothing() -> None:
             scaler.update()
     assert scaler.get_scale() == 2.0**14
     for a, b in zip(scaled.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)  # the start is relative to the mean eigenvalue, at most 5e-4 of it
+        # the start is relative to the mean eigenvalue, at most 5e-4 of it
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 @KINDS

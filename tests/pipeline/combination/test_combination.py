@@ -153,7 +153,8 @@ def test_the_order_decides_which_means_are_tried_but_not_the_mean_of_all() -> No
     target = np.mean(vectors, axis=0).astype(np.float32)
     forward, backward = (running_mean(given(order), closeness_to(target)) for order in (vectors, vectors[::-1]))
     assert forward.num_models == backward.num_models == 6
-    # the sums differ by float64 rounding, which float32 hardly ever shows: one unit in the last place at most
+    # the sums differ by float64 rounding, which float32 hardly ever shows: one unit in the last
+    # place at most
     np.testing.assert_array_max_ulp(forward.parameters, backward.parameters, maxulp=1)
     assert forward.objf_newest != backward.objf_newest
 
@@ -179,7 +180,8 @@ def test_one_model_is_in_memory_at_a_time() -> None:
     finally:
         tracemalloc.stop()
     assert combined.parameters[0] == np.float32(9.5) and len(loaded) == num_models
-    # the sum (two float32 models), one just read, the mean under test, the best; masks and buffers are well below one more
+    # the sum (two float32 models), one just read, the mean under test, the best; masks and buffers
+    # are well below one more
     assert peak < 6 * 4 * size
 
 
@@ -242,13 +244,15 @@ def batchnorm_model(seed: int) -> nn.Sequential:
 
 
 def test_recomputed_statistics_are_those_of_all_frames_in_every_layer() -> None:
-    model, x_ND = batchnorm_model(0).double(), frames(9000, 3).x_ND.double()  # more rows than are scored at once
+    # more rows than are scored at once
+    model, x_ND = batchnorm_model(0).double(), frames(9000, 3).x_ND.double()
     assert recompute_batchnorm(model, x_ND) == 2
     model.eval()
     for index, tolerance in ((1, 1e-10), (5, 1e-3)):
         mean_D, variance_D = pooled_statistics(model[:index](x_ND).detach().numpy())
-        # layer 1: one sum's rounding in float64.  Layer 5: while statistics are gathered, the layer below divides by the biased
-        # variance, in test mode by the unbiased one, which differ by 1 / 9000
+        # layer 1: one sum's rounding in float64. Layer 5: while statistics are gathered, the layer
+        # below divides by the biased variance, in test mode by the unbiased one, which differ by 1
+        # / 9000
         state = model[index].state_dict()
         np.testing.assert_allclose(state["running_mean"].numpy(), mean_D, rtol=tolerance, atol=tolerance)
         np.testing.assert_allclose(state["running_var"].numpy(), variance_D, rtol=tolerance)
@@ -283,12 +287,14 @@ def test_a_single_frame_has_no_batchnorm_statistics() -> None:
 def test_a_combination_carries_the_statistics_of_the_held_out_frames(method: Method) -> None:
     held_out = HeldOut(batchnorm_model(0), frames(300, 4))
     layout = held_out.layout
-    vectors = [layout.flatten(batchnorm_model(seed).state_dict()) for seed in (1, 1, 2)]  # statistics as at the start: 0 and 1
+    # statistics as at the start: 0 and 1
+    vectors = [layout.flatten(batchnorm_model(seed).state_dict()) for seed in (1, 1, 2)]
     combined = method(given(vectors), held_out)
     state = layout.unflatten(combined.parameters)
     x_ND = held_out.minibatch.x_ND @ state["0.weight"].T + state["0.bias"]
     mean_D, variance_D = pooled_statistics(x_ND.double().numpy())
-    np.testing.assert_allclose(state["1.running_mean"].numpy(), mean_D, rtol=1e-5, atol=1e-6)  # float32
+    # float32
+    np.testing.assert_allclose(state["1.running_mean"].numpy(), mean_D, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(state["1.running_var"].numpy(), variance_D, rtol=1e-5)
     assert held_out(combined.parameters)[0] == combined.objf
 
@@ -297,7 +303,9 @@ def test_a_combination_carries_the_statistics_of_the_held_out_frames(method: Met
 
 
 def noisy_run(kind: Any, seed: int) -> tuple[nn.Module, list[Vector]]:
-    """20 outer iterations of plain SGD at a learning rate that is kept high; the last ten models, newest first."""
+    """20 outer iterations of plain SGD at a learning rate that is kept high; the last ten models,
+    newest first.
+    """
     model = build_model(ModelConfig(kind=kind, num_layers=2, hidden_dim=40), DIM, NUM_CLASSES, seed)
     data, random, layout = frames(4000, 1000 + seed), np.random.default_rng(seed), FlatLayout.of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0 if kind == "pnorm" else 0.5)
@@ -312,9 +320,10 @@ def noisy_run(kind: Any, seed: int) -> tuple[nn.Module, list[Vector]]:
     return model, models[:-11:-1]
 
 
-# Held-out frames: 1000 to choose on, 4000 others to judge on.  Over 20 seeds of each kind the gain on the latter was, least and
-# median in nats per frame: running mean 0.023, 0.23 (relu) and 0.024, 0.14 (pnorm); generalized 0.049, 0.26 and 0.015, 0.14.
-# Seeds and arithmetic are fixed, so the test fails by chance only where another build of torch leads to another run.
+# Held-out frames: 1000 to choose on, 4000 others to judge on. Over 20 seeds of each kind the gain
+# on the latter was, least and median in nats per frame: running mean 0.023, 0.23 (relu) and 0.024,
+# 0.14 (pnorm); generalized 0.049, 0.26 and 0.015, 0.14. Seeds and arithmetic are fixed, so the test
+# fails by chance only where another build of torch leads to another run.
 MARGIN = 0.01
 
 

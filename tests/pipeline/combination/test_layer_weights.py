@@ -1,4 +1,6 @@
-"""A weight for each model and layer, the search that finds them, and the rescaling of layers after it."""
+"""A weight for each model and layer, the search that finds them, and the rescaling of layers after
+it.
+"""
 
 from __future__ import annotations
 
@@ -77,15 +79,17 @@ def test_a_frame_that_weighs_two_counts_as_if_it_were_there_twice() -> None:
         assert np.allclose(one, other, rtol=1e-9)  # float64 sums in another order
 
 
-# ------------------------------------------------------------------ objective, gradient, preconditioner
+# -------------------------------------------------------------- objective, gradient, preconditioner
 
 
 def test_objective_and_gradient_equal_finite_differences_of_the_definition() -> None:
     problem = Problem()
     objf, gradient_KL = problem.weighted.objf_and_gradient(problem.weights_KL)
-    assert abs(objf - problem.reference_objf(problem.weights_KL) / NUM_FRAMES) < 1e-12  # float64 rounding
+    # float64 rounding
+    assert abs(objf - problem.reference_objf(problem.weights_KL) / NUM_FRAMES) < 1e-12
     wanted_KL = reference.finite_difference_gradient(problem.reference_objf, problem.weights_KL) / NUM_FRAMES
-    np.testing.assert_allclose(gradient_KL, wanted_KL, atol=1e-6 * np.abs(wanted_KL).max())  # differences err by about 1e-9
+    # differences err by about 1e-9
+    np.testing.assert_allclose(gradient_KL, wanted_KL, atol=1e-6 * np.abs(wanted_KL).max())
 
 
 def test_gradients_do_not_depend_on_how_many_rows_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +108,8 @@ def test_the_scatter_is_that_of_the_gradients_of_every_64_frames() -> None:
                                                       problem.weights_KL) for first in range(0, NUM_FRAMES, 64)]
     wanted_MM = reference.scatter(gradients)
     scatter_MM = problem.weighted.scatter(problem.weights_KL, 64)
-    np.testing.assert_allclose(scatter_MM, wanted_MM, atol=1e-6 * np.abs(wanted_MM).max())  # differences err by about 1e-9
+    # differences err by about 1e-9
+    np.testing.assert_allclose(scatter_MM, wanted_MM, atol=1e-6 * np.abs(wanted_MM).max())
 
 
 @pytest.mark.parametrize("rank", [1, 3, 10])
@@ -117,7 +122,8 @@ def test_the_factor_gives_the_smoothed_scatter(rank: int) -> None:
     C_MM = preconditioner(scatter_MM)
     assert np.array_equal(C_MM, np.tril(C_MM))
     wanted_MM = reference.smoothed_scatter(scatter_MM)
-    np.testing.assert_allclose(C_MM @ C_MM.T, wanted_MM, rtol=1e-9, atol=1e-13)  # one factorisation's rounding
+    # one factorisation's rounding
+    np.testing.assert_allclose(C_MM @ C_MM.T, wanted_MM, rtol=1e-9, atol=1e-13)
     np.testing.assert_allclose(C_MM[4, 4] ** 2, 1.01e-20, rtol=1e-9)
 
 
@@ -143,7 +149,8 @@ def test_the_parameters_are_the_weighted_models() -> None:
     weights_KL = np.array(list(combined.weights.values())).T
     assert list(combined.weights) == ["0", "2"]
     wanted_P = reference.combined([v.astype(np.float64) for v in problem.vectors], problem.layer_of, weights_KL)
-    np.testing.assert_allclose(combined.parameters, wanted_P, rtol=1e-6, atol=1e-9)  # rounded to float32 once
+    # rounded to float32 once
+    np.testing.assert_allclose(combined.parameters, wanted_P, rtol=1e-6, atol=1e-9)
     # the parameters it returns are float32, with float64 inside
     np.testing.assert_allclose(combined.objf, problem.reference_objf(weights_KL) / NUM_FRAMES, rtol=1e-6)
     mean_KL = np.full_like(weights_KL, 1.0 / NUM_MODELS)
@@ -159,7 +166,8 @@ def test_the_optimum_of_a_concave_problem_is_found() -> None:
     wanted_K, wanted_objf = reference.newton_maximum(x_ND.double().numpy(), pdf_N.numpy(), matrices)
     combined = generalized(given(vectors), held_out)
     assert combined.mean_objf[4] < wanted_objf - 0.1  # there is something to find
-    assert abs(combined.objf - wanted_objf) < 1e-6    # a maximum is flat: errors of the weights enter squared
+    # a maximum is flat: errors of the weights enter squared
+    assert abs(combined.objf - wanted_objf) < 1e-6
     np.testing.assert_allclose(combined.weights[""], wanted_K, atol=1e-3)
 
 
@@ -186,7 +194,8 @@ def test_never_worse_than_the_mean_or_the_newest_model(max_evaluations: int) -> 
 def test_of_equals_the_simplest_is_chosen() -> None:
     problem = Problem()
     newest_P = problem.vectors[0]
-    assert problem.held_out(newest_P * np.float32(0.25))[0] > problem.held_out(newest_P)[0]  # random models shout
+    # random models shout
+    assert problem.held_out(newest_P * np.float32(0.25))[0] > problem.held_out(newest_P)[0]
     for others, chosen in (([], "newest"), ([newest_P * np.float32(-0.5)], "mean")):
         # with one evaluation the search stays at the mean of all
         assert generalized(given([newest_P, *others]), problem.held_out, max_evaluations=1).chosen == chosen
@@ -217,7 +226,8 @@ def test_a_layer_without_effect_is_no_obstacle() -> None:
     with_unused = HeldOut(model.double(), problem.held_out.minibatch)
     vectors = [np.append(v, np.arange(6, dtype=np.float32)) for v in problem.vectors]
     combined, without = generalized(given(vectors), with_unused), generalized(given(problem.vectors), problem.held_out)
-    np.testing.assert_allclose(combined.weights["unused"], 1.0 / 3.0, rtol=1e-9)  # nothing moves them; one solve's rounding
+    # nothing moves them; one solve's rounding
+    np.testing.assert_allclose(combined.weights["unused"], 1.0 / 3.0, rtol=1e-9)
     assert combined.objf > without.mean_objf[3] + 0.1
 
 
@@ -241,7 +251,8 @@ def test_frozen_parameters_and_buffers_get_the_plain_mean() -> None:
     layout, held_out = FlatLayout.of(model), HeldOut(model, frames(200, 1))
     vectors = [np.random.default_rng(k).normal(size=layout.size).astype(np.float32) for k in range(3)]
     for vector in vectors:
-        vector[layout.part("0.weight")] = vectors[0][layout.part("0.weight")]  # frozen: the same in all models
+        # frozen: the same in all models
+        vector[layout.part("0.weight")] = vectors[0][layout.part("0.weight")]
     combined = generalized(given(vectors), held_out)
     assert combined.chosen == "generalized" and list(combined.weights) == ["2"]
     assert np.array_equal(combined.parameters[layout.part("0.weight")], vectors[0][layout.part("0.weight")])
@@ -288,7 +299,8 @@ def test_the_direction_is_that_of_dense_bfgs(num_pairs: int) -> None:
     pairs = [(s, (A @ A.T + np.eye(7)) @ s) for s in random.normal(size=(num_pairs, 7))]
     gradient = random.normal(size=7)
     wanted = reference.bfgs_direction(gradient, pairs, 0.3)
-    np.testing.assert_allclose(lbfgs.direction(gradient, pairs, 0.3), wanted, rtol=1e-9, atol=1e-10)  # float64, D = 7
+    # float64, D = 7
+    np.testing.assert_allclose(lbfgs.direction(gradient, pairs, 0.3), wanted, rtol=1e-9, atol=1e-10)
 
 
 def test_the_first_step_promises_the_improvement_asked_for() -> None:
@@ -301,7 +313,8 @@ def test_the_first_step_promises_the_improvement_asked_for() -> None:
 def test_a_step_that_leaves_the_slope_is_doubled_until_it_does_not() -> None:
     function, seen = counted(lambda x: (-0.5 * float(x @ x), -x))
     lbfgs.maximize(function, np.array([1.0]), max_evaluations=6, first_improvement=1e-2)
-    # the slope, x itself, must fall below 0.9 of that at the start; steps are 0.01, 0.02, 0.04, 0.08 and 0.16
+    # the slope, x itself, must fall below 0.9 of that at the start; steps are 0.01, 0.02, 0.04,
+    # 0.08 and 0.16
     np.testing.assert_allclose(np.concatenate(seen), [1.0, 0.99, 0.98, 0.96, 0.92, 0.84])
 
 
@@ -312,7 +325,8 @@ def test_a_quadratic_is_climbed_to_the_top_and_no_further() -> None:
     function, seen = counted(lambda x: (1.0 - 0.5 * float((x - top) @ H @ (x - top)), -H @ (x - top)))
     found = lbfgs.maximize(function, np.zeros(6), max_evaluations=100)
     assert 1.0 - 1e-9 < found.value <= 1.0
-    np.testing.assert_allclose(found.x_D, top, atol=1e-4)  # the root of the value, over the least eigenvalue
+    # the root of the value, over the least eigenvalue
+    np.testing.assert_allclose(found.x_D, top, atol=1e-4)
     assert len(seen) < 30  # 24; without an end to precision 40
 
 
@@ -336,7 +350,8 @@ def test_a_slope_without_end_is_climbed_while_the_budget_lasts() -> None:
     function, seen = counted(lambda x: (float(gradient @ x), gradient))
     found = lbfgs.maximize(function, np.zeros(2), max_evaluations=10)
     assert len(seen) == 10 and np.array_equal(found.x_D, seen[-1])
-    np.testing.assert_allclose(found.value, 0.01 * 2**8, rtol=1e-12)  # the first step's gain, doubled eight times
+    # the first step's gain, doubled eight times
+    np.testing.assert_allclose(found.value, 0.01 * 2**8, rtol=1e-12)
 
 
 def test_no_evaluation_is_spent_at_the_top() -> None:
@@ -376,7 +391,7 @@ def test_noise_does_not_lead_below_the_start(seed: int) -> None:
     assert len(seen) <= 40
 
 
-# ------------------------------------------------------------------ layers whose scale does not matter
+# --------------------------------------------------------------- layers whose scale does not matter
 
 
 def stddev_of(vector: Vector, layout: FlatLayout, layer: str) -> float:
@@ -430,9 +445,12 @@ def test_only_layers_whose_scale_provably_does_not_matter_are_found() -> None:
 
     assert found(nn.Linear(4, 4), PNorm(2), Renormalize()) == ["0"]
     assert found(nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), Renormalize()), nn.Linear(4, 2)) == ["0.0"]
-    assert found(nn.Linear(4, 4), nn.Tanh(), Renormalize()) == []                    # not homogeneous
-    assert found(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), Renormalize()) == []   # a bias in between
-    assert found(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4)) == []                # its statistics would have to follow
+    # not homogeneous
+    assert found(nn.Linear(4, 4), nn.Tanh(), Renormalize()) == []
+    # a bias in between
+    assert found(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), Renormalize()) == []
+    # its statistics would have to follow
+    assert found(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4)) == []
     assert found(nn.Linear(4, 4).requires_grad_(False), nn.ReLU(), Renormalize()) == []
     twice = nn.Linear(4, 4)
     assert found(twice, nn.ReLU(), Renormalize(), twice) == []

@@ -1,4 +1,6 @@
-"""Exported models of every kind, run by other programs over the complete test set of a small corpus."""
+"""Exported models of every kind, run by other programs over the complete test set of a small
+corpus.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def sequences(run: Run) -> Iterator[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None]]:
-    """(frames with context, i-vectors) of each test utterance; with i-vectors a sequence for each of its frames."""
+    """(frames with context, i-vectors) of each test utterance; with i-vectors a sequence for each
+    of its frames.
+    """
     frames, left, right = run.data.corpus.test.frames, run.config.egs.left_context, run.config.egs.right_context
     for first, end in zip(frames.offsets[:-1], frames.offsets[1:], strict=True):
         x_TD = frames.features_TD[first:end]

@@ -1,4 +1,6 @@
-"""The planner's formulas against published runs, simulation and their own limits; predictions and comparisons by hand."""
+"""The planner's formulas against published runs, simulation and their own limits; predictions and
+comparisons by hand.
+"""
 
 from __future__ import annotations
 
@@ -41,27 +43,34 @@ from ngsgd.pipeline.performance_model.planner import Machine, Site, Speed, Workl
 from ngsgd.training.records import OuterIterationRecord
 from tests.launcher.records import job, outer_iteration
 
-# Published runs ---------------------------------------------------------------------------------------------------------
+# Published runs -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("inner_min", "sync_s", "published"), [
-    (38.0, 103.0, 0.957), (38.0, 382.0, 0.856), (38.0, 469.0, 0.830),  # INTELLECT-1: 10B parameters, 14 nodes
-    (67.5, 300.0, 0.931),                                              # OpenDiLoCo: 1.1B parameters, two continents
+    # INTELLECT-1: 10B parameters, 14 nodes
+    (38.0, 103.0, 0.957), (38.0, 382.0, 0.856), (38.0, 469.0, 0.830),
+    # OpenDiLoCo: 1.1B parameters, two continents
+    (67.5, 300.0, 0.931),
 ])
 def test_utilisation_of_published_runs(inner_min: float, sync_s: float, published: float) -> None:
     inner_s = 60 * inner_min
-    assert efficiency(inner_s, inner_s + sync_s) == pytest.approx(published, abs=0.001)  # they are published to 0.1 %
+    # they are published to 0.1 %
+    assert efficiency(inner_s, inner_s + sync_s) == pytest.approx(published, abs=0.001)
 
 
 @pytest.mark.parametrize(("sigma", "told", "measured"), [(0.05, 1.044, 1.038), (0.15, 1.139, 1.125)])
 def test_stragglers_of_three_torchft_replicas(sigma: float, told: float, measured: float) -> None:
-    """Intervals of 1 s times exp(sigma z): the median is 1 s, so the slowest over the median is what was seen."""
+    """Intervals of 1 s times exp(sigma z): the median is 1 s, so the slowest over the median is
+    what was seen.
+    """
     assert slowest_over_median(sigma, 3) == pytest.approx(told, abs=0.0005)
     assert slowest_over_median(sigma, 3) == pytest.approx(measured, rel=0.02)
 
 
 def test_a_replica_that_is_slower_for_good_sets_the_pace() -> None:
-    """torchft: 20 steps of 0.05 s a round, 1.042 s with its sync; with 0.065 s per step on one replica 1.342 s were measured."""
+    """torchft: 20 steps of 0.05 s a round, 1.042 s with its sync; with 0.065 s per step on one
+    replica 1.342 s were measured.
+    """
     sync_s = 1.042 - 20 * 0.05
     assert 20 * 0.065 + sync_s == pytest.approx(1.342, abs=0.0005)
     # the same as a persistent spread: the two others at 1 s, the slow one at 1.3 s
@@ -71,15 +80,17 @@ def test_a_replica_that_is_slower_for_good_sets_the_pace() -> None:
     assert mean * straggler_factor(spread.host, 3) == pytest.approx(1.3, rel=0.1)
 
 
-# The efficiency of averaging: 10.4M parameters, K = 400k, f = 2 s, sigma = 0.05 -----------------------------------------------
+# The efficiency of averaging: 10.4M parameters, K = 400k, f = 2 s, sigma = 0.05 -------------------
 
 MODEL, SAMPLES, FIXED_S, SIGMA = 41.6e6, 400e3, 2.0, 0.05
-K20 = (4300.0, Link(bandwidth=1.25e8, latency_s=2e-4, add_speed=8e9))        # 1 Gb/s; the paper's GPU
+# 1 Gb/s; the paper's GPU
+K20 = (4300.0, Link(bandwidth=1.25e8, latency_s=2e-4, add_speed=8e9))
 MODERN = (50e3, Link(bandwidth=1.25e9, latency_s=2e-4, add_speed=8e9))       # 10 Gb/s
 
 
 @pytest.mark.parametrize(("hardware", "topology", "expected"), [
-    (K20, "central", {8: 0.87, 64: 0.62, 256: 0.33, 1000: 0.12}),            # through files, as in Kaldi
+    # through files, as in Kaldi
+    (K20, "central", {8: 0.87, 64: 0.62, 256: 0.33, 1000: 0.12}),
     (K20, "tree of 8", {8: 0.87, 64: 0.79, 256: 0.74, 1000: 0.70}),
     (K20, "halving-doubling", {8: 0.91, 64: 0.87, 256: 0.85, 1000: 0.83}),
     (MODERN, "central", {8: 0.72, 64: 0.51, 256: 0.27, 1000: 0.10}),
@@ -91,11 +102,13 @@ def test_efficiency_table(hardware: tuple[float, Link], topology: str, expected:
     for count, told in expected.items():
         average_s = averaging_times(count, MODEL, link)[topology]
         total_s = work_s * straggler_factor(SIGMA, count) + average_s + FIXED_S
-        assert efficiency(work_s, total_s) == pytest.approx(told, abs=0.006), count  # the table has two digits
+        # the table has two digits
+        assert efficiency(work_s, total_s) == pytest.approx(told, abs=0.006), count
 
 
 def test_averaging_costs_by_hand() -> None:
-    """100 bytes at 10 bytes/s is 10 s; adding 100 bytes at 50 bytes/s is 2 s; a message waits 1 s."""
+    """100 bytes at 10 bytes/s is 10 s; adding 100 bytes at 50 bytes/s is 2 s; a message waits 1 s.
+    """
     link = Link(bandwidth=10.0, latency_s=1.0, add_speed=50.0)
     assert central_s(4, 100, link) == pytest.approx(2 + 2 * 40 + 8)
     assert tree_s(64, 100, link, radix=8) == pytest.approx(2 * (2 * (1 + 80) + 16))
@@ -122,11 +135,13 @@ def test_overlap_hides_averaging_up_to_its_length() -> None:
     assert exposed_s(1.0, overlap_steps=10, step_s=0.2) == 0.0
 
 
-# Stragglers -----------------------------------------------------------------------------------------------------------
+# Stragglers ---------------------------------------------------------------------------------------
 
 
 def _exact_straggler_factor(sigma: float, count: int) -> float:
-    """Mean of the largest of `count` log-normal times over their mean, by integrating over the largest normal number."""
+    """Mean of the largest of `count` log-normal times over their mean, by integrating over the
+    largest normal number.
+    """
     normal = statistics.NormalDist()
     x = np.linspace(-8.0, 9.0, 5001)
     density = np.array([count * normal.pdf(v) * normal.cdf(v) ** (count - 1) for v in x])
@@ -141,9 +156,11 @@ def test_the_error_of_the_straggler_factor_is_as_documented(sigma: float, tolera
 
 @pytest.mark.parametrize(("sigma", "tolerance"), [(0.05, 0.002), (0.15, 0.007), (0.4, 0.035)])
 def test_straggler_factor_against_simulation(sigma: float, tolerance: float) -> None:
-    """Seed 0, 40000 rounds of 8 workers: the standard error is below 0.17 % (sigma 0.4), 0.02 % (sigma 0.05).
+    """Seed 0, 40000 rounds of 8 workers: the standard error is below 0.17 % (sigma 0.4), 0.02 %
+    (sigma 0.05).
 
-    The tolerance is the formula's own error plus five standard errors: a false alarm in a million seeds.
+    The tolerance is the formula's own error plus five standard errors: a false alarm in a million
+    seeds.
     """
     times = np.exp(sigma * np.random.default_rng(0).standard_normal((40000, 8)))
     assert straggler_factor(sigma, 8) == pytest.approx(times.max(axis=1).mean() / math.exp(sigma ** 2 / 2), rel=tolerance)
@@ -161,7 +178,9 @@ def test_one_worker_does_not_wait() -> None:
 
 
 def test_spread_is_separated_and_effects_common_to_a_round_are_removed() -> None:
-    """Seed 1, 200 rounds of 20 workers: the standard errors are 16 % of host and 1.2 % of step; 4 of them are allowed."""
+    """Seed 1, 200 rounds of 20 workers: the standard errors are 16 % of host and 1.2 % of step; 4
+    of them are allowed.
+    """
     random = np.random.default_rng(1)
     host, step, minibatches = 0.08, 0.5, 100
     logs = (host * random.standard_normal(20) + step / math.sqrt(minibatches) * random.standard_normal((200, 20))
@@ -176,7 +195,7 @@ def test_spread_cannot_be_estimated_from_one_worker_or_one_round() -> None:
     assert split_spread([[1.0], [2.0]], 10) == split_spread([[1.0, 2.0]], 10) == split_spread([], 10) == Spread(0.0, 0.0)
 
 
-# Failures -------------------------------------------------------------------------------------------------------------
+# Failures -----------------------------------------------------------------------------------------
 
 KILLS = 1 / (67 * 32)            # per worker and second: 32 workers, one of them lost every 67 s
 HEALTHY = 1 / (7.9 * 3600 * 1024)  # Meta's cluster: 7.9 h between failures at 1024 GPUs
@@ -193,9 +212,11 @@ def test_dropping_one_job_beats_restarting_all(rate: float, count: int, outer_s:
 
 @pytest.mark.parametrize(("compute_s", "replace_s"), [(20.0, 2.0), (60.0, 20.0), (120.0, 20.0)])
 def test_waiting_for_retried_jobs_against_simulation(compute_s: float, replace_s: float) -> None:
-    """Seed 2, 20000 outer iterations: standard error below 1.4 % of the wait, so 5 of them make 7 %.
+    """Seed 2, 20000 outer iterations: standard error below 1.4 % of the wait, so 5 of them make 7
+    %.
 
-    The formula skips jobs that fail twice and idle workers that take a job before the replacement is there: 3 % more.
+    The formula skips jobs that fail twice and idle workers that take a job before the replacement
+    is there: 3 % more.
     """
     random = np.random.default_rng(2)
     waits = [_simulated_end(random, 32, compute_s, replace_s) - compute_s for _ in range(20000)]
@@ -203,7 +224,9 @@ def test_waiting_for_retried_jobs_against_simulation(compute_s: float, replace_s
 
 
 def _simulated_end(random: np.random.Generator, count: int, compute_s: float, replace_s: float) -> float:
-    """When the last of `count` jobs is done; a job that fails begins again on a new worker, or on the first idle one."""
+    """When the last of `count` jobs is done; a job that fails begins again on a new worker, or on
+    the first idle one.
+    """
     ends = []
     for _ in range(count):
         begin = 0.0
@@ -226,7 +249,7 @@ def test_speed_counts_only_successful_work() -> None:
     assert frames_per_s(10, 400.0, 2.0, kept=0.5) == pytest.approx(1000.0)
 
 
-# How many samples -----------------------------------------------------------------------------------------------------
+# How many samples ---------------------------------------------------------------------------------
 
 
 def test_best_samples_is_where_time_to_quality_is_least() -> None:
@@ -240,7 +263,8 @@ def test_best_samples_is_where_time_to_quality_is_least() -> None:
 def test_gamma_is_found_again_from_runs() -> None:
     needed = {k: 2e6 * data_factor(k, 1.5e-5) for k in (1000.0, 4000.0, 16000.0)}
     assert fit_gamma(needed) == pytest.approx(1.5e-5, rel=1e-9)
-    assert fit_gamma({1000.0: 2e6, 4000.0: 1.9e6}) == 0.0  # noise must not promise that long jobs save data
+    # noise must not promise that long jobs save data
+    assert fit_gamma({1000.0: 2e6, 4000.0: 1.9e6}) == 0.0
     with pytest.raises(ValueError, match="gamma"):
         fit_gamma({1000.0: 2e6})
 
@@ -271,7 +295,7 @@ def test_too_little_data_is_reported() -> None:
     assert (advice.samples, "fewer workers" in advice.reason) == (1280, True)
 
 
-# Predictions ----------------------------------------------------------------------------------------------------------
+# Predictions --------------------------------------------------------------------------------------
 
 MACHINE = Machine(
     num_cores=4, num_gpus=0,
@@ -291,7 +315,8 @@ def test_an_outer_iteration_is_the_sum_of_its_parts() -> None:
     found = _predict(4)
     assert found.compute_s == pytest.approx(10.0 * straggler_factor(0.1, 4) + 0.3 + 2 * 4 * 0.01)
     assert found.average_s == pytest.approx(4 * 0.01)
-    assert found.diagnostics_s == pytest.approx(0.1 - 0.04 - 0.05)  # next to averaging and checkpoint, as no core is free
+    # next to averaging and checkpoint, as no core is free
+    assert found.diagnostics_s == pytest.approx(0.1 - 0.04 - 0.05)
     assert found.outer_iter_s == pytest.approx(found.compute_s + 0.04 + 0.05 + 0.01)
     assert found.efficiency == pytest.approx(10.0 / found.outer_iter_s)
     assert found.frames_per_s == pytest.approx(40000 / found.outer_iter_s)
@@ -320,7 +345,9 @@ def test_in_one_process_jobs_follow_each_other() -> None:
 
 
 def test_between_measured_points_speed_follows_a_power() -> None:
-    """Two points on a straight line of logarithms: the middle of 2 and 4 workers has the geometric mean of their rates."""
+    """Two points on a straight line of logarithms: the middle of 2 and 4 workers has the geometric
+    mean of their rates.
+    """
     machine = replace(MACHINE, parallel=(Speed(1, 4, 4000.0, 0.2, 0.1), Speed(4, 1, 1000.0, 0.2, 0.1)))
     site = planner.this_machine(machine, 2)
     assert planner.predict(machine, WORKLOAD, site, num_jobs=2, num_workers=2).work_s == pytest.approx(10000 / 2000)
@@ -352,7 +379,7 @@ def test_a_machine_survives_json() -> None:
     assert Machine.from_json(json.loads(json.dumps(MACHINE.to_json()))) == MACHINE
 
 
-# Next to the actual ----------------------------------------------------------------------------------------------------
+# Next to the actual -------------------------------------------------------------------------------
 
 
 def _record(outer_iter: int, compute_s: float, num_jobs: int = 2) -> OuterIterationRecord:
@@ -396,4 +423,5 @@ def test_a_resumed_run_is_compared_on_what_it_did_itself() -> None:
     (_, total) = planner.compare([_record(5, 10.0, 4)], run)
     assert total.startswith(f"1 of them: predicted {run.iterations[5].outer_iter_s:.1f}s, took 10.1s")
     assert planner.compare([], run) == []
-    assert planner.compare([_record(6, 10.0, 4)], run) == []  # beyond the plan: nothing was predicted
+    # beyond the plan: nothing was predicted
+    assert planner.compare([_record(6, 10.0, 4)], run) == []

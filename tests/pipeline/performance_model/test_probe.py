@@ -1,4 +1,6 @@
-"""The probe: which settings it measures, how it reads its clock, and that it ends with whatever its workers do."""
+"""The probe: which settings it measures, how it reads its clock, and that it ends with whatever its
+workers do.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ MANY_MINIBATCHES = ScheduleConfig(num_epochs=1.0, minibatch_size=4, num_jobs_ini
     (1, 0, 0, [(1, 1), (2, 1)]),
     (2, 0, 0, [(1, 1), (1, 2), (2, 1), (4, 1)]),
     (6, 0, 0, [(1, 1), (1, 6), (2, 3), (4, 1), (6, 1), (12, 1)]),
-    (16, 0, 0, [(1, 1), (1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]),  # two per core would be too many processes
+    # two per core would be too many processes
+    (16, 0, 0, [(1, 1), (1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]),
     (8, 0, 4, [(1, 4), (2, 4), (4, 4)]),
     (200, 0, 0, [(1, 1), (1, 200), (2, 100), (4, 50), (8, 25), (16, 12), (32, 6), (64, 3)]),
     (16, 2, 0, [(1, 1), (1, 16), (2, 8), (4, 4)]),
@@ -61,7 +64,9 @@ class FakeClock:
         return self.now
 
     def job(self, watch: Watch, most: int) -> tuple[int, float]:
-        """(minibatches, seconds) of a job that is stopped by the watch or has done `most`; it ends with 3 s of its own."""
+        """(minibatches, seconds) of a job that is stopped by the watch or has done `most`; it ends
+        with 3 s of its own.
+        """
         for done in range(1, most + 1):
             self.now += 5.0 if done <= 11 else 1.0
             if watch():
@@ -124,7 +129,7 @@ def test_jobs_read_one_shard_after_another(tmp_path: Path) -> None:
     assert all(a != b for a, b in pairwise(shards))
 
 
-# With real processes --------------------------------------------------------------------------------------------------
+# With real processes ------------------------------------------------------------------------------
 
 
 @pytest.fixture

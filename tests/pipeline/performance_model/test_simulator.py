@@ -1,4 +1,6 @@
-"""Simulated clusters: the bits of one process, events that a seed decides, and times that agree with the formulas."""
+"""Simulated clusters: the bits of one process, events that a seed decides, and times that agree
+with the formulas.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def simulate(folder: Path, run_config: RunConfig, cluster: SimulatedCluster,
     return run, pool, end
 
 
-# Numbers --------------------------------------------------------------------------------------------------------------
+# Numbers ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
@@ -107,11 +109,13 @@ def test_hangs_are_ended_by_the_coordinators_own_deadline(tmp_path: Path) -> Non
     assert max(record.compute_s for record in run.recorder.records) > 30.0
 
 
-# Times ----------------------------------------------------------------------------------------------------------------
+# Times --------------------------------------------------------------------------------------------
 
 
 def rounds(tmp_path: Path, cluster: SimulatedCluster, num_jobs: int, num_rounds: int) -> tuple[SimulatedPool, list[float], float]:
-    """Seconds of rounds in which every worker has one job, and the frames of a job; nothing is trained."""
+    """Seconds of rounds in which every worker has one job, and the frames of a job; nothing is
+    trained.
+    """
     run = Run(tmp_path, jobs(num_jobs))
     pool = SimulatedPool(run.spec, cluster, num_jobs, 1, make_worker=Idler)
     pool.start()
@@ -131,8 +135,9 @@ def rounds(tmp_path: Path, cluster: SimulatedCluster, num_jobs: int, num_rounds:
 @pytest.mark.slow
 @pytest.mark.parametrize(("sigma", "num_jobs"), [(0.05, 8), (0.2, 32)])
 def test_rounds_take_the_planners_straggler_factor(tmp_path: Path, sigma: float, num_jobs: int) -> None:
-    # seeded; 300 rounds: the standard error of the mean is below 0.9 %, and the formula is off by up to 0.7 %
-    # step is the spread of one minibatch: over the five of a job it averages out to sigma
+    # seeded; 300 rounds: the standard error of the mean is below 0.9 %, and the formula is off by
+    # up to 0.7 % step is the spread of one minibatch: over the five of a job it averages out to
+    # sigma
     cluster = SimulatedCluster(rate=1000.0, spread=Spread(0.0, sigma * 5 ** 0.5), overhead_s=0.05)
     _, seconds, frames = rounds(tmp_path, cluster, num_jobs, 300)
     told = 0.05 + frames / 1000.0 * straggler_factor(sigma, num_jobs)
@@ -171,13 +176,13 @@ def test_overlap_hides_the_average(tmp_path: Path) -> None:
     assert plain.clock() - hidden.clock() == pytest.approx(num_hidden * average_s, rel=0.1)
 
 
-# Failures -------------------------------------------------------------------------------------------------------------
+# Failures -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_worker_keeps_the_fraction_of_the_formula(tmp_path: Path) -> None:
-    # seeded; a job takes T = 0.3 s, lam T = 0.1, R = T / 2.  2000 jobs have about 210 failures: the lost share of 0.091 has a
-    # standard error of 0.006, and second order adds 0.004
+    # seeded; a job takes T = 0.3 s, lam T = 0.1, R = T / 2. 2000 jobs have about 210 failures: the
+    # lost share of 0.091 has a standard error of 0.006, and second order adds 0.004
     run = Run(tmp_path, jobs(1))
     piece = WorkItem(Shard(0, 0), 0, 0)
     job_s = run.reader.num_frames(piece.shard) / 1000.0
@@ -198,7 +203,8 @@ def test_a_worker_keeps_the_fraction_of_the_formula(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_waiting_for_retried_jobs_follows_the_formula(tmp_path: Path) -> None:
-    # seeded; N lam C = 0.4 over 96 outer iterations: some 38 failures, a standard error of some 15 % of the wait
+    # seeded; N lam C = 0.4 over 96 outer iterations: some 38 failures, a standard error of some 15
+    # % of the wait
     run_config = jobs(4, num_epochs=32.0)
     cluster = SimulatedCluster(rate=1000.0, failures_per_worker_hour=1200.0, replace_s=0.1, seed=5)
     run, pool, _ = simulate(tmp_path, run_config, cluster, Idler)
@@ -218,7 +224,7 @@ def test_every_worker_second_is_accounted_for(tmp_path: Path) -> None:
     assert pool.books.total_s == pytest.approx(3 * pool.clock())
 
 
-# What the coordinator does about the clock ----------------------------------------------------------------------------
+# What the coordinator does about the clock --------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -231,7 +237,8 @@ def test_with_shares_by_speed_a_slow_worker_has_less_to_do_and_the_round_is_shor
     equal, _, _ = simulate(tmp_path / "equal", jobs(3, **size), cluster)
     speed, _, _ = simulate(tmp_path / "speed", jobs(3, **size, load_balancing="speed"), cluster)
     first, *later = speed.recorder.records[:-1]
-    assert first.compute_s == pytest.approx(equal.recorder.records[0].compute_s, rel=0.1)  # nobody is known yet
+    # nobody is known yet
+    assert first.compute_s == pytest.approx(equal.recorder.records[0].compute_s, rel=0.1)
     for record in later:
         assert record.skew < 0.15
         assert record.compute_s < 0.85 * max(one.compute_s for one in equal.recorder.records)
