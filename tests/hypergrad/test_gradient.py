@@ -165,7 +165,7 @@ def _mutable(num_steps: int = 12) -> tuple[_Mutable, HyperparameterPlan, Any]:
 def _failing_step(task: _Mutable, plan: HyperparameterPlan, jobs: Any) -> int:
     with pytest.raises(ReversalError) as caught:
         hypergradient(task, plan, "reversible", jobs=jobs)
-    assert str(caught.value).startswith(f"step {caught.value.step} could not be undone: in job 0 of outer iteration 0")
+    assert str(caught.value).startswith(f"step {caught.value.step} could not be reversed: in job 0 of outer iteration 0")
     return caught.value.step
 
 
