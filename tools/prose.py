@@ -228,9 +228,10 @@ def examine(paragraph: Paragraph, path: str, words: WordList) -> Iterator[Findin
 
 
 def _plain(line: str) -> str:
-    """The words of a line: code becomes one word, links their text, addresses nothing."""
+    """The words of a line: code becomes the word "Code", links their text, addresses nothing."""
     line = line.strip()
-    line = _CODE.sub("code", line)
+    # the capital ends a sentence before code
+    line = _CODE.sub("Code", line)
     return _ADDRESS.sub("", _LINK.sub(r"\1", line))
 
 

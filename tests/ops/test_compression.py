@@ -238,7 +238,7 @@ def test_a_move_too_small_for_the_codec_gets_through_in_the_end() -> None:
 
 
 @EVERY_CODEC
-def test_after_a_reset_nothing_is_owed(codec: Codec) -> None:
+def test_a_reset_clears_the_residual(codec: Codec) -> None:
     feedback = ErrorFeedback(codec)
     first = feedback.encode(a_move()).codes
     assert not np.array_equal(feedback.encode(a_move()).codes, first)
