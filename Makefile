@@ -85,10 +85,11 @@ image: ## the steps of docker/Dockerfile on this machine, without Docker, into .
 	docker/build-steps.sh install $(VENV)-image
 	docker/build-steps.sh check $(VENV)-image
 
-lint: $(STAMP)  ## style, types and import layers
+lint: $(STAMP)  ## style, types, import layers and prose
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.prose
 
 prose: $(STAMP)  ## words, sentences, widths and spellings of everything that people read; make prose ARGS="docs README.md"
 	$(BIN)/python -m tools.prose $(ARGS)

@@ -6,13 +6,13 @@ and the effect of overlap.
     python benchmarks/averaging.py overlap [--rounds 3] [--frames 30000]
 
 `planes`: a round starts when every worker has its result in its model and ends when every worker
-has the new model in its model. ngsgd: copy to shared memory, checksum and NaN check in the worker,
-checksum in the coordinator, weighted float64 mean, outer step, NaN check, publication, loading.
-The object store is the path to a worker on another machine, with the same checks.  gloo: copy to a
-buffer, all_reduce, loading.  torchft: `LocalSGD.sync`, which is a quorum, an all_reduce per
-parameter tensor, a vote, and loading.  gloo and torchft check nothing and take no outer step.  All
-methods run interleaved in the same Ray actors with one thread each; the coordinator averages with a
-thread per core.
+has the new model in its model. Steps of ngsgd: copy to shared memory, checksum and NaN check in the
+worker, checksum in the coordinator, weighted float64 mean, outer step, NaN check, publication,
+loading. The object store is the path to a worker on another machine, with the same checks. Steps of
+gloo: copy to a buffer, all_reduce, loading. Steps of torchft: `LocalSGD.sync`, which is a quorum,
+an all_reduce per parameter tensor, a vote, and loading. gloo and torchft check nothing and take no
+outer step. All methods run interleaved in the same Ray actors with one thread each; the coordinator
+averages with a thread per core.
 
 `local`: `ngsgd.LocalSGD`, torchft's LocalSGD and DiLoCo, and PyTorch's PostLocalSGD in processes
 over gloo, one thread each, interleaved.  A round goes from one barrier to the next.  Rules of one

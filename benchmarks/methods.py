@@ -5,12 +5,12 @@ three seeds.
     python benchmarks/methods.py sweep RESULTS.jsonl --task fsdd --egs FOLDER    # data/egs-.. of `ngsgd train recipe=fsdd`
     python benchmarks/methods.py table RESULTS.jsonl
 
-`sweep` runs everything that is not in RESULTS.jsonl: on seed 0 the grid of learning rates (and of
-dampings, on digits), one more rate if the best is at an end, then the other seeds at the best
-setting.  A method has the settings of `ngsgd train optimizer=NAME`, except for the factor of the
-damping.
+`sweep` runs everything that is not in RESULTS.jsonl. First come, on seed 0, the grid of learning
+rates (and of dampings, on digits), one more rate if the best is at an end, then the other seeds at
+the best setting. A method has the settings of `ngsgd train optimizer=NAME`, except for the factor
+of the damping.
 
-digits: the 1797 images of 8 x 8 of scikit-learn, 1437 of them for training; two convolutions and an
+digits: the 1797 images of 8 x 8 of scikit-learn, 1437 of them for training. Two convolutions and an
 affine layer. fsdd: the first frame of every example of the recipe, one twentieth of its training
 data; the network of the recipe, four layers of 256.  Minibatches of 64 images and 128 frames, mean
 loss, momentum 0.9, linear decay of the rate to 0.

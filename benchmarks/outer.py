@@ -4,7 +4,7 @@
     python benchmarks/outer.py table RESULTS.jsonl
 
 `sweep` runs `ngsgd train` on recipe=digits once per cell, with simulated jobs in one process, and
-appends a line to RESULTS.jsonl for each; finished cells are skipped.  `table` prints mean (lowest
+appends a line to RESULTS.jsonl for each.  Finished cells are skipped.  `table` prints mean (lowest
 to highest) over the seeds, and the fraction of layer updates that update-norm clipping shortened,
 averaged over the run.
 """

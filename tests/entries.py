@@ -1,8 +1,8 @@
 """The support tables in the docs, generated from the tests of each row.
 
 A test carries `@pytest.mark.entry(number, situation, outcome, sentence)`: the number of the entry,
-what a user does, one of `OUTCOMES`, and a sentence about the result. Further tests of an entry carry the
-number alone. The source is parsed, never imported.
+what a user does, one of `OUTCOMES`, and a sentence about the result. Further tests of an entry
+carry the number alone. The source is parsed, never imported.
 
     python -m tests.entries          # rewrites the tables
 """

@@ -1,7 +1,7 @@
 """Whether the tests notice mistakes in the numerical code: `python tests/mutants.py [NAME ...]`, 0
 if they notice all.
 
-Each mutant is one change of one file, of a kind that is easily made: what the paper says where
+Each mutant is one change of one file, of a kind that is easily made: the formula of the paper where
 Kaldi does otherwise, a scale forgotten, a floor skipped. In a copy of the package and its tests the
 change is made and the tests that should fail are run; a mutant that they let pass has survived.
 First the same tests run on the unchanged copy. About two minutes on one core.
@@ -22,7 +22,7 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).resolve().parent.parent
 PASSED, FAILED = 0, 1  # pytest's exit codes; the others mean that it could not run
 
-# an editable install must not be what is tested
+# an editable install must not be tested
 CONFTEST = """
 from pathlib import Path
 import ngsgd
@@ -117,7 +117,7 @@ MUTANTS = [
     Mutant("gram_matrix_of_the_old_estimate", ONLINE, "self._state = state\n        self._gram_RR = None",
            "self._state = state",
            (f"{PROPERTIES}::test_the_gram_matrix_follows_every_change_of_the_estimate",)),
-    # -------------------------------------------------------------- what is skipped of the estimate
+    # -------------------------------------------------------------- samples skipped by the estimate
     Mutant("loss_scale_in_the_estimate", OPS, "one.num_rows / one.scale**2", "one.num_rows",
            (f"{LIMIT}::test_a_loss_scale_that_changes_enters_neither_the_limit_nor_the_estimates",)),
     Mutant("loss_scale_in_the_limit", KRONECKER, " * scale / loss_scale", " * scale",

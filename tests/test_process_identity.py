@@ -1,4 +1,4 @@
-"""A process is recognized by more than its id, and only a recognized one is signalled."""
+"""A process is recognized by more than its id, and only a recognized one is signaled."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def _keep_quick(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the first case of each test function that is quick by the measured durations."""
+    """Keep the first case of each test function that is fast by the measured durations."""
     first = dict[str, pytest.Item]()
     for item in items:
         if _weight(item) <= _QUICK_S:

@@ -8,7 +8,7 @@ Four checks: words that `tools/words.txt` replaces, sentences over 35 words, lin
 100 columns, and British spellings. They read Markdown outside code blocks, docstrings, comments,
 strings with at least three words, and comments in YAML files. Three counts: exported names without
 docstring, settings without help, pictures older than the code they show. Exit code 1 if anything
-was found.
+but an old picture was found.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def main() -> int:
         for finding in findings:
             print(f"{finding.path}:{finding.line}: {finding.kind}: {finding.message}")
     print(table(findings))
-    return 1 if findings else 0
+    # pictures take a browser or a long run to make
+    return int(any(finding.kind != OLD_PICTURE for finding in findings))
 
 
 def check(paths: list[str], root: Path = ROOT) -> list[Finding]:
@@ -228,9 +229,10 @@ def examine(paragraph: Paragraph, path: str, words: WordList) -> Iterator[Findin
 
 
 def _plain(line: str) -> str:
-    """The words of a line: code becomes one word, links their text, addresses nothing."""
+    """The words of a line: code becomes the word "Code", links their text, addresses nothing."""
     line = line.strip()
-    line = _CODE.sub("code", line)
+    # the capital ends a sentence before code
+    line = _CODE.sub("Code", line)
     return _ADDRESS.sub("", _LINK.sub(r"\1", line))
 
 

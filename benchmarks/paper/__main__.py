@@ -10,7 +10,7 @@
 `run` first searches each method's learning rate, then runs every cell that benchmarks/paper/results
 does not have; it may be interrupted and repeated.  Jobs are simulated: one process runs them one
 after another, bitwise identical to as many machines. `remedies` tries settings that may reduce the
-loss of averaging over many jobs, `periods` other numbers of frames between two averagings,
+loss of averaging over many jobs. `periods` tries other numbers of frames between two averagings,
 `controls` synchronous baselines on as many machines: gradients summed at every step, and one of the
 jobs alone. `clock` measures, on an idle machine, the time of one job of an outer iteration on a
 dedicated core.  `report` draws the figures with that clock, as the paper did, and writes the tables

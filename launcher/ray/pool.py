@@ -324,8 +324,8 @@ class RayPool:
         return "" if lives else f"process {kept.process} {slot.predecessor or 'is gone'}, and its result with it"
 
     def _asked(self, slot: WorkerSlot) -> int:
-        """The minibatches that a worker on another machine last said it has done; a worker that
-        hangs says nothing new.
+        """The minibatches that a worker on another machine last reported as done; a worker that
+        hangs reports nothing new.
         """
         if slot.asked is not None and ray.wait([slot.asked], timeout=0.0)[0]:
             # its death is reported by the job

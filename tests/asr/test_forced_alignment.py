@@ -23,7 +23,7 @@ TOPOLOGY = Topology(phones=("a", "b"), lexicon={"a": (("a",),), "b": (("b",),), 
 
 
 def made_up_speech(texts: list[tuple[str, ...]], rng: np.random.Generator) -> tuple[SpeechSet, np.ndarray]:
-    """Utterances whose frames lie around a point of their own for each state; and the states they
+    """Utterances whose frames lie around a separate point for each state; and the states they
     were made from.
     """
     centres_PD = np.random.default_rng(7).normal(scale=4.0, size=(TOPOLOGY.num_pdfs, 6))

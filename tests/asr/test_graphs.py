@@ -15,7 +15,7 @@ from tests.reference import graph_search
 
 kaldifst = pytest.importorskip("kaldifst")
 
-# "ab" begins "abb", "b" is also said "ab" (as the other word is), and <UNK> is said as silence
+# "ab" begins "abb", "b" is also pronounced "ab" (as the other word), and <UNK> as silence
 TOPOLOGY = Topology(phones=("a", "b"), num_silence_states=2, lexicon={
     "ab": (("a", "b"),), "b": (("b",), ("a", "b")), "abb": (("a", "b", "b"),), "<UNK>": (("SIL",),)})
 BIGRAM = """\\data\\

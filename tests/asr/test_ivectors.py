@@ -315,7 +315,7 @@ def test_gaussians_with_few_frames_are_ignored_and_too_many_are_reported() -> No
         [1.0, 1.0, 0.01])[:, None], second_IDD=found.second_IDD * torch.tensor([1.0, 1.0, 0.01])[:, None, None])
     extractor, _ = extractors.em_pass(extractors.start(rare, IVECTOR_DIM), rare)
     direction_IDS = extractor.M_IDS - extractor.M_IDS.mean(dim=2, keepdim=True)
-    # its mean, along what has become of the offset
+    # its mean, along the transformed offset
     assert np.linalg.matrix_rank(extractor.M_IDS[2].numpy()) == 1
     assert np.linalg.matrix_rank(direction_IDS[0].numpy()) > 1
     with pytest.raises(DataError, match=r"num_gaussians.*4.*1000000 frames"):

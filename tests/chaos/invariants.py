@@ -96,7 +96,7 @@ def _listening() -> set[int]:
 
 @dataclass
 class Surroundings:
-    """The state before a case; `problems()` lists what remains after it (I8)."""
+    """The state before a case; `problems()` lists the leftovers (I8)."""
 
     tag: str = ""
     processes: set[int] = field(default_factory=lambda: set(_children()))

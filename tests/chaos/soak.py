@@ -4,7 +4,7 @@
 
 Stretches with faults and stretches without take turns in one run, so that both see the same
 machine. A worker's minibatches last as long on a busy machine as on an idle one: they mostly sleep,
-so that each worker stands for a machine of its own. Goodput is the number of jobs averaged per
+so that each worker stands for a separate machine. Goodput is the number of jobs averaged per
 second with faults over that without. At the end the ledger is audited, the model is compared with
 that of a run without faults, and nothing may be left behind.
 """

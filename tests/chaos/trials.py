@@ -133,7 +133,7 @@ def all_events(run: Run) -> list[str]:
 
 
 def _try_result(case: Case, folder: Path) -> Seen:
-    # a worker whose result was not recognised is only missed by its silence
+    # a worker whose result was not recognized is only missed by its silence
     run = run_in(folder, settings() if case.how == "wrong outer iteration" else patient(settings()))
     fault = Fault("arriving", case.how, str(folder / "struck"))
     around, pool = Surroundings(), WatchedPool(run, fault, Spoils(fault))

@@ -47,7 +47,7 @@ def _loss_at(model: nn.Module, x: Tensor, loss_fn: nn.Module, y: Tensor) -> Call
     return loss
 
 
-# both need second derivatives of what is on the way
+# both need second derivatives of the layers in between
 POSITIVE_CELLS, NO_POSITIVE = HESSIAN_CELLS, NO_HESSIAN
 
 
@@ -69,7 +69,7 @@ def test_the_positive_curvature_hessian_has_the_magnitudes_of_residuals(name: st
         of = q[parameter]
         magnitude, clipped = of.pchmp(v), of.pchmp(v, modify="clip")
         close(clipped, (Hv + magnitude) / 2)
-        # what is added to the GGN has no negative curvature
+        # the term added to the GGN has no negative curvature
         assert float((v * (magnitude - of.ggnmp(v))).sum()) >= -1e-12
         # and is no smaller than the Hessian's
         assert float((v * (magnitude - Hv)).sum()) >= -1e-12

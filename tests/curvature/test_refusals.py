@@ -60,7 +60,7 @@ def test_a_compiled_model_is_refused(compiled: str) -> None:
         model.compile(backend="eager")
     with pytest.raises(ConfigError, match=r"torch\.compile"):
         collect(whole, "variance", loss_fn=CE)
-    if compiled == "wrapped":   # what was compiled can be collected on
+    if compiled == "wrapped":   # a compiled model supports `collect`
         with collect(model, "variance", loss_fn=CE) as q:
             CE(model(x), y).backward()
         assert q["0.weight"].variance.shape == (6, 5)

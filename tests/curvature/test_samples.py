@@ -85,7 +85,7 @@ class Prototypes(nn.Module):
 
 
 class Centred(nn.Module):
-    """A statistic over the minibatch on the way."""
+    """A statistic over the minibatch between layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -457,7 +457,7 @@ def test_a_loss_that_compares_both_outputs_has_pairs_as_samples(name: str, metho
     _require_directions(found, _directions(name, model, shares, N, 1.0))
     with pytest.raises(ConfigError, match="one size"):
         _stepped(method(model), lambda: nn.functional.mse_loss(model(x1).mean(dim=0), model(x2[:2]).mean(dim=0)))
-    # the second derivative by both sides is not known
+    # the second derivative with respect to both sides is not supported
     for exact in (KFAC(model, fisher="exact"), KFAC(model, fisher="mc")):
         with pytest.raises(ConfigError, match=r"target.*parameters"):
             _stepped(exact, lambda: nn.functional.mse_loss(model(x1), model(x2)))

@@ -393,7 +393,7 @@ def test_an_error_in_the_items_is_raised_where_it_happened() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory is of use to a GPU only")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory is useful for a GPU only")
 def test_minibatches_for_a_gpu_are_pinned_and_the_same(tmp_path: Path) -> None:
     reader = EgsReader(prepare(tmp_path))
     plain, pinned = (list(reader.minibatches(Shard(0, 0), 16, seed=0, outer_iter=0, job=0, pin_memory=pin, prefetch=4 * pin))

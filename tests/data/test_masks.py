@@ -14,7 +14,7 @@ WIDTH, DIM = 11, 20
 
 def masked(config: AugmentConfig, num_rows: int = 500, seed: int = 0,
            probability: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, masked rows) as N x W x D; all values differ, so what is hidden can be told."""
+    """(rows, masked rows) as N x W x D; all values differ, so hidden values can be identified."""
     x_ND = torch.randn(num_rows, WIDTH * DIM, generator=torch.Generator().manual_seed(1))
     found = mask_windows(x_ND, WIDTH, config, np.random.default_rng(seed), probability=probability)
     return x_ND.view(-1, WIDTH, DIM), found.view(-1, WIDTH, DIM)

@@ -1,4 +1,4 @@
-"""Run cases on the pretended device and print what was seen: a JSON object on each line.
+"""Run cases on the pretended device and print the operators: a JSON object on each line.
 
     python -m tests.device.audit [CASE ...]
 """

@@ -1,6 +1,6 @@
 """One training step of everything that computes, on the pretended device.
 
-A case makes what it needs and returns the function of one step; `NAMES` of all cases together are
+A case makes its inputs and returns the function of one step; `NAMES` of all cases together are
 the public names, and the test compares the two.
 """
 

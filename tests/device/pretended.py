@@ -2,7 +2,7 @@
 real.
 
 torch lets Python stand in for a backend (PrivateUse1).  A tensor of the device wraps a CPU tensor,
-and each operator runs on the wrapped ones.  `Watch` sees each operator on the way and
+and each operator runs on the wrapped ones.  `Watch` sees each operator and
 
 - raises WrongDevice where an operator mixes CPU tensors with those of the device (a CPU number of
   no dimension is allowed, as on a GPU) or makes a CPU tensor inside a step,
@@ -39,7 +39,7 @@ _WAITS = {
     "_linalg_svd", "linalg_cholesky", "linalg_inv", "_linalg_solve_ex", "linalg_eig",
     "bincount", "histc",
 }
-# work of the host: the plan of a batch, from the lengths of its sequences; once, a look for
+# work of the host: the plan of a batch, from the lengths of its sequences; once, a search for
 # products of the CPU; once per estimate, its start
 _ON_HOST = {"in ngsgd/sequence/forward_backward.py, of", "in ngsgd/ops/gemm.py, is_there",
             "in ngsgd/ops/natural_gradient.py, initial_state"}

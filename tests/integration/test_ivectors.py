@@ -45,7 +45,7 @@ def test_a_stopped_run_resumes_with_its_extractor_bitwise_identically(service: S
     assert final_hash(stopped) == final_hash(run)
     extractor = (run / "ivectors.safetensors").read_bytes()
     assert (run / "final" / "ivectors.safetensors").read_bytes() == extractor
-    for path in (service.output_dir / "data").glob("ivectors-*"):  # what is not the run's own
+    for path in (service.output_dir / "data").glob("ivectors-*"):  # files outside the run folder
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = json.loads((run / "decode" / "wer.json").read_text())
     done = service.call(str(run), command="decode")

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.services
 
-# a Ray of its own: it reads the variable when it starts
+# a separate Ray: it reads the variable when it starts
 _PROGRAM = """
 import json, os, sys
 import ray

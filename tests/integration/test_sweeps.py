@@ -1,5 +1,5 @@
 """`ngsgd train -m` by each launcher and sweeper that docs/tuning.md names: every run is made, in
-its own folder, and told.
+its own folder, and reported.
 """
 
 from __future__ import annotations

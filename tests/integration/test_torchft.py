@@ -1,7 +1,7 @@
 """Our outer optimizers go where torchft's LocalSGD and (Streaming) DiLoCo go: the same model, data
 and inner steps.
 
-torchft's classes run as they are, each replica in a thread of its own; their manager, which would
+torchft's classes run as they are, each replica in a separate thread; their manager, which would
 need a server and process groups, is a barrier over these threads.
 """
 
@@ -92,7 +92,7 @@ class Manager:
 
 
 def torchft_path(wrap: Callable[[Any, nn.Sequential, torch.optim.Optimizer], Any], num_syncs: int, sync_every: int) -> Any:
-    """Each replica's parameters after each synchronisation: syncs x replicas x parameters."""
+    """Each replica's parameters after each synchronization: syncs x replicas x parameters."""
     swarm = Swarm()
 
     def replica_path(replica: int) -> list[Any]:
@@ -148,7 +148,7 @@ def test_diloco_and_nesterov_block_momentum_go_where_torchfts_diloco_goes(rule: 
 
 
 def our_streaming_path(fragments: list[slice], delay: int, mixing: float) -> Any:
-    """Every job's own parameters after each synchronisation of one fragment; they continue from
+    """Every job's own parameters after each synchronization of one fragment; they continue from
     them elsewhere.
     """
     outer = OuterOptimizer(DiLoCo(0.7, 0.9), flat(new_model()))

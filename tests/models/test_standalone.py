@@ -19,7 +19,7 @@ PRIOR_P = np.array([0.3, 0.2, 0.2, 0.1, 0.1, 0.1])
 KINDS: dict[str, dict[str, Any]] = {
     "relu": {"kind": "relu"}, "pnorm": {"kind": "pnorm", "pnorm_group": 4, "normalize": "batchnorm"},
     "tdnn": {"kind": "tdnn", "tdnn_offsets": "-1,0,1 -2,2 0", "normalize": "batchnorm"},
-    # the first output frame needs frames that lie apart, and none of its own
+    # the first output frame needs frames that lie apart, and not itself
     "tdnn-ahead": {"kind": "tdnn", "tdnn_offsets": "1,2 -4,0 -1"},
     "tdnnf": {"kind": "tdnnf", "tdnn_offsets": "-1,0,1 -2,1 -1,2"},
     "subclasses": {"kind": "relu", "num_subclasses": 14, "prior_scale_power": -0.25},

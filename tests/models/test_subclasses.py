@@ -1,4 +1,4 @@
-"""Sub-classes of the output layer: how many, how they are made, what they are summed to."""
+"""Sub-classes of the output layer: number, allocation and sums."""
 
 from __future__ import annotations
 

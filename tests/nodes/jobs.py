@@ -26,7 +26,7 @@ _COMMAND_S = 300.0
 
 def by_the_documented_commands(cluster: Lab, _: str) -> dict[str, Any]:
     """Refused without the token; with it a run is followed, loses a node, recovers, is stopped and
-    resumed to the same bits.
+    resumed bitwise identically.
     """
     settings = [f"output_dir={cluster.output_dir}", *_LONG]
     refusals = [_says(cluster, ClusterError.exit_code, *words, by=_STRANGER)
@@ -58,7 +58,7 @@ def by_the_documented_commands(cluster: Lab, _: str) -> dict[str, Any]:
 
 
 def _lose_a_node(cluster: Lab, run: Path) -> float:
-    """Seconds until the run has gone on without it for two outer iterations."""
+    """Seconds until the run has continued without it for two outer iterations."""
     began, before = time.monotonic(), len(events(run, "outer_iteration"))
     cluster.node_with_worker("night").kill_program("raylet")
     cluster.wait_for(before + 2, "night")
@@ -77,7 +77,7 @@ def _followed(cluster: Lab, job: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _says(cluster: Lab, code: int, *words: str, by: list[str] | None = None) -> str:
-    """What a command on the head says, once it has ended with that exit code."""
+    """Output of a command on the head, once it has ended with that exit code."""
     log = cluster.logs / "command.log"
     log.write_text("")
     process = cluster.network.nodes[0].spawn([*(by or []), sys.executable, "-m", "ngsgd.launcher", *words], log)

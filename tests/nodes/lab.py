@@ -36,7 +36,7 @@ class Lab:
     programs: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self) -> None:
-        """The head on node 0, without CPUs of its own; then a raylet with one CPU on each other
+        """The head on node 0, without CPUs; then a raylet with one CPU on each other
         node.
         """
         head, *others = self.network.nodes
@@ -127,7 +127,7 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) -> N
 
 
 def told(scenario: Callable[..., dict[str, Any]], *given: Any) -> bool:
-    """Runs a scenario and prints what came out; whether all went well."""
+    """Runs a scenario and prints the result; whether all went well."""
     began = time.monotonic()
     try:
         figures = scenario(*given)

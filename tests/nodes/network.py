@@ -2,7 +2,7 @@
 file system's tree.
 
 Each node has its own address, /proc, /dev/shm and host name, so that parameters can travel in no
-other way than over its cable. Root and iproute2 are needed; `missing` says what is not there.
+other way than over its cable. Root and iproute2 are needed; `missing` names missing requirements.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Node:
         _run(f"ip -n {self.name} link set {self.device} down")
 
     def start(self, log: Path) -> None:
-        """Boots it: a process that sleeps, with memory and a scratch folder of its own."""
+        """Boots it: a process that sleeps, with memory and a separate scratch folder."""
         boot = (f"hostname {self.name} && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs {shlex.quote(str(self.scratch))} "
                 "&& echo booted && exec sleep infinity")
         with log.open("ab") as out:

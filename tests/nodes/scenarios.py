@@ -1,7 +1,7 @@
 """Training over several machines made of namespaces: cut cables, killed nodes, a slow network. Run
 it with `make nodes`.
 
-Every run must end with the bits of one process. Prints what was measured, as docs/multi-node.md has
+Every run must end with the bits of one process. Prints the measurements, as docs/multi-node.md has
 it; ends with 1 when a scenario fails and with 2 when no nodes can be made here.
 """
 
@@ -71,7 +71,7 @@ def the_head_is_lost(cluster: Lab, expected: str) -> dict[str, Any]:
 
 
 def resumed_on_another_cluster(cluster: Lab, expected: str) -> dict[str, Any]:
-    """What the lost head's run had committed is gone on from, on a new cluster."""
+    """What the lost head's run had committed is resumed, on a new cluster."""
     run = cluster.run("headless")
     assert run
     began = len(events(run, "outer_iteration"))

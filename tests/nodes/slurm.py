@@ -103,7 +103,7 @@ class Slurm:
                 daemon.wait(10)
 
     def call(self, node: Node, *words: str, code: int = EXIT_OK) -> str:
-        """What a command on a node says, once it has ended with that exit code."""
+        """Output of a command on a node, once it has ended with that exit code."""
         log = self.folder / f"command-{time.monotonic_ns()}.log"
         ended = node.spawn(self._set(words), log).wait(120.0)
         said = log.read_text()

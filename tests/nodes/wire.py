@@ -23,7 +23,7 @@ DEVICE = "wire0"
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
 _MTU = 1500
-_MAX_QUEUE_S = 1.0   # of one node's way in or out; what does not fit is lost, as in a switch
+_MAX_QUEUE_S = 1.0   # of one node's way in or out; the excess is lost, as in a switch
 
 
 @dataclass

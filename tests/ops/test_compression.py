@@ -233,12 +233,12 @@ def test_a_move_too_small_for_the_codec_gets_through_in_the_end() -> None:
     feedback, move = ErrorFeedback("e3m0"), np.array([1.0, 0.001], np.float32)
     assert decode(encode(move, "e3m0"))[1] == 0.0
     sent = sum(decode(feedback.encode(move)).astype(np.float64) for _ in range(1000))
-    # what is owed is at most the step about 1/64 of the peak
+    # the residual is at most the step about 1/64 of the peak
     np.testing.assert_allclose(sent, [1000.0, 1.0], atol=1.0 / 64)
 
 
 @EVERY_CODEC
-def test_after_a_reset_nothing_is_owed(codec: Codec) -> None:
+def test_a_reset_clears_the_residual(codec: Codec) -> None:
     feedback = ErrorFeedback(codec)
     first = feedback.encode(a_move()).codes
     assert not np.array_equal(feedback.encode(a_move()).codes, first)

@@ -73,7 +73,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], x, rtol=2e-5, atol=2e-5)
 
 
-# by fours, vectors of 8 and 16, panels of 24 and 48 and what is left over; tiles of 1 to 24 rows,
+# by fours, vectors of 8 and 16, panels of 24 and 48 and the rest; tiles of 1 to 24 rows,
 # groups of up to 40; any rank
 SHAPES = [(1, 2, 1), (5, 7, 3), (24, 16, 8), (25, 17, 4), (48, 300, 20), (50, 15, 7), (47, 33, 5), (130, 360, 20), (512, 48, 23),
           (75, 96, 11), (41, 131, 1),

@@ -56,7 +56,7 @@ def test_every_golden_case_is_compared() -> None:
 def test_equals_one_inverse_per_row(num: int, dim: int, alpha: float, seed: int) -> None:
     X = rows(num, dim, seed)
     # both float64: lambda is alpha / (N D) of the trace, so the condition number is at most 1 + N D
-    # / ((N - 1) alpha) = 250, and the step from all rows to all but one may lose as many digits
+    # / ((N - 1) alpha) = 250. The step from all rows to all but one may lose as many digits
     # again: 1e-16 * 250^2
     assert relative_error(precondition_simple(X, alpha), precondition_by_definition(X.numpy(), alpha)) <= 1e-10
 

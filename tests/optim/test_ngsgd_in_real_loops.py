@@ -622,7 +622,7 @@ def test_ngsgd_raises_and_names_the_layer_in_backward() -> None:
     train(model, optimizer, range(2))
     x, y = minibatch(2)
     x[0, 0] = float("nan")
-    with pytest.raises(DivergenceError, match="output"):  # backward meets this layer first
+    with pytest.raises(DivergenceError, match="output"):  # backward reaches this layer first
         nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
 
 

@@ -256,7 +256,7 @@ def test_frozen_parameters_stay_bit_equal(rule: OuterRule, weights: list[float],
     for t in range(4):
         outer.step([frozen] * len(weights), weights, info(t, num_jobs=len(weights)))
         for vector in (outer.eval_model(), outer.broadcast(), outer.final_model()):
-            # array_equal: what is frozen at -0.0 may become 0.0
+            # array_equal: a value frozen at -0.0 may become 0.0
             assert np.array_equal(vector, frozen)
 
 

@@ -84,7 +84,7 @@ class _Call(nn.Module):
 
 
 class _Scale(nn.Module):
-    """A parameter of its own."""
+    """A separate parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -87,8 +87,8 @@ def _plain() -> dict[str, Tensor]:
 
 @pytest.mark.entry("A13", "you use DiagonalNG, UnitWiseNG, LayerWiseNG, FullNG, SENG or SMWNG on sequences", "works",
                    "F is 1/R times the sum over samples of g g^T, where g is the gradient of the sum of a sample's frames. With "
-                   "fisher=\"exact\" it is the sum over frames, as always with K-FAC and EKFAC. The page docs/preconditioners.md defines F "
-                   "for every method")
+                   "fisher=\"exact\" it is the sum over frames, as always with K-FAC and EKFAC. See docs/preconditioners.md "
+                   "for other methods.")
 @pytest.mark.parametrize(("fisher", "vectors"), [("empirical", _of_samples), ("exact", _of_root)])
 @pytest.mark.parametrize("kind", ["diagonal", "unit", "layer", "seng", "full", "smw"])
 def test_methods_of_complete_gradients(kind: str, fisher: str, vectors: Callable[[], list[dict[str, Tensor]]]) -> None:

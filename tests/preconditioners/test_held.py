@@ -122,7 +122,7 @@ def _twice(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _adversarial(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """A gradient w.r.t. the input alone is taken on the way; the layers' rows of that pass are no
+    """A gradient w.r.t. the input alone is taken in between; the layers' rows of that pass are no
     gradient of theirs.
     """
     moved = x.clone().requires_grad_()
@@ -140,8 +140,8 @@ def _gradient_penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [_penalised, _twice, _adversarial, _gradient_penalty])
 def test_other_uses_of_weights_and_of_derivatives_count_as_ever(loss: Any) -> None:
-    # the first looks leave layers out whose derivative is not taken in the pass, so the curvature
-    # comes from step 0 alone
+    # the first curvature updates skip layers whose derivative is not taken in the pass, so the
+    # curvature comes from step 0 alone
     wanted, found = (_trained(Shampoo, at_once=at_once, loss=loss) for at_once in (False, True))
     for one, other in zip(wanted, found, strict=True):
         close(other, one)
@@ -165,7 +165,7 @@ def test_rows_are_float32_under_autocast() -> None:
 @pytest.mark.parametrize("method", [KFAC, SMWNG, SENG, DiagonalNG])
 def test_a_grad_scaler_changes_no_step(method: type[Preconditioner]) -> None:
     found = []
-    for scale in (1.0, 1024.0):   # powers of two: no rounding of their own
+    for scale in (1.0, 1024.0):   # powers of two: no rounding
         model = _net()
         preconditioner, optimizer = method(model, damping=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -210,7 +210,7 @@ def test_layers_that_are_computed_again_in_the_backward_pass_have_the_same_gradi
 @pytest.mark.slow
 @pytest.mark.parametrize("fisher", ["empirical", "mc"])
 def test_a_step_leaves_no_rows_to_the_garbage_collector(fisher: str) -> None:
-    """Rows in a circle of references stay for several steps, in memory as large as the model."""
+    """Rows in a cycle of references stay for several steps, in memory as large as the model."""
     model, (x, y) = _net(), _minibatch(0)
     preconditioner = KFAC(model, fisher=fisher)
     num_alive = []

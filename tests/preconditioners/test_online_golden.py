@@ -1,7 +1,7 @@
 """The online preconditioner against Kaldi's outputs and states (golden/ong_sequences.npz).
 
-Kaldi computes in float32; its README gives the tolerances: from our own start the first minibatch
-may leave directions at the level of float32 noise, which decides the wider figures; from Kaldi's
+Kaldi computes in float32; its README gives the tolerances. From our own start the first minibatch
+may leave directions at the level of float32 noise, which decides the wider figures. From Kaldi's
 state before a call only one solve's rounding is left.
 """
 

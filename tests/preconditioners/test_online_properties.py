@@ -25,8 +25,8 @@ from tests.reference.online_natural_gradient import DenseFisher
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 EPSILON, DELTA = 1e-10, 5e-4  # the floors of d and rho, absolute and relative
-# Both sides in float64: Z squares the condition number of the Fisher matrix, at most about 1 /
-# DELTA, and the smallest eigenvalues are floored relative to the largest, so 1e-16 * 4e6 and a few
+# Both sides in float64. Z squares the condition number of the Fisher matrix, at most about 1 /
+# DELTA, and the smallest eigenvalues are floored relative to the largest. So 1e-16 * 4e6 and a few
 # calls of it
 EXACT = 1e-8
 
@@ -563,7 +563,8 @@ def test_rows_of_another_dimension_are_refused() -> None:
         warmed(8, 0).precondition(rows(20, 7, 0))
 
 
-# ------------------------------------------------------------------------------- what is not finite
+# ------------------------------------------------------------------------------- values that are
+# not finite
 
 BAD = pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 FIRST, UPDATING, NOT_UPDATING = 0, 5, 12

@@ -108,7 +108,7 @@ def test_the_mean_of_workers_states_is_taken_and_used(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_maker_gives_the_steps_of_an_own_loop(method: str) -> None:
-    """The maker's calls are set up again for each minibatch; a second look at one is at what was
+    """The maker's calls are set up again for each minibatch; a second look at one uses the calls
     set up then.
     """
     own, case = problem("linear"), problem("linear")
@@ -367,7 +367,7 @@ def test_parameters_of_half_precision_have_estimates_in_float32(method: str, hal
 
 @pytest.mark.parametrize("method", METHODS)
 def test_copies_and_pickles_continue_bitwise_identically(method: str) -> None:
-    """Also between `evaluate` and `step`, without the minibatch at hand."""
+    """Also between `evaluate` and `step`, without the minibatch."""
     model = problem("linear").model.float()
     preconditioner = _make(method, model)
     for num_steps in (0, 4):

@@ -26,7 +26,7 @@ PARTS = (slice(0, 4), slice(4, 10))   # ranks need not have equally many rows
 
 
 def _net() -> nn.Sequential:
-    """From a generator of its own: the ranks are threads, and share torch's."""
+    """From a separate generator: the ranks are threads, and share torch's."""
     model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 4)).double()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

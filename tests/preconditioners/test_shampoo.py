@@ -91,7 +91,7 @@ def test_soap_equals_the_papers_algorithm_over_200_steps(layer: nn.Module, look_
                               curvature_interval=look_every, inverse_interval=basis_every)
     for name, gradients in seen.items():
         wanted = dense.soap(gradients, beta_1=0.8, beta_2=0.9, eps=1e-6, look_every=look_every, basis_every=basis_every)
-        # float64; a basis at interval 1 is the product of 200 orthogonalisations, whose roundings
+        # float64; a basis at interval 1 is the product of 200 orthogonalizations, whose roundings
         # add up
         torch.testing.assert_close(torch.stack(found[name]), torch.stack(wanted), rtol=1e-7, atol=1e-7)
 

@@ -80,7 +80,7 @@ class Uses:
 
     def _noted(self, weight: str, use: Use) -> Tensor:
         self.by_weight[weight].append(use)
-        return use.y.clone()  # what comes next may change it in place
+        return use.y.clone()  # the next operation may change it in place
 
 
 def _positions(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The hold-one-out natural gradient by its definition in float64: one D x D inverse for each row.
+"""The hold-one-out natural gradient from its definition in float64: one D x D inverse for each row.
 
 Appendix A of arXiv 1410.7455; slow on purpose, and nothing here is shared with the package.
 """

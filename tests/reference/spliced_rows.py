@@ -50,7 +50,7 @@ def derivative_rows(dY: Tensor) -> Tensor:
 
 
 class FilterReference:
-    """Other convolutions: rows of P = [dW | db], then rows of the transpose of what comes out
+    """Other convolutions: rows of P = [dW | db], then rows of the transpose of the output
     (TimeHeightConvolutionComponent).
     """
 

@@ -56,7 +56,7 @@ def test_each_objective_rises_with_two_jobs(tmp_path: Path, kind: Any) -> None:
 
 @pytest.mark.slow
 def test_resuming_is_bitwise_identical_to_the_complete_run(tmp_path: Path) -> None:
-    """Rates of layers are part of what is taken up."""
+    """Rates of layers are part of the resumed state."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "stopped").mkdir()
     whole = run(tmp_path / "whole", "lfmmi", equalize_layers=True).train()

@@ -64,7 +64,7 @@ class Cuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compute = self.current = Stream()
-        # pinned tensors, copies by what was copied, and streams that the allocator was told of
+        # pinned tensors, copies by tensor, and streams that were reported to the allocator
         self.pinned: list[Tensor] = []
         self.copies: list[Tensor] = []
         self.used_on: dict[int, list[Stream]] = {}
@@ -108,7 +108,7 @@ def test_a_step_waits_on_the_gpu_for_its_own_copy_and_for_no_other(cuda: Cuda) -
         assert left == f"left {number}" and batch.num_examples == 2 and batch.data["name"] == "text"
         rows = batch.data["rows"]
         assert torch.equal(rows.x_ND, torch.full((2, 3), float(number))) and rows.lengths == (1, 1)
-        # the host is here: what the step queues now comes behind what is queued already
+        # the host is here: what the step queues now comes behind the queued work
         waited_for = [one for one in cuda.compute.queued if isinstance(one, Event)]
         assert len(waited_for) == number + 1
         for tensor in (rows.x_ND, rows.weight_N):

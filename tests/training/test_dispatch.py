@@ -31,7 +31,7 @@ POLL_S = 0.2
 
 
 class ScriptedPool(InProcessPool):
-    """Two workers that work as a script says: each of its items is one poll."""
+    """Two workers that follow a script: each of its items is one poll."""
 
     def __init__(self, run: Run, script: Iterator[tuple[float, Mapping[int, str]]]) -> None:
         super().__init__(run.spec, 2, 1)

@@ -14,7 +14,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "objective"), [("sgd", "ce"), ("ngsgd", "ce"), ("sgd", "lfmmi"), ("sgd", "smbr")])
 def test_no_minibatch_makes_the_worker_wait(tmp_path: Path, kind: str, objective: str) -> None:
-    """Places in ngsgd.optim and ngsgd.preconditioners have their own tests; a process of its own,
+    """Places in ngsgd.optim and ngsgd.preconditioners have their own tests; a separate process,
     as the device needs.
     """
     done = subprocess.run([sys.executable, "-m", "tests.training.waits_of_a_job", kind, objective, str(tmp_path)],

@@ -1,8 +1,8 @@
 """Step times of five optimizers on five networks and three batch sizes, interleaved within one
 process.
 
-A round takes a period of four steps of each optimizer, so that the fraction of curvature updates of
-NG-SGD and K-FAC is that of a run.  `ratio` is the median over rounds of the time relative to SGD in
+A round takes a period of four steps of each optimizer. The fraction of curvature updates of NG-SGD
+and K-FAC is then that of a run. `ratio` is the median over rounds of the time relative to SGD in
 the same round.
 """
 

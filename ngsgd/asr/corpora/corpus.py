@@ -93,7 +93,7 @@ def check_source(data: DataConfig) -> None:
     filterbank.toolkit()
     if data.lm_text and not Path(data.lm_text).expanduser().is_file():
         raise DataError(f"data.lm_text is {data.lm_text}, which is not a file; give a text file "
-                        "with one sentence per line.")
+                        "whose lines are sentences.")
     if data.corpus == "digits":
         synthesis.require()
     elif data.corpus == "an4":

@@ -81,7 +81,7 @@ def estimate(texts: Iterable[Sequence[str]], *, order: int, vocabulary: Iterable
     """Estimate an n-gram model with interpolated Witten-Bell smoothing.
 
     The probability of word w after the history h, which c(h) words and t(h) different words follow
-    in the texts, is (c(h w) + t(h) P(w | h')) / (c(h) + t(h)), where h' lacks the first word of h.
+    in the texts, is (c(h w) + t(h) P(w | h')) / (c(h) + t(h)). Here h' lacks the first word of h.
     The empty history is interpolated with a uniform distribution over the vocabulary.
 
     Args:

@@ -120,7 +120,7 @@ def test_damaged_cache_is_named_and_made_again(data: DataConfig, tmp_path: Path,
 
 
 def test_every_changed_leaf_of_a_manifest_is_refused_or_harmless(data: DataConfig, tmp_path: Path) -> None:
-    """Two words of the lexicon swapped included: their pronunciations decide what is decoded."""
+    """Two words of the lexicon swapped included: their pronunciations decide the decoded words."""
     prepare(data, FEATURES, tmp_path / "cache", silent)
     (path,) = (tmp_path / "cache").glob("fsdd-*/manifest.json")
     expected = cache.load(path.parent)[1:]

@@ -15,7 +15,7 @@ SMALL = Topology(phones=("a", "b"), lexicon={"ab": (("a", "b"),), "b": (("b",), 
 
 
 def spell(topology: Topology, words: list[str], *, frames_per_state: int) -> np.ndarray:
-    """Log-likelihoods that favour these words, with silence around each."""
+    """Log-likelihoods that favor these words, with silence around each."""
     spellings = dict(topology.spellings())
     pdfs = [SILENCE_PDF] * 5
     for word in words:

@@ -1,4 +1,4 @@
-"""What the doctor finds, and what it tells to do."""
+"""Findings of `ngsgd doctor` and its fixes."""
 
 from __future__ import annotations
 

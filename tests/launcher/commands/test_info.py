@@ -88,7 +88,7 @@ def test_versions_name_the_package_and_can_be_json(capsys: pytest.CaptureFixture
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has nothing to do with any run, in a group of its own."""
+    """A process that has nothing to do with any run, in a separate group."""
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
     yield process
     process.kill()

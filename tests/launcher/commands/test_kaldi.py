@@ -234,7 +234,8 @@ def test_an_alignment_with_other_states_is_refused(tmp_path: Path, settings: dic
 
 @pytest.mark.entry("K11")
 def test_an_alignment_of_a_tree_is_not_taken_for_states_of_the_lexicon(tmp_path: Path) -> None:
-    """As many tied states as the lexicon has: without their names nothing would tell them apart."""
+    """As many tied states as the lexicon has: without their names nothing would distinguish them.
+    """
     tree = Language(TOPOLOGY, given=GivenGraph(b"", ("b", "a"), tuple(range(8))))
     export_all(tmp_path / "out", tree, of_graph=True)
     with pytest.raises(DataError, match=r"'SIL 0'|'a 0'"):

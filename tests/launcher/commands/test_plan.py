@@ -1,4 +1,4 @@
-"""`ngsgd plan`: what it computes from a measurement, what it says, what it refuses; and the lines
+"""`ngsgd plan`: computed times, printed lines and refused settings; and the lines
 at the end of a run.
 """
 

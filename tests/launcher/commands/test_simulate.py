@@ -1,4 +1,4 @@
-"""`ngsgd simulate`: what it prints and keeps, and that chance comes from the seed alone."""
+"""`ngsgd simulate`: output and files, and that randomness comes from the seed alone."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_the_real_command_is_decided_by_its_seed_and_failures_change_no_number(
     broken = ("--frames-per-s", "300", "--failures-per-worker-hour", "2000", "--replace-s", "1", "--hang-fraction", "0.2")
     first, second = _simulated(tmp_path, capsys, *broken), _simulated(tmp_path, capsys, *broken)
     calm = _simulated(tmp_path, capsys, "--frames-per-s", "300", "--sigma", "0")
-    # sorted: diagnostics run next to the next outer iteration, and an incident of that may be told
-    # before they are
+    # sorted: diagnostics run next to the next outer iteration, and an incident of that may be
+    # reported before they are
     events = [sorted((Path(one["folder"]) / "events.jsonl").read_text().splitlines()) for one in (first, second)]
     assert events[0] == events[1]
     assert first["num_deaths"] > 0

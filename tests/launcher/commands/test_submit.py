@@ -1,4 +1,4 @@
-"""Runs handed to clusters: what is sent is right, checked before it is sent, and shown."""
+"""Runs handed to clusters: the submitted job is correct, checked in advance, and shown."""
 
 from __future__ import annotations
 

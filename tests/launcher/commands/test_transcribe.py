@@ -138,7 +138,7 @@ def test_invalid_models(audio: Path, tmp_path: Path) -> None:
 
 
 class _Pipe(io.RawIOBase):
-    """A stream that gives what is there, and cannot be read again."""
+    """A stream that gives the available bytes, and cannot be read again."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class _Pipe(io.RawIOBase):
 
 
 class _Stdin:
-    """In place of sys.stdin."""
+    """Instead of sys.stdin."""
 
     def __init__(self, content: bytes) -> None:
         self.buffer = io.BufferedReader(_Pipe(content))

@@ -1,4 +1,4 @@
-"""The dashboard command: what it says before it starts anything, and that it leaves no server
+"""The dashboard command: messages before it starts anything, and that it leaves no server
 behind.
 """
 
@@ -76,7 +76,7 @@ def test_a_server_that_ends_is_reported_with_its_last_output(output_dir: Path, m
 
 
 def test_ending_it_leaves_no_process_behind(output_dir: Path) -> None:
-    """A stand-in server with a child of its own, as MLflow has."""
+    """A stand-in server with a child process, as MLflow has."""
     port, pids = free_port(), output_dir / "pids"
     server = ("import http.server, os, subprocess, sys; child = subprocess.Popen(['sleep', '60']); "
               f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); "

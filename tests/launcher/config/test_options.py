@@ -1,4 +1,4 @@
-"""Settings without effect are refused, and what a recipe sets is what is composed."""
+"""Settings without effect are refused, and the settings of a recipe are composed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def recipe_file(folder: Path, content: dict[str, Any]) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
-    """Hydra and what it reads, once for all tests of the file."""
+    """Hydra and its configuration files, once for all tests of the file."""
     compose.compose([])
 
 

@@ -1,4 +1,4 @@
-"""A run in MLflow: what is sent, that nothing of it can hurt training, and once for real in SQLite.
+"""A run in MLflow: requests, that nothing of it can hurt training, and once for real in SQLite.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HANGS_S = 300.0
 
 
 class Client:
-    """An MlflowClient that remembers what it was told."""
+    """An MlflowClient that records its calls."""
 
     def __init__(self) -> None:
         self.runs: dict[str, dict[str, Any]] = {}

@@ -72,7 +72,7 @@ def http_port() -> Iterator[int]:
 
 
 def speaks_http2(connection: socket.socket) -> None:
-    """And knows nothing of Ray, as a proxy in between."""
+    """Without support for Ray, as a proxy in between."""
     connection.recv(1000)
     connection.sendall(struct.pack("!3sBBI", b"\0\0\0", 4, 0, 0) + struct.pack("!3sBBI", b"\0\0\1", 1, 5, 1) + b"\x8d")
 
@@ -100,7 +100,7 @@ def test_a_port_that_never_answers_is_one_message(silent_port: int) -> None:
 def test_a_web_server_is_no_head(http_port: int) -> None:
     with pytest.raises(ClusterError, match="server"):
         require_head(f"127.0.0.1:{http_port}")
-    # an answer all the same: what it is shows when a job is sent
+    # an answer all the same: its kind shows when a job is sent
     require_dashboard(f"http://127.0.0.1:{http_port}")
 
 

@@ -53,7 +53,7 @@ def test_the_final_model_is_read_as_it_was_written_without_the_examples(tmp_path
 
 def test_a_run_that_ended_early_keeps_its_last_model(tmp_path: Path) -> None:
     run = toy.Run(tmp_path, toy.config(model=MODELS["tdnn with all there is"]))
-    with torch.no_grad():  # so that every stage has an output of its own
+    with torch.no_grad():  # so that every stage has a separate output
         for parameter in run.model.parameters():
             parameter.normal_(generator=torch.Generator().manual_seed(0))
     set_stage(run.model, Stage(1, False))

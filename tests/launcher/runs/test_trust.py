@@ -1,4 +1,4 @@
-"""Modules that received runs name are imported only where the user said so, or began the run."""
+"""Modules that received runs name are imported only where the user allowed it, or began the run."""
 
 from __future__ import annotations
 

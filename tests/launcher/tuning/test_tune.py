@@ -22,7 +22,7 @@ from ngsgd.pipeline.tuning.tuned import settings_of
 from ngsgd.training.worker import Worker
 from tests import toy
 
-_BUDGET = 7.0  # a coarse trial, a run with its way back, and a step along what that gives
+_BUDGET = 7.0  # a coarse trial, a run with its reverse pass, and a step along what that gives
 
 
 def config(folder: Path, **changes: Any) -> RunConfig:
@@ -129,7 +129,7 @@ def test_files_that_hold_no_settings_are_refused(tmp_path: Path, text: str | Non
 
 
 def test_a_job_of_ngsgd_train_does_what_the_proxy_did(tmp_path: Path) -> None:
-    # one job, one outer iteration: the proxy's steps and the worker's must meet in every tuned
+    # one job, one outer iteration: the proxy's steps and the worker's must agree in every tuned
     # number
     made = toy.config(optimizer=OptimizerConfig(kind="sgd", momentum=0.8, max_change=0.3, max_param_change=0.4, weight_decay=1e-4,
                                                 layer_options={"affine1": {"lr_factor": 1.5, "weight_decay": 3e-4}}))

@@ -217,7 +217,7 @@ def test_a_convolution_used_twice_counts_twice() -> None:
     first, second, dY = noise(2, 3, 9, seed=0), noise(2, 3, 9, seed=1), noise(2, 4, 7, seed=2)
     ((layer(first) * dY).sum() + (layer(second) * dY).sum()).backward()
     splicing: dict[str, Any] = {"taps": 3, "stride": 1, "left_padding": 0, "dilation": 1, "padding_mode": "zeros"}
-    # autograd runs what was made last first
+    # autograd runs the last node first
     (dW2, db2), (dW1, db1) = (reference.gradient(spliced_rows(x, 7, **splicing), derivative_rows(dY)) for x in (second, first))
     assert db1 is not None and db2 is not None
     expect(layer, dW1 + dW2, db1 + db2)

@@ -156,7 +156,7 @@ def test_a_module_used_twice_counts_twice_in_backward_order(num_rows: int, num_i
     for (X1, dY1), (X2, dY2) in zip(data[::2], data[1::2], strict=True):
         optimizer.zero_grad()
         ((layer(X1) * dY1).sum() + (layer(X2) * dY2).sum()).backward()
-        # autograd runs what was made last first
+        # autograd runs the last node first
         second, first = standalone.gradient(X2, dY2), standalone.gradient(X1, dY1)
         assert first[1] is not None and second[1] is not None
         check(layer, (first[0] + second[0], first[1] + second[1]))

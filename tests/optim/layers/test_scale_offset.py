@@ -1,4 +1,4 @@
-"""Normalisation layers under NGSGD: torch's own but for the gradients of scale and offset: sums of
+"""Normalization layers under NGSGD: torch's own but for the gradients of scale and offset: sums of
 preconditioned rows.
 """
 

@@ -41,7 +41,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterable[tup
 
 
 def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
-    """Bit for bit, and not the start."""
+    """Bitwise identical, and not the start."""
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b)
     assert not torch.equal(next(ours.parameters()), next(network().parameters()))

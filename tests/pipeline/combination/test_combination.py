@@ -299,7 +299,7 @@ def test_a_combination_carries_the_statistics_of_the_held_out_frames(method: Met
     assert held_out(combined.parameters)[0] == combined.objf
 
 
-# ------------------------------------------------------------------ what it is good for
+# ------------------------------------------------------------------ benefit
 
 
 def noisy_run(kind: Any, seed: int) -> tuple[nn.Module, list[Vector]]:

@@ -122,7 +122,7 @@ def test_the_factor_gives_the_smoothed_scatter(rank: int) -> None:
     C_MM = preconditioner(scatter_MM)
     assert np.array_equal(C_MM, np.tril(C_MM))
     wanted_MM = reference.smoothed_scatter(scatter_MM)
-    # one factorisation's rounding
+    # one factorization's rounding
     np.testing.assert_allclose(C_MM @ C_MM.T, wanted_MM, rtol=1e-9, atol=1e-13)
     np.testing.assert_allclose(C_MM[4, 4] ** 2, 1.01e-20, rtol=1e-9)
 

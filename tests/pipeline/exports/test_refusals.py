@@ -94,7 +94,7 @@ def test_a_custom_model_that_torch_cannot_export_is_an_error() -> None:
 
 @pytest.mark.slow
 def test_a_model_that_changes_with_its_neighbours_is_an_error() -> None:
-    """torch.export keeps what the example made of it; onnxruntime shows that."""
+    """torch.export keeps the result of the example; onnxruntime shows that."""
     pytest.importorskip("onnxscript")
 
     class Frozen(nn.Module):

@@ -54,7 +54,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD with momentum": lambda model: SGD(model, 1e-3, momentum=0.9, fast_gemm=False),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), 1e-3, foreach=True),
 }
-# of torch's count: temporaries of NG-SGD depend on the layer more than the model says
+# of torch's count: temporaries of NG-SGD depend on the layer more than the model predicts
 TOLERANCE = {"NGSGD": 0.35, "NGSGD with momentum": 0.35}
 
 

@@ -61,7 +61,7 @@ def test_utilisation_of_published_runs(inner_min: float, sync_s: float, publishe
 @pytest.mark.parametrize(("sigma", "told", "measured"), [(0.05, 1.044, 1.038), (0.15, 1.139, 1.125)])
 def test_stragglers_of_three_torchft_replicas(sigma: float, told: float, measured: float) -> None:
     """Intervals of 1 s times exp(sigma z): the median is 1 s, so the slowest over the median is
-    what was seen.
+    the observed one.
     """
     assert slowest_over_median(sigma, 3) == pytest.approx(told, abs=0.0005)
     assert slowest_over_median(sigma, 3) == pytest.approx(measured, rel=0.02)

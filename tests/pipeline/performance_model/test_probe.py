@@ -65,7 +65,7 @@ class FakeClock:
 
     def job(self, watch: Watch, most: int) -> tuple[int, float]:
         """(minibatches, seconds) of a job that is stopped by the watch or has done `most`; it ends
-        with 3 s of its own.
+        with 3 s more.
         """
         for done in range(1, most + 1):
             self.now += 5.0 if done <= 11 else 1.0
@@ -95,7 +95,7 @@ def test_a_long_job_is_cut_short_once_two_marks_exist(clock: FakeClock) -> None:
     assert clock.job(late, 10000)[0] == 27   # the first mark after 55 + 15 s
     assert late.step_s(1.0, 27) == 1.0
     clock.now = 0.0
-    assert clock.job(early, 10000)[0] == 19  # 11 for the warm-up and 8 to tell a step
+    assert clock.job(early, 10000)[0] == 19  # 11 for the warm-up and 8 to measure a step
 
 
 def test_a_job_of_a_few_minibatches_has_a_mean_step(clock: FakeClock) -> None:

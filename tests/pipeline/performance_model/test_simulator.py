@@ -44,7 +44,7 @@ MISHAPS = SimulatedCluster(rate=300.0, spread=Spread(0.3, 0.2), overhead_s=0.1, 
 
 
 class Idler(Worker):
-    """Returns what a job starts from: where only time matters, nothing need be learned."""
+    """Returns what a job starts from: where only time matters, learning is not needed."""
 
     def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
         sent: Vector = job.start.model.read()
@@ -136,7 +136,7 @@ def rounds(tmp_path: Path, cluster: SimulatedCluster, num_jobs: int, num_rounds:
 @pytest.mark.parametrize(("sigma", "num_jobs"), [(0.05, 8), (0.2, 32)])
 def test_rounds_take_the_planners_straggler_factor(tmp_path: Path, sigma: float, num_jobs: int) -> None:
     # seeded; 300 rounds: the standard error of the mean is below 0.9 %, and the formula is off by
-    # up to 0.7 % step is the spread of one minibatch: over the five of a job it averages out to
+    # up to 0.7 %. `step` is the spread of one minibatch: over the five of a job it averages out to
     # sigma
     cluster = SimulatedCluster(rate=1000.0, spread=Spread(0.0, sigma * 5 ** 0.5), overhead_s=0.05)
     _, seconds, frames = rounds(tmp_path, cluster, num_jobs, 300)

@@ -91,7 +91,7 @@ class Damages:
 class Pool(InProcessPool):
     """An in-process pool one of whose results is damaged, or has an objf that is not a number.
 
-    Without `has_deltas` nobody measured the parameter deltas, and only held-out data can tell.
+    Without `has_deltas` nobody measured the parameter deltas, and only held-out data can show it.
     """
 
     def __init__(
