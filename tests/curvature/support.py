@@ -1,4 +1,4 @@
-"""The network of each row of the support table of docs/curvature.md, and the losses of its cells."""
+"""Networks of the rows of the support table of docs/curvature.md, and the losses of its cells."""
 
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ ROWS = {
     "between layers: p-norm, renormalization": ("p-norm",),
     "between layers: sub-classes, attention, products of two branches": ("sub-classes", "attention", "tdnnf"),
 }
-# parameters of normalizations and embeddings have no factors; in other rows such layers are skipped by layers=
+# parameters of normalizations and embeddings have no factors; other rows skip them by layers=
 WITHOUT_FACTORS = ("conv1d same", "batch norm", "batch norm of rows", "layer norm", "rms norm over frames", "group norm",
                    "embedding")
 
-_FAST = ("linear", "conv2d", "residual", "gru")   # with every loss also where slow tests are skipped
+# with every loss also where slow tests are skipped
+_FAST = ("linear", "conv2d", "residual", "gru")
 
 
 def cells(names: Iterable[str]) -> list[Any]:
-    """Every problem with every loss; what a change of the loss is unlikely to break alone is marked slow."""
+    """Every problem with every loss; cases that depend little on the loss are marked slow."""
     return [pytest.param(name, loss, marks=[] if loss == "cross-entropy" or name in _FAST else pytest.mark.slow)
             for name in names for loss in LOSSES]
 
