@@ -20,6 +20,7 @@ from ngsgd.launcher.reports.predictions import Forecast
 from ngsgd.launcher.reports.progress import ProgressTracker
 from ngsgd.launcher.signals import SignalStop, signals_to
 from ngsgd.launcher.text import masked
+from ngsgd.phase import Phase
 from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
 from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged
@@ -152,8 +153,9 @@ def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:
 
 @contextlib.contextmanager
 def _services_with_ray(config: RunConfig, quiet: bool, *, verbose: bool) -> Iterator[Services]:
-    """Services whose Ray instance starts during data preparation, and ends if that fails."""
+    """Services whose Ray instance starts before data preparation, and ends if that fails."""
     begun = False
+    services = services_of(config, quiet, verbose=verbose)
 
     def begin(config: RunConfig) -> None:
         nonlocal begun
@@ -161,10 +163,12 @@ def _services_with_ray(config: RunConfig, quiet: bool, *, verbose: bool) -> Iter
             from ngsgd.launcher.ray import cluster
 
             begun = True
+            if not config.cluster.address:
+                services.report(Phase("starting Ray"))
             cluster.begin(config.cluster)
 
     try:
-        yield replace(services_of(config, quiet, verbose=verbose), begin=begin)
+        yield replace(services, begin=begin)
     finally:
         if begun:
             from ngsgd.launcher.ray import cluster

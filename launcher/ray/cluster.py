@@ -58,12 +58,13 @@ class _Start(threading.Thread):
 
 
 def begin(config: ClusterConfig) -> None:
-    """Start a Ray for the run in the background, for `connect`; `end_unused` ends it where that is
-    never called.
-    """
+    """Start a Ray for the run, for `connect`; `end_unused` ends it where that is never called."""
     global _begun  # noqa: PLW0603
     if config.kind == "ray" and not config.address and not ray.is_initialized():
         _begun = _Start()
+        # OpenBLAS ends its threads at a fork, and a BLAS call of another thread then never returns.
+        # So nothing is computed while the processes of Ray start.
+        _begun.done.wait()
 
 
 def end_unused() -> None:
