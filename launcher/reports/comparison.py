@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.asr.decode.scoring import UtteranceErrors, read_per_utterance
-from ngsgd.asr.decode.significance import bootstrap_interval, paired_interval, welch_interval
 from ngsgd.config.build import flatten
 from ngsgd.errors import ConfigError
 from ngsgd.files import parse_json, read_json, read_log
@@ -391,6 +390,9 @@ def difference(best: Group, other: Group, measure: str) -> Difference:
     From matched seeds by Student's t, else from groups of two or more runs by Welch's t, else from
     the utterances of one run each by a paired bootstrap.
     """
+    # NumPy is loaded for the first interval, not for the help
+    from ngsgd.asr.decode.significance import bootstrap_interval, paired_interval, welch_interval
+
     value = other.mean(measure) - best.mean(measure)
     ours, theirs = best.by_seed(measure), other.by_seed(measure)
     matched = [theirs[seed] - ours[seed] for seed in ours if seed in theirs]

@@ -98,7 +98,7 @@ def test_variances_are_pooled_in_float64_from_the_definition() -> None:
 @pytest.mark.parametrize(("second", "told"), [
     (torch.zeros(1), r"dict 1.*\[1\].*\[3\]"), (torch.zeros(3, dtype=torch.float64), "float64"),
     (torch.zeros(3, dtype=torch.int64), "int64"), (torch.tensor([0.0, float("nan"), 0.0]), "not finite"),
-    (torch.tensor([0.0, float("inf"), 0.0]), "not finite"), ("text", "no tensor")])
+    (torch.tensor([0.0, float("inf"), 0.0]), "not finite"), ("text", "not a tensor")])
 def test_models_that_have_no_mean_are_refused(second: Tensor, told: str) -> None:
     for models in ([{"w": torch.zeros(3)}, {"w": second}], [{"w": torch.zeros(3)}] * 2 + [{"w": second}]):
         with pytest.raises(ValueError, match=told.replace("dict 1", rf"dict {len(models) - 1}")) as error:
