@@ -4,11 +4,13 @@ timeout stops at once.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 
 class SignalStop:
@@ -47,3 +49,29 @@ def signals_to(stop: SignalStop) -> Iterator[None]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[Callable[[], None]]:
+    """Raise KeyboardInterrupt on SIGTERM while the block runs, in the main thread of this process.
+
+    Yields:
+        A function that sets the handler again, for after a library has replaced it.
+    """
+    owner = os.getpid()
+
+    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+        if os.getpid() != owner:
+            # a forked process ends as it would without this handler
+            os._exit(128 + signum)
+        raise KeyboardInterrupt
+
+    def install() -> None:
+        signal.signal(signal.SIGTERM, interrupt)
+
+    before = signal.getsignal(signal.SIGTERM)
+    install()
+    try:
+        yield install
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ngsgd.config import RunConfig
-from ngsgd.errors import EXIT_OK, ConfigError
+from ngsgd.errors import EXIT_OK, ConfigError, RunInterrupted
 from ngsgd.launcher.mlflow.store import tracking_uri
 from ngsgd.launcher.mlflow.tracker import MlflowTracker
 from ngsgd.launcher.ray.probe import require_cluster
 from ngsgd.launcher.reports.plots import draw
 from ngsgd.launcher.reports.predictions import Forecast
 from ngsgd.launcher.reports.progress import ProgressTracker
-from ngsgd.launcher.signals import SignalStop, signals_to
+from ngsgd.launcher.signals import SignalStop, signals_to, sigterm_interrupts
 from ngsgd.launcher.text import masked
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs import trust as permission
@@ -153,7 +153,11 @@ def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:
 
 @contextlib.contextmanager
 def _services_with_ray(config: RunConfig, quiet: bool, *, verbose: bool) -> Iterator[Services]:
-    """Services whose Ray instance starts before data preparation, and ends if that fails."""
+    """Services whose Ray instance starts before data preparation, and ends if that fails.
+
+    Raises:
+        RunInterrupted: Ctrl-C or SIGTERM outside of the outer iterations.
+    """
     begun = False
     services = services_of(config, quiet, verbose=verbose)
 
@@ -166,9 +170,14 @@ def _services_with_ray(config: RunConfig, quiet: bool, *, verbose: bool) -> Iter
             if not config.cluster.address:
                 services.report(Phase("starting Ray"))
             cluster.begin(config.cluster)
+            # Ray's C++ code has replaced the handler
+            handle_sigterm()
 
     try:
-        yield replace(services, begin=begin)
+        with sigterm_interrupts() as handle_sigterm:
+            yield replace(services, begin=begin)
+    except KeyboardInterrupt as interrupt:
+        raise RunInterrupted("stopped before training; run the same command again.") from interrupt
     finally:
         if begun:
             from ngsgd.launcher.ray import cluster
