@@ -23,7 +23,7 @@ from ngsgd.launcher.text import masked
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged
+from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged, resume_command
 from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.services import PoolRequest, Services, local_pool
 from ngsgd.training.records import FinalReport
@@ -78,6 +78,9 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     """
     folder = RunFolder.open(run_dir)
     config = read_config(folder.config)
+    if config.task.from_python:
+        raise ConfigError("the task of this run came from a Python program, so that no command can continue it; call "
+                          f"{resume_command(config.task, folder.path)}.")
     require_unchanged(folder.config, accept=accept_changed_config)
     fingerprint = FingerprintCheck.of_resumed_run(config, folder, _progress(config, quiet).report,
                                                   allow_other_bits=allow_other_bits)

@@ -12,6 +12,7 @@ from typing import Any
 from ngsgd.config import RunConfig, build, check, unused, with_new_names
 from ngsgd.config.build import defaults, leaves, merged, paths
 from ngsgd.config.other_names import OTHER_NAMES, did_you_mean
+from ngsgd.config.sections.model import FROM_PYTHON
 from ngsgd.config.unused import of_speech
 from ngsgd.errors import ConfigError
 from ngsgd.pipeline.base_run import BaseRun
@@ -19,7 +20,7 @@ from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.services import Services
 from ngsgd.pipeline.task_run import TaskOrFunction, TaskRun, new_task_run, task_spec
-from ngsgd.tasks.spec import FROM_PYTHON, name_of
+from ngsgd.tasks.spec import name_of
 
 # packages for progress lines, Ray, MLflow and plots
 _OF_SERVICE = ("hydra", "ray", "mlflow", "rich", "matplotlib", "psutil")
@@ -58,7 +59,9 @@ def train(task: TaskOrFunction, *, num_workers: int = 2, cluster: str | Mapping[
 
     Raises:
         ConfigError: the task or a setting is wrong; nothing was started.
-        RunInterrupted: Ctrl-C; the message contains the command to continue.
+        CheckpointError: the run of `resume` has checkpoints, and none fits the task. Nothing is
+            changed.
+        RunInterrupted: Ctrl-C; the message contains the call that continues the run.
 
     Example:
         In a script with a function `make_task`, under `if __name__ == "__main__":`:

@@ -17,7 +17,7 @@ from ngsgd.optim.outer import make_rule
 from ngsgd.phase import Phase
 from ngsgd.pipeline.model_summary import summary
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command
 from ngsgd.pipeline.services import PoolRequest, Services
 from ngsgd.pipeline.train import train
 from ngsgd.schedules import Schedule
@@ -125,7 +125,7 @@ class BaseRun(ABC):
     def _errors(self) -> Iterator[None]:
         """Record an error in the run folder; interrupts and errors of the disk become one message.
         """
-        resume = f"ngsgd resume {self.folder.path}"
+        resume = resume_command(self.config.task, self.folder.path)
         with self.folder.error_recorded():
             try:
                 yield
@@ -147,6 +147,11 @@ class BaseRun(ABC):
         checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep,
                                       self._kept_models(task, schedule), lock)
         latest, problems = checkpoints.latest()
+        if latest is None and (problems or folder.final.exists()):
+            # a start from iteration 1 would overwrite the checkpoints and the final model
+            reason = problems[0] if problems else f"{folder.checkpoints} has no checkpoint."
+            raise CheckpointError(f"{folder.path} was trained before, and no checkpoint of it can be used. {reason} Nothing was "
+                                  "changed; to train from the beginning, start a new run.")
         for problem in problems:
             self.services.report(problem)
         events = EventLog(folder.events, latest.progress.outer_iter if latest else -1, is_speech=not config.task._target_)

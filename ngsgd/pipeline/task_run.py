@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -24,10 +25,10 @@ from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.config_file import to_yaml
 from ngsgd.pipeline.runs.final_model import check_final, write_final
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir
+from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir, resume_command, task_argument
 from ngsgd.pipeline.services import Services
 from ngsgd.schedules import Schedule
-from ngsgd.tasks.spec import FROM_PYTHON, GivenTask, ImportedTask
+from ngsgd.tasks.spec import GivenTask, ImportedTask
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.records import FinalReport
 from ngsgd.training.settings import EngineSettings
@@ -80,9 +81,8 @@ def task_spec(config: RunConfig, given: TaskOrFunction | None) -> TaskSpec:
     """Describe the task to the workers; raise ConfigError if a Python task was not given again."""
     settings = EngineSettings.of(config)
     if given is None:
-        if config.task._target_.startswith(FROM_PYTHON):
-            name = config.task._target_.removeprefix(FROM_PYTHON)
-            raise ConfigError(f"the task of this run, {name}, came from a Python program; continue "
+        if config.task.from_python:
+            raise ConfigError(f"the task of this run, {config.task.from_python}, came from a Python program; continue "
                               "the run there, with ngsgd.train(task, resume=RUN).")
         return ImportedTask(settings, config.task)
     spec = GivenTask(settings, given)
@@ -104,13 +104,14 @@ class TaskRun(BaseRun):
     def model(self) -> nn.Module:
         """The final model in evaluation mode."""
         path = self.folder.final
+        self._require_finished(path)
         check_final(path)
         model = seeded_model(self._task(), self.config.seed)
         try:
             model.load_state_dict(load_file(path / "model.safetensors"))
         except OSError as error:
-            raise CheckpointError(f"{self.folder.path} has no readable final model ({error}); "
-                                  f"finish it with ngsgd resume {self.folder.path}.") from error
+            raise CheckpointError(f"{self.folder.path} has no readable final model ({error}); finish it with: "
+                                  f"{resume_command(self.config.task, self.folder.path)}") from error
         except (SafetensorError, RuntimeError) as error:
             raise CheckpointError(f"the final model in {path} does not match the task "
                                   f"({imports.first_line(error)}); use the task of the "
@@ -120,6 +121,7 @@ class TaskRun(BaseRun):
     @property
     def metrics(self) -> dict[str, float]:
         """Scores of the final model by name, such as "valid/loss"; the content of metrics.json."""
+        self._require_finished(self.folder.metrics)
         found: dict[str, float] = read_json(self.folder.metrics)
         return found
 
@@ -128,7 +130,15 @@ class TaskRun(BaseRun):
         with torch.no_grad():
             return metrics_of(self._task().evaluate(self.model))
 
+    def _require_finished(self, path: Path) -> None:
+        if not path.exists():
+            raise CheckpointError(f"{self.folder.path} is not finished: it has no {path.name}; finish it with: "
+                                  f"{resume_command(self.config.task, self.folder.path)}")
+
     def _task(self) -> Task:
+        if self.config.task.from_python and self._given is None:
+            raise ConfigError(f"the model of {self.folder.path} is built by a task of a Python program; pass the task: "
+                              f'ngsgd.load("{self.folder.path}", {task_argument(self.config.task)}).')
         permission.require(self.config.task, self.folder.config, self.folder.run_id, trust=self._given is not None)
         return task_spec(self.config, self._given).task(torch.device("cpu"))
 

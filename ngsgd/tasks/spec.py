@@ -15,10 +15,6 @@ from ngsgd.errors import ConfigError
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.task import Task
 
-# prefix of the name of a task from a Python program, instead of module:function
-FROM_PYTHON = "python:"
-
-
 @dataclass(frozen=True)
 class ImportedTask:
     """A task named by `task._target_`; every process imports the module and calls the function."""

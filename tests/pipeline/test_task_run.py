@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from torch.utils.data import TensorDataset
 import ngsgd
 from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import RunConfig
-from ngsgd.errors import ConfigError, RunInterrupted
+from ngsgd.errors import CheckpointError, ConfigError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.launcher import cli
 from ngsgd.pipeline.runs import trust
@@ -119,7 +120,7 @@ def test_an_interrupt_after_training_is_recorded_and_the_run_resumes(tmp_path: P
     def interrupt(_events: Path, _picture: Path) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(RunInterrupted, match="ngsgd resume") as caught:
+    with pytest.raises(RunInterrupted) as caught:
         ngsgd.train(blobs.make_task, output_dir=tmp_path, services=Services(plot=interrupt), **SETTINGS)
     assert str(caught.value)[0].isalpha(), "there is a reason before the command"
     folder = next(tmp_path.glob("*/config.yaml")).parent
@@ -213,10 +214,40 @@ def test_a_task_that_no_process_can_be_sent_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_from_python_is_not_resumed_without_its_task(tmp_path: Path) -> None:
+def wider_task() -> DatasetTask:
+    x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+    return DatasetTask(TensorDataset(x, x), lambda: nn.Linear(3, 3), lambda model, batch: mse_loss(model(batch[0]), batch[1]))
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_run_of_another_task_is_never_trained_again(tmp_path: Path, is_kept: bool) -> None:
+    run = ngsgd.train(blobs.make_task, output_dir=tmp_path, services=Services(), **{**SETTINGS, "num_epochs": 1})
+    if not is_kept:
+        shutil.rmtree(run.folder.checkpoints)
+    before = digest(run), run.folder.events.read_bytes()
+    with pytest.raises(CheckpointError):
+        ngsgd.train(wider_task, resume=run.folder.path, services=Services())
+    assert (digest(run), run.folder.events.read_bytes()) == before
+
+
+def test_an_unfinished_run_has_no_scores_and_no_model(tmp_path: Path) -> None:
+    run = ngsgd.train(blobs.make_task, output_dir=tmp_path, services=Services(), **{**SETTINGS, "num_epochs": 1})
+    run.folder.metrics.unlink()
+    shutil.rmtree(run.folder.final)
+    loaded = ngsgd.load(run.folder.path, blobs.make_task)
+    for name in ("metrics", "model"):
+        with pytest.raises(CheckpointError):
+            getattr(loaded, name)
+
+
+def test_a_run_from_python_is_not_resumed_without_its_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ngsgd.train(blobs.make_task, output_dir=tmp_path, services=Services(), **{**SETTINGS, "num_epochs": 1})
     with pytest.raises(ConfigError):
         ngsgd.load(run.folder.path).train()
+    with pytest.raises(ConfigError) as refused:
+        _ = ngsgd.load(run.folder.path).model
+    assert cli.main(["resume", str(run.folder.path)]) == 2
+    assert "--trust" not in f"{refused.value}{capsys.readouterr().err}"
     with pytest.raises(ConfigError):
         ngsgd.train(blobs.make_task, resume=run.folder.path, seed=3)
 

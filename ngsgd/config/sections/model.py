@@ -9,6 +9,8 @@ from typing import Any, Literal
 from ngsgd.config.option import option
 
 _OURS = "!_target_"
+# prefix of the name of a task from a Python program, instead of module:function
+FROM_PYTHON = "python:"
 
 
 @dataclass(frozen=True)
@@ -111,3 +113,8 @@ class TaskConfig:
     def label(self) -> str:
         """The name of the task in run names."""
         return self._target_.replace(":", ".").rpartition(".")[2]
+
+    @property
+    def from_python(self) -> str:
+        """The name of a task that a Python program passed to `ngsgd.train`; "" for all others."""
+        return self._target_.removeprefix(FROM_PYTHON) if self._target_.startswith(FROM_PYTHON) else ""

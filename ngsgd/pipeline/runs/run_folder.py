@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ngsgd import process_identity
-from ngsgd.config import RunConfig
+from ngsgd.config import RunConfig, TaskConfig
 from ngsgd.errors import EXIT_RUN_FAILED, CheckpointError, ConfigError
 from ngsgd.files import (
     fsync,
@@ -325,6 +325,19 @@ def check_output_dir(config: RunConfig) -> None:
 def what_is_trained(config: RunConfig) -> str:
     """Name of the task, or corpus and model of a speech recipe."""
     return config.task.label if config.task._target_ else f"{config.data.corpus}-{config.model.label}"
+
+
+def resume_command(task: TaskConfig, run: Path) -> str:
+    """The command, or for a task of a Python program the call, that continues a run."""
+    if task.from_python:
+        return f'ngsgd.train({task_argument(task)}, resume="{run}") in Python'
+    return f"ngsgd resume {run}"
+
+
+def task_argument(task: TaskConfig) -> str:
+    """The function that a Python program passed as its task; "task" for an object or a lambda."""
+    name = task.from_python
+    return name if name.isidentifier() and not name[0].isupper() else "task"
 
 
 def run_name(config: RunConfig) -> str:
