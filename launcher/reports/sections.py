@@ -22,7 +22,7 @@ _MOST = 15
 _MOST_WORKERS = 100
 _MOST_INCIDENTS = 100
 # of the smallest e_i of a Fisher factor (docs/natural-gradient.md)
-_HEALTHY_E = (0.05, 0.2)
+_USUAL_E = (0.05, 0.2)
 _RANK_OF = {"input": "rank_in", "output": "rank_out"}
 # of the share of updates that max_change clips
 _MAX_CLIPPED = 0.5
@@ -176,14 +176,16 @@ def interruptions(run: RunHistory) -> Iterator[str]:
 
 
 def natural_gradient(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
-    """Each preconditioned layer at the last outer iteration, with the healthy ranges."""
+    """Each preconditioned layer at the last outer iteration, with the usual ranges."""
     rows = run.layers()
     if not rows:
         return
     yield html.heading("What did natural gradient do?")
     yield html.note(
         "Last outer iteration, mean over its jobs. Directions in which the Fisher matrix of the "
-        "model is large get smaller steps. The first row has the healthy ranges."
+        "model is large get smaller steps. The first row has the usual ranges. The smallest e is "
+        "advice on the rank, and no fault: below the range, a lower rank saves time; above it, "
+        "a higher rank may help."
     )
     sides = list(dict.fromkeys(side for row in rows for side in row.sides))
     header = [
@@ -194,9 +196,9 @@ def natural_gradient(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
         "cosine to plain gradient",
         "parameter change (%)",
     ]
-    low, high = _HEALTHY_E
+    low, high = _USUAL_E
     ranges = [
-        "healthy",
+        "usual range",
         "A cosine of 1 means that the step equals the plain gradient.",
         *(text for _ in sides for text in ("1 or more", f"{low:g} to {high:g}")),
         f"0 to {100 * _MAX_CLIPPED:.0f}",
@@ -317,7 +319,7 @@ def _layer(row: LayerRow, sides: Sequence[str]) -> list[str]:
 
 def _reading(row: LayerRow) -> str:
     """One sentence on a layer."""
-    low, high = _HEALTHY_E
+    low, high = _USUAL_E
     told = (
         ["max_change sets the step: lower the learning rate"] if row.clipped > _MAX_CLIPPED else []
     )
@@ -327,7 +329,7 @@ def _reading(row: LayerRow) -> str:
             told.append(f"a higher {option} would still change the steps")
         elif e < low:
             told.append(f"a lower {option} would save time")
-    return f"{'; '.join(told) or 'all values are in the healthy range'}.".capitalize()
+    return f"{'; '.join(told) or 'all values are in the usual range'}.".capitalize()
 
 
 def _shown(value: float, form: str) -> str:
