@@ -15,6 +15,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.task import Task
 
+
 @dataclass(frozen=True)
 class ImportedTask:
     """A task named by `task._target_`; every process imports the module and calls the function."""
