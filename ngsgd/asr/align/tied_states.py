@@ -49,7 +49,12 @@ def with_tied_states(corpus: Corpus, num_leaves: int, cache_root: Path,
                         "of this corpus are states of another graph; remove data.num_leaves.")
     report(Phase("building the decision tree"))
     tree = _tree(corpus.train, topology, num_leaves, cache_root)
-    report(f"decision tree: {tree.num_pdfs} tied states of {len(topology.phones)} phones")
+    if tree.num_pdfs == topology.num_pdfs:
+        report(f"decision tree: no split of the {tree.num_pdfs} states of single phones, because "
+               f"data.num_leaves={num_leaves} is not larger or the training set is too small (a "
+               "leaf needs 100 frames)")
+    else:
+        report(f"decision tree: {tree.num_pdfs} tied states of {len(topology.phones)} phones")
     language = replace(language, tree=tree)
     sets: dict[str, Any] = {}
     for name in ("train", "valid", "test"):

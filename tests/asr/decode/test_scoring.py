@@ -64,6 +64,13 @@ def test_interval_holds_the_wer_and_is_repeatable() -> None:
     assert interval == scoring.confidence_interval(refs, hyps)
 
 
+def test_interval_without_errors_ends_above_zero() -> None:
+    refs = [["a", "b"]] * 100
+    interval = scoring.confidence_interval(refs, refs)
+    assert (interval.low, interval.high) == (0.0, pytest.approx(1.5))
+    assert scoring.confidence_interval(refs[:1], refs[:1]).high == 100.0
+
+
 def speech_that_says(texts: list[list[str]], topology: Topology) -> tuple[SpeechSet, list[np.ndarray]]:
     logliks = [spell(topology, words, frames_per_state=2) for words in texts]
     offsets = np.cumsum([0, *map(len, logliks)], dtype=np.int64)
