@@ -79,9 +79,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
 
 def describe_run(state: Mapping[str, Any]) -> list[str]:
     """Return the state of a run as lines of text."""
-    lines = [f"run        {state['run']}", f"state      {_state_line(state)}"]
-    if state["error"] and state["state"] in ("FAILED", "STOPPED"):
-        lines.append(f"error      exit code {state['error']['exit_code']}: {state['error']['message']}")
+    lines = [f"run        {state['run']}", *end_lines(state)]
     if state["num_outer_iters"]:
         lines.append(f"progress   {progress_line(state)}")
     if state["is_finished"]:
@@ -97,6 +95,14 @@ def describe_run(state: Mapping[str, Any]) -> list[str]:
         lines += _fingerprint_lines(state["fingerprint"])
     lines += [f"incidents  {state['num_incidents']}"] + [f"  ! {message}"
                                                          for message in state["incidents"]]
+    return lines
+
+
+def end_lines(state: Mapping[str, Any]) -> list[str]:
+    """Return the state of a run and, after a failure or a stop, its last error."""
+    lines = [f"state      {_state_line(state)}"]
+    if state["error"] and state["state"] in ("FAILED", "STOPPED"):
+        lines.append(f"error      exit code {state['error']['exit_code']}: {state['error']['message']}")
     return lines
 
 

@@ -45,6 +45,11 @@ def add_arguments(parser: Parser) -> None:
                         help="token of the Ray cluster (default: $RAY_AUTH_TOKEN, $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)")
 
 
+def is_server_given(options: Any) -> bool:
+    """Whether the command line or the environment names a cluster or its token."""
+    return bool(options.dashboard_url or options.token_file or os.environ.get(_ADDRESS))
+
+
 def job_server_of(options: Any) -> JobServer:
     address = options.dashboard_url or os.environ.get(_ADDRESS) or _DEFAULT
     return JobServer(address if "://" in address else f"http://{address}", options.token_file or "")
@@ -74,6 +79,9 @@ def told(server: JobServer, job: str = "") -> Iterator[None]:
         if job and "does not exist" in str(error):
             raise ConfigError(f"{job} is neither a run nor a job of the cluster at {server.address}; see them with: ngsgd status "
                               f"--dashboard-url {server.address}") from error
+        if job and "already exists" in str(error):
+            raise ConfigError(f"job {job} exists on the cluster at {server.address}; choose "
+                              "another --job-name.") from error
         if any(word in str(error).lower() for word in _TOKEN_ERRORS):
             raise ClusterError(f"the cluster at {server.address} refuses this token, or none was given ({said}); give the one of "
                                "its head with --token-file FILE or RAY_AUTH_TOKEN.") from error

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd import process_identity
-from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ClusterError, ConfigError
+from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, ClusterError, ConfigError
 from ngsgd.files import parse_json_lines, read_log
 from ngsgd.launcher.arguments import JSON, Parser
-from ngsgd.launcher.commands.info import describe_run, is_elsewhere, may_be_alive, progress_line, state_of
+from ngsgd.launcher.commands.info import describe_run, end_lines, is_elsewhere, may_be_alive, progress_line, state_of
 from ngsgd.launcher.ray import jobs
 from ngsgd.launcher.ray.jobs import ENDED, JobServer, told
+from ngsgd.launcher.ray.probe import require_dashboard
 from ngsgd.launcher.reports.progress import ProgressTracker, final_lines, iteration_line
 from ngsgd.launcher.text import masked, printable
-from ngsgd.pipeline.runs.run_folder import RunFolder, known_run
+from ngsgd.pipeline.runs.run_folder import RunFolder, find_run, known_run
 from ngsgd.training.storage.event_log import valid_events
 from ngsgd.training.storage.lock import holder_of
 
@@ -37,14 +38,14 @@ def status(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help=JSON)
     jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
-    run = known_run(options.what) if options.what else None
-    is_folder = not run and bool(options.what) and Path(options.what).is_dir()
+    run = _run_of(options)
+    is_folder = not run and not options.dashboard_url and bool(options.what) and Path(options.what).is_dir()
     folder = Path(options.what if is_folder else options.output_dir)
     if run:
         found: Any = state_of(run)
         lines = describe_run(found)
     elif (options.what and not is_folder) or options.dashboard_url:
-        found = _jobs(jobs.job_server_of(options), options.what)
+        found = _jobs(_job_server(options), options.what)
         lines = [f"{job['job']:40} {job['state']:10} {job['entrypoint']}"
                  for job in found] or ["the cluster has no jobs"]
     else:
@@ -66,10 +67,10 @@ def logs(arguments: Sequence[str]) -> int:
                              "that of logs")
     jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
-    run = known_run(options.what)
+    run = _run_of(options)
     if run:
         return _run_logs(RunFolder(run), follow=options.follow)
-    server = jobs.job_server_of(options)
+    server = _job_server(options)
     client = jobs.connect(server)
     with told(server, options.what):
         if not options.follow:
@@ -87,10 +88,10 @@ def stop(arguments: Sequence[str]) -> int:
                              "the run finishes its outer iteration within failure.grace_period_s")
     jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
-    run = known_run(options.what)
+    run = _run_of(options)
     if run:
         return _stop_run(run, options.timeout)
-    server = jobs.job_server_of(options)
+    server = _job_server(options)
     client = jobs.connect(server)
     with told(server, options.what):
         if jobs.state_of(client, options.what) not in ENDED:
@@ -106,6 +107,24 @@ def stop(arguments: Sequence[str]) -> int:
 def exit_code(state: str) -> int:
     """Return the exit code of a command that waited for the end of a job."""
     return EXIT_OK if state == "SUCCEEDED" else EXIT_RUN_FAILED
+
+
+def _run_of(options: Any) -> Path | None:
+    """The run that is named; None for a Ray job, which an explicit --dashboard-url selects."""
+    return known_run(options.what) if options.what and not options.dashboard_url else None
+
+
+def _job_server(options: Any) -> JobServer:
+    """The server of the jobs; raises ConfigError for an unknown run where no Ray is in use."""
+    server = jobs.job_server_of(options)
+    if options.what and not jobs.is_server_given(options):
+        try:
+            require_dashboard(server.address)
+        except ClusterError:
+            # reports the newest runs
+            find_run(options.what)
+            raise
+    return server
 
 
 def _jobs(server: JobServer, job: str | None) -> list[dict[str, Any]]:
@@ -140,7 +159,13 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
         if is_over or not follow:
             break
         time.sleep(_POLL_S)
-    return exit_code(state_of(folder.path)["state"]) if follow else EXIT_OK
+    end = state_of(folder.path)
+    if end["state"] in ("FAILED", "STOPPED", "LOST"):
+        for line in end_lines(end):
+            progress.report(line)
+    if not follow:
+        return EXIT_OK
+    return EXIT_INTERRUPTED if end["state"] == "STOPPED" else exit_code(end["state"])
 
 
 def _lines_of(event: dict[str, Any], *, is_speech: bool) -> list[str]:

@@ -116,7 +116,7 @@ def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
         print(same)
         return EXIT_OK
     client = jobs.connect(server)
-    with told(server):
+    with told(server, name):
         job = jobs.submit(client, entrypoint=entrypoint, submission_id=name, runtime_env=runtime)
     if options.json:
         print(json.dumps({"job": job, "address": server.address, "command": same}, indent=1))

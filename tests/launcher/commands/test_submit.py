@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ngsgd.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, ClusterError, ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.ray import jobs as ray_jobs
 
@@ -57,6 +58,7 @@ class Jobs:
 def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Jobs:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray_jobs, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://head:8265")
     fake = Jobs()
     monkeypatch.setattr(ray_jobs, "connect", lambda door: fake)
     return fake
@@ -101,6 +103,49 @@ def test_status_logs_and_stop_of_ray_jobs(jobs: Jobs, capsys: pytest.CaptureFixt
     assert jobs.stopped == ["night"] and capsys.readouterr().out == "night STOPPED\n"
     assert cli.main(["stop", "nigth"]) == 2
     assert "nigth" in capsys.readouterr().err
+
+
+def test_a_dashboard_url_selects_the_job_and_not_a_run_of_its_name(jobs: Jobs, tmp_path: Path,
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "runs" / "night-20260101-200000"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("seed: 1\n")
+    assert cli.main(["stop", "night"]) == 0
+    assert jobs.stopped == []
+    assert cli.main(["stop", "--dashboard-url", "head:8265", "night"]) == 0
+    assert jobs.stopped == ["night"]
+    capsys.readouterr()
+    assert cli.main(["logs", "--dashboard-url", "head:8265", "night"]) == 0
+    assert capsys.readouterr().out == "said\n"
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "stop"])
+def test_an_unknown_run_without_ray_is_a_mistake(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(address: str) -> None:
+        raise ClusterError(address)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
+    monkeypatch.setattr("ngsgd.launcher.commands.cluster.jobs.require_dashboard", missing)
+    assert cli.main([command, "nosuchrun"]) == ConfigError.exit_code
+
+
+@pytest.mark.parametrize(("status", "code"), [("KILLED", EXIT_INTERRUPTED), ("FAILED", EXIT_RUN_FAILED)])
+def test_logs_of_a_failed_run_end_with_its_error(status: str, code: int, tmp_path: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "closed", "status": status}) + "\n")
+    (tmp_path / "error.json").write_text(json.dumps({"exit_code": 3, "message": "the cause"}))
+    assert cli.main(["logs", "--follow", str(tmp_path)]) == code
+    assert "the cause" in capsys.readouterr().out
+
+
+def test_the_name_of_a_job_is_used_once(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exists(**_what: Any) -> str:
+        raise RuntimeError("Request failed with status code 500: Job with submission_id night already exists.")
+
+    monkeypatch.setattr(jobs, "submit_job", exists)
+    assert cli.main(["submit", "--job-name", "night"]) == ConfigError.exit_code
 
 
 @pytest.mark.parametrize(("said", "code", "told"), [
