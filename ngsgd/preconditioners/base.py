@@ -98,6 +98,9 @@ class Preconditioner:
         cls.__signature__ = signature_of(cls.Options)
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{type(self).__name__} takes the module, not {type(model).__name__}: it "
+                            "needs the layers of the parameters")
         self.model = model
         self.options: Any = make_options(type(self).Options, type(self).__name__, options)
         if self.options.averaging == "average":
