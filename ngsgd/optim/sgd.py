@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -665,5 +664,5 @@ def set_options(groups: list[dict[str, Any]], layer_options: Mapping[str, Mappin
 def require_non_negative(**values: float) -> None:
     """Reject negative numbers and NaN with torch's message."""
     for name, value in values.items():
-        if not isinstance(value, (Real, torch.Tensor)) or not value >= 0.0:
-            raise ValueError(f"Invalid {name}: {value!r}")
+        if not value >= 0.0:
+            raise ValueError(f"Invalid {name}: {value}")
