@@ -259,7 +259,7 @@ def _poison(folder: Path) -> Seen:
     assert len(fault.strikes()) == 3
     check(run, around, pause_s=pool.longest_pause_s)
     (told,) = [one for one in run.recorder.incidents if one.what == "shard_quarantined"]
-    assert "archive" in told.message and "has ended 3 workers" in told.message
+    assert "archive" in told.message and "crashed 3 workers" in told.message
     assert end.progress.quarantined and end.progress.frames_processed < 3600
     return Seen("quarantined by name", False)
 

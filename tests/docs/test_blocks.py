@@ -26,7 +26,7 @@ _GIVEN: dict[str, dict[str, Any]] = {"docs/natural-gradient.md": {"torch": torch
 _SCRIPTS = {"docs/any-model.md", "docs/local-sgd.md"}
 _OF_A_RUN = {"docs/tutorial.md", "docs/transcribe.md", "docs/export.md"}
 # their own tests run them and check the output
-_ELSEWHERE = {"docs/curvature.md", "docs/preconditioners.md"}
+_ELSEWHERE = {"docs/curvature.md", "docs/mlflow.md", "docs/preconditioners.md"}
 
 
 def python_of(page: str) -> list[str]:

@@ -82,4 +82,9 @@ def final_hash(run: Path) -> str:
     return str(json.loads((newest / "manifest.json").read_text())["files"]["model.safetensors"])
 
 
+def wers(output: str) -> dict[str, str]:
+    """The WER of valid and test in the output of a command, by set."""
+    return dict(re.findall(rf"^(valid|test)\s+({WER_LINE.pattern})", output, re.MULTILINE))
+
+
 WER_LINE = re.compile(r"%WER \d+\.\d\d \[ \d+ / \d+, \d+ ins, \d+ del, \d+ sub \]")

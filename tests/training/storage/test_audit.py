@@ -97,7 +97,7 @@ def test_a_line_cut_short_by_a_crash_is_ignored(tmp_path: Path) -> None:
     ([*PLAN, settled(1), settled(0), settled(0), committed(frames=30, num_accepted=3)], "settled 2 times"),
     ([*PLAN, settled(1), settled(0), committed(frames=99)], "20 frames accepted, 99"),
     ([*PLAN, settled(1), settled(0), settled(7), committed(frames=30, num_accepted=3)], "job 7 "),
-    ([*PLAN, settled(1), settled(0, pieces=[piece(9)]), committed()], "another work item"),
+    ([*PLAN, settled(1), settled(0, pieces=[piece(9)]), committed()], "another work"),
     ([*PLAN, settled(1), settled(0, attempt=2), committed()], "attempt 2, was"),
     ([*PLAN, settled(1, "rejected"), settled(0, "rejected"), committed(frames=0, num_accepted=0)], "0 results of 2"),
     ([*FIRST, *[{**line, "outer_iter": 4} for line in SECOND]], "are [0, 4]"),
