@@ -47,6 +47,13 @@ class SpeechSet:
         """Whether the state of every frame is known."""
         return not (self.frames.pdf_T == UNALIGNED).any()
 
+    def utterances_by_speaker(self) -> dict[str, list[int]]:
+        """Speaker -> numbers of the utterances."""
+        found: dict[str, list[int]] = {}
+        for number, speaker in enumerate(self.speakers):
+            found.setdefault(speaker, []).append(number)
+        return found
+
     def split_features(self) -> list[npt.NDArray[np.float32]]:
         """T x D features of each utterance."""
         return np.split(self.frames.features_TD, self.frames.offsets[1:-1])

@@ -115,10 +115,7 @@ def _adapted(bundle: Bundle, speech: SpeechSet) -> list[npt.NDArray[np.float32]]
     if bundle.adaptation is None:
         return features
     adapted = list(features)
-    of_speaker: dict[str, list[int]] = {}
-    for number, speaker in enumerate(speech.speakers):
-        of_speaker.setdefault(speaker, []).append(number)
-    for numbers in of_speaker.values():
+    for numbers in speech.utterances_by_speaker().values():
         spoken = [features[number] for number in numbers]
         found = bundle.adaptation.adapt_speaker(spoken, bundle.find_path)
         for number, x_TD in zip(numbers, found, strict=True):

@@ -10,23 +10,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load, save
 
+from ngsgd.asr import arrays
 from ngsgd.asr.adapt import fmllr, speakers
 from ngsgd.asr.adapt.speakers import Features, Matrix, SpeakerAdaptation
+from ngsgd.asr.align.tied_states import with_tied_states
 from ngsgd.asr.corpora import cache
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import RunConfig
-from ngsgd.files import DIGEST, digest_of_arrays, new_file, read_regular_bytes
 from ngsgd.phase import Phase
 
 # raise it when the same settings would give other features
 _VERSION = 1
 _SETS = ("train", "valid", "test")
-_MAX_BYTES = 1 << 32
 
 Report = Callable[[str], None]
 
@@ -43,12 +41,12 @@ def with_adaptation(config: RunConfig, corpus: Corpus, cache_root: Path,
     name = f"adaptation-{cache.short_hash(key)}"
     path, of_speakers = cache_root / f"{name}.safetensors", cache_root / f"{name}-speakers.safetensors"
     try:
-        adaptation, transforms = read(path, corpus.num_pdfs), _load(of_speakers)
+        adaptation, transforms = read(path, corpus.num_pdfs), arrays.read(of_speakers)
     except (OSError, ValueError):
         report(Phase(f"training {_kind(config)} on {len(set(corpus.train.speakers))} speakers"))
         adaptation, transforms = _trained(config, corpus)
-        _save(path, adaptation.arrays())
-        _save(of_speakers, transforms)
+        arrays.write(path, adaptation.arrays())
+        arrays.write(of_speakers, transforms)
     sets: dict[str, Any] = {of: _applied(adaptation, getattr(corpus, of), transforms, of) for of in _SETS}
     digest = hashlib.sha256((corpus.digest + name).encode()).hexdigest()
     return replace(corpus, **sets, digest=digest), path
@@ -61,7 +59,7 @@ def read(path: Path, num_pdfs: int) -> SpeakerAdaptation:
         OSError: it cannot be read.
         ValueError: it is damaged.
     """
-    return SpeakerAdaptation.of_arrays(_load(path), num_pdfs)
+    return SpeakerAdaptation.of_arrays(arrays.read(path), num_pdfs)
 
 
 def _kind(config: RunConfig) -> str:
@@ -85,16 +83,15 @@ def _trained(config: RunConfig,
     find_path = evaluation.first_pass(evaluation.build_graph(corpus.language, config.decode))
     for name in ("valid", "test"):
         speech: SpeechSet = getattr(corpus, name)
-        for speaker, utterances in _by_speaker(speech, speech.split_features()).items():
+        projected = [found.project(x_TD) for x_TD in speech.split_features()]
+        for speaker, utterances in _by_speaker(speech, projected).items():
             transforms[f"{name}/{speaker}"] = found.transform_of(utterances, find_path)
     return found, transforms
 
 
 def _by_speaker(speech: SpeechSet, values: Sequence[Any]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for speaker, value in zip(speech.speakers, values, strict=True):
-        found.setdefault(speaker, []).append(value)
-    return found
+    return {speaker: [values[number] for number in numbers]
+            for speaker, numbers in speech.utterances_by_speaker().items()}
 
 
 def _applied(adaptation: SpeakerAdaptation, speech: SpeechSet,
@@ -107,22 +104,14 @@ def _applied(adaptation: SpeakerAdaptation, speech: SpeechSet,
     return replace(speech, frames=replace(speech.frames, features_TD=np.concatenate(adapted)))
 
 
-def _save(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()},
-                   {DIGEST: digest_of_arrays(arrays)})
-    with new_file(path) as temporary:
-        temporary.write_bytes(content)
+def network_input(config: RunConfig, corpus: Corpus, cache_root: Path,
+                  report: Report) -> tuple[Corpus, Path | None]:
+    """Return the corpus with the tied states and the adapted features of the settings.
 
-
-def _load(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Read arrays; raises ValueError where they do not match the digest in the file."""
-    try:
-        arrays: dict[str, npt.NDArray[Any]] = load(read_regular_bytes(path, _MAX_BYTES))
-        with safe_open(path, framework="np") as file:
-            expected = (file.metadata() or {}).get(DIGEST)
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
-    if expected != digest_of_arrays(arrays):
-        raise ValueError(f"{path} does not match its digest")
-    return arrays
-
+    The second value is the file of the adaptation, None without one.
+    """
+    if config.data.num_leaves:
+        corpus = with_tied_states(corpus, config.data.num_leaves, cache_root, report)
+    if not config.adaptation.lda_dim:
+        return corpus, None
+    return with_adaptation(config, corpus, cache_root, report)

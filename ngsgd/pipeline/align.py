@@ -20,11 +20,9 @@ import torch
 
 from ngsgd.asr.align import forced_alignment
 from ngsgd.asr.align.forced_alignment import Realigned, States
-from ngsgd.asr.align.tied_states import with_tied_states
 from ngsgd.asr.corpora import alignments, cache, corpus
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.lang import graphs
-from ngsgd.asr.lang.language import Language
 from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import ClusterConfig, DataConfig, ModelConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.data.archives import prepare_archives
@@ -32,7 +30,7 @@ from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ConfigError
 from ngsgd.models import build_model
 from ngsgd.phase import Phase
-from ngsgd.pipeline.adaptation import with_adaptation
+from ngsgd.pipeline.adaptation import network_input
 from ngsgd.pipeline.ivectors import with_ivectors
 from ngsgd.pipeline.runs.final_model import load_final
 from ngsgd.pipeline.runs.run_folder import RunFolder
@@ -195,7 +193,8 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
         # the tree and the transforms are made from the labels of the run
         data = with_alignment(config, cache_root, report)
         speech = corpus.prepare(data, config.features, cache_root, report)
-        features, tied = _features_of_run(config, speech, cache_root, report)
+        features, _ = network_input(config, speech, cache_root, report)
+        tied = features.language if config.data.num_leaves else None
     else:
         speech = corpus.prepare_unaligned(config.data, config.features, cache_root, report)
         if config.ivectors.dim:
@@ -214,15 +213,3 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
     report(f"align: {len(states)} utterances, {len(done.lost)} without a path skipped; "
            f"log-likelihood {-done.cost_per_frame:.3f} per frame")
     return states
-
-
-def _features_of_run(config: RunConfig, speech: Corpus, cache_root: Path,
-                     report: Report) -> tuple[Corpus, Language | None]:
-    """The speech as the network of the run receives it, and its language if states are tied."""
-    features = speech
-    if config.data.num_leaves:
-        features = with_tied_states(speech, config.data.num_leaves, cache_root, report)
-    tied = features.language if config.data.num_leaves else None
-    if config.adaptation.lda_dim:
-        features, _ = with_adaptation(config, features, cache_root, report)
-    return features, tied

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ngsgd.asr.align.tied_states import with_tied_states
 from ngsgd.asr.corpora import corpus as corpora
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.config import RunConfig
 from ngsgd.data.archives import prepare_archives
 from ngsgd.errors import DataError
 from ngsgd.files import remove_abandoned
-from ngsgd.pipeline.adaptation import with_adaptation
+from ngsgd.pipeline.adaptation import network_input
 from ngsgd.pipeline.align import with_alignment
 from ngsgd.pipeline.ivectors import extractor_of, with_ivectors
 from ngsgd.pipeline.runs import limits
@@ -47,11 +46,8 @@ def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder 
     try:
         data = with_alignment(config, cache_root, report)
         corpus = corpora.prepare(data, config.features, cache_root, report, augment_config=config.augment)
-        if config.data.num_leaves:
-            corpus = with_tied_states(corpus, config.data.num_leaves, cache_root, report)
-        extractor = adaptation = None
-        if config.adaptation.lda_dim:
-            corpus, adaptation = with_adaptation(config, corpus, cache_root, report)
+        corpus, adaptation = network_input(config, corpus, cache_root, report)
+        extractor = None
         if config.ivectors.dim:
             extractor = extractor_of(config, corpus, cache_root, report, folder)
             corpus = with_ivectors(config, corpus, extractor, cache_root, report)

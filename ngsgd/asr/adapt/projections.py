@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.asr.ivectors.model import spliced
+
 Matrix = npt.NDArray[np.float64]
 
 # classes with fewer frames have no covariance for MLLT
@@ -16,9 +18,7 @@ _MIN_FRAMES = 50
 
 def splice(x_TD: npt.NDArray[np.floating], context: int) -> Matrix:
     """Return each frame with its neighbors on both sides; edges repeat the first and last frame."""
-    at = np.clip(np.arange(len(x_TD))[:, None] + np.arange(-context, context + 1), 0, len(x_TD) - 1)
-    spliced_TS: Matrix = np.asarray(x_TD, np.float64)[at].reshape(len(x_TD), -1)
-    return spliced_TS
+    return np.asarray(spliced(x_TD, np.arange(len(x_TD)), context).numpy())
 
 
 def lda(x_TS: Matrix, class_T: npt.NDArray[np.integer], dim: int) -> Matrix:

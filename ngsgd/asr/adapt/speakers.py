@@ -90,15 +90,13 @@ class SpeakerAdaptation:
         z = [self.project(x_TD) for x_TD in utterances]
         if self.prior is None:
             return [z_TD.astype(np.float32) for z_TD in z]
-        w_DE = self.transform_of(utterances, find_path)
+        w_DE = self.transform_of(z, find_path)
         return [fmllr.apply(w_DE, z_TD).astype(np.float32) for z_TD in z]
 
-    def transform_of(self, utterances: Sequence[npt.NDArray[np.floating]],
-                     find_path: FindPath) -> Matrix:
-        """Return the transform of a speaker from all utterances, by two rounds."""
-        z = [self.project(x_TD) for x_TD in utterances]
-        stats = self.accumulated(z, None, find_path)
-        return self.transform(self.accumulated(z, None, find_path, self.transform(stats)))
+    def transform_of(self, projected: Sequence[Matrix], find_path: FindPath) -> Matrix:
+        """Return the transform of a speaker from all projected utterances, by two rounds."""
+        stats = self.accumulated(projected, None, find_path)
+        return self.transform(self.accumulated(projected, None, find_path, self.transform(stats)))
 
     def transform(self, stats: FmllrStats) -> Matrix:
         """Return a speaker's transform [A b]."""

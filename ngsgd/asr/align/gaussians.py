@@ -66,7 +66,7 @@ class Gaussians:
         count_P = np.bincount(pdf_T, minlength=num_pdfs).astype(np.float64)
         all_mean_K, all_variance_K = x_TK.mean(axis=0), x_TK.var(axis=0)
         safe_P1 = np.maximum(count_P, 1.0)[:, None]
-        mean_PK, square_PK = (_sum_by_state(y_TK, pdf_T, num_pdfs) / safe_P1 for y_TK in (x_TK, x_TK**2))
+        mean_PK, square_PK = (sums_by_state(y_TK, pdf_T, num_pdfs) / safe_P1 for y_TK in (x_TK, x_TK**2))
         variance_PK = np.maximum(square_PK - mean_PK**2, VARIANCE_FLOOR * all_variance_K)
         rare_P1 = (count_P < FEWEST_FRAMES)[:, None]
         return cls(np.where(rare_P1, all_mean_K, mean_PK), np.where(rare_P1, all_variance_K, variance_PK))
@@ -85,5 +85,5 @@ def time_differences(x_TK: Matrix) -> Matrix:
     return np.asarray(sum(weight * padded[i:i + len(x_TK)] for i, weight in enumerate(_DELTAS)))
 
 
-def _sum_by_state(x_TK: Matrix, pdf_T: npt.NDArray[np.int32], num_pdfs: int) -> Matrix:
+def sums_by_state(x_TK: Matrix, pdf_T: npt.NDArray[np.int32], num_pdfs: int) -> Matrix:
     return np.stack([np.bincount(pdf_T, weights=column, minlength=num_pdfs) for column in x_TK.T], axis=1)

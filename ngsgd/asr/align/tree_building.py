@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.asr.align.gaussians import sums_by_state
 from ngsgd.asr.lang.context_tree import EDGE, STATE, ContextTree, Leaf, Node, Split, Table
 from ngsgd.asr.lang.topology import STATES_PER_PHONE
 from ngsgd.errors import DataError
@@ -57,9 +58,7 @@ class ContextStats:
         context_N4, of_T = np.unique(np.concatenate([c for c, _ in pairs]), axis=0,
                                      return_inverse=True)
         x_TD = np.concatenate([x for _, x in pairs])
-        sum_ND, square_ND = np.zeros((2, len(context_N4), x_TD.shape[1]))
-        np.add.at(sum_ND, of_T, x_TD)
-        np.add.at(square_ND, of_T, x_TD**2)
+        sum_ND, square_ND = (sums_by_state(y_TD, of_T, len(context_N4)) for y_TD in (x_TD, x_TD**2))
         count_N = np.bincount(of_T, minlength=len(context_N4)).astype(np.float64)
         return ContextStats(context_N4, count_N, sum_ND, square_ND)
 

@@ -15,16 +15,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError
 from torch import Tensor
 
+from ngsgd.asr import arrays as arrays_file
 from ngsgd.asr.features.cmvn import CmnState, OnlineMean, Stats
 from ngsgd.asr.ivectors.extractor import Extractor
 from ngsgd.asr.ivectors.ubm import DiagonalMixture
 from ngsgd.config import IvectorConfig
 from ngsgd.errors import DataError
-from ngsgd.files import DIGEST, digest_of_arrays, new_file, open_regular
 
 # as in Kaldi: frames spliced on each side, Gaussians per frame, and the minimum posterior
 CONTEXT, NUM_GSELECT, MIN_POST = 3, 5, 0.025
@@ -43,12 +42,13 @@ class FrontEnd:
 
     def project(self, frames_TD: npt.NDArray[np.floating], at_N: npt.NDArray[np.int64]) -> Tensor:
         """N x K projections of these frames, see `spliced`."""
-        return spliced(frames_TD, at_N).to(self.axes_CK.device) @ self.axes_CK
+        return spliced(frames_TD, at_N, CONTEXT).to(self.axes_CK.device) @ self.axes_CK
 
 
-def spliced(frames_TD: npt.NDArray[np.floating], at_N: npt.NDArray[np.int64]) -> Tensor:
-    """N x C frames spliced with their neighbors; edge frames are repeated."""
-    row_NW = np.clip(at_N[:, None] + np.arange(-CONTEXT, CONTEXT + 1), 0, len(frames_TD) - 1)
+def spliced(frames_TD: npt.NDArray[np.floating], at_N: npt.NDArray[np.int64],
+            context: int) -> Tensor:
+    """N x C frames spliced with `context` neighbors on each side; edge frames are repeated."""
+    row_NW = np.clip(at_N[:, None] + np.arange(-context, context + 1), 0, len(frames_TD) - 1)
     return torch.from_numpy(np.asarray(frames_TD, dtype=np.float64)[row_NW]).flatten(1)
 
 
@@ -71,10 +71,7 @@ def write(model: IvectorModel, path: Path) -> None:
               "mean": model.ubm.mean_GD, "variance": model.ubm.variance_GD, "M": model.extractor.M_IDS,
               "covariance": model.extractor.covariance_IDD,
               "prior_offset": torch.tensor([model.extractor.prior_offset], dtype=torch.float64)}
-    whole = {name: array.cpu().contiguous() for name, array in arrays.items()}
-    metadata = {DIGEST: digest_of_arrays({name: array.numpy() for name, array in whole.items()})}
-    with new_file(path) as temporary:
-        temporary.write_bytes(save(whole, metadata))
+    arrays_file.write(path, {name: array.cpu().numpy() for name, array in arrays.items()})
 
 
 def read(path: Path, config: IvectorConfig) -> IvectorModel:
@@ -113,18 +110,12 @@ def is_sound(path: Path) -> bool:
 
 
 def _checked_arrays(path: Path) -> dict[str, Tensor]:
-    """Load arrays and check their digest, which files of earlier versions lack.
+    """Read the arrays and compare them with the digest in the file, if there is one.
 
-    Raises:
-        ValueError: the digest does not match.
+    Files of earlier versions have no digest.
     """
-    open_regular(path).close()
-    arrays: dict[str, Tensor] = load_file(path)
-    with safe_open(path, framework="np") as file:
-        expected = (file.metadata() or {}).get(DIGEST)
-    if expected is not None and expected != digest_of_arrays({name: array.numpy() for name, array in arrays.items()}):
-        raise ValueError("it does not match its digest")
-    return arrays
+    arrays = arrays_file.read(path, requires_digest=False)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def digest(path: Path) -> str:

@@ -82,7 +82,7 @@ def _axes(speech: SpeechSet, config: IvectorConfig, all_speech: cmvn.Stats,
     plain = FrontEnd(config, all_speech, torch.eye(dim, dtype=torch.float64))
     sum_C, square_CC = torch.zeros(dim, dtype=torch.float64), torch.zeros(dim, dim, dtype=torch.float64)
     for frames_TD, at_N in _chosen(speech, plain, chosen_T):
-        x_NC = spliced(frames_TD, at_N)
+        x_NC = spliced(frames_TD, at_N, model.CONTEXT)
         sum_C += x_NC.sum(dim=0)
         square_CC += x_NC.T @ x_NC
     mean_C = sum_C / len(chosen_T)

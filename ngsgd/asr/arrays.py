@@ -1,0 +1,46 @@
+"""Files of named arrays with a digest (safetensors)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load, save
+
+from ngsgd.files import DIGEST, digest_of_arrays, new_file, read_regular_bytes
+
+_MAX_BYTES = 1 << 34
+
+
+def write(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write the arrays, with their digest in the header."""
+    content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()},
+                   {DIGEST: digest_of_arrays(arrays)})
+    with new_file(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def read(path: Path, *, requires_digest: bool = True) -> dict[str, npt.NDArray[Any]]:
+    """Read the arrays of a file.
+
+    Args:
+        path: file that `write` wrote.
+        requires_digest: reject files without a digest.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged, or does not match its digest.
+    """
+    try:
+        arrays: dict[str, npt.NDArray[Any]] = load(read_regular_bytes(path, _MAX_BYTES))
+        with safe_open(path, framework="np") as file:
+            expected = (file.metadata() or {}).get(DIGEST)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+    if (expected is not None or requires_digest) and expected != digest_of_arrays(arrays):
+        raise ValueError("it does not match its digest")
+    return arrays
