@@ -113,8 +113,8 @@ def _score(run: RunHistory, score: Score) -> Chart:
     values = {"training": (score.train, BLUE), "validation": (score.valid, ORANGE)}
     first, _, second = score.valid.partition(".")
     value = score.scale * last[first].get(second, float("nan"))
-    told = f"Last outer iteration, validation: {value:.{score.digits}f}{per_cent}."
-    return _curves(run, score.name, score.title, score.unit, values, told, scale=score.scale)
+    subtitle_text = f"Last outer iteration, validation: {value:.{score.digits}f}{per_cent}."
+    return _curves(run, score.name, score.title, score.unit, values, subtitle_text, scale=score.scale)
 
 
 def _curves(
@@ -123,7 +123,7 @@ def _curves(
     title: str,
     unit: str,
     what: Mapping[str, tuple[str, str]],
-    told: str,
+    subtitle_text: str,
     *,
     scale: float = 1.0,
     is_log: bool = False,
@@ -140,7 +140,7 @@ def _curves(
     axes.set_xlabel(curve.x_label)
     _mark_stops(axes, curve, run.stops())
     columns = {series: curve.values(key, scale) for series, (key, _) in what.items()}
-    return Chart(name, title, told, figure, spots=_spots(curve, columns))
+    return Chart(name, title, subtitle_text, figure, spots=_spots(curve, columns))
 
 
 def _spots(
@@ -196,11 +196,11 @@ def _time_split(run: RunHistory) -> Chart:
     # room for the legend above the bars
     axes.set_ylim(top=1.2 * max(*base, 1e-9))
     axes.set_xlabel("outer iteration")
-    told = ", ".join(f"{name} {sum(curve.values(key)):.1f} s" for key, (name, _) in _TIMES.items())
+    subtitle_text = ", ".join(f"{name} {sum(curve.values(key)):.1f} s" for key, (name, _) in _TIMES.items())
     return Chart(
         "time",
         "Seconds of each outer iteration",
-        f"In total: {told}. Workers train only during jobs.",
+        f"In total: {subtitle_text}. Workers train only during jobs.",
         figure,
         is_wide=True,
         spots=_spots(curve, columns, outer_iters, ".2f"),
@@ -230,13 +230,13 @@ def _timeline(run: RunHistory) -> Chart:
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
     _explain(axes, has_faults=bool(faults), has_stops=bool(stops))
-    told = f"{len(lanes)} workers, {duration(end_s)}; faults {len(faults)}, resumes {len(stops)}."
+    subtitle_text = f"{len(lanes)} workers, {duration(end_s)}; faults {len(faults)}, resumes {len(stops)}."
     if len(iterations) < len(run.iterations):
-        told += f" The last {len(iterations)} of {len(run.iterations)} outer iterations."
+        subtitle_text += f" The last {len(iterations)} of {len(run.iterations)} outer iterations."
     return Chart(
         "timeline",
         "Timeline of the workers",
-        f"{told} Gaps are waiting.",
+        f"{subtitle_text} Gaps are waiting.",
         figure,
         is_wide=True,
         spots=[*spots, *faults],

@@ -114,7 +114,7 @@ def heading(text: str, *, level: int = 2) -> str:
 
 
 def note(text: str) -> str:
-    """A sentence below a heading."""
+    """A paragraph below a heading."""
     return f'<p class="note">{html.escape(text)}</p>'
 
 

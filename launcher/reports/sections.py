@@ -318,18 +318,18 @@ def _layer(row: LayerRow, sides: Sequence[str]) -> list[str]:
 
 
 def _reading(row: LayerRow) -> str:
-    """One sentence on a layer."""
+    """Remarks on a layer."""
     low, high = _USUAL_E
-    told = (
+    remarks = (
         ["max_change sets the step: lower the learning rate"] if row.clipped > _MAX_CLIPPED else []
     )
     for side, (_, e) in row.sides.items():
         option = f"optimizer.{_RANK_OF.get(side, 'rank_in')}"
         if e > high:
-            told.append(f"a higher {option} would still change the steps")
+            remarks.append(f"a higher {option} would still change the steps")
         elif e < low:
-            told.append(f"a lower {option} would save time")
-    return f"{'; '.join(told) or 'all values are in the usual range'}.".capitalize()
+            remarks.append(f"a lower {option} would save time")
+    return f"{'; '.join(remarks) or 'all values are in the usual range'}.".capitalize()
 
 
 def _shown(value: float, form: str) -> str:

@@ -83,8 +83,8 @@ def _trained(config: RunConfig,
     find_path = evaluation.first_pass(evaluation.build_graph(corpus.language, config.decode))
     for name in ("valid", "test"):
         speech: SpeechSet = getattr(corpus, name)
-        projected = [found.project(x_TD) for x_TD in speech.split_features()]
-        for speaker, utterances in _by_speaker(speech, projected).items():
+        z = [found.project(x_TD) for x_TD in speech.split_features()]
+        for speaker, utterances in _by_speaker(speech, z).items():
             transforms[f"{name}/{speaker}"] = found.transform_of(utterances, find_path)
     return found, transforms
 

@@ -85,5 +85,5 @@ def time_differences(x_TK: Matrix) -> Matrix:
     return np.asarray(sum(weight * padded[i:i + len(x_TK)] for i, weight in enumerate(_DELTAS)))
 
 
-def sums_by_state(x_TK: Matrix, pdf_T: npt.NDArray[np.int32], num_pdfs: int) -> Matrix:
+def sums_by_state(x_TK: Matrix, pdf_T: npt.NDArray[np.integer], num_pdfs: int) -> Matrix:
     return np.stack([np.bincount(pdf_T, weights=column, minlength=num_pdfs) for column in x_TK.T], axis=1)
