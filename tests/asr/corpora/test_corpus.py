@@ -1,4 +1,5 @@
 import json
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +202,8 @@ def test_shards_that_wait_are_not_spoken_after_an_error(monkeypatch: pytest.Monk
 
     def fail(_shard: object, seed: int) -> list[Utterance]:
         started.append(seed)
+        # speaking takes time, in which the caller sees the error of the shard before
+        time.sleep(0.1)
         raise DataError("no voice")
 
     monkeypatch.setattr(utterances, "make_shard", fail)
