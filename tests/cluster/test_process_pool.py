@@ -165,7 +165,7 @@ def test_a_worker_that_dies_too_often_is_not_replaced_and_costs_nothing(tmp_path
     assert end.model_sha256 == whole.model_sha256
     assert audit(run.ledger_path) == []
     (retired,) = [incident for incident in run.recorder.incidents if incident.what == "worker_retired"]
-    assert "killed by SIGKILL) and is not replaced, as it was 0 times within an hour" in retired.message
+    assert "killed by SIGKILL) and is not replaced, since it was replaced 0 times within an hour" in retired.message
 
 
 @pytest.mark.faults
