@@ -30,6 +30,8 @@ from ngsgd.asr.features import noise
 RATE_HZ = 8000
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 STRINGS_PER_VOICE, NUM_WORDS = 20, (3, 7)
+TABLES = ("wav.scp", "text", "utt2spk")
+Tables = dict[str, list[str]]
 CONDITIONS = {"clean": np.inf, "30dB": 30.0, "10dB": 10.0, "5dB": 5.0}
 EDGE_SILENCE_MS = 200
 # below the loudest 10 ms: pauses, which do not count in the signal-to-noise ratio
@@ -65,27 +67,60 @@ VOICES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="new folder for the data directories")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--training-strings", type=int, default=0, metavar="N",
+                        help="write one data directory for training, N strings per voice, without noise")
+    parser.add_argument("--leave-out", nargs="+", default=[], choices=list(VOICES), metavar="VOICE",
+                        help=f"voices that it does not contain: {', '.join(VOICES)}")
+    asked = parser.parse_args()
     missing = [name for name in ("flite", "text2wave") if not shutil.which(name)]
     if missing or not importlib.util.find_spec("ttspico"):
         raise SystemExit(f"{' and '.join(missing) or 'ttspico'} cannot be found; install the packages that --help names.")
-    tables: dict[str, dict[str, list[str]]] = {name: {"wav.scp": [], "text": [], "utt2spk": []} for name in CONDITIONS}
+    if asked.training_strings:
+        write_training_set(asked.out, asked.training_strings, asked.leave_out)
+    else:
+        write_test_sets(asked.out)
+
+
+def write_training_set(out: Path, strings_per_voice: int, leave_out: list[str]) -> None:
+    """Write other strings than those of the test sets, without noise."""
+    lines: Tables = {name: [] for name in TABLES}
+    for number, (voice, speak) in enumerate(VOICES.items()):
+        random = np.random.default_rng([2, number])
+        for index in range(strings_per_voice if voice not in leave_out else 0):
+            add(lines, out, f"{voice}-train-{index:03d}", voice, words := sample_words(random), spoken(speak, " ".join(words)))
+    write_tables(out, lines)
+
+
+def write_test_sets(out: Path) -> None:
+    lines: dict[str, Tables] = {condition: {name: [] for name in TABLES} for condition in CONDITIONS}
     for number, (voice, speak) in enumerate(VOICES.items()):
         random = np.random.default_rng([0, number])
         for index in range(STRINGS_PER_VOICE):
-            utt_id = f"{voice}-{index:02d}"
-            words = random.choice(DIGITS, size=int(random.integers(*NUM_WORDS, endpoint=True)))
+            words = sample_words(random)
             speech = spoken(speak, " ".join(words))
             color = str(random.choice(list(noise.COLOURS)))
             background = noise.COLOURS[color](len(speech), np.random.default_rng([1, number, index]))
             for name, snr_db in CONDITIONS.items():
-                path = (out / name / "wav" / f"{utt_id}.wav").absolute()
-                write(path, noise.mix(speech, background, snr_db=snr_db, is_speech=is_speech(speech)))
-                for table, value in (("wav.scp", path), ("text", " ".join(words)), ("utt2spk", voice)):
-                    tables[name][table].append(f"{utt_id} {value}\n")
-    for name, contents in tables.items():
-        for table, lines in contents.items():
-            (out / name / table).write_text("".join(sorted(lines)))
+                noisy = noise.mix(speech, background, snr_db=snr_db, is_speech=is_speech(speech))
+                add(lines[name], out / name, f"{voice}-{index:02d}", voice, words, noisy)
+    for name in CONDITIONS:
+        write_tables(out / name, lines[name])
+
+
+def sample_words(random: np.random.Generator) -> list[str]:
+    return random.choice(DIGITS, size=int(random.integers(*NUM_WORDS, endpoint=True))).tolist()
+
+
+def add(lines: Tables, folder: Path, utt_id: str, voice: str, words: list[str], samples: np.ndarray) -> None:
+    path = (folder / "wav" / f"{utt_id}.wav").absolute()
+    write(path, samples)
+    for table, value in zip(TABLES, (path, " ".join(words), voice), strict=True):
+        lines[table].append(f"{utt_id} {value}\n")
+
+
+def write_tables(folder: Path, lines: Tables) -> None:
+    for table, content in lines.items():
+        (folder / table).write_text("".join(sorted(content)))
 
 
 def spoken(speak: Callable[[str, Path], None], text: str) -> noise.FisherSample:
