@@ -1,11 +1,19 @@
-"""Connected digits from synthesizers that no training set uses, as Kaldi data directories.
+"""Connected digits from Flite, Festival and SVOX Pico, as Kaldi data directories.
 
     python recipes/digits/local/unseen_voices.py OUT
+    python recipes/digits/local/unseen_voices.py OUT --training-strings 60 --leave-out f-pico-us
 
 Four women and four men each say strings of three to seven digits, 20 per voice.  The women are slt
 of Flite, slt of Festival's HTS and the two voices of SVOX Pico; the men are kal16, awb and rms of
 Flite and ked of Festival.  OUT/clean, OUT/30dB, OUT/10dB and OUT/5dB have the same speech at 8 kHz:
 without noise, where pauses are digital silence, and with white or pink noise.  The plan is seeded.
+
+With --training-strings, OUT is one data directory for data.added_dirs: other strings, without
+noise, of all voices that are not left out.  Left out are voices of a speaker, not of a synthesizer:
+f-flite-slt and f-hts-slt are one woman, and each language of Pico has another one.  Four more women
+say digits in training only: Pico's German, Spanish, French and Italian voices, by phonemes of their
+languages.  Spanish and Italian lack some digits.
+
 Needs the Debian packages flite, festival, festvox-kdlpc16k and festvox-us-slt-hts, and ttspico from
 PyPI.
 """
@@ -19,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import wave
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,14 +61,28 @@ def festival(voice: str) -> Callable[[str, Path], None]:
     return lambda text, path: run("text2wave", "-eval", f"(voice_{voice})", "-o", str(path), stdin=text)
 
 
-def pico(language: str) -> Callable[[str, Path], None]:
-    return lambda text, path: run(sys.executable, "-c", _PICO, language, text, str(path))
+def pico(language: str, phonemes: Mapping[str, str] | None = None) -> Callable[[str, Path], None]:
+    """Speak with the voice of a language; `phonemes` gives the X-SAMPA of each word."""
+    def speak(text: str, path: Path) -> None:
+        if phonemes:
+            text = " ".join(f"<phoneme ph='\"{phonemes[word]}'/>" for word in text.split())
+        run(sys.executable, "-c", _PICO, language, text, str(path))
+
+    return speak
 
 
 VOICES = {
     "f-flite-slt": flite("slt"), "f-hts-slt": festival("cmu_us_slt_arctic_hts"), "f-pico-us": pico("en-US"),
     "f-pico-gb": pico("en-GB"), "m-flite-awb": flite("awb"), "m-flite-kal": flite("kal16"), "m-flite-rms": flite("rms"),
     "m-festival-ked": festival("ked_diphone"),
+}
+# digits that a voice of another language speaks, in its phonemes
+PHONEMES = {
+    "de-DE": dict(zip(DIGITS, ("zi:Ro:", "uOn", "tu:", "fRi:", "fo:6", "faIf", "zIks", "zEvEn", "e:t", "naIn"), strict=True)),
+    "es-ES": {"one": "wan", "three": "Tri", "five": "faiB", "six": "siks", "seven": "seBen", "eight": "ejt", "nine": "najn"},
+    "fr-FR": {"zero": "ziRo", "one": "uOn", "two": "tuu", "four": "fOR", "five": "fajv", "six": "siks", "seven": "sEvEn",
+              "eight": "Ejt", "nine": "najn"},
+    "it-IT": {"zero": "ziro", "five": "fajv", "six": "siks", "seven": "sEven", "nine": "nain"},
 }
 
 
@@ -87,7 +109,14 @@ def write_training_set(out: Path, strings_per_voice: int, leave_out: list[str]) 
     for number, (voice, speak) in enumerate(VOICES.items()):
         random = np.random.default_rng([2, number])
         for index in range(strings_per_voice if voice not in leave_out else 0):
-            add(lines, out, f"{voice}-train-{index:03d}", voice, words := sample_words(random), spoken(speak, " ".join(words)))
+            words = sample_words(random)
+            add(lines, out, f"{voice}-train-{index:03d}", voice, words, spoken(speak, " ".join(words)))
+    for number, (language, phonemes) in enumerate(PHONEMES.items()):
+        voice, speak = f"f-pico-{language[:2]}", pico(language, phonemes)
+        random = np.random.default_rng([3, number])
+        for index in range(strings_per_voice):
+            words = sample_words(random, sorted(phonemes))
+            add(lines, out, f"{voice}-train-{index:03d}", voice, words, spoken(speak, " ".join(words)))
     write_tables(out, lines)
 
 
@@ -107,8 +136,8 @@ def write_test_sets(out: Path) -> None:
         write_tables(out / name, lines[name])
 
 
-def sample_words(random: np.random.Generator) -> list[str]:
-    return random.choice(DIGITS, size=int(random.integers(*NUM_WORDS, endpoint=True))).tolist()
+def sample_words(random: np.random.Generator, known: Sequence[str] = DIGITS) -> list[str]:
+    return random.choice(known, size=int(random.integers(*NUM_WORDS, endpoint=True))).tolist()
 
 
 def add(lines: Tables, folder: Path, utt_id: str, voice: str, words: list[str], samples: np.ndarray) -> None:
@@ -143,6 +172,8 @@ def is_speech(samples: noise.FisherSample) -> np.ndarray:
 
 def write(path: Path, samples: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # loud voices exceed 16 bits after resampling
+    samples = samples * min(1.0, noise.LOUDEST_MIX / max(1.0, np.abs(samples).max()))
     with wave.open(str(path), "wb") as wav:
         wav.setparams((1, 2, RATE_HZ, 0, "NONE", ""))
         wav.writeframes(samples.astype("<i2").tobytes())

@@ -12,7 +12,8 @@ from ngsgd.asr.corpora import corpus
 from ngsgd.asr.corpora.corpus import Corpus, prepare
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue
 from ngsgd.asr.utterance import UNALIGNED
-from ngsgd.config import AlignConfig, AugmentConfig, DataConfig, FeatureConfig, RunConfig, check
+from ngsgd.config import AlignConfig, AugmentConfig, DataConfig, FeatureConfig, RunConfig, build, check
+from ngsgd.config.build import defaults
 from ngsgd.errors import DataError
 from ngsgd.pipeline import align
 from tests.asr.fake_fsdd import FakeFsdd, write_wav
@@ -122,3 +123,12 @@ def test_given_features_and_added_audio_do_not_mix() -> None:
     config = RunConfig(data=DataConfig(corpus="kaldi", source="mine", added_dirs=("own",)),
                        features=FeatureConfig(kind="given"), augment=AugmentConfig())
     assert any("data.added_dirs" in problem for problem in check(config))
+
+
+def test_no_added_folder_is_a_value_that_a_file_of_settings_can_hold() -> None:
+    values = defaults()
+    values["data"]["added_dirs"] = []
+    config, problems = build(values)
+    assert not problems and config.data.added_dirs == ()
+    values["tune"]["space"] = []
+    assert build(values)[1]
