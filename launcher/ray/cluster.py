@@ -76,6 +76,33 @@ def end_unused() -> None:
     _begun = None
 
 
+def require_workers(config: ClusterConfig) -> None:
+    """Raise ClusterError unless this process may join the cluster of a run, and a worker fits on it.
+
+    The cluster is left again. Data preparation may take hours, and Ray ends a connected process
+    whose head is lost meanwhile.
+    """
+    was_connected = ray.is_initialized()
+    connect(config)
+    try:
+        require_cpus(max(1, config.threads_per_worker) * config.ranks_per_worker, config.address)
+    finally:
+        if not was_connected:
+            ray.shutdown()
+
+
+def require_cpus(num_cpus: int, address: str) -> None:
+    """Raise ClusterError if no machine of the cluster offers the CPUs of one worker."""
+    most = max((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
+    if not most:
+        raise ClusterError(f"the Ray cluster at {address} offers 0 CPUs to workers; run on each machine that trains: "
+                           "ray start --address=HEAD:PORT, without --num-cpus=0.")
+    if most < num_cpus:
+        raise ClusterError(f"a worker needs {num_cpus} CPUs (cluster.threads_per_worker times cluster.ranks_per_worker), and no "
+                           f"machine of the Ray cluster at {address} offers more than {most:g}; set cluster.threads_per_worker "
+                           "to fewer.")
+
+
 def connect(config: ClusterConfig) -> bool:
     """Joins the Ray cluster of `config.address`, or starts one on this machine; True if it was
     started here.
@@ -99,10 +126,10 @@ def connect(config: ClusterConfig) -> bool:
     except (RayError, OSError, ValueError, RuntimeError, ConnectionError) as error:
         if config.address:
             # a head answered a moment ago: that is no question of the address
-            raise ClusterError(f"the Ray cluster at {config.address} could not be joined: its head answers, but does not let this "
-                               f"process in ({_first_line(error)}); its token is another one, or Ray's version. "
-                               f"Here {_token_in_use()}; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the head's token "
-                               "(on the head: cat ~/.ray/auth_token).") from error
+            raise ClusterError(f"the Ray cluster at {config.address} could not be joined: its head answers, but rejects this "
+                               f"process ({_first_line(error)}). The token or the version of Ray is probably another one, or no "
+                               f"Ray runs on this machine. Here {_token_in_use()}; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to "
+                               "the head's token (on the head: cat ~/.ray/auth_token).") from error
         raise ClusterError(f"Ray could not be started ({_first_line(error)}); use cluster=local instead.") from error
 
 
