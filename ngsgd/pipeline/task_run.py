@@ -184,8 +184,8 @@ class TaskRun(BaseRun):
         found = running_mean(models, held_out)
         loss, newest = f"{-found.objf:.4f}", f"{-found.objf_newest:.4f}"
         if loss != newest:
-            self.services.report(f"final model: mean of the last {found.num_models} models, valid loss {loss}; the last model alone "
-                                 f"has {newest}")
+            self.services.report(f"final model: mean of the last {found.num_models} models, valid loss {loss}; the last model "
+                                 f"alone has {newest}")
         return found.parameters
 
 
