@@ -45,7 +45,7 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(("free", "verdict"), [(0, "fail"), (2**30, "warn"), (2**40, "ok")])
 def test_a_full_disk_fails_and_a_nearly_full_one_warns(free: int, verdict: str, tmp_path: Path,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
     [found] = machine.storage(tmp_path)
     assert (found.verdict, bool(found.fix)) == (verdict, verdict != "ok")
 
