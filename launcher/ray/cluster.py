@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import secrets
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from ngsgd.launcher.ray.session import PrivateFolder
 
 # plasma on one machine; parameters and results of some tens of workers
 _STORE_BYTES = 512 * 2**20
-_JOIN_TRIES = 5             # a second apart
+_JOIN_TRIES = 3             # a second apart
 # spinning threads of one worker would starve another
 _WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -179,8 +180,12 @@ def _join(address: str) -> None:
     if hasattr(ray_constants, "NUM_REDIS_GET_RETRIES"):
         ray_constants.NUM_REDIS_GET_RETRIES = _JOIN_TRIES
     worker_env = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_"))}
+    handler = signal.getsignal(signal.SIGTERM)
     with _without_stderr():
         ray.init(address=address, runtime_env={"env_vars": {**worker_env, **_WORKER_ENV}}, **_QUIET)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        # Ray's C++ code has replaced it: SIGTERM would end the process with a crash dump
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager

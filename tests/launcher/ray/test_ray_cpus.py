@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,16 @@ def test_doctor_checks_the_cpus_of_the_cluster(offered: float, verdict: str, num
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": offered})
     first = next(doctor_cluster.nodes("10.0.0.1:6379", tmp_path))
     assert (first.what, first.verdict) == ("Ray", verdict)
+
+
+def test_joining_a_cluster_keeps_the_handler_of_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray replaces it by one that ends the process with a crash dump."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+    monkeypatch.setattr(cluster, "require_head", lambda _address: None)
+    try:
+        cluster.connect(CONFIG)
+        assert signal.getsignal(signal.SIGTERM) == before
+    finally:
+        signal.signal(signal.SIGTERM, before)
