@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from ngsgd.launcher.ray.session import PrivateFolder
 # plasma on one machine; parameters and results of some tens of workers
 _STORE_BYTES = 512 * 2**20
 _JOIN_TRIES = 3             # a second apart
+# for machines that were started together with this command
+_JOIN_TIMEOUT_S = 6.0
 # spinning threads of one worker would starve another
 _WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -93,8 +96,13 @@ def require_workers(config: ClusterConfig) -> None:
 
 
 def require_cpus(num_cpus: int, address: str) -> None:
-    """Raise ClusterError if no machine of the cluster offers the CPUs of one worker."""
-    most = max((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
+    """Raise ClusterError if no machine of the cluster offers the CPUs of one worker.
+
+    Machines that join the cluster just now are waited for.
+    """
+    deadline = time.monotonic() + _JOIN_TIMEOUT_S
+    while (most := _most_cpus()) < num_cpus and time.monotonic() < deadline:
+        time.sleep(0.2)
     if not most:
         raise ClusterError(f"the Ray cluster at {address} offers 0 CPUs to workers; run on each machine that trains: "
                            "ray start --address=HEAD:PORT, without --num-cpus=0.")
@@ -102,6 +110,10 @@ def require_cpus(num_cpus: int, address: str) -> None:
         raise ClusterError(f"a worker needs {num_cpus} CPUs (cluster.threads_per_worker times cluster.ranks_per_worker), and no "
                            f"machine of the Ray cluster at {address} offers more than {most:g}; set cluster.threads_per_worker "
                            "to fewer.")
+
+
+def _most_cpus() -> float:
+    return max((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
 
 
 def connect(config: ClusterConfig) -> bool:
