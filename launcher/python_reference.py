@@ -78,7 +78,7 @@ def _call(name: str, called: Callable[..., Any], prefix: str = "") -> str:
 
 def _plain(default: Any) -> Any:
     """A default that is printed without an address."""
-    if default is inspect.Parameter.empty or not (callable(default) or repr(default) == "<factory>"):
+    if default is inspect.Parameter.empty or not (callable(default) or repr(default).startswith("<") or " at 0x" in repr(default)):
         return default
     return _Shown(getattr(default, "__name__", "..."))
 
