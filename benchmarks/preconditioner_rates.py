@@ -14,10 +14,11 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ngsgd.config.sections.optimizer import EVERY_MINIBATCH
@@ -43,14 +44,18 @@ def held_out_loss(name: str, rate: float, seed: int, num_steps: int = 300, width
     model = mlp(width)
     optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
     preconditioner = METHODS[name](model, **options) if name != "sgd" else None
+
+    def loss_of(rows: Tensor) -> Tensor:
+        return cross_entropy(model(x[rows]), y[rows])
+
     try:
         for _ in range(num_steps):
             rows = torch.randint(4096, (64,))
             optimizer.zero_grad()
             if preconditioner is None:
-                cross_entropy(model(x[rows]), y[rows]).backward()
+                loss_of(rows).backward()
             else:
-                preconditioner.evaluate(lambda rows=rows: cross_entropy(model(x[rows]), y[rows]))
+                preconditioner.evaluate(partial(loss_of, rows))
                 preconditioner.step()
             optimizer.step()
     except DivergenceError:
