@@ -62,10 +62,18 @@ def utterances(listed: Sequence[UtteranceEntry], data: DataConfig, feature_confi
             have no labels.
         num_pdfs: number of HMM states, for a check of `labels`.
         silence_pdfs: states of silence.
-        mix: adds the noise of a generated corpus to labeled utterances.
+        mix: adds the noise of a generated corpus, except to the clean fraction.
+
+    Raises:
+        DataError: most utterances have no labels.
     """
     said: Iterable[Utterance] = data_dir.spoken(listed, feature_config)
     if labels:
+        missing = [one.utt_id for one in listed if one.utt_id not in labels.pdf_T]
+        if len(missing) > alignments.MOST_MISSING * len(listed):
+            raise DataError(f"{labels.path} has no states for {len(missing)} of the {len(listed)} "
+                            f"utterances of data.added_dirs, the first is {missing[0]}; use an "
+                            "alignment of this data, or leave data.alignment empty.")
         said = _labelled(said, labels, num_pdfs)
     changes = replace(changes, num_copies=changes.num_copies * data.added_copies)
     if not mix and not changes.changes_audio:

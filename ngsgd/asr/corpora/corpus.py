@@ -50,7 +50,7 @@ from ngsgd.phase import Phase
 
 # increase it if the same settings would give other data, so that old caches are not reused
 RECIPE_VERSION = 3
-# of the corpus digits, whose labels are known, to align added speech
+# of a generated corpus, whose labels are known, to align added speech
 _MINUTES_FOR_ALIGNMENT = 20.0
 
 Report = Callable[[str], None]
@@ -172,8 +172,8 @@ def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_roo
     data = replace(data, alignment="", lm_order=0, added_copies=1, synthetic_minutes=0.0)
     if data.corpus in ("digits", "fsdd") and not is_flat:
         # enough to align other speech; the same noise makes the two alike
-        data = replace(data, valid_minutes=1.0, test_minutes=1.0, snr_db_low=10.0, snr_db_high=20.0,
-                       train_minutes=min(data.train_minutes, _MINUTES_FOR_ALIGNMENT))
+        data = replace(data, style="connected", valid_minutes=1.0, test_minutes=1.0,
+                       snr_db_low=10.0, snr_db_high=20.0, train_minutes=min(data.train_minutes, _MINUTES_FOR_ALIGNMENT))
     # a single word has too few frames for normalization
     elif data.corpus == "fsdd":
         data, feature_config = replace(data, style="isolated"), replace(feature_config,
@@ -193,16 +193,13 @@ def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, 
     content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "lhotse": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "fsdd": lambda: {**_content_of_alignment(data), **added.fingerprint(data)},
-               "digits": lambda: _content_of_added(data)}.get(data.corpus, dict)()
+               "digits": lambda: {**added.fingerprint(data), **_content_of_alignment(data)} if data.added_dirs else {},
+               }.get(data.corpus, dict)()
     used = asdict(feature_config)
     if feature_config.cmvn == "online":
         used = with_removed("features", used)
     return {"recipe_version": RECIPE_VERSION, "data": settings, "features": used, "content": content,
             "packages": {package: metadata.version(package) for package in made_with}}
-
-
-def _content_of_added(data: DataConfig) -> dict[str, Any]:
-    return {**added.fingerprint(data), **_content_of_alignment(data)} if data.added_dirs else {}
 
 
 def _content_of_alignment(data: DataConfig) -> dict[str, Any]:

@@ -92,6 +92,10 @@ def test_added_speech_gets_the_states_of_its_words_in_order(fsdd: DataConfig, tm
         if SPEAKER in utt_id:
             spoken_T = pdf_T[~np.isin(pdf_T, topology.silence_pdfs)]
             assert spoken_T[np.diff(spoken_T, prepend=-1) != 0].tolist() == expected
+    # an alignment of other speech
+    other = replace(data, added_dirs=(str(write_added(tmp_path / "other", name=f"{SPEAKER}-2")),))
+    with pytest.raises(DataError, match=Path(data.alignment).name):
+        prepare(other, FEATURES, tmp_path / "cache", silent)
     # the recordings keep the labels of the corpus
     plain = prepare(replace(fsdd, added_dirs=()), FEATURES, tmp_path / "cache", silent)
     assert np.array_equal(speech.train.frames.pdf_T[:plain.train.frames.num_frames], plain.train.frames.pdf_T)
