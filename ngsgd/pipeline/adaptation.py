@@ -117,7 +117,8 @@ def network_input(config: RunConfig, corpus: Corpus, cache_root: Path,
     for is left out, and `report` says so.
     """
     if config.data.num_leaves:
-        corpus = with_tied_states(corpus, _num_leaves(config, corpus), cache_root, report)
+        corpus = with_tied_states(corpus, _num_leaves(config, corpus), cache_root, report,
+                                  width=2 if config.data.context == "left_biphone" else 3)
     settings = _possible(config.adaptation, corpus, report)
     if not settings.lda_dim:
         return corpus, None
@@ -142,6 +143,9 @@ def _possible(wanted: AdaptationConfig, corpus: Corpus, report: Report) -> Adapt
         report(f"LDA and fMLLR are left out: {frames.num_frames} training frames are too few for "
                f"{num_spliced} spliced features")
         return replace(wanted, lda_dim=0, fmllr=False)
+    if wanted.lda_dim > num_spliced:
+        report(f"LDA keeps all {num_spliced} spliced features, fewer than adaptation.lda_dim")
+        wanted = replace(wanted, lda_dim=num_spliced)
     mean = frames.num_frames // num_speakers
     if wanted.fmllr and (num_speakers < _FEWEST_SPEAKERS or mean < _FRAMES_PER_SPEAKER):
         report(f"fMLLR is left out: it needs {_FEWEST_SPEAKERS} training speakers with "

@@ -52,6 +52,14 @@ class Rung:
         return Rung(str(about["name"]), float(about["seconds"]), str(about["valid"]), str(about["test"]))
 
 
+def rungs_of(path: Path) -> list[Rung]:
+    """Read rungs.json of a run; empty for runs without a ladder, and where it is damaged."""
+    try:
+        return [Rung.of_json(about) for about in files.read_json(path)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
 class Stopwatch:
     """Measures the time of a rung."""
 

@@ -51,6 +51,9 @@ class DataConfig:
         0, "number of tied triphone states, from a decision tree over the training labels; 0: the "
            "states of single phones; -1: square root of the number of speech frames", low=-1,
         high=100_000)
+    context: Literal["triphone", "left_biphone"] = option(
+        "triphone", "phones that a tied state depends on; left_biphone: no right neighbor, as in "
+                    "Kaldi's LF-MMI", used="num_leaves")
     lm_order: int = option(
         0, "order of an n-gram language model with Witten-Bell smoothing, estimated from the "
            "training transcripts or data.lm_text; 0: data.lm, the corpus's graph, or all words "
