@@ -87,12 +87,13 @@ class Ladder:
         Raises:
             RunInterrupted: a stop was requested in a first network; the same command continues.
         """
-        if config.init_model and (known := _labels_of(config.init_model)):
+        climbs = config.align.num_full_passes > 0
+        if climbs and config.init_model and (known := _labels_of(config.init_model)):
             # another tree would not have the states of the initial model
             return replace(config.data, alignment=known)
         data = with_alignment(config, cache_root, report)
-        if data is not config.data and config.align.num_full_passes:
-            self.rungs += stored(Path(data.alignment))
+        if climbs and data is not config.data:
+            self._reached(Path(data.alignment))
         for _ in range(config.align.num_full_passes):
             data = replace(data, alignment=str(self._realigned(config, data, cache_root)))
         return data
@@ -118,8 +119,9 @@ class Ladder:
         return labels
 
     def _reached(self, path: Path) -> None:
-        self.rungs += stored(path)
-        self._services.report(f"ladder: {self.rungs[-1]}")
+        for rung in stored(path):
+            self.rungs.append(rung)
+            self._services.report(f"ladder: {rung}")
 
     def _trained_and_realigned(self, network: RunConfig, labels: Path) -> dict[str, Any]:
         """Train a network, or finish its training, and write its labels; return its scores."""
@@ -132,6 +134,8 @@ class Ladder:
             run = self._build_run(network, services, folder=RunFolder(begun) if begun else None)
             if not run.folder.decode.exists():
                 run.train()
+                # the pool of the network ended the Ray that was begun for the run
+                self._services.begin(network)
         except RunInterrupted as stop:
             raise RunInterrupted("stopped in the first network of the ladder; the same command "
                                  "continues there.") from stop
