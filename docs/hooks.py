@@ -1,8 +1,9 @@
-"""Replace links from pages to files outside of docs/ by the name of the file.
+"""Replace what only a code host needs, before MkDocs renders a page.
 
-Such links work on the code host and not on the site.
-
-A link to a file that is not there ends the build, which MkDocs itself would not notice.
+- Links to files outside of docs/ become the name of the file. A link to a file that is not there
+  ends the build, which MkDocs itself would not notice.
+- Entries of the Python reference become directives of mkdocstrings, which render the complete
+  docstring.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ngsgd.launcher.python_reference import ENTRY
+
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)(#[^)]*)?\)")
+
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
@@ -28,4 +32,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         path = target.relative_to(root).as_posix()
         return found[1] if found[1] == path else f"{found[1]} (`{path}`)"
 
-    return _OUTSIDE.sub(replaced, markdown)
+    markdown = _OUTSIDE.sub(replaced, markdown)
+    if page.file.src_uri.startswith("reference/python"):
+        markdown = ENTRY.sub(r"::: \1\n\n", markdown + "\n")
+    return markdown

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ngsgd import errors
 from ngsgd.config import REMOVED, RENAMED
-from ngsgd.launcher import cli
+from ngsgd.launcher import cli, python_reference
 from ngsgd.launcher import help as texts
 from ngsgd.launcher.config import compose, describe
 
@@ -137,7 +137,7 @@ def error_codes() -> Iterator[str]:
 
 
 def main(folder: Path) -> None:
-    for name, text in pages().items():
+    for name, text in {**pages(), **python_reference.pages(folder)}.items():
         (folder / name).write_text(text, encoding="utf-8")
 
 

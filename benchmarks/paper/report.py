@@ -129,10 +129,11 @@ def _draw(task: str, group: Group, path: Path) -> None:
             minutes = line["outer_iters"] * (job_s + line["average_s"]) / 60
             share = [index / (len(objf) - 1) for index in range(len(objf))] if is_ramp else [frame / frames[-1] for frame in frames]
             right.plot([minutes * part for part in share], objf, **how)
-    plots.label(left, "By data", "valid objf, nats per frame", legend="lower right")
+    plots.label(left, "By data", "valid objf, nats per frame")
     left.set_xlabel("frames processed (millions)")
-    right.set_title("By time, a core for each job")
+    plots.label(right, "By time, a core for each job", "")
     right.set_xscale("log")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right center", frameon=False)
     right.set_xlabel("minutes (simulated: see the text)")
     left.set_ylim(min(ends) - 0.25, max(ends) + 0.05)
     figure.suptitle(f"{task}: natural gradient (solid) and plain SGD (dashed), gain sqrt(N)", fontsize=12)

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd import process_identity
+from ngsgd.config import TaskConfig
 from ngsgd.errors import EXIT_OK
 from ngsgd.files import read_json, read_regular_text, unsealed
 from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.console import version
 from ngsgd.launcher.text import duration, masked, printable
-from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
+from ngsgd.pipeline.runs.run_folder import RunFolder, find_run, resume_command
 from ngsgd.training.storage.event_log import read_events
 from ngsgd.training.storage.lock import holder_of
 
@@ -58,7 +59,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
                 nothing)
     end = next((event for event in reversed(events) if event.get("event") == "finished"), nothing)
     incidents = [str(event.get("message")) for event in events if event.get("event") == "incident"]
-    valid = last.get("valid", {})
+    valid, task = last.get("valid", {}), _task_of(folder)
     return {
         "run": str(run_dir), "state": _state(folder, events), "process": _process(folder),
         "silent_s": _silent_s(folder),
@@ -66,13 +67,13 @@ def state_of(run_dir: Path) -> dict[str, Any]:
         "num_outer_iters": last.get("num_outer_iters"),
         "epoch": last.get("epoch", 0.0), "num_epochs": last.get("num_epochs"),
         "frames_processed": last.get("frames_processed", 0),
-        "metrics": end.get("metrics") or None, "is_speech": _is_speech(folder),
+        "metrics": end.get("metrics") or None, "is_speech": not task._target_,
         "valid_objf": valid.get("objf"), "valid_accuracy": valid.get("accuracy"),
         "left_s": last.get("left_s"),
         "wer": end.get("wer") or None,
         "wer_percent": end.get("wer_percent") if end.get("wer") else None,
         "fingerprint": _fingerprint(folder),
-        "error": folder.last_error() or None,
+        "error": folder.last_error() or None, "resume": resume_command(task, run_dir),
         "is_finished": bool(end), "examples": _examples_of(folder),
         "num_incidents": len(incidents), "incidents": incidents[-5:]}
 
@@ -117,13 +118,14 @@ def progress_line(state: Mapping[str, Any]) -> str:
             f"{100 * accuracy:.1f}%")
 
 
-def _is_speech(folder: RunFolder) -> bool:
-    """Whether config.yaml names no custom task; parsing the complete file is slow."""
+def _task_of(folder: RunFolder) -> TaskConfig:
+    """The custom task of a run; config.yaml is not parsed completely, which is slow."""
     try:
         text = read_regular_text(folder.config)
     except (OSError, ValueError):
-        return True
-    return re.search(r"^task:\n  _target_: (?!''$)", text, re.MULTILINE) is None
+        return TaskConfig()
+    found = re.search(r"^task:\n  _target_: (?:''|[\"']?([^\"'\n]*)[\"']?)$", text, re.MULTILINE)
+    return TaskConfig(_target_=found[1] or "") if found else TaskConfig()
 
 
 def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:
@@ -148,7 +150,7 @@ def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:
 def _state_line(state: Mapping[str, Any]) -> str:
     if state["state"] == "LOST":
         return ("LOST: its process ended without a result, last event "
-                f"{duration(state['silent_s'])} ago; continue with: ngsgd resume {state['run']}")
+                f"{duration(state['silent_s'])} ago; continue with: {state['resume']}")
     if state["state"] == "UNKNOWN":
         return (f"UNKNOWN: process.json names process {state['process']['process_id']} without its "
                 "start time, so that it may be another program; last event "

@@ -49,7 +49,7 @@ def train(config: RunConfig, quiet: bool, trust: bool = False, *, verbose: bool 
     if config.cluster.kind in ("slurm", "kubernetes"):
         raise ConfigError(f"cluster={config.cluster.kind} trains by submission only: ngsgd submit "
                           f"cluster={config.cluster.kind} ...")
-    require_cluster(config.cluster)
+    _require_cluster(config)
     # imports speech recognition, which a custom task does not need
     from ngsgd.pipeline.run import build_run
 
@@ -93,12 +93,21 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
         tracking_uri(config)
     # before a connection to the cluster, which takes seconds
     permission.require_run(folder, config.task if config.task._target_ else config.model, trust=trust)
-    require_cluster(config.cluster)
+    _require_cluster(config)
     from ngsgd.pipeline.run import build_run
 
     with _services_with_ray(config, quiet, verbose=verbose) as services:
         build_run(config, services, folder=folder, fingerprint=fingerprint, trust=trust).train()
     return EXIT_OK
+
+
+def _require_cluster(config: RunConfig) -> None:
+    """Raise ClusterError if the workers of a run cannot start, before its data is prepared."""
+    require_cluster(config.cluster)
+    if config.cluster.kind == "ray" and config.cluster.address:
+        from ngsgd.launcher.ray.cluster import require_workers
+
+        require_workers(config.cluster)
 
 
 def decode(run_dir: Path, quiet: bool, trust: bool = False) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import http.client
 import importlib.util
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +25,7 @@ from ngsgd.errors import EXIT_OK, ConfigError, MissingExtraError, NgsgdError
 from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.mlflow.metrics import COLUMNS
 from ngsgd.launcher.mlflow.store import read_tracking, sqlite_uri
+from ngsgd.launcher.mlflow.ui_app import MARK, MARK_HEADER
 
 # MLflow with our check of origins around it
 _APP = "ngsgd-ui"
@@ -53,13 +58,14 @@ def command(arguments: Sequence[str]) -> int:
 
 def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: Callable[[str], None] = print) -> int:
     """Serve until Ctrl-C or SIGTERM, and end all processes of the server."""
-    _check(output_dir, host, port)
+    require_usable(output_dir, host, port)
     say(f"starting MLflow on {output_dir.absolute() / 'mlflow.db'} ...")
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="ngsgd-ui-") as plugin, _terminate_like_interrupt():
         _write_plugin(Path(plugin))
-        server = _start(server_command(output_dir, host, port), log, plugin)
+        mark = secrets.token_hex(8)
+        server = _start(server_command(output_dir, host, port), log, plugin, mark)
         try:
-            _wait_until_healthy(server, f"http://{_reachable(host)}:{port}", log)
+            _wait_until_healthy(server, mark, host, port, log)
             address = f"http://{_reachable(host)}:{port}"
             experiment = newest_run(output_dir).get("experiment_id", "")
             for line in page_links(output_dir, address, has_view=bool(experiment) and _add_view(address, str(experiment))):
@@ -112,24 +118,48 @@ def _add_view(address: str, experiment_id: str) -> bool:
     return True
 
 
-def _check(output_dir: Path, host: str, port: int) -> None:
+def require_usable(output_dir: Path, host: str, port: int) -> None:
     """Raise one ConfigError with all problems."""
     problems = []
     if not (output_dir / "mlflow.db").is_file():
         problems.append(f"{output_dir} holds no mlflow.db, so there are no runs to show; give the "
                         "output_dir of a run: ngsgd ui PATH")
+    if problem := _port_problem(host, port):
+        problems.append(problem)
+    if problems:
+        raise ConfigError(problems)
+    if importlib.util.find_spec("mlflow") is None:
+        raise MissingExtraError("mlflow", "service", "ngsgd ui")
+
+
+def _port_problem(host: str, port: int) -> str:
+    """Why the port cannot be used; empty if it can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
+            if getattr(error, "errno", None) == errno.EADDRINUSE:
+                return _in_use(host, port)
             reason = getattr(error, "strerror", None) or str(error)
-            problems.append(f"{host}:{port} cannot be used ({reason}); choose another port with "
-                            "--port.")
-    if problems:
-        raise ConfigError(problems)
-    if importlib.util.find_spec("mlflow") is None:
-        raise MissingExtraError("mlflow", "service", "ngsgd ui")
+            return f"{host}:{port} cannot be used ({reason}); choose another port with --port."
+    return ""
+
+
+def _in_use(host: str, port: int) -> str:
+    user = "another ngsgd ui" if _mark_of(f"http://{_reachable(host)}:{port}") else "another program"
+    return f"port {port} of {host} is in use by {user}; choose another one: ngsgd ui --port {min(port + 1, 65535)}"
+
+
+def _mark_of(address: str) -> str | None:
+    """The mark of the server that answers; empty for one that is no ngsgd ui, None if none does."""
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+            return str(answer.headers.get(MARK_HEADER, ""))
+    except urllib.error.HTTPError:
+        return ""
+    except (OSError, http.client.HTTPException):
+        return None
 
 
 def server_command(output_dir: Path, host: str, port: int) -> list[str]:
@@ -147,9 +177,9 @@ def _write_plugin(folder: Path) -> None:
                                               "ngsgd.launcher.mlflow.ui_app:app\n")
 
 
-def _start(command: list[str], log: IO[bytes], plugin: str) -> subprocess.Popen[bytes]:
+def _start(command: list[str], log: IO[bytes], plugin: str, mark: str) -> subprocess.Popen[bytes]:
     # saves a process of 236 MB
-    settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    settings = {MARK: mark, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
                 "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1",
                 "PYTHONPATH": os.pathsep.join(filter(None, [plugin, str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))}
     # a new session: Ctrl-C reaches only this process, which ends the server with its children
@@ -157,13 +187,20 @@ def _start(command: list[str], log: IO[bytes], plugin: str) -> subprocess.Popen[
                             start_new_session=True)
 
 
-def _wait_until_healthy(server: subprocess.Popen[bytes], address: str, log: IO[bytes]) -> None:
+def _wait_until_healthy(server: subprocess.Popen[bytes], mark: str, host: str, port: int, log: IO[bytes]) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.poll() is not None:
+            # another server may have taken the port since the check
+            if problem := _port_problem(host, port):
+                raise ConfigError(problem)
             raise DashboardError(f"the MLflow server did not start: {_last_line(log)}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
+        found = _mark_of(f"http://{_reachable(host)}:{port}")
+        if found == mark:
             return
+        if found is not None:
+            # another server took the port since the check
+            raise ConfigError(_in_use(host, port))
         time.sleep(0.3)
     raise DashboardError(f"the MLflow server did not answer within {_START_TIMEOUT_S:.0f} s: "
                          f"{_last_line(log)}")

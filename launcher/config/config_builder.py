@@ -12,6 +12,8 @@ from ngsgd.errors import ConfigError
 
 # section -> the group that also chooses its kind
 _ALSO_SET_BY = {"combination": "objective"}
+# settings that conf/config.yaml copies, and their source
+_COPIED = {"schedule.num_jobs_initial": "cluster.num_workers", "schedule.num_jobs_final": "cluster.num_workers"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,14 @@ def build_checked(values: Mapping[str, Any],
                    if is_refused(setting, given)]
     # a rule about a value that was replaced would report a number that nobody wrote
     broken = [message for message in broken if not any(one.path in message for one in wrong)]
-    return config, [one.message for one in wrong] + broken
+    return config, _causes([one.message for one in wrong] + broken, given or Given())
+
+
+def _causes(problems: list[str], given: Given) -> list[str]:
+    """Drop the problems of settings that are copies of a wrong one."""
+    return [problem for problem in problems
+            if not any(problem.startswith(f"{copy} is ") and f"{source}{problem.removeprefix(copy)}" in problems
+                       and copy not in given.settings for copy, source in _COPIED.items())]
 
 
 def is_refused(setting: options.Unused, given: Given) -> bool:

@@ -45,12 +45,15 @@ def nodes(address: str, output_dir: Path) -> Iterator[Finding]:
     import ray
 
     alive = [node for node in ray.nodes() if node["Alive"]]
-    is_guarded = os.environ.get("RAY_AUTH_MODE") == "token"
-    yield Finding("ok" if is_guarded else "warn", "Ray", f"{address} answers, {len(alive)} nodes, "
-                  f"{ray.cluster_resources().get('CPU', 0):g} CPUs, "
-                  f"{ray.cluster_resources().get('GPU', 0):g} GPUs",
-                  "" if is_guarded else "no token is used; set RAY_AUTH_MODE=token and "
-                                        "RAY_AUTH_TOKEN on every machine")
+    resources = ray.cluster_resources()
+    found = f"{address} answers, {len(alive)} nodes, {resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
+    if not resources.get("CPU"):
+        yield Finding("fail", "Ray", f"{found}: no worker can start",
+                      f"on each machine that trains: ray start --address={address}, without --num-cpus=0")
+    elif os.environ.get("RAY_AUTH_MODE") != "token":
+        yield Finding("warn", "Ray", found, "no token is used; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on every machine")
+    else:
+        yield Finding("ok", "Ray", found)
     mark = output_dir.absolute() / f".doctor-{os.getpid()}"
     output_dir.mkdir(parents=True, exist_ok=True)
     mark.write_text("here")

@@ -22,6 +22,8 @@ from ngsgd.launcher.text import conceal
 
 # prepared digits, checkpoints and a tracking store take less than 1 GiB
 _FREE_BYTES = 2 * 2**30
+# below this, not even the data of the smallest recipe fits
+_FULL_BYTES = 100 * 2**20
 # Ray's object store on one machine, and the shared parameters
 _SHM_BYTES = 600 * 2**20
 # file times and log lines of several machines should be in order
@@ -185,10 +187,9 @@ def storage(output_dir: Path) -> Iterator[Finding]:
                       "output_dir=PATH, or fix its permissions")
         return
     free = shutil.disk_usage(existing).free
-    low = free < _FREE_BYTES
-    yield Finding("warn" if low else "ok", "storage",
-                  f"{folder} can be written, {free / 2**30:.1f} GiB free",
-                  "make room, or output_dir=PATH on another disk" if low else "")
+    verdict: Verdict = "fail" if free < _FULL_BYTES else "warn" if free < _FREE_BYTES else "ok"
+    yield Finding(verdict, "storage", f"{folder} can be written, {free / 2**30:.1f} GiB free",
+                  "" if verdict == "ok" else "free disk space, or output_dir=PATH on another disk")
 
 
 def tracking(output_dir: Path, uri: str) -> Iterator[Finding]:

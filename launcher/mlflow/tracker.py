@@ -38,7 +38,7 @@ from ngsgd.launcher.mlflow.tables import WorkerTable, layer_csv
 from ngsgd.launcher.mlflow.tags import origin, versions
 from ngsgd.launcher.text import masked
 from ngsgd.phase import Phase
-from ngsgd.pipeline.runs.run_folder import RunFolder, what_is_trained
+from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command, what_is_trained
 from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
 from ngsgd.training.storage.event_log import read_events
 
@@ -115,12 +115,13 @@ class MlflowTracker:
         self._work.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
         folder = self._run.run_dir
+        resume = resume_command(self._run.task, folder)
         if self._thread.is_alive():
             self._warn(f"MLflow did not answer within {CLOSE_TIMEOUT_S:.0f} s; the run may be incomplete there, events.jsonl in "
-                       f"{folder} has everything, and ngsgd resume {folder} sends it.")
+                       f"{folder} has everything, and {resume} sends it.")
         elif self._num_refused + self._num_unsent:
             self._warn(f"{self._num_refused + self._num_unsent} updates did not reach MLflow; events.jsonl in {folder} has them, "
-                       f"and ngsgd resume {folder} sends them.")
+                       f"and {resume} sends them.")
 
     def _serve(self) -> None:
         while (action := self._work.get()) is not None:
@@ -164,6 +165,7 @@ class _MlflowRun:
 
     def __init__(self, config: RunConfig, run_dir: Path, make_client: Callable[[str], Any], warn: Say) -> None:
         self.run_dir = run_dir
+        self.task = config.task
         self.run_id = ""
         self.experiment_id = ""
         self.has_system = config.tracking.log_system_metrics

@@ -15,6 +15,8 @@ _Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 _READING = ("GET", "HEAD", "OPTIONS")
 # MLflow's own setting: a list, or * for everybody
 _ALLOWED = "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"
+# variable and header by which the command that started this server recognizes it
+MARK, MARK_HEADER = "NGSGD_UI_MARK", "x-ngsgd-ui"
 _REFUSAL = b"ngsgd ui: this request comes from a page of another site.\n"
 
 
@@ -32,7 +34,16 @@ class SameOriginOnly:
             from mlflow.server.fastapi_app import app
 
             self._app = app
-        await self._app(scope, receive, send)
+        await self._app(scope, receive, _marked(send) if scope.get("path") == "/health" else send)
+
+
+def _marked(send: _Send) -> _Send:
+    async def send_marked(message: Mapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            mark = (MARK_HEADER.encode(), os.environ.get(MARK, "").encode())
+            message = {**message, "headers": [*message.get("headers", ()), mark]}
+        await send(message)
+    return send_marked
 
 
 def is_foreign(scope: Mapping[str, Any]) -> bool:

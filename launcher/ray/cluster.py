@@ -7,8 +7,10 @@ import logging
 import math
 import os
 import secrets
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,9 @@ from ngsgd.launcher.ray.session import PrivateFolder
 
 # plasma on one machine; parameters and results of some tens of workers
 _STORE_BYTES = 512 * 2**20
-_JOIN_TRIES = 5             # a second apart
+_JOIN_TRIES = 3             # a second apart
+# for machines that were started together with this command
+_JOIN_TIMEOUT_S = 6.0
 # spinning threads of one worker would starve another
 _WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -76,6 +80,42 @@ def end_unused() -> None:
     _begun = None
 
 
+def require_workers(config: ClusterConfig) -> None:
+    """Raise ClusterError unless this process may join the cluster of a run, and a worker fits on it.
+
+    The cluster is left again. Data preparation may take hours, and Ray ends a connected process
+    whose head is lost meanwhile.
+    """
+    was_connected = ray.is_initialized()
+    connect(config)
+    try:
+        require_cpus(max(1, config.threads_per_worker) * config.ranks_per_worker, config.address)
+    finally:
+        if not was_connected:
+            ray.shutdown()
+
+
+def require_cpus(num_cpus: int, address: str) -> None:
+    """Raise ClusterError if no machine of the cluster offers the CPUs of one worker.
+
+    Machines that join the cluster just now are waited for.
+    """
+    deadline = time.monotonic() + _JOIN_TIMEOUT_S
+    while (most := _most_cpus()) < num_cpus and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if not most:
+        raise ClusterError(f"the Ray cluster at {address} offers 0 CPUs to workers; run on each machine that trains: "
+                           "ray start --address=HEAD:PORT, without --num-cpus=0.")
+    if most < num_cpus:
+        raise ClusterError(f"a worker needs {num_cpus} CPUs (cluster.threads_per_worker times cluster.ranks_per_worker), and no "
+                           f"machine of the Ray cluster at {address} offers more than {most:g}; set cluster.threads_per_worker "
+                           "to fewer.")
+
+
+def _most_cpus() -> float:
+    return max((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
+
+
 def connect(config: ClusterConfig) -> bool:
     """Joins the Ray cluster of `config.address`, or starts one on this machine; True if it was
     started here.
@@ -99,10 +139,10 @@ def connect(config: ClusterConfig) -> bool:
     except (RayError, OSError, ValueError, RuntimeError, ConnectionError) as error:
         if config.address:
             # a head answered a moment ago: that is no question of the address
-            raise ClusterError(f"the Ray cluster at {config.address} could not be joined: its head answers, but does not let this "
-                               f"process in ({_first_line(error)}); its token is another one, or Ray's version. "
-                               f"Here {_token_in_use()}; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the head's token "
-                               "(on the head: cat ~/.ray/auth_token).") from error
+            raise ClusterError(f"the Ray cluster at {config.address} could not be joined: its head answers, but rejects this "
+                               f"process ({_first_line(error)}). The token or the version of Ray is probably another one, or no "
+                               f"Ray runs on this machine. Here {_token_in_use()}; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to "
+                               "the head's token (on the head: cat ~/.ray/auth_token).") from error
         raise ClusterError(f"Ray could not be started ({_first_line(error)}); use cluster=local instead.") from error
 
 
@@ -152,8 +192,12 @@ def _join(address: str) -> None:
     if hasattr(ray_constants, "NUM_REDIS_GET_RETRIES"):
         ray_constants.NUM_REDIS_GET_RETRIES = _JOIN_TRIES
     worker_env = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_"))}
+    handler = signal.getsignal(signal.SIGTERM)
     with _without_stderr():
         ray.init(address=address, runtime_env={"env_vars": {**worker_env, **_WORKER_ENV}}, **_QUIET)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        # Ray's C++ code has replaced it: SIGTERM would end the process with a crash dump
+        signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager

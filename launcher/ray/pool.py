@@ -28,7 +28,16 @@ from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.cluster.restarts import Restarts, check_fingerprint, incidents_of, none_agrees
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError
-from ngsgd.launcher.ray.cluster import cause_of, connect, exchange_error, gpu_share, how_it_ended, log_folder, shutdown
+from ngsgd.launcher.ray.cluster import (
+    cause_of,
+    connect,
+    exchange_error,
+    gpu_share,
+    how_it_ended,
+    log_folder,
+    require_cpus,
+    shutdown,
+)
 from ngsgd.launcher.ray.head import HeadWatch
 from ngsgd.launcher.ray.worker import Address, RayWorker
 from ngsgd.training.awake_clock import AwakeClock
@@ -139,6 +148,7 @@ class RayPool:
         self._heartbeats = self._cells.allocate()
         self._spec_ref = ray.put(self.spec)
         num_cpus = 0 if self._owns_ray else self.num_threads * self.config.ranks_per_worker
+        require_cpus(num_cpus, self.config.address or self._head.address)
         options: dict[str, Any] = {"num_cpus": num_cpus, "max_restarts": 0,
                                    "num_gpus": self.gpus_per_worker(), "concurrency_groups": {"control": 1}}
         self._actor_class = ray.remote(**options)(RayWorker)

@@ -116,7 +116,7 @@ def verdict_of(run: RunHistory, checks: Sequence[Check]) -> Verdict:
 def _ending(run: RunHistory) -> Check:
     state, total = run.state["state"], run.state["num_outer_iters"] or "?"
     done = f"outer iteration {run.state['outer_iter']} of {total}"
-    resume = f"resume it with: ngsgd resume {run.state['run']}"
+    resume = f"resume it with: {run.state['resume']}"
     match state:
         case "SUCCEEDED":
             return Check(_RUN, GREEN, f"It finished all {len(run.iterations)} outer iterations.")

@@ -133,7 +133,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of Slurm and Kubernetes, and those of Slurm alone."""
     both = parser.add_argument_group("Slurm and Kubernetes")
     both.add_argument("--nodes", type=int, default=2, metavar="N",
-                      help="number of machines (default: %(default)s)")
+                      help="number of machines (default: %(default)s); one worker per GPU, or per "
+                           "machine without GPUs, unless cluster.num_workers is given")
     both.add_argument("--cpus-per-node", type=int, default=4, metavar="N",
                       help="cores of a machine (default: %(default)s)")
     both.add_argument("--gpus-per-node", type=int, default=0, metavar="N",

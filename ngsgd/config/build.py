@@ -116,6 +116,9 @@ def _build_section(kind: type[Any], values: Any, prefix: str, problems: list[Pro
         if spec.name not in values:
             continue
         value = values[spec.name]
+        if path == "optimizer.skip" and isinstance(value, (list, tuple)):
+            # the library classes take a sequence of names
+            value = ",".join(map(str, value))
         if is_dataclass(of) and isinstance(of, type):
             built[spec.name] = _build_section(of, value, f"{path}.", problems)
         elif value is None and spec.metadata["default_of_kind"]:

@@ -187,6 +187,9 @@ def reduction_of(loss_fn: object) -> str | None:
 def check(loss_fn: object) -> None:
     """Raise ConfigError for a loss without a supported second derivative."""
     if not (isinstance(loss_fn, CLASSES) or (not isinstance(loss_fn, nn.Module) and loss_fn in FUNCTIONS)):
+        if loss_fn is None:
+            raise ConfigError("second-order quantities need the loss: give collect() the loss_fn that is called inside of "
+                              "the context, such as loss_fn=nn.CrossEntropyLoss().")
         name = type(loss_fn).__name__ if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__name__", repr(loss_fn))
         raise ConfigError(f"loss_fn is {name}, whose second derivative is not supported; "
                           "second-order quantities need CrossEntropyLoss, MSELoss, "

@@ -97,7 +97,10 @@ class NGSGD(SGD):
             (`ngsgd.optim.inspection`).
 
     Raises:
-        ConfigError: sharded or uninitialized parameters, or an unsupported option of a layer.
+        ConfigError: parameters are sharded or uninitialized, or a layer does not support an option.
+        TypeError: `model` is not a module, such as `model.parameters()`.
+        ValueError: a number is out of range; a choice or a name in `layer_options` is unknown; or
+            no parameter requires a gradient.
 
     Example:
         >>> import torch, ngsgd
@@ -136,8 +139,11 @@ class NGSGD(SGD):
         cosine_period: int = 0,
         on_nonfinite: str = "skip",
     ) -> None:
-        if fallback not in (None, "adamw", "sgd") or loss_reduction not in (None, "sum", "mean"):
-            raise ValueError(f"Invalid fallback or loss_reduction: {fallback!r} (adamw or sgd), {loss_reduction!r} (sum or mean)")
+        if fallback not in (None, "adamw", "sgd"):
+            raise ValueError(f"Invalid fallback: {fallback!r}; choose adamw or sgd")
+        if loss_reduction not in (None, "sum", "mean"):
+            raise ValueError(f'Invalid loss_reduction: {loss_reduction!r}; choose "mean" for a mean over the minibatch '
+                             '(the default of torch\'s losses), or "sum" for reduction="sum"')
         self.fallback = fallback or "adamw"
         self.loss_reduction = loss_reduction or ("mean" if lr is None else "sum")
         self._settings = {"rank_in": rank_in, "rank_out": rank_out, "update_period": update_period,

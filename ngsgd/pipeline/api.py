@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ngsgd.cluster.main_guard import require_main_guard
 from ngsgd.config import RunConfig, build, check, unused, with_new_names
 from ngsgd.config.build import defaults, leaves, merged, paths
 from ngsgd.config.other_names import OTHER_NAMES, did_you_mean
@@ -77,6 +78,8 @@ def train(task: TaskOrFunction, *, num_workers: int = 2, cluster: str | Mapping[
         run = _open(resume, task, services, num_workers, quiet)
     else:
         config = _config(settings, num_workers, cluster, name_of(task))
+        if config.cluster.kind == "local":
+            require_main_guard()
         services = services or _services(config, quiet)
         run = new_task_run(config, services, task)
     run.train()
@@ -119,6 +122,8 @@ def _open(run: str | Path, task: TaskOrFunction, services: Services | None, num_
     config = read_config(folder.config)
     if not config.task._target_:
         raise ConfigError(f"{folder.path} trained a speech model; continue it with ngsgd resume {folder.path}.")
+    if config.cluster.kind == "local":
+        require_main_guard()
     task_spec(config, task)
     return TaskRun(config, folder, services or _services(config, quiet), given=task)
 

@@ -158,6 +158,12 @@ class BaseRun(ABC):
         if latest and events.has(latest.progress.outer_iter):
             latest = replace(latest, record=None)
         job_counts = [one.num_jobs for one in schedule.outer_iterations()]
+        # an outer iteration has no fewer jobs because the data is small
+        if sum(job_counts) >= 2 * schedule.num_passes:
+            num_epochs = sum(job_counts) / (schedule.num_archives * schedule.frames_per_eg)
+            self.services.warn(f"{sum(job_counts)} jobs train for {num_epochs:.3g} epochs, and schedule.num_epochs is "
+                               f"{schedule.num_epochs:g}: the data is too small for so many jobs; lower cluster.num_workers or "
+                               "egs.samples_per_iter")
         trackers = Trackers([events, *self.services.make_trackers(config, folder, job_counts)])
         return Training(spec, task, checkpoints, latest, trackers)
 
@@ -175,7 +181,8 @@ class BaseRun(ABC):
         pool = services.make_pool(PoolRequest(spec, fingerprint.num_threads, size, folder.workers,
                                               fingerprint.agreement, services.stop.expired, services.report))
         num_workers, num_threads = config.cluster.num_workers, fingerprint.num_threads
-        services.report(Phase(f"starting {num_workers} worker{'s' if num_workers > 1 else ''} ({config.cluster.kind}, "
+        services.report(Phase(f"starting {num_workers} worker{'s' if num_workers > 1 else ''} "
+                              f"({services.workers or config.cluster.kind}, "
                               f"{num_threads} thread{'s' if num_threads > 1 else ''} each)"))
 
         def on_start() -> None:

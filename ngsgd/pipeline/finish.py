@@ -81,6 +81,8 @@ def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore,
     held_out = HeldOut(scratch, reader.diagnostic("valid"))
     combine = running_mean if config.combination.kind == "mean" else generalized
     found = combine(models, held_out)
-    which = f"{found.chosen} of the newest {found.num_models}" if found.num_models > 1 else "newest"
-    report(f"final model: {which} of {len(models)}, valid objf {found.objf:.3f}; newest alone {found.objf_newest:.3f}")
+    objf, newest = f"{found.objf:.3f}", f"{found.objf_newest:.3f}"
+    if objf != newest:
+        kind = "mean" if found.chosen == "mean" else "weighted mean"
+        report(f"final model: {kind} of the last {found.num_models} models, valid objf {objf}; the last model alone has {newest}")
     return normalize_stddev(found.parameters, scratch) if config.combination.kind == "generalized" else found.parameters

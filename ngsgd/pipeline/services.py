@@ -80,6 +80,8 @@ class Services:
     # meanwhile
     begin: Callable[[RunConfig], None] = _no_start
     make_pool: Callable[[PoolRequest], WorkerPool] = local_pool
+    # type of the workers for a line of progress; empty: cluster.kind
+    workers: str = ""
     # receives the numbers of jobs of all outer iterations
     make_trackers: Callable[[RunConfig, RunFolder, Sequence[int]], Sequence[Tracker]] = _no_trackers
     stop: StopSignal = field(default_factory=NeverStop)

@@ -182,8 +182,10 @@ class TaskRun(BaseRun):
 
         models = [Candidate(outer_iter, partial(store.load_model, outer_iter)) for outer_iter in kept]
         found = running_mean(models, held_out)
-        self.services.report(f"combined the newest {found.num_models} of {len(models)} models: valid loss {-found.objf:.4f}, the "
-                             f"newest alone {-found.objf_newest:.4f}")
+        loss, newest = f"{-found.objf:.4f}", f"{-found.objf_newest:.4f}"
+        if loss != newest:
+            self.services.report(f"final model: mean of the last {found.num_models} models, valid loss {loss}; the last model "
+                                 f"alone has {newest}")
         return found.parameters
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ngsgd import errors
 from ngsgd.config.build import paths
-from ngsgd.launcher import reference
+from ngsgd.launcher import python_reference, reference
 from ngsgd.launcher.config import describe
 from tests.docs.pages import ROOT
 
@@ -23,7 +23,7 @@ PACKAGES = ["ngsgd", "ngsgd.asr", "ngsgd.asr.corpora.corpus", "ngsgd.config", "n
 def _entries() -> list[str]:
     text = "".join(page.read_text(encoding="utf-8") for page in REFERENCE.rglob("python*.md"))
     text += "".join(page.read_text(encoding="utf-8") for page in (REFERENCE / "python").glob("*.md"))
-    return re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    return re.findall(r"^### (ngsgd\.\S+)$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -57,7 +57,7 @@ def test_every_entry_exists() -> None:
 
 def test_generated_pages_are_current() -> None:
     """The pages freeze the options: `make reference` writes them, and changes are reviewed."""
-    for name, text in reference.pages().items():
+    for name, text in {**reference.pages(), **python_reference.pages(REFERENCE)}.items():
         kept = (REFERENCE / name).read_text(encoding="utf-8")
         assert kept == text, f"docs/reference/{name}: run make reference"
 

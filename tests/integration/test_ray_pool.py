@@ -140,10 +140,10 @@ def test_a_worker_that_cannot_read_its_data_reports_it(tmp_path: Path) -> None:
 
 def test_workers_that_do_not_come_are_given_up_on(tmp_path: Path) -> None:
     # the session has 8 cores
-    too_many = ClusterConfig(num_workers=2, threads_per_worker=100, start_timeout_s=1.0)
+    too_many = ClusterConfig(num_workers=2, threads_per_worker=5, start_timeout_s=1.0)
     run = Run(tmp_path, config(cluster=too_many))
-    with pytest.raises(ClusterError, match=r"0 of 2 workers were ready after cluster\.start_timeout_s = 1"):
-        run.train(RayPool(run.spec, 100, run.store.layout.size))
+    with pytest.raises(ClusterError, match=r"cluster\.start_timeout_s"):
+        run.train(RayPool(run.spec, 5, run.store.layout.size))
 
 
 def test_a_worker_with_other_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

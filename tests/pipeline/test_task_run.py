@@ -271,3 +271,12 @@ def test_options_have_the_names_that_pytorch_people_know(tmp_path: Path) -> None
     assert (config.schedule.lr_initial, config.schedule.lr_final, config.schedule.minibatch_size) == (0.01, 0.01, 32)
     assert (config.optimizer.kind, config.outer.kind, config.outer.lr) == ("adamw", "diloco", 0.5)
     assert config.cluster.num_workers == config.schedule.num_jobs_final == 3 and run.folder.path.name.startswith("mine-")
+
+
+@pytest.mark.parametrize(("num_jobs", "warns"), [(1, False), (40, True)])
+def test_more_jobs_than_the_data_has_shards_give_a_warning(num_jobs: int, warns: bool, tmp_path: Path) -> None:
+    said: list[str] = []
+    schedule = {"num_jobs_initial": num_jobs, "num_jobs_final": num_jobs}
+    ngsgd.train(blobs.make_task, output_dir=tmp_path, services=Services(warn=said.append), schedule=schedule,
+                **{**SETTINGS, "num_epochs": 1})
+    assert any("schedule.num_epochs" in line for line in said) == warns

@@ -196,9 +196,9 @@ def _stop_run(run: Path, timeout_s: float) -> int:
     if process_identity.is_alive(process):
         raise ClusterError(f"process {process['process_id']} of {run} did not end within "
                            f"{timeout_s:g} s; wait longer with --timeout.")
-    ended = state_of(run)["state"]
-    print(f"{run} {ended}" if ended == "SUCCEEDED"
-          else f"{run} {ended}; continue with: ngsgd resume {run}")
+    end = state_of(run)
+    print(f"{run} {end['state']}" if end["state"] == "SUCCEEDED"
+          else f"{run} {end['state']}; continue with: {end['resume']}")
     return EXIT_OK
 
 

@@ -212,7 +212,7 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
     config = replace(config, name=f"{run_name(config)}-simulated")
     virtual, scores = _VirtualCluster(options, config), Scores()
     services = replace(services_of(config, options.quiet), report=progress.report, warn=progress.warn, clock=virtual.clock,
-                       make_pool=virtual.make_pool, make_trackers=lambda *_: [progress, scores])
+                       make_pool=virtual.make_pool, workers="simulated", make_trackers=lambda *_: [progress, scores])
     run = build_run(config, services)
     assert isinstance(run, Run)
     began = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ngsgd.config import ClusterConfig
 from ngsgd.errors import EXIT_OK, ClusterError, ConfigError
 from ngsgd.launcher.arguments import JSON, TRUST, Parser
 from ngsgd.launcher.ray import jobs
@@ -21,6 +23,12 @@ from ngsgd.launcher.schedulers import kubernetes, slurm
 # time to finish an outer iteration after a stop; Ray's default of 3 s is too short
 _STOP_WAIT_S = 60
 _PLACES = ("ray", "slurm", "kubernetes")
+# flags that have an effect for some types of clusters only
+_FLAGS = {
+    ("ray",): ("--follow", "-f", "--working-dir", "--dashboard-url", "--address", "--token-file"),
+    ("slurm", "kubernetes"): ("--nodes", "--cpus-per-node", "--gpus-per-node"),
+    ("slurm",): ("--time", "--partition", "--account", "--sbatch"),
+    ("kubernetes",): ("--image", "--namespace", "--claim", "--mount", "--retries", "--memory")}
 _EXCLUDES = [".git", ".venv", "runs", "mlartifacts", "mlflow.db", "__pycache__", ".mypy_cache", ".pytest_cache"]
 
 
@@ -28,6 +36,7 @@ def command(arguments: Sequence[str]) -> int:
     """`ngsgd submit`."""
     options = _parser().parse_with_settings(arguments)
     words, to = train_words(options)
+    _require_used([word.partition("=")[0] for word in arguments], to)
     if to == "slurm":
         return _to_slurm(options, words)
     if to == "kubernetes":
@@ -72,11 +81,13 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
         ConfigError: all mistakes.
     """
     if options.resume:
-        if options.overrides:
+        if options.overrides or options.config_dir:
             raise ConfigError("--resume keeps the settings of the run; remove "
-                              f"{' '.join(options.overrides)}.")
+                              f"{' '.join(options.overrides) or '--config-dir'}.")
         more = [*(["--workers", str(options.workers)] if options.workers else []), *(["--trust"] if options.trust else [])]
         return ["resume", os.path.abspath(options.resume), *more], options.to or "ray"
+    if options.workers:
+        raise ConfigError(f"--workers is for --resume; set cluster.num_workers={options.workers}.")
     from ngsgd.launcher.config import compose
 
     config = compose.compose(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
@@ -91,8 +102,32 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
     extra += ["--trust"] if options.trust else []
     # within the job, the cluster is always Ray
     given = [word for word in options.overrides if not word.startswith(("output_dir=", "cluster=", "cluster.kind="))]
+    to = options.to or kind
+    given += [] if to == "ray" else _sizes(options, config.cluster)
     # the job starts in another folder
-    return ["train", *extra, f"output_dir={os.path.abspath(config.output_dir)}", *given], options.to or kind
+    return ["train", *extra, f"output_dir={os.path.abspath(config.output_dir)}", *given], to
+
+
+def _sizes(options: argparse.Namespace, cluster: ClusterConfig) -> list[str]:
+    """Settings for one worker per GPU, or per machine without GPUs, that uses all cores."""
+    words, num_workers, num_nodes = [], cluster.num_workers, max(1, options.nodes)
+    is_given = any(word.lstrip("+").startswith("cluster.num_workers=") for word in options.overrides)
+    if not is_given and num_workers == ClusterConfig().num_workers:
+        num_workers = num_nodes * max(1, options.gpus_per_node // cluster.ranks_per_worker)
+        words.append(f"cluster.num_workers={num_workers}")
+    if not cluster.threads_per_worker:
+        # by itself, the run would count the cores of one machine, which may have more than the job
+        num_processes = math.ceil(num_workers / num_nodes) * cluster.ranks_per_worker
+        words.append(f"cluster.threads_per_worker={max(1, options.cpus_per_node // num_processes)}")
+    return words
+
+
+def _require_used(flags: Sequence[str], to: str) -> None:
+    """Raise one ConfigError with all flags that this type of cluster would ignore."""
+    problems = [f"{flag} is for {' and '.join(kinds)}, and this run goes to {to}; remove it, or add cluster={kinds[0]}."
+                for kinds, known in _FLAGS.items() if to not in kinds for flag in flags if flag in known]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _name(options: argparse.Namespace) -> str:

@@ -108,14 +108,16 @@ def given_cmvn(utterances: Sequence[UtteranceEntry], folder: Path, dim: int) -> 
 
 def spoken(utterances: Sequence[UtteranceEntry], config: FeatureConfig) -> Iterator[Utterance]:
     """Read the audio of the utterances, without alignment."""
+    reader = audio.Reader(config.sample_rate_hz)
     for one in utterances:
         assert isinstance(one.content, Piece)
-        samples = audio.read(one.content, config.sample_rate_hz)
+        samples = reader.read(one.content)
         num = num_frames(len(samples), config.sample_rate_hz)
         if len(samples) < config.sample_rate_hz // 100:
             raise DataError(f"{one.content.where}: {one.utt_id} has {len(samples)} samples, less "
                             "than a frame of 10 ms; remove it.")
         yield Utterance(one.utt_id, one.speaker, one.words, samples, unaligned(num))
+    reader.close()
 
 
 def _pieces(folder: Path) -> dict[str, Piece]:

@@ -8,13 +8,14 @@ import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ngsgd.cluster.fingerprint import version_digest
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands.cluster import doctor
-from ngsgd.launcher.doctor import cluster
+from ngsgd.launcher.doctor import cluster, machine
 from ngsgd.launcher.doctor.machine import Finding
 
 
@@ -39,6 +40,14 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "file").write_text("")
     assert cli.main(["doctor", "--output-dir", str(tmp_path / "file"), "--quiet"]) == 1
     assert "fail storage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(0, "fail"), (2**30, "warn"), (2**40, "ok")])
+def test_a_full_disk_fails_and_a_nearly_full_one_warns(free: int, verdict: str, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    [found] = machine.storage(tmp_path)
+    assert (found.verdict, bool(found.fix)) == (verdict, verdict != "ok")
 
 
 def test_more_workers_than_cores_and_spinning_threads_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

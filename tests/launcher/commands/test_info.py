@@ -158,3 +158,13 @@ def test_stop_ends_the_process_of_the_run(tmp_path: Path, capsys: pytest.Capture
         assert cli.main(["stop", str(run), "--timeout", "60"]) == 0
     assert process.returncode == -signal.SIGTERM
     assert "LOST" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("target", "call", "is_speech"), [
+    ("''", "ngsgd resume", True), ("module:make_task", "ngsgd resume", False),
+    ("python:make_task", "ngsgd.train(make_task, resume=", False)])
+def test_the_state_names_the_call_that_continues_the_run(target: str, call: str, is_speech: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"seed: 0\ntask:\n  _target_: {target}\n  args: null\n")
+    state = info.state_of(tmp_path)
+    assert call in state["resume"] and str(tmp_path) in state["resume"]
+    assert state["is_speech"] is is_speech

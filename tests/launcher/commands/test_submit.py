@@ -81,6 +81,12 @@ def test_a_ray_job_gets_absolute_paths_and_time_to_stop(jobs: Jobs, tmp_path: Pa
     (["cluster=local"], "cluster.address and cluster=local."),
     (["--to", "slurm", "cluster=kubernetes"], "--to"),
     (["--resume", "runs/x", "seed=1"], "--resume"),
+    (["--nodes", "8"], "--nodes"),
+    (["--time=2:00:00", "seed=3"], "--time"),
+    (["--workers", "3"], "cluster.num_workers=3"),
+    (["cluster=slurm", "--token-file", "t"], "--token-file"),
+    (["cluster=kubernetes", "--claim", "c", "--sbatch=--mem=3G"], "--sbatch"),
+    (["--resume", "runs/x", "--config-dir", "conf"], "--config-dir"),
     (["--to", "slurm", "--nodes", "0"], "--nodes is 0"),
     (["--to", "slurm", "--sbatch=mem 3"], "--sbatch is 'mem 3'"),
     (["--to", "slurm", "--job-name", "a b"], "letters"),
@@ -182,12 +188,26 @@ def test_the_slurm_script_is_sound_shell(capsys: pytest.CaptureFixture[str], tmp
     for line in ("--mem=32G", "--nodes=3", "--gpus-per-node=2", "--partition=gpu", "--requeue", "--signal=B:TERM@120"):
         assert f"#SBATCH {line}\n" in text
     assert "name=mine" not in text, "the run is found again by the job's number"
-    assert 'ngsgd train output_dir=/shared/runs --continue "name=night-$SLURM_JOB_ID" cluster.address=auto &' in text
+    assert "ngsgd train output_dir=/shared/runs " in text
+    assert ' --continue "name=night-$SLURM_JOB_ID" cluster.address=auto &' in text
     (tmp_path / "job.sh").write_text(text)
     assert subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=False).returncode == 0
     if shutil.which("shellcheck"):
         done = subprocess.run(["shellcheck", str(tmp_path / "job.sh")], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(("words", "num_workers", "num_threads"), [
+    (["--nodes", "4", "--cpus-per-node", "8"], 4, 8),
+    (["--nodes", "4", "--cpus-per-node", "8", "--gpus-per-node", "2"], 8, 4),
+    (["--nodes", "2", "--cpus-per-node", "8", "--gpus-per-node", "4", "cluster.ranks_per_worker=4"], 2, 2),
+    (["--nodes", "3", "--cpus-per-node", "2", "cluster.num_workers=12"], 12, 1),
+    (["--nodes", "3", "--cpus-per-node", "4", "cluster.num_workers=2", "cluster.threads_per_worker=3"], 2, 3)])
+def test_workers_and_threads_follow_the_machines_unless_given(words: list[str], num_workers: int, num_threads: int,
+                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    text = _slurm(capsys, *words)
+    assert re.findall(r"cluster\.num_workers=(\d+)", text) == [str(num_workers)]
+    assert re.findall(r"cluster\.threads_per_worker=(\d+)", text) == [str(num_threads)]
 
 
 @pytest.mark.parametrize(("place", "more"), [("slurm", []), ("kubernetes", ["--claim", "runs"]), ("ray", [])])
@@ -238,7 +258,8 @@ def test_a_warned_slurm_job_saves_queues_again_and_resumes_but_a_cancelled_one_e
         subprocess.run(["bash", "-c", f"kill -- -{process.pid}"], capture_output=True, check=False)
     assert "--node-ip-address=10.0.0.1 --port=20077" in Path(f"{log}.ray").read_text(), "the others cannot reach a loopback address"
     lines = log.read_text().splitlines()
-    assert lines[0] == f"ngsgd train output_dir={tmp_path}/runs --continue name=night-77 cluster.address=auto"
+    assert lines[0].startswith(f"ngsgd train output_dir={tmp_path}/runs ")
+    assert lines[0].endswith(" --continue name=night-77 cluster.address=auto")
     assert lines[1:] == (["requeue 77"] if state == "RUNNING" else [])
 
 
@@ -292,7 +313,8 @@ def test_the_kubernetes_manifest_fits_the_schema(capsys: pytest.CaptureFixture[s
     manifest = yaml.safe_load(capsys.readouterr().out)
     jsonschema.validate(manifest, _RAY_JOB)
     spec = manifest["spec"]
-    assert re.fullmatch(r"ngsgd train output_dir=/shared/runs seed=1 --continue name=night-\d{14} cluster.address=auto",
+    assert re.fullmatch(r"ngsgd train output_dir=/shared/runs seed=1 cluster\.num_workers=3 cluster\.threads_per_worker=4 "
+                        r"--continue name=night-\d{14} cluster.address=auto",
                         spec["entrypoint"]), "a retry finds its run by a name that no other submission has"
     assert spec["backoffLimit"] == 3
     assert yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "60"

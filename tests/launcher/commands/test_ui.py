@@ -5,11 +5,13 @@ behind.
 from __future__ import annotations
 
 import asyncio
+import http.server
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -75,12 +77,33 @@ def test_a_server_that_ends_is_reported_with_its_last_output(output_dir: Path, m
         ui.serve(output_dir, port=free_port(), say=lambda _: None)
 
 
+def test_a_port_that_another_server_took_meanwhile_is_a_mistake(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two dashboards start at once: the port is free for both, and the first server answers to both."""
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header(ui_app.MARK_HEADER, "of the first")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+    first = http.server.HTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=first.serve_forever, daemon=True).start()
+    monkeypatch.setattr(ui, "require_usable", lambda *_: None)
+    monkeypatch.setattr(ui, "server_command", lambda *_: ["sleep", "60"])
+    with pytest.raises(ConfigError, match=rf"ngsgd ui --port {first.server_port + 1}"):
+        ui.serve(output_dir, port=first.server_port, say=lambda _: None)
+    first.shutdown()
+    first.server_close()
+
+
 def test_ending_it_leaves_no_process_behind(output_dir: Path) -> None:
     """A stand-in server with a child process, as MLflow has."""
     port, pids = free_port(), output_dir / "pids"
     server = ("import http.server, os, subprocess, sys; child = subprocess.Popen(['sleep', '60']); "
               f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); "
-              "answer = lambda self: (self.send_response(200), self.end_headers()); "
+              "answer = lambda self: (self.send_response(200), "
+              "self.send_header('x-ngsgd-ui', os.environ['NGSGD_UI_MARK']), self.end_headers()); "
               "handler = type('H', (http.server.BaseHTTPRequestHandler,), {'do_GET': answer}); "
               f"http.server.HTTPServer(('127.0.0.1', {port}), handler).serve_forever()")
     code = (f"import sys; from pathlib import Path; from ngsgd.launcher.commands import ui; "

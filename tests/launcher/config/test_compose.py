@@ -24,6 +24,15 @@ def problems_of(*overrides: str, config_dir: Path | None = None) -> list[str]:
     return caught.value.problems
 
 
+@pytest.mark.parametrize(("overrides", "settings"), [
+    (["cluster.num_workers=two"], ["cluster.num_workers"]),
+    (["cluster.num_workers=0"], ["cluster.num_workers"]),
+    (["cluster.num_workers=two", "schedule.num_jobs_final=two"], ["schedule.num_jobs_final", "cluster.num_workers"]),
+    (["schedule.num_jobs_initial=two"], ["schedule.num_jobs_initial"])])
+def test_a_wrong_value_is_reported_for_the_setting_and_not_for_its_copies(overrides: list[str], settings: list[str]) -> None:
+    assert [problem.partition(" ")[0] for problem in problems_of(*overrides)] == settings
+
+
 def test_without_overrides_only_the_jobs_differ_from_the_dataclass_defaults() -> None:
     composed, default = flatten(compose.compose([])), flatten(RunConfig())
     changed = {key for key in default if composed[key] != default[key]}

@@ -11,7 +11,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from ngsgd.config import METHODS, OptimizerConfig, RunConfig, choices_of, unused
-from ngsgd.config.build import flatten, leaves, plain
+from ngsgd.config.build import build, flatten, leaves, plain, with_defaults
 from ngsgd.config.renamed import REMOVED, RENAMED
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
@@ -309,3 +309,9 @@ def test_the_command_line_wins_over_a_recipe(tmp_path: Path) -> None:
     folder = recipe_file(tmp_path, {"model": {"kind": "tdnn"}, "outer": {"kind": "diloco"}})
     chosen = compose.compose(["recipe=mine", "model=pnorm", "outer.kind=average"], config_dir=folder)
     assert (chosen.model.kind, chosen.outer.kind) == ("pnorm", "average")
+
+
+def test_skipped_layers_may_be_a_list() -> None:
+    """As the `skip` of the library classes."""
+    config, problems = build(with_defaults({"optimizer": {"kind": "kfac", "skip": ["embed", "*.gamma"]}}))
+    assert config.optimizer.skip == "embed,*.gamma" and not problems

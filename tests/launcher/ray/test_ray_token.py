@@ -49,6 +49,5 @@ def test_a_wrong_token_is_named_with_its_source_and_never_shown(source: str, tol
     with pytest.raises(ClusterError) as caught:
         cluster.connect(ClusterConfig(address="10.0.0.1:6379"))
     message = str(caught.value)
-    assert message.startswith("the Ray cluster at 10.0.0.1:6379 could not be joined: its head answers, but does not let")
-    assert "another one" in message and told in message and "RAY_AUTH_TOKEN to the head's" in message
+    assert "10.0.0.1:6379" in message and told in message and "RAY_AUTH_TOKEN" in message
     assert SECRET not in message and "cluster.address" not in message
