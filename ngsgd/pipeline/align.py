@@ -111,9 +111,10 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report,
     a flat start.
     """
     a, oov = settings.align, settings.data.oov_word
+    states: States = known
     if known:
         starts = forced_alignment.flat_start(speech, oov)
-        states, unknown = known, {utt_id: starts[utt_id] for utt_id in starts if utt_id not in known}
+        unknown: States = {utt_id: starts[utt_id] for utt_id in starts if utt_id not in known}
     else:
         states = unknown = _sorted_out(speech, settings, report)
     num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(known) - len(unknown)

@@ -32,7 +32,7 @@ def script() -> ModuleType:
             wav.setparams((1, 2, 16000, 0, "NONE", ""))
             wav.writeframes(np.tile(np.repeat([FULL_SCALE, -FULL_SCALE], 80), 20).astype("<i2").tobytes())
 
-    module.VOICES, module.PHONEMES = {"f-one": speak, "m-two": speak, "m-three": speak}, {}
+    vars(module).update(VOICES={"f-one": speak, "m-two": speak, "m-three": speak}, PHONEMES={})
     return module
 
 
