@@ -87,13 +87,15 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
         watch = Stopwatch("flat start")
         with tempfile.TemporaryDirectory(prefix=".align-", dir=cache_root) as folder:
             states, logliks = _align(speech, settings, Path(folder), report)
-        errors = word_errors(speech, config.decode, logliks) if logliks and config.align.num_full_passes else ("", "")
+        is_rung = logliks and config.align.num_full_passes
+        errors = word_errors(speech, config.decode, logliks) if is_rung else ("", "")
         alignments.write(path, states)
         watch.stored(path, errors)
     return path
 
 
-def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report) -> tuple[States, Logliks]:
+def _align(speech: Corpus, settings: RunConfig, folder: Path,
+           report: Report) -> tuple[States, Logliks]:
     """Return the states of all frames, and the scores of the last network, if there is one."""
     a, oov = settings.align, settings.data.oov_word
     states = _sorted_out(speech, settings, report)
