@@ -32,6 +32,7 @@ from ngsgd.models import build_model
 from ngsgd.phase import Phase
 from ngsgd.pipeline.adaptation import network_input
 from ngsgd.pipeline.ivectors import with_ivectors
+from ngsgd.pipeline.rungs import Stopwatch, word_errors
 from ngsgd.pipeline.runs.final_model import load_final
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.score import log_likelihoods
@@ -52,6 +53,11 @@ RECIPE_VERSION = 1
 Report = Callable[[str], None]
 # utt_id -> T x P scores
 Logliks = dict[str, npt.NDArray[np.float32]]
+
+
+def cache_folder(config: RunConfig) -> Path:
+    """The folder of prepared data of a run."""
+    return Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
 
 
 def with_alignment(config: RunConfig, cache_root: Path, report: Report) -> DataConfig:
@@ -78,12 +84,17 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
     key = {"version": RECIPE_VERSION, "digest": speech.digest, "settings": asdict(settings)}
     path = cache_root / f"ali-{cache.short_hash(key)}.npz"
     if not path.exists():
+        watch = Stopwatch("flat start")
         with tempfile.TemporaryDirectory(prefix=".align-", dir=cache_root) as folder:
-            alignments.write(path, _align(speech, settings, Path(folder), report))
+            states, logliks = _align(speech, settings, Path(folder), report)
+        errors = word_errors(speech, config.decode, logliks) if logliks and config.align.num_full_passes else ("", "")
+        alignments.write(path, states)
+        watch.stored(path, errors)
     return path
 
 
-def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report) -> States:
+def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report) -> tuple[States, Logliks]:
+    """Return the states of all frames, and the scores of the last network, if there is one."""
     a, oov = settings.align, settings.data.oov_word
     states = _sorted_out(speech, settings, report)
     num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(states)
@@ -91,15 +102,17 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report) ->
         report(f"align: {num_short} utterances are skipped, because they have fewer frames than "
                "their words have states")
     lost: tuple[str, ...] = ()
+    logliks: Logliks = {}
     for number in range(1, a.num_passes + 1):
         report(Phase(f"alignment: network {number} of {a.num_passes}"))
         (folder / str(number)).mkdir()
-        done = forced_alignment.realign(speech, states, _learn(speech, states, settings, folder / str(number)), oov)
+        logliks = _learn(speech, states, settings, folder / str(number))
+        done = forced_alignment.realign(speech, states, logliks, oov)
         report(f"align: network {number}/{a.num_passes}: "
                f"{forced_alignment.share_changed(states, done.states):.1%} of the frames changed "
                f"their state{f', {len(done.lost)} utterances have no path' if done.lost else ''}")
         states, lost = done.states, done.lost
-    return {utt_id: pdf_T for utt_id, pdf_T in states.items() if utt_id not in lost}
+    return {utt_id: pdf_T for utt_id, pdf_T in states.items() if utt_id not in lost}, logliks
 
 
 def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> States:
@@ -190,9 +203,11 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
     model, prior_P = load_final(folder, trust=trust)
     tied = None
     if config.data.num_leaves or config.adaptation.lda_dim:
-        # the tree and the transforms are made from the labels of the run
-        data = with_alignment(config, cache_root, report)
-        speech = corpus.prepare(data, config.features, cache_root, report)
+        # the tree and the transforms are made from the labels and the speech of the run
+        data = replace(config.data, alignment=folder.alignment()) if folder.alignment() else \
+            with_alignment(config, cache_root, report)
+        speech = corpus.prepare(data, config.features, cache_root, report,
+                                augment_config=config.augment)
         features, _ = network_input(config, speech, cache_root, report)
         tied = features.language if config.data.num_leaves else None
     else:
