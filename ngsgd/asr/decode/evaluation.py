@@ -30,7 +30,7 @@ from ngsgd.phase import Phase
 _MAX_CALIBRATION = 300
 _CALIBRATION_BEAM = 4.0
 # seconds between two reports of the calibration
-_REPORT_S = 20.0
+REPORT_S = 20.0
 # the first pass of speaker adaptation, whose scores are those of Gaussian mixtures
 _FIRST_SCALE, _FIRST_BEAM, _FIRST_ACTIVE = 0.1, 13.0, 7000
 
@@ -113,7 +113,7 @@ def _calibration(graph: Graph, config: DecodeConfig, setting: DecodingWeights, v
         # the lattices of an uncertain model can take longer than its training
         last = time.monotonic()
         for number, loglik_TP in enumerate(some):
-            if time.monotonic() - last >= _REPORT_S:
+            if time.monotonic() - last >= REPORT_S:
                 report(Phase(f"calibrating confidences: {number} of {len(some)} utterances"))
                 last = time.monotonic()
             yield loglik_TP

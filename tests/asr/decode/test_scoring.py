@@ -81,7 +81,7 @@ def speech_that_says(texts: list[list[str]], topology: Topology) -> tuple[Speech
 
 
 def test_the_setting_that_is_best_on_valid_is_used_on_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "_REPORT_S", 0.0)
+    monkeypatch.setattr(evaluation, "REPORT_S", 0.0)
     phases: list[str] = []
     valid, valid_logliks = speech_that_says([["ab", "b", "aa"], ["aa", "ab"]], SMALL)
     test, test_logliks = speech_that_says([["b", "ab"], ["aa"]], SMALL)
