@@ -117,15 +117,15 @@ def network_input(config: RunConfig, corpus: Corpus, cache_root: Path,
     for is omitted, and `report` receives a line.
     """
     if config.data.num_leaves:
-        corpus = with_tied_states(corpus, _num_leaves(config, corpus), cache_root, report,
+        corpus = with_tied_states(corpus, num_leaves_of(config, corpus), cache_root, report,
                                   width=2 if config.data.context == "left_biphone" else 3)
-    settings = _possible(config.adaptation, corpus, report)
+    settings = possible(config.adaptation, corpus, report)
     if not settings.lda_dim:
         return corpus, None
     return with_adaptation(replace(config, adaptation=settings), corpus, cache_root, report)
 
 
-def _num_leaves(config: RunConfig, corpus: Corpus) -> int:
+def num_leaves_of(config: RunConfig, corpus: Corpus) -> int:
     """The number of tied states; -1 is the square root of the number of speech frames."""
     if config.data.num_leaves > 0:
         return config.data.num_leaves
@@ -133,7 +133,7 @@ def _num_leaves(config: RunConfig, corpus: Corpus) -> int:
     return round(math.sqrt(np.count_nonzero(corpus.train.frames.pdf_T >= num_silence)))
 
 
-def _possible(wanted: AdaptationConfig, corpus: Corpus, report: Report) -> AdaptationConfig:
+def possible(wanted: AdaptationConfig, corpus: Corpus, report: Report) -> AdaptationConfig:
     """The adaptation for which the training set has enough frames and speakers."""
     if not wanted.lda_dim:
         return wanted
