@@ -87,24 +87,15 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
     if not path.exists():
         watch = Stopwatch("flat start")
         with tempfile.TemporaryDirectory(prefix=".align-", dir=cache_root) as folder:
-<<<<<<< HEAD
-            states, logliks = _align(speech, settings, Path(folder), report)
+            known = _known(speech, config.data)
+            states, logliks = _align(speech, settings, Path(folder), report, known)
         is_rung = logliks and config.align.num_full_passes
         errors = word_errors(speech, config.decode, logliks) if is_rung else ("", "")
-=======
-            states, logliks = _align(speech, settings, Path(folder), report, _known(speech, config.data))
-        errors = word_errors(speech, config.decode, logliks) if logliks and config.align.num_full_passes else ("", "")
->>>>>>> main
         alignments.write(path, states)
         watch.stored(path, errors)
     return path
 
 
-<<<<<<< HEAD
-def _align(speech: Corpus, settings: RunConfig, folder: Path,
-           report: Report) -> tuple[States, Logliks]:
-    """Return the states of all frames, and the scores of the last network, if there is one."""
-=======
 def _known(speech: Corpus, data: DataConfig) -> States:
     """Return the labels of the corpus if only the speech of data.added_dirs has none."""
     if not data.added_dirs or data.alignment == "flat":
@@ -121,7 +112,6 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report,
     The first network is trained on the states of `known` utterances, which are not returned, or on
     a flat start.
     """
->>>>>>> main
     a, oov = settings.align, settings.data.oov_word
     states: States = known
     if known:
