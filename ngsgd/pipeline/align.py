@@ -87,7 +87,8 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
     if not path.exists():
         watch = Stopwatch("flat start")
         with tempfile.TemporaryDirectory(prefix=".align-", dir=cache_root) as folder:
-            states, logliks = _align(speech, settings, Path(folder), report, _known(speech, config.data))
+            known = _known(speech, config.data)
+            states, logliks = _align(speech, settings, Path(folder), report, known)
         is_rung = logliks and config.align.num_full_passes
         errors = word_errors(speech, config.decode, logliks) if is_rung else ("", "")
         alignments.write(path, states)
