@@ -75,7 +75,7 @@ def best(name: str, rates: Sequence[float] = RATES, seeds: Sequence[int] = SEEDS
 
 
 def table(names: Sequence[str] = NAMES, **options: Any) -> Iterator[str]:
-    yield "| method | damping | interval | best lr | held-out loss there and beside it | best lr with grafting | held-out loss |"
+    yield "| method | damping | interval | best lr | held-out loss there and around | best lr with grafting | held-out loss |"
     yield "|---|---|---|---|---|---|---|"
     yield f"| none (SGD) |  |  | {best('sgd', **options)} |  |  |"
     for name in names:

@@ -81,7 +81,7 @@ def end_unused() -> None:
 
 
 def require_workers(config: ClusterConfig) -> None:
-    """Raise ClusterError unless this process may join the cluster of a run, and a worker fits on it.
+    """Raise ClusterError unless this process may join the run's cluster and a worker fits there.
 
     The cluster is left again. Data preparation may take hours, and Ray ends a connected process
     whose head is lost meanwhile.

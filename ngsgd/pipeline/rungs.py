@@ -27,7 +27,7 @@ class Rung:
     """A finished rung.
 
     Attributes:
-        name: what was trained.
+        name: model or labels that the rung makes.
         seconds: time that it took when it was computed.
         valid: errors on the validation set; empty if they were not measured.
         test: errors on the test set; empty if they were not measured.

@@ -104,9 +104,9 @@ def test_a_kaldi_tree_gives_the_pdfs_worked_out_by_hand() -> None:
     assert kaldi.pdfs(2, 1) == {5, 6, 7}
 
 
-# tree and transition model of one Kaldi system, as copy-tree and gmm-copy write them with
-# --binary=false: 3 and 4 are one phone at two positions of a word with shared roots, and phone 5 has
-# one root for its three states
+# Tree and transition model of one Kaldi system, as copy-tree and gmm-copy write them with
+# --binary=false.  Phones 3 and 4 are one phone at two positions of a word, with shared roots.
+# Phone 5 has one root for its three states.
 KALDI_TREE = """ContextDependency 3 1 ToPdf SE 1 [ 1 2 ]
 { TE -1 3 ( CE 0 CE 1 CE 2 )
 SE 1 [ 3 4 ]

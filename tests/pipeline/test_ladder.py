@@ -1,4 +1,4 @@
-"""The ladder: which rungs a configuration has, what a small corpus leaves out, and continuing."""
+"""The ladder: which rungs a configuration has, what a small corpus skips, and continuing."""
 
 from __future__ import annotations
 

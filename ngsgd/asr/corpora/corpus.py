@@ -166,7 +166,7 @@ def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_roo
                       report: Report) -> Corpus:
     """Return the corpus for `ngsgd align`, or the recordings that it is spliced from.
 
-    Labels of a corpus are of use only with `data.added_dirs`, whose utterances have none.
+    Labels of a corpus are useful only with `data.added_dirs`, whose utterances have none.
     """
     is_flat = data.alignment == "flat" or not data.added_dirs
     data = replace(data, alignment="", lm_order=0, added_copies=1, synthetic_minutes=0.0)

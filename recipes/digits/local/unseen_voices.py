@@ -9,8 +9,8 @@ Flite and ked of Festival.  OUT/clean, OUT/30dB, OUT/10dB and OUT/5dB have the s
 without noise, where pauses are digital silence, and with white or pink noise.  The plan is seeded.
 
 With --training-strings, OUT is one data directory for data.added_dirs: other strings, without
-noise, of all voices that are not left out.  Left out are voices of a speaker, not of a synthesizer:
-f-flite-slt and f-hts-slt are one woman, and each language of Pico has another one.  Four more women
+noise, of all voices but those of --leave-out.  Name all voices of a speaker there: f-flite-slt and
+f-hts-slt are one woman, and each language of Pico has another one.  Four more women
 say digits in training only: Pico's German, Spanish, French and Italian voices, by phonemes of their
 languages.  Spanish and Italian lack some digits.
 

@@ -1,4 +1,4 @@
-"""Segments of recordings: the samples of the whole file, in any order, with one check a file."""
+"""Segments of recordings: the samples of the complete file, in any order, with one check a file."""
 
 from __future__ import annotations
 

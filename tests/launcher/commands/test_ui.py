@@ -78,7 +78,7 @@ def test_a_server_that_ends_is_reported_with_its_last_output(output_dir: Path, m
 
 
 def test_a_port_that_another_server_took_meanwhile_is_a_mistake(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two dashboards start at once: the port is free for both, and the first server answers to both."""
+    """Two dashboards start at once: the port is free for both, and one server answers to both."""
     class Server(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
