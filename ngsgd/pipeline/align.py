@@ -23,6 +23,7 @@ from ngsgd.asr.align.forced_alignment import Realigned, States
 from ngsgd.asr.corpora import alignments, cache, corpus
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.lang import graphs
+from ngsgd.asr.utterance import UNALIGNED
 from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import ClusterConfig, DataConfig, ModelConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.data.archives import prepare_archives
@@ -86,33 +87,56 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
     if not path.exists():
         watch = Stopwatch("flat start")
         with tempfile.TemporaryDirectory(prefix=".align-", dir=cache_root) as folder:
-            states, logliks = _align(speech, settings, Path(folder), report)
-        errors = word_errors(speech, config.decode, logliks) if logliks and config.align.num_full_passes else ("", "")
+            states, logliks = _align(speech, settings, Path(folder), report, _known(speech, config.data))
+        is_rung = logliks and config.align.num_full_passes
+        errors = word_errors(speech, config.decode, logliks) if is_rung else ("", "")
         alignments.write(path, states)
         watch.stored(path, errors)
     return path
 
 
-def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report) -> tuple[States, Logliks]:
-    """Return the states of all frames, and the scores of the last network, if there is one."""
+def _known(speech: Corpus, data: DataConfig) -> States:
+    """Return the labels of the corpus if only the speech of data.added_dirs has none."""
+    if not data.added_dirs or data.alignment == "flat":
+        return {}
+    return {utt_id: pdf_T for one in (speech.train, speech.valid, speech.test)
+            for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)
+            if not (pdf_T == UNALIGNED).any()}
+
+
+def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report,
+           known: States) -> tuple[States, Logliks]:
+    """Return the states of all frames, and the scores of the last network, if there is one.
+
+    The first network is trained on the states of `known` utterances, which are not returned, or on
+    a flat start.
+    """
     a, oov = settings.align, settings.data.oov_word
-    states = _sorted_out(speech, settings, report)
-    num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(states)
+    states: States = known
+    if known:
+        starts = forced_alignment.flat_start(speech, oov)
+        unknown: States = {utt_id: starts[utt_id] for utt_id in starts if utt_id not in known}
+    else:
+        states = unknown = _sorted_out(speech, settings, report)
+    num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(known) - len(unknown)
     if num_short:
         report(f"align: {num_short} utterances are skipped, because they have fewer frames than "
                "their words have states")
     lost: tuple[str, ...] = ()
+    # equal parts alone would not use the known labels
+    num_passes = max(a.num_passes, 1) if known else a.num_passes
     logliks: Logliks = {}
-    for number in range(1, a.num_passes + 1):
-        report(Phase(f"alignment: network {number} of {a.num_passes}"))
+    for number in range(1, num_passes + 1):
+        report(Phase(f"alignment: network {number} of {num_passes}"))
         (folder / str(number)).mkdir()
         logliks = _learn(speech, states, settings, folder / str(number))
-        done = forced_alignment.realign(speech, states, logliks, oov)
-        report(f"align: network {number}/{a.num_passes}: "
-               f"{forced_alignment.share_changed(states, done.states):.1%} of the frames changed "
+        done = forced_alignment.realign(speech, unknown, logliks, oov)
+        report(f"align: network {number}/{num_passes}: "
+               f"{forced_alignment.share_changed(unknown, done.states):.1%} of the frames changed "
                f"their state{f', {len(done.lost)} utterances have no path' if done.lost else ''}")
-        states, lost = done.states, done.lost
-    return {utt_id: pdf_T for utt_id, pdf_T in states.items() if utt_id not in lost}, logliks
+        unknown, lost = done.states, done.lost
+        states = {**known, **unknown}
+    return {utt_id: pdf_T for utt_id, pdf_T in unknown.items() if utt_id not in lost}, logliks
 
 
 def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> States:

@@ -48,7 +48,7 @@ def test_other_labels_states_and_inputs_exclude_the_ladder(settings: dict[str, A
 
 def corpus(num_frames: int, num_speakers: int, num_features: int = 2) -> Corpus:
     """Speech in one utterance per speaker; a third of the frames is silence."""
-    offsets = np.linspace(0, num_frames, num_speakers + 1).astype(np.int32)
+    offsets = np.linspace(0, num_frames, num_speakers + 1).astype(np.int64)
     names = tuple(f"s{number}" for number in range(num_speakers))
     frames = FrameSet(np.zeros((num_frames, num_features), np.float32),
                       (np.arange(num_frames) % 3).astype(np.int32), offsets, names)
@@ -69,14 +69,14 @@ WANTED = AdaptationConfig(lda_dim=4, context=1, fmllr=True)
 def test_what_a_corpus_is_too_small_for_is_left_out_with_a_line(
         speech: Corpus, expected: AdaptationConfig) -> None:
     lines: list[str] = []
-    assert adaptation._possible(WANTED, speech, lines.append) == expected
+    assert adaptation.possible(WANTED, speech, lines.append) == expected
     assert bool(lines) == (expected != WANTED)
 
 
 def test_the_number_of_leaves_grows_with_the_root_of_the_speech_frames() -> None:
     automatic = climbing(data={"num_leaves": -1})
-    assert adaptation._num_leaves(automatic, corpus(1350, 1)) == 30
-    assert adaptation._num_leaves(climbing(data={"num_leaves": 7}), corpus(1350, 1)) == 7
+    assert adaptation.num_leaves_of(automatic, corpus(1350, 1)) == 30
+    assert adaptation.num_leaves_of(climbing(data={"num_leaves": 7}), corpus(1350, 1)) == 7
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", '{"name": "a"}', '{"name": "a", "seconds": "x"}'])

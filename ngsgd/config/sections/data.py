@@ -23,6 +23,13 @@ class DataConfig:
         "",
         "folder or archive of the corpus; empty: fsdd downloads an archive with a pinned checksum",
         used="corpus=fsdd|yesno|an4|kaldi|lhotse")
+    added_dirs: tuple[str, ...] = option(
+        (), "Kaldi data directories (text, utt2spk, wav.scp) added to the training set, with words "
+            "of the corpus's lexicon; empty: none",
+        used="corpus=digits|fsdd|kaldi|lhotse")
+    added_copies: int = option(
+        1, "number of copies of each added utterance, each augmented independently",
+        low=1, high=1000, used="added_dirs")
     cache_dir: str = option("", "folder for prepared data; empty: OUTPUT_DIR/data")
     split: Literal["speaker", "official", "loo"] = option(
         "speaker",
