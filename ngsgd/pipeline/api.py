@@ -167,6 +167,7 @@ def _nested(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     by_name = {path.rpartition(".")[2]: path for path in reversed(paths()) if not of_speech(path)}
     found: dict[str, Any] = {}
     problems: list[str] = []
+    names: dict[str, str] = {}
     for name, value in settings.items():
         section = sections.get(name)
         if name in _LR:
@@ -178,6 +179,8 @@ def _nested(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         elif path := OTHER_NAMES.get(name, by_name.get(name, "")):
             first, _, last = path.partition(".")
             layer = {first: {last: value}}
+            if names.setdefault(path, name) != name:
+                problems.append(f"{names[path]} and {name} both mean {path}; give one of them.")
         else:
             near = did_you_mean(name, [*sections, *by_name], name)
             problems.append(f"ngsgd.train has no setting {name}.{near} See them all with: ngsgd settings.")

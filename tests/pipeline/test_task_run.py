@@ -201,7 +201,7 @@ def test_mistakes_are_reported_before_a_run_folder_is_made(tmp_path: Path, monke
 
 @pytest.mark.parametrize("settings", [
     {"model": "tdnn"}, {"data": {"corpus": "an4"}}, {"depth": 3}, {"optimizer": "adamm"}, {"num_epochs": -1.0},
-    {"combination": {"kind": "generalized"}}])
+    {"combination": {"kind": "generalized"}}, {"num_epochs": 1, "epochs": 2}])
 def test_wrong_settings_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ngsgd.train(blobs.make_task, output_dir=tmp_path, cluster="in_process", services=Services(), **settings)
