@@ -44,7 +44,7 @@ def _from_flat_start(config: RunConfig, output: Path) -> None:
     from ngsgd.pipeline import align
 
     with _written(output):
-        alignments.write(output, alignments.read(align.make(config, _cache_root(config), print)).pdf_T)
+        alignments.write(output, alignments.read(align.make(config, align.cache_folder(config), print)).pdf_T)
 
 
 def _with_model(run: Path, output: Path, *, trust: bool) -> None:
@@ -57,11 +57,7 @@ def _with_model(run: Path, output: Path, *, trust: bool) -> None:
     config = read_config(folder.config)
     require_unchanged(folder.config)
     with _written(output):
-        alignments.write(output, align.label(config, folder, _cache_root(config), print, trust=trust))
-
-
-def _cache_root(config: RunConfig) -> Path:
-    return Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
+        alignments.write(output, align.label(config, folder, align.cache_folder(config), print, trust=trust))
 
 
 @contextlib.contextmanager

@@ -193,13 +193,19 @@ def _text_of(path: Path) -> str:
 
 
 def _word_errors(folder: RunFolder) -> list[tuple[str, str, str, str]]:
-    """(set, WER, interval, counts) of the final model; empty where nothing was decoded."""
+    """(set, WER, interval, counts) of the rungs below the run and of the final model.
+
+    Empty where nothing was decoded.
+    """
     from ngsgd.launcher.reports.comparison import interval_in
+    from ngsgd.pipeline.rungs import rungs_of
 
     try:
         about = read_json(folder.decode / "wer.json")
         low, high = interval_in(about)
-        results = {"validation": str(about["valid"]), "test": str(about["test"])}
+        results = {f"{of}, {rung.name}": result for rung in rungs_of(folder.rungs)
+                   for of, result in (("validation", rung.valid), ("test", rung.test)) if result}
+        results |= {"validation": str(about["valid"]), "test": str(about["test"])}
     # not decoded yet, or damaged
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []

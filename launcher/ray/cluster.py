@@ -28,7 +28,7 @@ from ngsgd.launcher.ray.session import PrivateFolder
 _STORE_BYTES = 512 * 2**20
 _JOIN_TRIES = 3             # a second apart
 # for machines that were started together with this command
-_JOIN_TIMEOUT_S = 6.0
+JOIN_TIMEOUT_S = 6.0
 # spinning threads of one worker would starve another
 _WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -100,7 +100,7 @@ def require_cpus(num_cpus: int, address: str) -> None:
 
     Machines that join the cluster just now are waited for.
     """
-    deadline = time.monotonic() + _JOIN_TIMEOUT_S
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
     while (most := _most_cpus()) < num_cpus and time.monotonic() < deadline:
         time.sleep(0.2)
     if not most:

@@ -64,7 +64,7 @@ def quality(
         )
     if word_errors:
         yield html.table(
-            ("set", "WER (%), final model", "95% interval", "errors / words"), word_errors
+            ("set", "WER (%)", "95% interval", "errors / words"), word_errors
         )
     yield html.pictures(charts)
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr import speech_set
+from ngsgd.asr.adapt.speakers import FindPath
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.corpora import data_dir, manifests
 from ngsgd.asr.corpora.data_dir import UtteranceEntry
@@ -42,8 +43,13 @@ class ScoredSet:
     logliks: tuple[npt.NDArray[np.float32], ...]
 
 
-def read(bundle: Bundle, folder: Path) -> ScoredSet:
+def read(bundle: Bundle, folder: Path, find_path: FindPath | None = None) -> ScoredSet:
     """Read a folder, compute features as in training, and score them.
+
+    Args:
+        bundle: the model.
+        folder: the data.
+        find_path: first pass of speaker adaptation. Default: that of the model.
 
     Raises:
         DataError: files are missing or damaged, or do not match the model.
@@ -61,7 +67,7 @@ def read(bundle: Bundle, folder: Path) -> ScoredSet:
     sides = _sides(bundle, speech)
     logliks = [
         bundle.log_likelihoods(np.asarray(x_TD), side)
-        for x_TD, side in zip(_adapted(bundle, speech), sides, strict=True)
+        for x_TD, side in zip(_adapted(bundle, speech, find_path), sides, strict=True)
     ]
     return ScoredSet(speech.frames.utt_ids, speech.speakers, speech.texts, tuple(logliks))
 
@@ -109,7 +115,8 @@ def _speech(bundle: Bundle, listed: Sequence[UtteranceEntry], folder: Path) -> S
     return speech_set.normalized_online(speech, bundle.all_speech)
 
 
-def _adapted(bundle: Bundle, speech: SpeechSet) -> list[npt.NDArray[np.float32]]:
+def _adapted(bundle: Bundle, speech: SpeechSet,
+             find_path: FindPath | None) -> list[npt.NDArray[np.float32]]:
     """The features of each utterance, adapted to its speaker where the model does that."""
     features = speech.split_features()
     if bundle.adaptation is None:
@@ -117,7 +124,7 @@ def _adapted(bundle: Bundle, speech: SpeechSet) -> list[npt.NDArray[np.float32]]
     adapted = list(features)
     for numbers in speech.utterances_by_speaker().values():
         spoken = [features[number] for number in numbers]
-        found = bundle.adaptation.adapt_speaker(spoken, bundle.find_path)
+        found = bundle.adaptation.adapt_speaker(spoken, find_path or bundle.find_path)
         for number, x_TD in zip(numbers, found, strict=True):
             adapted[number] = x_TD
     return adapted

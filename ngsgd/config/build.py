@@ -123,6 +123,8 @@ def _build_section(kind: type[Any], values: Any, prefix: str, problems: list[Pro
             built[spec.name] = _build_section(of, value, f"{path}.", problems)
         elif value is None and spec.metadata["default_of_kind"]:
             built[spec.name] = None
+        elif value in ([], ()) and spec.metadata["default"] == ():
+            built[spec.name] = ()
         else:
             try:
                 built[spec.name] = _convert(value, of)

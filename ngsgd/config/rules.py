@@ -119,6 +119,9 @@ def _features(c: RunConfig) -> Iterator[str]:
     if features.kind == "given" and corpus not in ("an4", "kaldi"):
         yield (f"features.kind is given, and data.corpus={corpus} comes as audio; set "
                "features.kind=fbank or mfcc.")
+    if features.kind == "given" and c.data.added_dirs:
+        yield ("features.kind is given, and data.added_dirs adds audio; set features.kind=fbank or "
+               "mfcc, or put all features into one data directory.")
     if features.cmvn == "given" and (features.kind != "given" or corpus != "kaldi"):
         yield (f"features.cmvn is given with features.kind {features.kind} and data.corpus "
                f"{corpus}; cmvn.scp is a file of Kaldi data directories with feats.scp "

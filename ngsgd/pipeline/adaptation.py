@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,12 +20,16 @@ from ngsgd.asr.corpora import cache
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.config import RunConfig
+from ngsgd.config import AdaptationConfig, RunConfig
 from ngsgd.phase import Phase
 
 # raise it when the same settings would give other features
 _VERSION = 1
 _SETS = ("train", "valid", "test")
+# fewest training frames per spliced feature for LDA, whose covariance is singular with too few
+_FRAMES_PER_FEATURE = 10
+# fewest frames of a training speaker, on average, and fewest speakers for fMLLR
+_FRAMES_PER_SPEAKER, _FEWEST_SPEAKERS = 500, 2
 
 Report = Callable[[str], None]
 
@@ -108,10 +113,43 @@ def network_input(config: RunConfig, corpus: Corpus, cache_root: Path,
                   report: Report) -> tuple[Corpus, Path | None]:
     """Return the corpus with the tied states and the adapted features of the settings.
 
-    The second value is the file of the adaptation, None without one.
+    The second value is the file of the adaptation, None without one. What the corpus is too small
+    for is left out, and `report` says so.
     """
     if config.data.num_leaves:
-        corpus = with_tied_states(corpus, config.data.num_leaves, cache_root, report)
-    if not config.adaptation.lda_dim:
+        corpus = with_tied_states(corpus, num_leaves_of(config, corpus), cache_root, report,
+                                  width=2 if config.data.context == "left_biphone" else 3)
+    settings = possible(config.adaptation, corpus, report)
+    if not settings.lda_dim:
         return corpus, None
-    return with_adaptation(config, corpus, cache_root, report)
+    return with_adaptation(replace(config, adaptation=settings), corpus, cache_root, report)
+
+
+def num_leaves_of(config: RunConfig, corpus: Corpus) -> int:
+    """The number of tied states; -1 is the square root of the number of speech frames."""
+    if config.data.num_leaves > 0:
+        return config.data.num_leaves
+    num_silence = corpus.language.topology.num_silence_states
+    return round(math.sqrt(np.count_nonzero(corpus.train.frames.pdf_T >= num_silence)))
+
+
+def possible(wanted: AdaptationConfig, corpus: Corpus, report: Report) -> AdaptationConfig:
+    """The adaptation for which the training set has enough frames and speakers."""
+    if not wanted.lda_dim:
+        return wanted
+    frames, num_speakers = corpus.train.frames, len(set(corpus.train.speakers))
+    num_spliced = frames.features_TD.shape[1] * (2 * wanted.context + 1)
+    if frames.num_frames < _FRAMES_PER_FEATURE * num_spliced:
+        report(f"LDA and fMLLR are left out: {frames.num_frames} training frames are too few for "
+               f"{num_spliced} spliced features")
+        return replace(wanted, lda_dim=0, fmllr=False)
+    if wanted.lda_dim > num_spliced:
+        report(f"LDA keeps all {num_spliced} spliced features, fewer than adaptation.lda_dim")
+        wanted = replace(wanted, lda_dim=num_spliced)
+    mean = frames.num_frames // num_speakers
+    if wanted.fmllr and (num_speakers < _FEWEST_SPEAKERS or mean < _FRAMES_PER_SPEAKER):
+        report(f"fMLLR is left out: it needs {_FEWEST_SPEAKERS} training speakers with "
+               f"{_FRAMES_PER_SPEAKER // 100} s of speech each, and utt2spk gives {num_speakers} "
+               f"with {mean / 100:.1f} s on average")
+        wanted = replace(wanted, fmllr=False)
+    return wanted

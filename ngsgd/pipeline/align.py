@@ -23,6 +23,7 @@ from ngsgd.asr.align.forced_alignment import Realigned, States
 from ngsgd.asr.corpora import alignments, cache, corpus
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.lang import graphs
+from ngsgd.asr.utterance import UNALIGNED
 from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import ClusterConfig, DataConfig, ModelConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.data.archives import prepare_archives
@@ -32,6 +33,7 @@ from ngsgd.models import build_model
 from ngsgd.phase import Phase
 from ngsgd.pipeline.adaptation import network_input
 from ngsgd.pipeline.ivectors import with_ivectors
+from ngsgd.pipeline.rungs import Stopwatch, word_errors
 from ngsgd.pipeline.runs.final_model import load_final
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.score import log_likelihoods
@@ -52,6 +54,11 @@ RECIPE_VERSION = 1
 Report = Callable[[str], None]
 # utt_id -> T x P scores
 Logliks = dict[str, npt.NDArray[np.float32]]
+
+
+def cache_folder(config: RunConfig) -> Path:
+    """The folder of prepared data of a run."""
+    return Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
 
 
 def with_alignment(config: RunConfig, cache_root: Path, report: Report) -> DataConfig:
@@ -78,28 +85,57 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
     key = {"version": RECIPE_VERSION, "digest": speech.digest, "settings": asdict(settings)}
     path = cache_root / f"ali-{cache.short_hash(key)}.npz"
     if not path.exists():
+        watch = Stopwatch("flat start")
         with tempfile.TemporaryDirectory(prefix=".align-", dir=cache_root) as folder:
-            alignments.write(path, _align(speech, settings, Path(folder), report))
+            states, logliks = _align(speech, settings, Path(folder), report, _known(speech, config.data))
+        errors = word_errors(speech, config.decode, logliks) if logliks and config.align.num_full_passes else ("", "")
+        alignments.write(path, states)
+        watch.stored(path, errors)
     return path
 
 
-def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report) -> States:
+def _known(speech: Corpus, data: DataConfig) -> States:
+    """Return the labels of the corpus if only the speech of data.added_dirs has none."""
+    if not data.added_dirs or data.alignment == "flat":
+        return {}
+    return {utt_id: pdf_T for one in (speech.train, speech.valid, speech.test)
+            for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)
+            if not (pdf_T == UNALIGNED).any()}
+
+
+def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report,
+           known: States) -> tuple[States, Logliks]:
+    """Return the states of all frames, and the scores of the last network, if there is one.
+
+    The first network is trained on the states of `known` utterances, which are not returned, or on
+    a flat start.
+    """
     a, oov = settings.align, settings.data.oov_word
-    states = _sorted_out(speech, settings, report)
-    num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(states)
+    states: States = known
+    if known:
+        starts = forced_alignment.flat_start(speech, oov)
+        unknown: States = {utt_id: starts[utt_id] for utt_id in starts if utt_id not in known}
+    else:
+        states = unknown = _sorted_out(speech, settings, report)
+    num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(known) - len(unknown)
     if num_short:
         report(f"align: {num_short} utterances are skipped, because they have fewer frames than "
                "their words have states")
     lost: tuple[str, ...] = ()
-    for number in range(1, a.num_passes + 1):
-        report(Phase(f"alignment: network {number} of {a.num_passes}"))
+    # equal parts alone would not use the known labels
+    num_passes = max(a.num_passes, 1) if known else a.num_passes
+    logliks: Logliks = {}
+    for number in range(1, num_passes + 1):
+        report(Phase(f"alignment: network {number} of {num_passes}"))
         (folder / str(number)).mkdir()
-        done = forced_alignment.realign(speech, states, _learn(speech, states, settings, folder / str(number)), oov)
-        report(f"align: network {number}/{a.num_passes}: "
-               f"{forced_alignment.share_changed(states, done.states):.1%} of the frames changed "
+        logliks = _learn(speech, states, settings, folder / str(number))
+        done = forced_alignment.realign(speech, unknown, logliks, oov)
+        report(f"align: network {number}/{num_passes}: "
+               f"{forced_alignment.share_changed(unknown, done.states):.1%} of the frames changed "
                f"their state{f', {len(done.lost)} utterances have no path' if done.lost else ''}")
-        states, lost = done.states, done.lost
-    return {utt_id: pdf_T for utt_id, pdf_T in states.items() if utt_id not in lost}
+        unknown, lost = done.states, done.lost
+        states = {**known, **unknown}
+    return {utt_id: pdf_T for utt_id, pdf_T in unknown.items() if utt_id not in lost}, logliks
 
 
 def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> States:
@@ -190,9 +226,11 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
     model, prior_P = load_final(folder, trust=trust)
     tied = None
     if config.data.num_leaves or config.adaptation.lda_dim:
-        # the tree and the transforms are made from the labels of the run
-        data = with_alignment(config, cache_root, report)
-        speech = corpus.prepare(data, config.features, cache_root, report)
+        # the tree and the transforms are made from the labels and the speech of the run
+        data = replace(config.data, alignment=folder.alignment()) if folder.alignment() else \
+            with_alignment(config, cache_root, report)
+        speech = corpus.prepare(data, config.features, cache_root, report,
+                                augment_config=config.augment)
         features, _ = network_input(config, speech, cache_root, report)
         tied = features.language if config.data.num_leaves else None
     else:

@@ -108,8 +108,10 @@ def decode_data(bundle: Bundle, request: DecodeRequest) -> DataResult:
     # the small files first: an error there is reported before the speech is read
     rescorer = _Rescorer.read(request.rescore_lm, language) if request.rescore_lm else None
     graph = _graph(bundle, language, rules)
-    speech = test_set.read(bundle, request.data)
-    tuning_set = test_set.read(bundle, request.tune_on) if request.tune_on else None
+    # the first pass of speaker adaptation takes the same words and language model
+    find_path = evaluation.first_pass(graph)
+    speech = test_set.read(bundle, request.data, find_path)
+    tuning_set = test_set.read(bundle, request.tune_on, find_path) if request.tune_on else None
     weights, tuned = _weights(bundle, request, graph, language, tuning_set)
     penalized = graphs.with_word_penalty(graph, weights.word_penalty)
     search = replace(bundle.search, acoustic_scale=weights.acoustic_scale)

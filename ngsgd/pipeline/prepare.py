@@ -8,15 +8,19 @@ from pathlib import Path
 
 from ngsgd.asr.corpora import corpus as corpora
 from ngsgd.asr.corpora.corpus import Corpus
-from ngsgd.config import RunConfig
+from ngsgd.config import DataConfig, RunConfig
 from ngsgd.data.archives import prepare_archives
 from ngsgd.errors import DataError
 from ngsgd.files import remove_abandoned
 from ngsgd.pipeline.adaptation import network_input
-from ngsgd.pipeline.align import with_alignment
+from ngsgd.pipeline.align import cache_folder, with_alignment
 from ngsgd.pipeline.ivectors import extractor_of, with_ivectors
+from ngsgd.pipeline.rungs import Rung
 from ngsgd.pipeline.runs import limits
 from ngsgd.pipeline.runs.run_folder import RunFolder
+
+# settings, folder of prepared data, progress -> settings of the data with labels
+Labels = Callable[[RunConfig, Path, Callable[[str], None]], DataConfig]
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,9 @@ class PreparedData:
     extractor: Path | None = None
     # LDA, MLLT and fMLLR
     adaptation: Path | None = None
+    # file of the labels; empty for those of the corpus
+    alignment: str = ""
+    rungs: tuple[Rung, ...] = ()
 
 
 def check_data(config: RunConfig) -> None:
@@ -38,13 +45,17 @@ def check_data(config: RunConfig) -> None:
     corpora.check_source(config.data)
 
 
-def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder | None = None) -> PreparedData:
-    """Prepare the data of a run; a started run uses the i-vector extractor in `folder`."""
+def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder | None = None,
+            labels: Labels = with_alignment) -> PreparedData:
+    """Prepare the data of a run; a started run uses the i-vector extractor in `folder`.
+
+    `labels` returns the data settings with the file of labels, if there is one.
+    """
     check_data(config)
-    cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
+    cache_root = cache_folder(config)
     remove_abandoned(cache_root)
     try:
-        data = with_alignment(config, cache_root, report)
+        data = labels(config, cache_root, report)
         corpus = corpora.prepare(data, config.features, cache_root, report, augment_config=config.augment)
         corpus, adaptation = network_input(config, corpus, cache_root, report)
         extractor = None
@@ -60,4 +71,4 @@ def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder 
         raise DataError(f"the prepared data could not be written under {cache_root} "
                         f"({error.strerror or error}); free disk space, or choose another folder "
                         "with data.cache_dir=PATH.") from error
-    return PreparedData(corpus, egs_directory, cache_root, extractor, adaptation)
+    return PreparedData(corpus, egs_directory, cache_root, extractor, adaptation, data.alignment)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ from torch import nn
 from ngsgd.asr.decode.evaluation import DecodingResult
 from ngsgd.config import RunConfig
 from ngsgd.data.reader import EgsReader
-from ngsgd.files import read_json
+from ngsgd.files import read_json, write_text
 from ngsgd.models import custom
 from ngsgd.models.growing import set_stage
 from ngsgd.models.statistics import model_for, needs_statistics
@@ -28,6 +29,7 @@ from ngsgd.phase import Phase
 from ngsgd.pipeline import sequences
 from ngsgd.pipeline.base_run import BaseRun, Training
 from ngsgd.pipeline.finish import finish, wanted_for_combination
+from ngsgd.pipeline.ladder import Ladder, with_rungs
 from ngsgd.pipeline.prepare import PreparedData, check_data, prepare
 from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.config_file import to_yaml
@@ -85,7 +87,7 @@ def build_run(config: RunConfig, services: Services | None = None, *,
     if config.task._target_:
         return new_task_run(config, services, allow_other_bits=allow_other_bits)
     check_output_dir(config)
-    config = _with_search_path(config)
+    config = _with_search_path(with_rungs(config))
     permission.allow(config.model)
     sequences.require_init_model(config)
     if config.init_model:
@@ -167,7 +169,9 @@ class Run(BaseRun):
     def _spec(self) -> SpeechTaskSpec:
         config, folder, data, report = self.config, self.folder, self.data, self.services.report
         folder.remember_data(data.corpus.digest, data.egs_directory, data.extractor,
-                             data.adaptation)
+                             data.adaptation, data.alignment)
+        if data.rungs:
+            write_text(folder.rungs, json.dumps([asdict(rung) for rung in data.rungs], indent=1))
         spec = SpeechTaskSpec(config, str(data.egs_directory),
                               sequences.sequence_data(config, folder, data.corpus, data.cache_root,
                                                       report))
@@ -200,7 +204,9 @@ class Run(BaseRun):
 def _prepared(config: RunConfig, services: Services, folder: RunFolder | None = None) -> PreparedData:
     check_data(config)
     services.begin(config)
-    return prepare(config, services.report, folder)
+    ladder = Ladder(services, build_run)
+    data = prepare(config, services.report, folder, ladder.labels)
+    return replace(data, rungs=tuple(ladder.rungs))
 
 
 def _with_search_path(config: RunConfig) -> RunConfig:

@@ -51,19 +51,20 @@ def stats(seed: int, num_frames: int = 3000) -> ContextStats:
     return ContextStats.accumulate([(context_T4, x_TD)])
 
 
-def tree(seed: int = 0, num_leaves: int = 40) -> ContextTree:
-    return build_tree(stats(seed), num_phones=NUM_PHONES, num_silence_states=NUM_SILENCE_STATES,
-                      num_leaves=num_leaves, min_count=20.0)
+def tree(width: int = 3) -> ContextTree:
+    return build_tree(stats(0), num_phones=NUM_PHONES, num_silence_states=NUM_SILENCE_STATES,
+                      num_leaves=40, width=width, min_count=20.0)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_tree_is_that_of_a_search_over_all_splits(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "width"), [(0, 3), (1, 3), (0, 2)])
+def test_the_tree_is_that_of_a_search_over_all_splits(seed: int, width: int) -> None:
     given = stats(seed)
     questions = [frozenset(np.flatnonzero(row).tolist())
                  for row in phone_questions(given, NUM_PHONES)]
-    expected = reference.grow(given, questions, num_phones=NUM_PHONES, num_leaves=30, min_count=20.0)
+    expected = reference.grow(given, questions, num_phones=NUM_PHONES, num_leaves=30, min_count=20.0,
+                              keys=(0, 2)[: width - 1])
     found = build_tree(given, num_phones=NUM_PHONES, num_silence_states=NUM_SILENCE_STATES,
-                       num_leaves=30, min_count=20.0)
+                       num_leaves=30, width=width, min_count=20.0)
     # equal contexts share a pdf in one tree if and only if they do in the other
     pairs = {(found.pdf(window, state), expected(window, state))
              for *window, state in given.context_N4.tolist() if window[1] != 1}
@@ -103,6 +104,65 @@ def test_a_kaldi_tree_gives_the_pdfs_worked_out_by_hand() -> None:
     assert kaldi.pdfs(2, 1) == {5, 6, 7}
 
 
+# tree and transition model of one Kaldi system, as copy-tree and gmm-copy write them with
+# --binary=false: 3 and 4 are one phone at two positions of a word with shared roots, and phone 5 has
+# one root for its three states
+KALDI_TREE = """ContextDependency 3 1 ToPdf SE 1 [ 1 2 ]
+{ TE -1 3 ( CE 0 CE 1 CE 2 )
+SE 1 [ 3 4 ]
+{ TE -1 3 ( SE 0 [ 0 1 2 ]
+{ CE 3 SE 1 [ 4 ]
+{ CE 4 CE 5 }
+}
+SE 2 [ 3 4 ]
+{ SE 0 [ 5 ]
+{ CE 6 CE 7 }
+CE 8 }
+CE 9 )
+SE -1 [ 0 ]
+{ CE 10 SE 2 [ 0 1 2 5 ]
+{ CE 11 CE 12 }
+}
+}
+}
+EndContextDependency
+"""
+KALDI_TRIPLES = """<Triples> 23
+1 0 0 1 1 1 1 2 2 2 0 0 2 1 1 2 2 2
+3 0 3 3 0 5 3 1 6 3 1 7 3 1 8 3 2 9
+4 0 3 4 0 4 4 1 6 4 1 7 4 1 8 4 2 9
+5 0 10 5 1 11 5 1 12 5 2 11 5 2 12
+</Triples>"""
+
+
+def kaldis_pdf(left: int, center: int, right: int, state: int) -> int:
+    """The questions of `KALDI_TREE`, from its text by hand."""
+    if center in (1, 2):
+        return state
+    if center == 5:
+        return 10 if state == 0 else 11 if right in (0, 1, 2, 5) else 12
+    if state == 0:
+        return 3 if left in (0, 1, 2) else 4 if center == 4 else 5
+    if state == 2:
+        return 9
+    return 8 if right not in (3, 4) else 6 if left == 5 else 7
+
+
+def test_a_kaldi_system_gives_its_pdfs_for_a_thousand_random_triphones() -> None:
+    kaldi, rng = ContextTree.from_text(KALDI_TREE), np.random.default_rng(0)
+    numbers = KALDI_TRIPLES.split()[2:-1]
+    # phone, HMM state and pdf of every state of the model
+    triples = {tuple(row) for row in np.array(numbers, int).reshape(-1, 3).tolist()}
+    for _ in range(1000):
+        left, right = rng.integers(0, 6, 2).tolist()
+        center, state = int(rng.integers(1, 6)), int(rng.integers(0, 3))
+        found = kaldi.pdf((left, center, right), state)
+        assert found == kaldis_pdf(left, center, right, state)
+        assert (center, state, found) in triples
+    assert {(phone, state, pdf) for phone in range(1, 6) for state in range(3)
+            for pdf in kaldi.pdfs(phone, state)} == triples
+
+
 def test_a_phone_that_the_tree_lacks_is_an_error() -> None:
     with pytest.raises(DataError):
         ContextTree.from_text(KALDI_TEXT).pdf((1, 4, 1), 0)
@@ -130,9 +190,9 @@ LEXICON: dict[str, tuple[Pronunciation, ...]] = {
     "ab": (("a", "b"),), "ba": (("b", "a"), ("b",)), "b": (("b",),), "c": (("c", "d", "a"),)}
 
 
-def language() -> Language:
+def language(width: int = 3) -> Language:
     topology = Topology(("a", "b", "c", "d"), LEXICON, NUM_SILENCE_STATES)
-    return Language(topology, tree=tree())
+    return Language(topology, tree=tree(width))
 
 
 def path_of(spoken: list[str], language: Language) -> list[int]:
@@ -144,14 +204,15 @@ def path_of(spoken: list[str], language: Language) -> list[int]:
             for state in range(NUM_SILENCE_STATES if phones[at] == 1 else 3) for _ in range(2)]
 
 
+@pytest.mark.parametrize("width", [2, 3])
 @pytest.mark.parametrize(("words", "spoken"), [
     (["ab", "c"], ["SIL", "a", "b", "c", "d", "a", "SIL"]),
     (["c", "ba", "ab"], ["c", "d", "a", "SIL", "b", "a", "a", "b"]),
     (["b"], ["b"]),
 ])
-def test_graphs_of_tied_states_accept_the_states_of_words_in_context(words: list[str],
-                                                                     spoken: list[str]) -> None:
-    lang = language()
+def test_graphs_of_tied_states_accept_the_states_of_words_in_context(
+        words: list[str], spoken: list[str], width: int) -> None:
+    lang = language(width)
     pdf_T = path_of(spoken, lang)
     loglik_TP = np.full((len(pdf_T), lang.num_pdfs), -50.0, np.float32)
     loglik_TP[np.arange(len(pdf_T)), pdf_T] = 0.0

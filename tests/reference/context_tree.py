@@ -25,7 +25,8 @@ def log_likelihood(stats: ContextStats, rows: Iterable[int]) -> float:
 
 
 def grow(stats: ContextStats, questions: Sequence[frozenset[int]], *, num_phones: int,
-         num_leaves: int, min_count: float) -> Callable[[Sequence[int], int], object]:
+         num_leaves: int, min_count: float,
+         keys: Sequence[int] = (0, 2)) -> Callable[[Sequence[int], int], object]:
     """The leaf of (window, state), any hashable thing."""
     contexts = stats.context_N4.tolist()
     leaves: list[Rows] = [
@@ -36,7 +37,7 @@ def grow(stats: ContextStats, questions: Sequence[frozenset[int]], *, num_phones
     while len(leaves) + 2 < num_leaves:
         best = None
         for at, rows in enumerate(leaves):
-            for key, question in itertools.product((0, 2), questions):
+            for key, question in itertools.product(keys, questions):
                 yes = [row for row in rows if contexts[row][key] in question]
                 no = [row for row in rows if contexts[row][key] not in question]
                 if min(stats.count_N[yes].sum(), stats.count_N[no].sum()) < min_count:

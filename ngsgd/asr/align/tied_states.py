@@ -33,8 +33,8 @@ _VERSION = 1
 
 
 def with_tied_states(corpus: Corpus, num_leaves: int, cache_root: Path,
-                     report: Callable[[str], None]) -> Corpus:
-    """Replace the labels of all aligned sets by tied states of triphones.
+                     report: Callable[[str], None], width: int = 3) -> Corpus:
+    """Replace the labels of all aligned sets by tied states of triphones, or left biphones (2).
 
     The tree is built from the training set, or read from `cache_root` if it was built before from
     the same labels.
@@ -48,13 +48,14 @@ def with_tied_states(corpus: Corpus, num_leaves: int, cache_root: Path,
         raise DataError("data.num_leaves ties the states of the lexicon's phones, and the labels "
                         "of this corpus are states of another graph; remove data.num_leaves.")
     report(Phase("building the decision tree"))
-    tree = _tree(corpus.train, topology, num_leaves, cache_root)
+    tree = _tree(corpus.train, topology, num_leaves, width, cache_root)
     if tree.num_pdfs == topology.num_pdfs:
         report(f"decision tree: no split of the {tree.num_pdfs} states of single phones, because "
                f"data.num_leaves={num_leaves} is not larger or the training set is too small (a "
                "leaf needs 100 frames)")
     else:
-        report(f"decision tree: {tree.num_pdfs} tied states of {len(topology.phones)} phones")
+        report(f"decision tree: {tree.num_pdfs} tied states of {len(topology.phones)} phones"
+               f"{' with their left neighbors' if width == 2 else ''}")
     language = replace(language, tree=tree)
     sets: dict[str, Any] = {}
     for name in ("train", "valid", "test"):
@@ -82,9 +83,12 @@ def _contexts(pdf_T: PdfIds, topology: Topology) -> npt.NDArray[np.int64]:
     return contexts_of_frames(*phones_and_states(pdf_T, topology.num_silence_states))
 
 
-def _tree(train: SpeechSet, topology: Topology, num_leaves: int, cache_root: Path) -> ContextTree:
+def _tree(train: SpeechSet, topology: Topology, num_leaves: int, width: int,
+          cache_root: Path) -> ContextTree:
     """The tree of the training set, from the cache if it is there."""
     content = hashlib.sha256(f"{_VERSION} {num_leaves} {topology.to_json()}".encode())
+    # trees of triphones keep the names that they had before there were biphones
+    content.update(b"" if width == 3 else f"width {width}".encode())
     content.update(train.frames.pdf_T.tobytes())
     content.update(np.ascontiguousarray(train.frames.features_TD).tobytes())
     path = cache_root / f"tree-{content.hexdigest()[:12]}.txt"
@@ -96,6 +100,6 @@ def _tree(train: SpeechSet, topology: Topology, num_leaves: int, cache_root: Pat
     pairs = zip((_contexts(pdf_T, topology) for pdf_T in train.split_pdfs()),
                 (x / deviation_K for x in x_TK), strict=True)
     tree = build_tree(ContextStats.accumulate(pairs), num_phones=1 + len(topology.phones),
-                      num_silence_states=topology.num_silence_states, num_leaves=num_leaves)
+                      num_silence_states=topology.num_silence_states, num_leaves=num_leaves, width=width)
     files.write_text(path, tree.to_text())
     return tree

@@ -82,14 +82,15 @@ def contexts_of_frames(phone_T: Ints, state_T: Ints) -> Ints:
 
 
 def build_tree(stats: ContextStats, *, num_phones: int, num_silence_states: int, num_leaves: int,
-               min_count: float = 100.0) -> ContextTree:
-    """Build a triphone tree.
+               width: int = 3, min_count: float = 100.0) -> ContextTree:
+    """Build a tree over triphones or left biphones.
 
     Args:
         stats: sums of the training frames, of features with about unit variance.
         num_phones: largest phone number; 1 is silence.
         num_silence_states: states of silence, which are the first pdfs.
         num_leaves: number of pdfs to stop at. The roots alone may be more.
+        width: 3 for triphones, 2 for left biphones, which do not ask for the right phone.
         min_count: fewest frames of a pdf after a split.
 
     Returns:
@@ -97,13 +98,14 @@ def build_tree(stats: ContextStats, *, num_phones: int, num_silence_states: int,
         without frames keep one pdf per state.
     """
     questions_QV, table_NK = phone_questions(stats, num_phones), stats.table()
+    keys = (LEFT, RIGHT)[: width - 1]
     roots = {}
     for phone, state in itertools.product(range(2, num_phones + 1), range(STATES_PER_PHONE)):
         is_here_N = (stats.context_N4[:, [CENTER, 3]] == (phone, state)).all(axis=1)
         roots[phone, state] = _Growing(stats.context_N4[is_here_N], table_NK[is_here_N])
     queue: list[tuple[float, int, _Growing]] = []
     for number, root in enumerate(roots.values()):
-        root.find_split(questions_QV, min_count)
+        root.find_split(questions_QV, keys, min_count)
         heapq.heappush(queue, (-root.gain, number, root))
     num_pdfs, number = num_silence_states + len(roots), len(roots)
     while queue and num_pdfs < num_leaves:
@@ -111,11 +113,11 @@ def build_tree(stats: ContextStats, *, num_phones: int, num_silence_states: int,
         if negative_gain >= 0:
             break
         for child in node.split():
-            child.find_split(questions_QV, min_count)
+            child.find_split(questions_QV, keys, min_count)
             number += 1
             heapq.heappush(queue, (-child.gain, number, child))
         num_pdfs += 1
-    return _numbered(roots, num_phones, num_silence_states)
+    return _numbered(roots, num_phones, num_silence_states, width)
 
 
 def phone_questions(stats: ContextStats, num_phones: int) -> npt.NDArray[np.bool_]:
@@ -158,10 +160,14 @@ class _Growing:
     # yes, no
     children: tuple[_Growing, _Growing] | None = None
 
-    def find_split(self, questions_QV: npt.NDArray[np.bool_], min_count: float) -> None:
-        """Find the question that gains the most log-likelihood; gain 0 if there is none."""
+    def find_split(self, questions_QV: npt.NDArray[np.bool_], keys: Sequence[int],
+                   min_count: float) -> None:
+        """Find the question about one of `keys` that gains the most log-likelihood.
+
+        The gain is 0 if there is none.
+        """
         total_K = self.table_NK.sum(axis=0)
-        for key in (LEFT, RIGHT):
+        for key in keys:
             by_phone_VK = np.zeros((questions_QV.shape[1], len(total_K)))
             np.add.at(by_phone_VK, self.context_N4[:, key], self.table_NK)
             yes_QK = questions_QV.astype(np.float64) @ by_phone_VK
@@ -183,7 +189,7 @@ class _Growing:
 
 
 def _numbered(roots: dict[tuple[int, int], _Growing], num_phones: int,
-              num_silence_states: int) -> ContextTree:
+              num_silence_states: int, width: int) -> ContextTree:
     """The finished tree; pdfs of silence come first, then those of the phones in their order."""
     next_pdf = num_silence_states
 
@@ -198,7 +204,7 @@ def _numbered(roots: dict[tuple[int, int], _Growing], num_phones: int,
     silence = Table(STATE, tuple(map(Leaf, range(num_silence_states))))
     phones = [Table(STATE, tuple(finished(roots[phone, state]) for state in range(STATES_PER_PHONE)))
               for phone in range(2, num_phones + 1)]
-    return ContextTree(3, CENTER, Table(CENTER, (None, silence, *phones)))
+    return ContextTree(width, CENTER, Table(CENTER, (None, silence, *phones)))
 
 
 def _log_likelihood(table: Matrix) -> Matrix:

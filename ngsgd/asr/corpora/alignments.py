@@ -132,7 +132,7 @@ def attach(alignment: Alignment, name: str, speech: SpeechSet, num_pdfs: int) ->
                         f"utterances of {name}, the first is {missing[0]}; use the alignment of "
                         "this data, or data.alignment=flat.")
     for utt_id, labels in pdf_T.items():
-        _check(labels, utt_id, lengths[utt_id], num_pdfs, alignment.path)
+        check(labels, utt_id, lengths[utt_id], num_pdfs, alignment.path)
     return speech.labelled(pdf_T), missing
 
 
@@ -143,7 +143,8 @@ def _labels(alignment: Alignment, utt_id: str, num_frames: int) -> PdfIds | None
     return alignment.pdf_T[source] if factor == 1.0 else augment.retime(alignment.pdf_T[source], num_frames, factor)
 
 
-def _check(pdf_T: PdfIds, utt_id: str, num_frames: int, num_pdfs: int, path: Path) -> None:
+def check(pdf_T: PdfIds, utt_id: str, num_frames: int, num_pdfs: int, path: Path) -> None:
+    """Raise DataError unless each frame of the utterance has one of `num_pdfs` states."""
     if len(pdf_T) != num_frames:
         raise DataError(f"{path} has {len(pdf_T)} states for {utt_id}, which has {num_frames} "
                         "frames. Features of ngsgd have one frame per 10 ms, as in Kaldi with "

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr import speech_set
-from ngsgd.asr.corpora import alignments, an4, cache, kaldi_dirs, yesno
+from ngsgd.asr.corpora import added, alignments, an4, cache, kaldi_dirs, yesno
 from ngsgd.asr.corpora.digits import labels, synthesis, utterances
 from ngsgd.asr.corpora.fsdd import recordings, source, synthetic
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
@@ -41,7 +41,7 @@ from ngsgd.asr.features.noise import FisherSample
 from ngsgd.asr.kaldi_io import tables
 from ngsgd.asr.lang import graphs, ngram
 from ngsgd.asr.lang.language import Language
-from ngsgd.asr.lang.topology import SILENCE_PDF
+from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig, with_removed
@@ -50,6 +50,8 @@ from ngsgd.phase import Phase
 
 # increase it if the same settings would give other data, so that old caches are not reused
 RECIPE_VERSION = 3
+# of a generated corpus, whose labels are known, to align added speech
+_MINUTES_FOR_ALIGNMENT = 20.0
 
 Report = Callable[[str], None]
 Made = tuple[Mapping[str, SpeechSet], Language]
@@ -91,6 +93,10 @@ class Corpus:
 def check_source(data: DataConfig) -> None:
     """Raise if the speech is not accessible; takes no longer than listing a folder."""
     filterbank.toolkit()
+    for folder in data.added_dirs:
+        if not Path(folder).expanduser().is_dir():
+            raise DataError(f"data.added_dirs contains {folder}, which is not a folder; give Kaldi "
+                            "data directories with text, utt2spk and wav.scp.")
     if data.lm_text and not Path(data.lm_text).expanduser().is_file():
         raise DataError(f"data.lm_text is {data.lm_text}, which is not a file; give a text file "
                         "whose lines are sentences.")
@@ -111,8 +117,8 @@ def check_source(data: DataConfig) -> None:
 
 def needs_alignment(data: DataConfig) -> bool:
     """Whether labels must be made before training."""
-    return data.alignment == "flat" or (not data.alignment
-                                        and data.corpus in ("yesno", "kaldi", "lhotse"))
+    has_none = data.corpus in ("yesno", "kaldi", "lhotse") or bool(data.added_dirs)
+    return data.alignment == "flat" or (not data.alignment and has_none)
 
 
 def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, report: Report, *,
@@ -144,6 +150,7 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
             report(f"{damage}; preparing it again.")
     report(Phase(f"preparing the {data.corpus} corpus: audio, features, labels"))
     sets, language = _MAKERS[data.corpus](data, feature_config, changes, cache_root, report)
+    added.check_names(data, sets["train"])
     if feature_config.cmvn == "online":
         all_speech = cmvn.statistics(sets["train"].frames.features_TD)
         sets = {name: speech_set.normalized_online(speech, all_speech) for name, speech in sets.items()}
@@ -159,13 +166,19 @@ def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_roo
                       report: Report) -> Corpus:
     """Return the corpus for `ngsgd align`, or the recordings that it is spliced from.
 
-    Its labels, if any, are meaningless.
+    Labels of a corpus are of use only with `data.added_dirs`, whose utterances have none.
     """
+    is_flat = data.alignment == "flat" or not data.added_dirs
+    data = replace(data, alignment="", lm_order=0, added_copies=1, synthetic_minutes=0.0)
+    if data.corpus in ("digits", "fsdd") and not is_flat:
+        # enough to align other speech; the same noise makes the two alike
+        data = replace(data, style="connected", valid_minutes=1.0, test_minutes=1.0,
+                       snr_db_low=10.0, snr_db_high=20.0, train_minutes=min(data.train_minutes, _MINUTES_FOR_ALIGNMENT))
     # a single word has too few frames for normalization
-    if data.corpus == "fsdd":
+    elif data.corpus == "fsdd":
         data, feature_config = replace(data, style="isolated"), replace(feature_config,
                                                                         cmvn="speaker")
-    return prepare(replace(data, alignment="", lm_order=0), feature_config, cache_root, report)
+    return prepare(data, feature_config, cache_root, report)
 
 
 def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, Any]:
@@ -179,7 +192,9 @@ def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, 
     made_with += ["espeakng-loader", "soxr"] if data.corpus == "digits" or has_synthetic else []
     content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "lhotse": lambda: kaldi_dirs.fingerprint(data, feature_config),
-               "fsdd": lambda: _content_of_alignment(data)}.get(data.corpus, dict)()
+               "fsdd": lambda: {**_content_of_alignment(data), **added.fingerprint(data)},
+               "digits": lambda: {**added.fingerprint(data), **_content_of_alignment(data)} if data.added_dirs else {},
+               }.get(data.corpus, dict)()
     used = asdict(feature_config)
     if feature_config.cmvn == "online":
         used = with_removed("features", used)
@@ -252,12 +267,8 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
 
 def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
                  _cache_root: Path, _report: Report) -> Made:
-    def mix(samples: FisherSample, is_speech: npt.NDArray[np.bool_],
-            random: np.random.Generator) -> FisherSample:
-        snr_db = float(random.uniform(data.snr_db_low, data.snr_db_high))
-        background = noise.COLOURS[str(random.choice(list(noise.COLOURS)))](len(samples), random)
-        return augment.add_noise(samples, background, snr_db, is_speech)
-
+    mix = _noise_of(data)
+    more = _added(data, feature_config, changes, labels.TOPOLOGY)
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
         # noise that is there before the voice changes would change with it
@@ -267,19 +278,46 @@ def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: Augme
             name, data, minutes=minutes, num_at_once=os.cpu_count() or 1, is_clean=is_clean)
         made = augment.for_set(name, made, changes, silence_pdfs=[SILENCE_PDF],
                                mix=mix if is_late else None)
-        sets[name] = speech_set.build(made, feature_config)
+        sets[name] = speech_set.build(itertools.chain(made, more if name == "train" else ()),
+                                      feature_config)
     return sets, Language(labels.TOPOLOGY)
+
+
+def _noise_of(data: DataConfig) -> augment.Mix:
+    """Return a function that adds white or pink noise at the ratios of the settings."""
+    def mix(samples: FisherSample, is_speech: npt.NDArray[np.bool_],
+            random: np.random.Generator) -> FisherSample:
+        snr_db = float(random.uniform(data.snr_db_low, data.snr_db_high))
+        background = noise.COLOURS[str(random.choice(list(noise.COLOURS)))](len(samples), random)
+        return augment.add_noise(samples, background, snr_db, is_speech)
+
+    return mix
+
+
+def _added(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
+           topology: Topology) -> Iterable[Utterance]:
+    """Return the added utterances of a generated corpus: aligned and noisy, or to be aligned."""
+    listed = added.read(data)
+    added.check_words(listed, topology, data.corpus)
+    given = alignments.read(Path(data.alignment)) if data.alignment and listed else None
+    return added.utterances(listed, data, feature_config, changes, mix=_noise_of(data), labels=given,
+                            num_pdfs=topology.num_pdfs, silence_pdfs=topology.silence_pdfs)
 
 
 def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
                cache_root: Path, report: Report) -> Made:
     catalogue = load_catalogue()
     if data.alignment not in ("", "flat"):
-        catalogue = catalogue.realigned(alignments.read(Path(data.alignment)))
+        given = alignments.read(Path(data.alignment))
+        if not data.added_dirs or any(one.utt_id in given.pdf_T for one in catalogue.segments):
+            catalogue = catalogue.realigned(given)
     pools = split(catalogue.segments, data.split, data.held_out)
     place = source.locate(data.source) if data.source else source.download(cache_root / "downloads", report)
     samples = source.read_recordings(place, catalogue.segments)
-    topology = synthetic.with_pronunciations(catalogue.topology) if data.synthetic_minutes else catalogue.topology
+    topology = catalogue.topology
+    if data.synthetic_minutes or data.added_dirs:
+        topology = synthetic.with_pronunciations(topology)
+    more = _added(data, feature_config, changes, topology)
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
         pool = recordings.Pool(segments=pools[name], babble=pools["train"], samples=samples,
@@ -292,7 +330,8 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
                                          is_clean=_is_clean(name, changes))
             said = itertools.chain(said, synthetic.relabeled(made, topology))
         said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF])
-        sets[name] = speech_set.build(said, feature_config)
+        sets[name] = speech_set.build(itertools.chain(said, more if name == "train" else ()),
+                                      feature_config)
     return sets, Language(topology, is_one_word=data.style == "isolated")
 
 

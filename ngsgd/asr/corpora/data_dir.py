@@ -75,6 +75,21 @@ def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object
                                 "word that replaces unknown ones.")
 
 
+def identity(one: UtteranceEntry, folder: Path) -> str:
+    """Return path, size, time and part of the file of an utterance; features are below `folder`."""
+    if isinstance(one.content, Piece):
+        path, part = one.content.path, f"{one.content.start_s} {one.content.end_s}"
+    else:
+        place = tables.place_of(one.content)
+        path, part = place.resolve(folder), one.content.value.removeprefix(place.file).removeprefix(":")
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{one.content.where}: {path} cannot be read ({error.strerror}); correct "
+                        "the path.") from error
+    return f"{path} {status.st_size} {status.st_mtime_ns} {part}"
+
+
 def given(utterances: Sequence[UtteranceEntry], folder: Path) -> Iterator[FramedUtterance]:
     """Read the features of the utterances, without alignment."""
     dim = None

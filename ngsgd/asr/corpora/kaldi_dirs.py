@@ -6,22 +6,23 @@ A language model or a graph is optional.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ngsgd import files
 from ngsgd.asr import speech_set
-from ngsgd.asr.corpora import alignments, data_dir, manifests
+from ngsgd.asr.corpora import added, alignments, data_dir, manifests
 from ngsgd.asr.corpora.data_dir import UtteranceEntry
 from ngsgd.asr.corpora.held_out import hold_out
 from ngsgd.asr.features import augment
-from ngsgd.asr.features.audio import Piece
 from ngsgd.asr.kaldi_io import tables
 from ngsgd.asr.lang import graphs, lexicon
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.asr.utterance import Utterance
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError
 
@@ -44,14 +45,17 @@ def make(data: DataConfig, feature_config: FeatureConfig,
     graph = _given_graph(Path(data.graph).expanduser()) if data.graph else None
     language = Language(topology, arpa=arpa, given=graph)
     listed = read_sets(data, feature_config)
+    listed["added"] = added.read(data)
     listed = {name: _with_known_words(utterances, data, language.topology, source)
               for name, utterances in listed.items()}
     _check_disjoint(listed)
+    more = added.utterances(listed.pop("added"), data, feature_config, changes)
     folders = {"train": source / "train", "valid": source / (_valid_folder(source) or "train"),
                "test": source / "test"}
     if "valid" not in listed:
         listed["train"], listed["valid"] = hold_out(listed["train"], share=data.valid_fraction)
-    return {name: _build(name, listed[name], folder, feature_config, changes)
+    return {name: _build(name, listed[name], folder, feature_config, changes,
+                         more if name == "train" else ())
             for name, folder in folders.items()}, language
 
 
@@ -60,14 +64,14 @@ def _valid_folder(source: Path) -> str | None:
 
 
 def _build(name: str, listed: Sequence[UtteranceEntry], folder: Path, config: FeatureConfig,
-           changes: AugmentConfig) -> SpeechSet:
+           changes: AugmentConfig, more: Iterable[Utterance]) -> SpeechSet:
     if config.kind == "given":
         framed = list(data_dir.given(listed, folder))
         units = data_dir.given_cmvn(listed, folder, framed[0].features_TD.shape[1]) if config.cmvn == "given" else None
         return speech_set.assemble(framed, config, units)
     said = augment.for_set(name, data_dir.spoken(listed, config), changes,
                            sample_rate_hz=config.sample_rate_hz)
-    return speech_set.build(said, config)
+    return speech_set.build(itertools.chain(said, more), config)
 
 
 def locate(data: DataConfig) -> Path:
@@ -101,28 +105,15 @@ def fingerprint(data: DataConfig, feature_config: FeatureConfig) -> dict[str, An
     for name, utterances in sorted(read_sets(data, feature_config).items()):
         for one in utterances:
             seen.update(f"{name} {one.utt_id} {one.speaker} {' '.join(one.words)} "
-                        f"{_identity(one, source / name)}\n".encode())
+                        f"{data_dir.identity(one, source / name)}\n".encode())
     given = [lexicon.locate(data.lexicon, source), *([Path(data.lm)] if data.lm else [])]
     if feature_config.cmvn == "given":
         given += sorted(source.glob("*/cmvn.scp"))
     given += [Path(data.graph) / name
               for name in ("HCLG.fst", "words.txt", "tid2pdf")] if data.graph else []
     return {"speech": seen.hexdigest(),
+            **added.fingerprint(data),
             "files": [files.sha256(path) for path in given if path.is_file()]}
-
-
-def _identity(one: UtteranceEntry, folder: Path) -> str:
-    if isinstance(one.content, Piece):
-        path, part = one.content.path, f"{one.content.start_s} {one.content.end_s}"
-    else:
-        place = tables.place_of(one.content)
-        path, part = place.resolve(folder), one.content.value.removeprefix(place.file).removeprefix(":")
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(f"{one.content.where}: {path} cannot be read ({error.strerror}); correct "
-                        "the path.") from error
-    return f"{path} {status.st_size} {status.st_mtime_ns} {part}"
 
 
 def _with_known_words(utterances: Sequence[UtteranceEntry], data: DataConfig, topology: Topology,

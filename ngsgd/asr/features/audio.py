@@ -88,7 +88,7 @@ class Reader:
                             "remove the line.")
         try:
             if piece.path not in self._checked:
-                _check_is_whole(piece)
+                check_is_whole(piece)
             self._checked.add(piece.path)
             self._file = soundfile.SoundFile(str(piece.path))
         except (OSError, RuntimeError) as error:
@@ -136,8 +136,8 @@ def _check_size(piece: Piece, num_samples: int) -> None:
                         "samples, too many for its size; replace it.")
 
 
-def _check_is_whole(piece: Piece) -> None:
-    # libsndfile reads a truncated wav as a shorter one
+def check_is_whole(piece: Piece) -> None:
+    """Raise DataError for a truncated wav, which libsndfile reads as a shorter one."""
     try:
         with wave.open(str(piece.path)) as wav:
             promised, width = wav.getnframes(), wav.getsampwidth() * wav.getnchannels()

@@ -21,10 +21,10 @@ EPSILON = 0
 
 @dataclass
 class ContextGraphs:
-    """C and H of a triphone tree.
+    """C and H of a tree over triphones or left biphones.
 
     Attributes:
-        tree: triphones to pdfs.
+        tree: phones in context to pdfs.
         num_states: number of HMM states of each phone, from phone 1.
         disambig: symbols on the phone side that pass through C and H.
         end: symbol that closes a phone sequence.
@@ -38,9 +38,10 @@ class ContextGraphs:
     _labels: dict[tuple[int, ...], int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        if (self.tree.width, self.tree.center) != (3, 1):
+        if (self.tree.width, self.tree.center) not in ((3, 1), (2, 1)):
             raise DataError(f"The decision tree has windows of {self.tree.width} phones with the "
-                            f"center {self.tree.center}; graphs are made for triphones (3, 1).")
+                            f"center {self.tree.center}; graphs are made for triphones (3, 1) and "
+                            "left biphones (2, 1).")
 
     @cached_property
     def context(self) -> Any:
@@ -90,6 +91,7 @@ class ContextGraphs:
         return fst
 
     def _label(self, left: int, center: int, right: int) -> int:
+        # trees of left biphones do not ask for the last one
         pdfs = tuple(self.tree.pdf((left, center, right), state)
                      for state in range(self.num_states[center - 1]))
         return self._labels.setdefault(pdfs, len(self._labels) + 1)

@@ -23,6 +23,13 @@ class DataConfig:
         "",
         "folder or archive of the corpus; empty: fsdd downloads an archive with a pinned checksum",
         used="corpus=fsdd|yesno|an4|kaldi|lhotse")
+    added_dirs: tuple[str, ...] = option(
+        (), "Kaldi data directories (text, utt2spk, wav.scp) added to the training set, with words "
+            "of the corpus's lexicon; empty: none",
+        used="corpus=digits|fsdd|kaldi|lhotse")
+    added_copies: int = option(
+        1, "number of copies of each added utterance, each augmented independently",
+        low=1, high=1000, used="added_dirs")
     cache_dir: str = option("", "folder for prepared data; empty: OUTPUT_DIR/data")
     split: Literal["speaker", "official", "loo"] = option(
         "speaker",
@@ -43,9 +50,17 @@ class DataConfig:
     lm: str = option(
         "", "n-gram language model in ARPA format; empty: equal probabilities of all words",
         used=_GIVEN)
+    labels: Literal["one_step", "ladder"] = option(
+        "one_step",
+        "steps to the labels; one_step: data.alignment, the corpus or a flat start; ladder: also "
+        "tied states, LDA, fMLLR, copies at three speeds, and realignment by a first network")
     num_leaves: int = option(
         0, "number of tied triphone states, from a decision tree over the training labels; 0: the "
-           "states of single phones", low=0, high=100_000)
+           "states of single phones; -1: square root of the number of speech frames", low=-1,
+        high=100_000)
+    context: Literal["triphone", "left_biphone"] = option(
+        "triphone", "phones that a tied state depends on; left_biphone: no right neighbor, as in "
+                    "Kaldi's LF-MMI", used="num_leaves")
     lm_order: int = option(
         0, "order of an n-gram language model with Witten-Bell smoothing, estimated from the "
            "training transcripts or data.lm_text; 0: data.lm, the corpus's graph, or all words "

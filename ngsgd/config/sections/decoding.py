@@ -18,8 +18,11 @@ class AlignConfig:
     num_passes: int = option(
         2, "number of realignments with a small network, which is trained before each; 0: none",
         low=0, high=100)
+    num_full_passes: int = option(
+        0, "number of realignments with the network of the run, which is trained for two thirds of "
+           "schedule.num_epochs before each; 0: none", low=0, high=10)
     num_epochs: float = option(
-        2.0, "duration of each training of the network",
+        2.0, "duration of each training of the small network",
         unit="epochs", above=0.0, high=100.0, used="num_passes")
     num_layers: int = option(
         2, "number of hidden layers of the network",

@@ -56,7 +56,7 @@ def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: E
         about["ivectors"] = asdict(config.ivectors)
     write_final(folder.final, model, about, statistics.input_transform,
                 extractor=folder.ivectors if config.ivectors.dim else None,
-                adaptation=folder.adaptation if config.adaptation.lda_dim else None)
+                adaptation=folder.adaptation if folder.adaptation.exists() else None)
 
 
 def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transform: Tensor | None,

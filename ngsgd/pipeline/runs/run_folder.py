@@ -187,6 +187,11 @@ class RunFolder:
         return self.path / "process.json"
 
     @property
+    def rungs(self) -> Path:
+        """Times and errors of the rungs below the run (data.labels=ladder)."""
+        return self.path / "rungs.json"
+
+    @property
     def error(self) -> Path:
         """Exit code and message of the process that trained last, if it failed."""
         return self.path / "error.json"
@@ -247,7 +252,7 @@ class RunFolder:
             self.process.unlink(missing_ok=True)
 
     def remember_data(self, digest: str, egs_directory: Path, extractor: Path | None,
-                      adaptation: Path | None = None) -> None:
+                      adaptation: Path | None = None, alignment: str = "") -> None:
         """Record the data at the first start and copy the i-vector extractor and the adaptation.
 
         Raises:
@@ -258,11 +263,15 @@ class RunFolder:
                 with new_file(kept) as temporary:
                     shutil.copyfile(made, temporary)
         if not self.data.exists():
-            about = {"digest": digest, "egs": str(egs_directory)}
+            about = {"digest": digest, "egs": str(egs_directory), "alignment": alignment}
             write_text(self.data, json.dumps(sealed(about), indent=1))
         elif self._known_data()["digest"] != digest:
             raise CheckpointError(f"the data of {self.path} changed since the run began; start a "
                                   "new run.")
+
+    def alignment(self) -> str:
+        """File of the labels that the run was trained on; empty where it is not known."""
+        return str(self._known_data().get("alignment", "")) if self.data.exists() else ""
 
     def _known_data(self) -> dict[str, Any]:
         try:

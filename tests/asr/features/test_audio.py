@@ -35,7 +35,7 @@ def test_segments_are_parts_of_the_file(tmp_path: Path, samples: np.ndarray, suf
 
 def test_a_recording_is_checked_once(tmp_path: Path, samples: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Path] = []
-    monkeypatch.setattr(audio, "_check_is_whole", lambda piece: checked.append(piece.path))
+    monkeypatch.setattr(audio, "check_is_whole", lambda piece: checked.append(piece.path))
     paths = [tmp_path / "a.wav", tmp_path / "b.wav"]
     for path in paths:
         soundfile.write(path, samples, RATE_HZ)

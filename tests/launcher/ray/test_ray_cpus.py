@@ -27,7 +27,7 @@ def num_cpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(ray, "nodes", nodes)
     monkeypatch.setattr(ray, "shutdown", lambda: found.update(left=1.0))
     monkeypatch.setattr(cluster, "connect", lambda _config: False)
-    monkeypatch.setattr(cluster, "_JOIN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(cluster, "JOIN_TIMEOUT_S", 0.0)
     return found
 
 
@@ -54,7 +54,7 @@ def test_the_room_for_workers_is_that_of_whole_machines(num_cpus: dict[str, floa
 
 def test_a_machine_that_joins_a_moment_later_is_waited_for(num_cpus: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     num_cpus.update(head=0.0)
-    monkeypatch.setattr(cluster, "_JOIN_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(cluster, "JOIN_TIMEOUT_S", 60.0)
     monkeypatch.setattr(cluster.time, "sleep", lambda _s: num_cpus.update(n1=4.0))
     cluster.require_workers(CONFIG)
 

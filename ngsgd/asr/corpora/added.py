@@ -1,0 +1,109 @@
+"""Kaldi data directories added to the training set of a corpus (`data.added_dirs`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ngsgd.asr.corpora import alignments, data_dir
+from ngsgd.asr.corpora.alignments import Alignment
+from ngsgd.asr.corpora.data_dir import UtteranceEntry
+from ngsgd.asr.features import augment
+from ngsgd.asr.features.augment import Mix
+from ngsgd.asr.lang.topology import Topology
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.asr.utterance import Utterance
+from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
+from ngsgd.errors import DataError
+
+
+def read(data: DataConfig) -> list[UtteranceEntry]:
+    """Read the tables of all directories.
+
+    Raises:
+        DataError: a table is missing or damaged, or an utterance is in two directories.
+    """
+    listed: dict[str, UtteranceEntry] = {}
+    for folder in data.added_dirs:
+        for one in data_dir.read(Path(folder).expanduser(), given_features=False):
+            if one.utt_id in listed:
+                raise DataError(f"{one.where}: {one.utt_id} is also in {listed[one.utt_id].where}; "
+                                "give every utterance of data.added_dirs a unique name.")
+            listed[one.utt_id] = one
+    return list(listed.values())
+
+
+def fingerprint(data: DataConfig) -> dict[str, Any]:
+    """Identify the added speech, for the name of the prepared data; empty without any."""
+    if not data.added_dirs:
+        return {}
+    seen = hashlib.sha256()
+    for one in read(data):
+        seen.update(f"{one.utt_id} {one.speaker} {' '.join(one.words)} "
+                    f"{data_dir.identity(one, Path())}\n".encode())
+    return {"added": {"speech": seen.hexdigest(), "copies": data.added_copies}}
+
+
+def utterances(listed: Sequence[UtteranceEntry], data: DataConfig, feature_config: FeatureConfig,
+               changes: AugmentConfig, *, labels: Alignment | None = None, num_pdfs: int = 0,
+               silence_pdfs: Sequence[int] = (), mix: Mix | None = None) -> Iterable[Utterance]:
+    """Yield `data.added_copies` copies of each utterance, augmented independently.
+
+    Args:
+        listed: the utterances.
+        data: the section `data`.
+        feature_config: the section `features`.
+        changes: the section `augment`.
+        labels: HMM states of the frames; utterances without are omitted. Default: the utterances
+            have no labels.
+        num_pdfs: number of HMM states, for a check of `labels`.
+        silence_pdfs: states of silence.
+        mix: adds the noise of a generated corpus, except to the clean fraction.
+
+    Raises:
+        DataError: most utterances have no labels.
+    """
+    said: Iterable[Utterance] = data_dir.spoken(listed, feature_config)
+    if labels:
+        missing = [one.utt_id for one in listed if one.utt_id not in labels.pdf_T]
+        if len(missing) > alignments.MOST_MISSING * len(listed):
+            raise DataError(f"{labels.path} has no states for {len(missing)} of the {len(listed)} "
+                            f"utterances of data.added_dirs, the first is {missing[0]}; use an "
+                            "alignment of this data, or leave data.alignment empty.")
+        said = _labelled(said, labels, num_pdfs)
+    changes = replace(changes, num_copies=changes.num_copies * data.added_copies)
+    if not mix and not changes.changes_audio:
+        return said
+    return augment.augmented(said, changes, sample_rate_hz=feature_config.sample_rate_hz,
+                             silence_pdfs=silence_pdfs, mix=mix)
+
+
+def _labelled(said: Iterable[Utterance], labels: Alignment, num_pdfs: int) -> Iterator[Utterance]:
+    for one in said:
+        if one.utt_id in labels.pdf_T:
+            pdf_T = labels.pdf_T[one.utt_id]
+            alignments.check(pdf_T, one.utt_id, len(one.pdf_T), num_pdfs, labels.path)
+            yield replace(one, pdf_T=pdf_T)
+
+
+def check_words(listed: Sequence[UtteranceEntry], topology: Topology, corpus: str) -> None:
+    """Raise DataError for a word that the lexicon of a public corpus lacks."""
+    for one in listed:
+        unknown = [word for word in one.words if word not in topology.lexicon]
+        if unknown or not one.words:
+            raise DataError(f"{one.where}: {one.utt_id} has {'the word ' + unknown[0] if unknown else 'no words'}, "
+                            f"but the words of data.corpus={corpus} are {', '.join(topology.words)}; correct or "
+                            "remove the utterance, or train with recipe=kaldi and a lexicon.")
+
+
+def check_names(data: DataConfig, train: SpeechSet) -> None:
+    """Raise DataError if an added utterance has the name of another one."""
+    utt_ids = train.frames.utt_ids
+    if data.added_dirs and len(set(utt_ids)) < len(utt_ids):
+        twice = next(utt_id for utt_id, number in Counter(utt_ids).items() if number > 1)
+        raise DataError(f"data.added_dirs has the utterance {twice}, and so has data.corpus="
+                        f"{data.corpus}; rename it in text, utt2spk and wav.scp.")
