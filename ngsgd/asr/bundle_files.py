@@ -162,6 +162,11 @@ def _reader(path: Path) -> Callable[[str], bytes]:
             raise CheckpointError(
                 f"{path} has no final model; finish the run with: ngsgd resume {path}."
             )
+        if not (folder / INDEX).is_file() and not (path / "decode" / "wer.json").is_file():
+            raise CheckpointError(
+                f"{path} was not decoded to its end, so final/ has no {INDEX}; finish the run "
+                f"with: ngsgd resume {path}."
+            )
         if not (folder / INDEX).is_file():
             raise CheckpointError(
                 f"{path} was written by an earlier version of ngsgd, whose final/ has no {INDEX}; "

@@ -6,6 +6,7 @@ B is the model that ranks start a round from, W the model that is evaluated; see
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import json
@@ -115,7 +116,10 @@ class LocalSGD:
         self._num_samples = 0
         self._numbers: dict[str, float] = {}
         self._closed = threading.Event()
-        threading.Thread(target=self._beat, name="ngsgd-local-sgd", daemon=True).start()
+        self._heart = threading.Thread(target=self._beat, name="ngsgd-local-sgd", daemon=True)
+        self._heart.start()
+        # Python ends a thread inside torch's C++ code by std::terminate, which aborts the process
+        atexit.register(_stop, self._heart, self._closed)
         tensors = [*self._parameters(), *self._statistics()]
         self._size = sum(p.numel() for p in self._parameters())
         # sums over all ranks: samples times parameters and statistics, then samples
@@ -191,7 +195,7 @@ class LocalSGD:
         with contextlib.suppress(RuntimeError):
             # a process that ends closes connections that the average of other ranks may still need
             _wait(dist.barrier(self._group, async_op=True))
-        self._closed.set()
+        _stop(self._heart, self._closed)
         _read(self._arrays["model"], self._parameters())
 
     def state_dict(self) -> dict[str, Any]:
@@ -399,6 +403,12 @@ def _wait(work: dist.Work | None) -> None:
     """
     if work is not None:
         work.wait()
+
+
+def _stop(heart: threading.Thread, closed: threading.Event) -> None:
+    """End the thread of the heartbeats."""
+    closed.set()
+    heart.join(_SILENT_S)
 
 
 def _alive(rank: int) -> str:

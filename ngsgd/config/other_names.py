@@ -92,6 +92,7 @@ _RELATED = {
     "augment.speed=all": ("speed_perturb", "perturb_speed"),
     "augment.noise=true": ("musan", "enable_musan"),
     "tracking.kind=mlflow": ("logger", "report_to", "wandb", "tensorboard", "use_wandb"),
+    "features.cmvn=speaker": ("cmvn_opts",),
     "decode.acoustic_scales=[{}]": ("acwt", "acoustic_scale"),
 }
 # name -> settings with a similar meaning; {} is the value

@@ -172,7 +172,7 @@ class SGD(torch.optim.Optimizer):
             raise ValueError("the module has no parameter that requires a gradient")
         set_options(groups, layer_options or {}, {*defaults, "betas", "eps"} - {"lr", "momentum"})
         if isinstance(defaults.get("lr"), str):
-            raise ValueError(f"Invalid lr: {defaults['lr']!r}")
+            raise ValueError(f"Invalid lr: {defaults['lr']!r} is a string; give a number")
         for group in groups:
             require_non_negative(**{key: group.get(key, default) for key, default in defaults.items()
                                     if key != "orthonormal_constraint" and isinstance(default, (int, float))})

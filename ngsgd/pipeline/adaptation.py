@@ -114,7 +114,7 @@ def network_input(config: RunConfig, corpus: Corpus, cache_root: Path,
     """Return the corpus with the tied states and the adapted features of the settings.
 
     The second value is the file of the adaptation, None without one. What the corpus is too small
-    for is left out, and `report` says so.
+    for is omitted, and `report` receives a line.
     """
     if config.data.num_leaves:
         corpus = with_tied_states(corpus, num_leaves_of(config, corpus), cache_root, report,
@@ -140,7 +140,7 @@ def possible(wanted: AdaptationConfig, corpus: Corpus, report: Report) -> Adapta
     frames, num_speakers = corpus.train.frames, len(set(corpus.train.speakers))
     num_spliced = frames.features_TD.shape[1] * (2 * wanted.context + 1)
     if frames.num_frames < _FRAMES_PER_FEATURE * num_spliced:
-        report(f"LDA and fMLLR are left out: {frames.num_frames} training frames are too few for "
+        report(f"LDA and fMLLR are omitted: {frames.num_frames} training frames are too few for "
                f"{num_spliced} spliced features")
         return replace(wanted, lda_dim=0, fmllr=False)
     if wanted.lda_dim > num_spliced:
@@ -148,7 +148,7 @@ def possible(wanted: AdaptationConfig, corpus: Corpus, report: Report) -> Adapta
         wanted = replace(wanted, lda_dim=num_spliced)
     mean = frames.num_frames // num_speakers
     if wanted.fmllr and (num_speakers < _FEWEST_SPEAKERS or mean < _FRAMES_PER_SPEAKER):
-        report(f"fMLLR is left out: it needs {_FEWEST_SPEAKERS} training speakers with "
+        report(f"fMLLR is omitted: it needs {_FEWEST_SPEAKERS} training speakers with "
                f"{_FRAMES_PER_SPEAKER // 100} s of speech each, and utt2spk gives {num_speakers} "
                f"with {mean / 100:.1f} s on average")
         wanted = replace(wanted, fmllr=False)

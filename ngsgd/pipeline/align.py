@@ -88,7 +88,8 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
         watch = Stopwatch("flat start")
         with tempfile.TemporaryDirectory(prefix=".align-", dir=cache_root) as folder:
             states, logliks = _align(speech, settings, Path(folder), report, _known(speech, config.data))
-        errors = word_errors(speech, config.decode, logliks) if logliks and config.align.num_full_passes else ("", "")
+        is_rung = logliks and config.align.num_full_passes
+        errors = word_errors(speech, config.decode, logliks) if is_rung else ("", "")
         alignments.write(path, states)
         watch.stored(path, errors)
     return path

@@ -140,7 +140,8 @@ class Ladder:
             raise RunInterrupted("stopped in the first network of the ladder; the same command "
                                  "continues there.") from stop
         self._services.report(Phase("first network: realignment"))
-        alignments.write(labels, label(network, run.folder, cache_folder(network), self._services.report))
+        alignments.write(labels, label(network, run.folder, cache_folder(network),
+                                       self._services.report))
         return run.metrics
 
 
@@ -155,7 +156,8 @@ def _errors_of_mixtures(config: RunConfig, corpus: Corpus, adaptation: Path) -> 
     if mixtures is None:
         return "", ""
     return word_errors(corpus, config.decode, {
-        utt_id: mixtures.log_likelihood(x_TD.astype(np.float64)) for one in (corpus.valid, corpus.test)
+        utt_id: mixtures.log_likelihood(x_TD.astype(np.float64))
+        for one in (corpus.valid, corpus.test)
         for utt_id, x_TD in zip(one.frames.utt_ids, one.split_features(), strict=True)})
 
 

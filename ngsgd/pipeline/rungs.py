@@ -49,7 +49,8 @@ class Rung:
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
-        return Rung(str(about["name"]), float(about["seconds"]), str(about["valid"]), str(about["test"]))
+        return Rung(str(about["name"]), float(about["seconds"]), str(about["valid"]),
+                    str(about["test"]))
 
 
 def rungs_of(path: Path) -> list[Rung]:
@@ -102,7 +103,8 @@ def word_errors(corpus: Corpus, config: DecodeConfig,
     coarse = replace(config, acoustic_scales=config.acoustic_scales[::_STEP],
                      word_penalties=config.word_penalties[::_STEP])
     graph = evaluation.build_graph(language, coarse)
-    of_valid, of_test = ([logliks[utt_id] for utt_id in one.frames.utt_ids] for one in (valid, test))
+    of_valid, of_test = ([logliks[utt_id] for utt_id in one.frames.utt_ids]
+                         for one in (valid, test))
     weights, errors = tuning.choose(evaluation.sweep(
         graph, coarse, valid.texts, valid.frames.utt_ids, of_valid, language.num_pdfs))
     said = evaluation.decode_set(graphs.with_word_penalty(graph, weights.word_penalty), coarse,

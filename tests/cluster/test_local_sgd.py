@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,15 @@ def test_a_round_may_reset_the_optimizer(one_rank: None) -> None:
         assert optimizer.state or not step
         local.step(train_step(model, optimizer, 0, step))
     assert not optimizer.state
+
+
+def test_no_thread_is_left_after_the_end(one_rank: None) -> None:
+    before = set(threading.enumerate())
+    model = make_model()
+    local = ngsgd.LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), sync_every=2)
+    assert set(threading.enumerate()) > before
+    local.finish()
+    assert set(threading.enumerate()) <= before
 
 
 def test_wrong_arguments_are_refused(one_rank: None) -> None:

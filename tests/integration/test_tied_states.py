@@ -16,7 +16,7 @@ for module in ("kaldi_decoder", "kaldi_native_fbank", "kaldialign", "webrtcvad")
 
 pytestmark = pytest.mark.end_to_end
 
-QUICK = ["cluster=in_process", "cluster.num_workers=1", "cluster.threads_per_worker=1",
+QUICK = ["data.labels=one_step", "cluster=in_process", "cluster.num_workers=1", "cluster.threads_per_worker=1",
          "tracking.kind=none", "features.kind=mfcc", "features.num_mel_bins=23",
          "features.cmvn=speaker", "align.hidden_dim=32", "align.samples_per_iter=2000",
          "align.num_passes=1", "align.num_epochs=4", "model.hidden_dim=32", "model.num_layers=1",

@@ -397,7 +397,7 @@ def test_parameters_that_have_left_the_model_are_refused(kind: type[SGD]) -> Non
 @pytest.mark.entry("B4", "you set weight_decay and your loop calls step() without num_samples (Lightning, Accelerate, the HF "
                          "Trainer)", "works",
                    "the loss is taken for a mean over the minibatch: a step takes 2 * weight_decay * lr * p off, and one warning "
-                   "reports it")
+                   "reports it; NGSGD with loss_reduction=\"mean\" counts the N rows and takes N times as much")
 def test_weight_decay_without_a_number_of_samples_is_that_of_a_mean_loss(kind: type[SGD]) -> None:
     moved = []
     with warnings.catch_warnings(record=True) as caught:

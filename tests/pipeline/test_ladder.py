@@ -48,7 +48,7 @@ def test_other_labels_states_and_inputs_exclude_the_ladder(settings: dict[str, A
 
 def corpus(num_frames: int, num_speakers: int, num_features: int = 2) -> Corpus:
     """Speech in one utterance per speaker; a third of the frames is silence."""
-    offsets = np.linspace(0, num_frames, num_speakers + 1).astype(np.int32)
+    offsets = np.linspace(0, num_frames, num_speakers + 1).astype(np.int64)
     names = tuple(f"s{number}" for number in range(num_speakers))
     frames = FrameSet(np.zeros((num_frames, num_features), np.float32),
                       (np.arange(num_frames) % 3).astype(np.int32), offsets, names)

@@ -91,6 +91,9 @@ def read_sets(data: DataConfig, feature_config: FeatureConfig) -> dict[str, list
     source = locate(data)
     if data.corpus == "lhotse":
         return manifests.read_sets(source)
+    if (source / "text").is_file() and not (source / "train").is_dir():
+        raise DataError(f"data.source is {data.source}, which is one data directory; set it to "
+                        "the folder with train, test and lexicon.txt.")
     given = feature_config.kind == "given"
     valid = _valid_folder(source)
     names = {"train": "train", "test": "test"} | ({"valid": valid} if valid else {})

@@ -5,7 +5,8 @@ This module is independent of the model. Letters: T frames, P pdfs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +29,8 @@ from ngsgd.phase import Phase
 # maximum utterances for the calibration, and the beam of their lattices: it has only two parameters
 _MAX_CALIBRATION = 300
 _CALIBRATION_BEAM = 4.0
+# seconds between two reports of the calibration
+REPORT_S = 20.0
 # the first pass of speaker adaptation, whose scores are those of Gaussian mixtures
 _FIRST_SCALE, _FIRST_BEAM, _FIRST_ACTIVE = 0.1, 13.0, 7000
 
@@ -89,23 +92,33 @@ def tune_and_decode(
     total, rows = scoring.score(test.texts, hypotheses, test.frames.utt_ids)
     on_test = (sweep(graph, config, test.texts, test.frames.utt_ids, test_logliks, language.num_pdfs)
                if config.oracle else ())
-    report(Phase("calibrating confidences"))
     oracle = min(on_test, key=lambda one: one[1].num_errors, default=None)
     return DecodingResult(
         setting=setting, valid=valid_errors, sweep=tried, test=total,
         test_interval=scoring.confidence_interval(test.texts, hypotheses), hypotheses=hypotheses, per_utterance=tuple(rows),
         graph=penalized, oracle=oracle,
-        calibration=_calibration(penalized, config, setting, valid, valid_logliks),
+        calibration=_calibration(penalized, config, setting, valid, valid_logliks, report),
     )
 
 
 def _calibration(graph: Graph, config: DecodeConfig, setting: DecodingWeights, valid: SpeechSet,
-                 logliks: LogLikelihoods) -> Calibration:
+                 logliks: LogLikelihoods, report: Callable[[str], None]) -> Calibration:
     """Fit the calibration of confidences on at most `_MAX_CALIBRATION` utterances."""
+    report(Phase("calibrating confidences"))
     texts, some = valid.texts[:_MAX_CALIBRATION], logliks[:_MAX_CALIBRATION]
     if not any(texts):
         return Calibration()
-    return words.calibrate(graph, some, texts, Search(setting.acoustic_scale, config.beam, config.max_active),
+
+    def reported() -> Iterator[npt.NDArray[np.float32]]:
+        # the lattices of an uncertain model can take longer than its training
+        last = time.monotonic()
+        for number, loglik_TP in enumerate(some):
+            if time.monotonic() - last >= REPORT_S:
+                report(Phase(f"calibrating confidences: {number} of {len(some)} utterances"))
+                last = time.monotonic()
+            yield loglik_TP
+
+    return words.calibrate(graph, reported(), texts, Search(setting.acoustic_scale, config.beam, config.max_active),
                            lattice_beam=min(config.lattice_beam, _CALIBRATION_BEAM))
 
 

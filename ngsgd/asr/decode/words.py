@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,7 +119,7 @@ def outcomes(
 
 def calibrate(
     graph: Graph,
-    logliks: Sequence[npt.NDArray[np.float32]],
+    logliks: Iterable[npt.NDArray[np.float32]],
     texts: Sequence[Sequence[str]],
     search: Search,
     *,

@@ -25,6 +25,7 @@ from ngsgd.files import new_file, read_json, read_regular_bytes
 from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.final_model import check_final
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
+from ngsgd.training.storage import lock
 
 _MAX_BYTES = 1 << 34
 
@@ -56,7 +57,16 @@ def open_bundle(model: str, *, trust: bool = False) -> Bundle:
     path = Path(model)
     if not path.is_file() and not (path / "model.json").is_file():
         path = find_run(model)
-    final = path / "final" if (path / "config.yaml").is_file() else path
+    final = path
+    if (path / "config.yaml").is_file():
+        folder = RunFolder(path)
+        final = folder.final
+        # the index is written at the end of the training
+        if not (final / bundle_files.INDEX).is_file() and lock.holder_of(folder.lock):
+            raise CheckpointError(
+                f"{path} is still running and has no final model yet; wait for its end, and see "
+                f"its state with: ngsgd status {path}."
+            )
     if (final / "model.json").is_file():
         about = permission.read_about(final)
         permission.require(about["model"], final / "model.json", about["run_id"], trust=trust)

@@ -239,6 +239,11 @@ def test_an_error_in_the_data_is_one_message_and_leaves_nothing(
     assert not (tmp_path / "cache").exists()
 
 
+def test_one_data_directory_is_not_the_folder_of_all(mine: Path) -> None:
+    with pytest.raises(DataError, match=r"mine/train, .*lexicon\.txt"):
+        kaldi_dirs.fingerprint(config(mine / "train"), FEATURES)
+
+
 def test_unknown_words_are_allowed_with_an_oov_word(mine: Path) -> None:
     say_an_unknown_word(mine)
     sets, _ = kaldi_dirs.make(config(mine, oov_word="NO"), FEATURES, AugmentConfig())

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ngsgd.asr.decode import scoring
+from ngsgd.asr.decode import evaluation, scoring
 from ngsgd.asr.decode.evaluation import tune_and_decode
 from ngsgd.asr.decode.scoring import WordErrors
 from ngsgd.asr.lang.language import Language
@@ -80,14 +80,17 @@ def speech_that_says(texts: list[list[str]], topology: Topology) -> tuple[Speech
     return SpeechSet(frames=frames, texts=tuple(map(tuple, texts)), speakers=("s",) * len(texts)), logliks
 
 
-def test_the_setting_that_is_best_on_valid_is_used_on_test() -> None:
+def test_the_setting_that_is_best_on_valid_is_used_on_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "REPORT_S", 0.0)
+    phases: list[str] = []
     valid, valid_logliks = speech_that_says([["ab", "b", "aa"], ["aa", "ab"]], SMALL)
     test, test_logliks = speech_that_says([["b", "ab"], ["aa"]], SMALL)
     # at scale 1e-6 frames weigh nothing against the cost of a word, and at penalty 1e4 no word is
     # worth it
     config = DecodeConfig(acoustic_scales=(1e-6, 1.0), word_penalties=(1e4, 0.0), beam=1e6)
     result = tune_and_decode(Language(SMALL), config, valid=valid, valid_logliks=valid_logliks, test=test,
-                             test_logliks=test_logliks)
+                             test_logliks=test_logliks, report=phases.append)
+    assert any("1 of 2" in phase for phase in phases)
     assert (result.setting.acoustic_scale, result.setting.word_penalty) == (1.0, 0.0)
     assert result.valid.num_errors == result.test.num_errors == 0
     assert len(result.sweep) == 4

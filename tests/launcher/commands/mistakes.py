@@ -31,6 +31,7 @@ MISTAKES = (
     Mistake("name of PyTorch in a section", "ngsgd train optimizer.learning_rate=0.1", 2, ("schedule.lr_initial=0.1",)),
     Mistake("flag of another trainer", "ngsgd train --epochs 5", 2, ("schedule.num_epochs=5",)),
     Mistake("flag of Kaldi", "ngsgd train --trainer.optimization.minibatch-size=512", 2, ("schedule.minibatch_size=512",)),
+    Mistake("flag of Kaldi with options in it", "ngsgd train --feat.cmvn-opts=--norm-vars=true", 2, ("features.cmvn=",)),
     Mistake("name of Lightning", "ngsgd train gradient_clip_val=1", 2, ("optimizer.max_param_change",)),
     Mistake("value of Lightning", "ngsgd train precision=16-mixed", 2, ("cluster.precision=bf16",)),
     Mistake("number of GPUs", "ngsgd train gpus=2", 2, ("cluster.device=cuda", "cluster.num_workers=2")),

@@ -13,6 +13,7 @@ import pytest
 import soundfile
 
 from ngsgd.launcher.cli import main
+from ngsgd.training.storage.lock import RunLock
 from tests.asr import tiny_recognizer
 
 WORDS = ["NO", "YES", "YES", "NO"]
@@ -37,6 +38,20 @@ def audio(tmp_path: Path) -> Path:
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
+
+
+def test_a_run_in_training_is_waited_for_and_a_stopped_one_resumed(
+    tmp_path: Path, audio: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "final").mkdir()
+    for name in ("config.yaml", "final/model.json"):
+        (tmp_path / name).write_text('{"model": {}}')
+    transcribe = ["transcribe", str(tmp_path), str(audio)]
+    with RunLock(tmp_path / "lock", "train"):
+        assert main(transcribe) == 6
+    assert "ngsgd status" in capsys.readouterr().err
+    assert main(transcribe) == 6
+    assert "ngsgd resume" in capsys.readouterr().err
 
 
 def test_one_file_gives_its_words_alone(
