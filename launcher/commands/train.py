@@ -23,7 +23,7 @@ from ngsgd.launcher.text import masked
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged, resume_command
+from ngsgd.pipeline.runs.run_folder import SIMULATION, RunFolder, require_unchanged, resume_command
 from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.services import PoolRequest, Services, local_pool
 from ngsgd.training.records import FinalReport
@@ -81,11 +81,16 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     if config.task.from_python:
         raise ConfigError("the task of this run came from a Python program, so that no command can continue it; call "
                           f"{resume_command(config.task, folder.path)}.")
+    if (folder.path / SIMULATION).exists():
+        raise ConfigError(f"{folder.path} is a simulation, which has no real workers and cannot be resumed; repeat it with "
+                          "ngsgd simulate.")
     require_unchanged(folder.config, accept=accept_changed_config)
     fingerprint = FingerprintCheck.of_resumed_run(config, folder, _progress(config, quiet).report,
                                                   allow_other_bits=allow_other_bits)
     cluster = config.cluster
-    config = replace(config, cluster=replace(cluster, address=cluster.address if address is None else address,
+    # a run that began without Ray joins the cluster too
+    config = replace(config, cluster=replace(cluster, kind="ray" if address else cluster.kind,
+                                             address=cluster.address if address is None else address,
                                              num_workers=num_workers or cluster.num_workers))
     config = _as_given(config, given)
     if config.tracking.kind == "mlflow":

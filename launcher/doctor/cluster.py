@@ -26,8 +26,6 @@ class NodeReport:
     writes: bool
     # fingerprint of its ngsgd and torch
     code: str
-    # time of its clock
-    now: float
     troubles: tuple[Finding, ...]
 
 
@@ -72,16 +70,28 @@ def _node(node: Mapping[str, Any], mark: Path) -> Iterator[Finding]:
     where = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
     place = NodeAffinitySchedulingStrategy(node_id=str(node["NodeID"]), soft=False)
     num_cpus = int(node["Resources"].get("CPU", 0))
-    sent = time.time()
+    task = ray.remote(num_cpus=0, scheduling_strategy=place, max_retries=0)
     try:
-        asked = ray.remote(num_cpus=0, scheduling_strategy=place, max_retries=0)(report_node).remote(str(mark), num_cpus)
-        found: NodeReport = ray.get(asked, timeout=_ANSWER_S)
+        found: NodeReport = ray.get(task(report_node).remote(str(mark), num_cpus), timeout=_ANSWER_S)
+        # a second task, because the first one waits for the start of its process
+        sent = time.time()
+        now: float = ray.get(task(clock_time).remote(), timeout=_ANSWER_S)
     except Exception as error:
         yield Finding("fail", "node", f"{where} runs no task "
                                       f"({str(error).strip().partition(chr(10))[0][:120]})",
                       "install ngsgd there, in the Python that runs Ray")
         return
-    yield from judged(where, found, mark.parent, skew_s=found.now - (sent + time.time()) / 2)
+    yield from judged(where, found, mark.parent, skew_s=skew(sent, now, time.time()))
+
+
+def clock_time() -> float:
+    """Return the time of the node that runs this task."""
+    return time.time()
+
+
+def skew(sent: float, now: float, received: float) -> float:
+    """Return the smallest offset of a clock that read `now` between two times of this machine."""
+    return min(max(0.0, now - received), now - sent)
 
 
 def report_node(mark: str, num_cpus: int) -> NodeReport:
@@ -98,7 +108,7 @@ def report_node(mark: str, num_cpus: int) -> NodeReport:
              *machine.storage(Path(mark).parent),
              # a head without CPUs has no workers
              *(machine.threads(num_cpus) if num_cpus else ())]
-    return NodeReport(Path(mark).is_file(), writes, version_digest(), time.time(),
+    return NodeReport(Path(mark).is_file(), writes, version_digest(),
                       tuple(one for one in found if one.verdict != "ok"))
 
 

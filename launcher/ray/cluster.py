@@ -112,6 +112,14 @@ def require_cpus(num_cpus: int, address: str) -> None:
                            "to fewer.")
 
 
+def room_told(num_cpus: int) -> str:
+    """Say for how many workers of so many CPUs the cluster has room, for an error message."""
+    if not num_cpus:
+        return ""
+    room = sum(int(node["Resources"].get("CPU", 0.0) // num_cpus) for node in ray.nodes() if node["Alive"])
+    return f" (each takes {num_cpus} CPUs, and the machines of the cluster have room for {room})"
+
+
 def _most_cpus() -> float:
     return max((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
 

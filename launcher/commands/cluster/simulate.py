@@ -206,7 +206,7 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
     from ngsgd.data.reader import EgsReader
     from ngsgd.launcher.commands.train import services_of
     from ngsgd.pipeline.run import Run, build_run
-    from ngsgd.pipeline.runs.run_folder import run_name
+    from ngsgd.pipeline.runs.run_folder import SIMULATION, run_name
     from ngsgd.tasks.frames import schedule_of
 
     config = replace(config, name=f"{run_name(config)}-simulated")
@@ -215,6 +215,8 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
                        make_pool=virtual.make_pool, workers="simulated", make_trackers=lambda *_: [progress, scores])
     run = build_run(config, services)
     assert isinstance(run, Run)
+    # from the beginning, so that no command resumes the run with real workers
+    write_text(run.folder.path / SIMULATION, json.dumps({"options": vars(options)}, indent=1))
     began = time.monotonic()
     run.train_only()
     assert virtual.pool is not None
@@ -224,7 +226,7 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
                                  model_bytes=4 * virtual.num_parameters))
              for num_jobs in map(schedule.num_jobs, range(schedule.num_outer_iters))]
     summary = _summary(virtual.pool, scores.records, times, run.folder, time.monotonic() - began)
-    write_text(run.folder.path / "simulation.json",
+    write_text(run.folder.path / SIMULATION,
                json.dumps({"cluster": asdict(virtual.cluster), "summary": asdict(summary)}, indent=1))
     return summary
 

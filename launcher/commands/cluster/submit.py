@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import EXIT_OK, ClusterError, ConfigError
@@ -85,7 +85,8 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
             raise ConfigError("--resume keeps the settings of the run; remove "
                               f"{' '.join(options.overrides) or '--config-dir'}.")
         more = [*(["--workers", str(options.workers)] if options.workers else []), *(["--trust"] if options.trust else [])]
-        return ["resume", os.path.abspath(options.resume), *more], options.to or "ray"
+        # the run may have begun on another cluster, or on one machine
+        return ["resume", os.path.abspath(options.resume), "--address", "auto", *more], options.to or "ray"
     if options.workers:
         raise ConfigError(f"--workers is for --resume; set cluster.num_workers={options.workers}.")
     from ngsgd.launcher.config import compose
@@ -140,8 +141,6 @@ def _name(options: argparse.Namespace) -> str:
 def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
     name, server = _name(options), jobs.job_server_of(options)
     joined = words if options.resume else [*words, "cluster.address=auto"]
-    # the settings of a resumed run hold the address of its first cluster: auto, unless it was
-    # started by hand
     entrypoint = shlex.join([options.program, *joined])
     environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_WAIT_S)}}
     runtime = {**environment, **({"working_dir": options.working_dir, "excludes": _EXCLUDES} if options.working_dir else {})}
@@ -184,6 +183,10 @@ def _to_slurm(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def _to_kubernetes(options: argparse.Namespace, words: list[str]) -> int:
+    where = next((word for word in words if word.startswith("output_dir=")), words[1])
+    if not PurePosixPath(where.removeprefix("output_dir=")).is_relative_to(options.mount):
+        raise ConfigError(f"{where} is not on the volume of --claim, which the pods mount at {options.mount}; give a folder "
+                          "there, or another --mount.")
     text = kubernetes.manifest(kubernetes.KubernetesJob.of(options, _name(options)), [options.program, *words])
     if options.dry_run:
         print(text, end="")

@@ -36,6 +36,8 @@ from ngsgd.files import (
 from ngsgd.masking import masked
 from ngsgd.training.storage.lock import RunLock
 
+# in the run folders of ngsgd simulate only
+SIMULATION = "simulation.json"
 # begins the last line of config.yaml
 _DIGEST = "# sha256 of the lines above: "
 
@@ -340,7 +342,7 @@ def resume_command(task: TaskConfig, run: Path) -> str:
     """The command, or for a task of a Python program the call, that continues a run."""
     if task.from_python:
         return f'ngsgd.train({task_argument(task)}, resume="{run}") in Python'
-    return f"ngsgd resume {run}"
+    return "ngsgd simulate, from the beginning" if (run / SIMULATION).exists() else f"ngsgd resume {run}"
 
 
 def task_argument(task: TaskConfig) -> str:

@@ -146,10 +146,15 @@ def test_a_node_is_checked_from_within(tmp_path: Path, monkeypatch: pytest.Monke
     assert told["shadowed"].verdict == "warn"
 
 
+@pytest.mark.parametrize(("now", "offset"), [(10.0, 0.0), (14.0, 0.0), (9.0, -1.0), (20.0, 6.0)])
+def test_the_time_of_a_question_is_no_offset_of_a_clock(now: float, offset: float) -> None:
+    assert cluster.skew(10.0, now, 14.0) == offset
+
+
 @pytest.mark.parametrize(("sees", "writes", "code", "told"), [
     (False, True, "", " read "), (True, False, "", " write "), (True, True, "other", "another version")])
 def test_a_node_that_cannot_work_fails(sees: bool, writes: bool, code: str, told: str, tmp_path: Path) -> None:
-    found = cluster.NodeReport(sees, writes, code or version_digest(), 0.0, ())
+    found = cluster.NodeReport(sees, writes, code or version_digest(), ())
     first, _ = cluster.judged("n1", found, tmp_path, skew_s=0.0)
     assert first.verdict == "fail" and told in first.found and first.fix
 

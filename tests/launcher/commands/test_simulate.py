@@ -94,3 +94,5 @@ def test_the_real_command_is_decided_by_its_seed_and_failures_change_no_number(
     assert records[-1]["elapsed_s"] == calm["virtual_s"]
     assert json.loads((folder / "simulation.json").read_text())["summary"]["virtual_s"] == calm["virtual_s"]
     assert not (tmp_path / "mlflow.db").exists() and not (folder / "decode").exists()
+    # with real workers it would start as many processes as the simulation has workers
+    assert cli.main(["resume", calm["folder"]]) == ConfigError.exit_code

@@ -75,6 +75,12 @@ def test_a_ray_job_gets_absolute_paths_and_time_to_stop(jobs: Jobs, tmp_path: Pa
     assert "logs --follow --dashboard-url http://head:8265 night" in told
 
 
+@pytest.mark.parametrize("to", [[], ["--to", "slurm"], ["--to", "kubernetes", "--claim", "c"]])
+def test_a_resumed_run_joins_the_cluster_of_its_job(to: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["submit", *to, "--dry-run", "--resume", "/shared/runs/x", "--workers", "3"]) == 0
+    assert "ngsgd resume /shared/runs/x --address auto --workers 3" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(("words", "told"), [
     (["sede=3"], "seed=3"),
     (["cluster.address=x:1"], "cluster.address"),
@@ -90,8 +96,11 @@ def test_a_ray_job_gets_absolute_paths_and_time_to_stop(jobs: Jobs, tmp_path: Pa
     (["--to", "slurm", "--nodes", "0"], "--nodes is 0"),
     (["--to", "slurm", "--sbatch=mem 3"], "--sbatch is 'mem 3'"),
     (["--to", "slurm", "--job-name", "a b"], "letters"),
-    (["--to", "kubernetes"], "--claim is missing"),
-    (["--to", "kubernetes", "--claim", "c", "--job-name", "Night_1"], "47 "),
+    (["--to", "kubernetes", "output_dir=/shared/runs"], "--claim is missing"),
+    (["--to", "kubernetes", "--claim", "c", "output_dir=runs"], "/runs"),
+    (["--to", "kubernetes", "--claim", "c", "--resume", "/data/runs/x"], "/data/runs/x"),
+    (["--to", "kubernetes", "--claim", "c", "--mount", "/data", "output_dir=/shared/runs"], "/data"),
+    (["--to", "kubernetes", "--claim", "c", "--job-name", "Night_1", "output_dir=/shared/runs"], "47 "),
 ])
 def test_mistakes_are_reported_before_anything_is_sent(words: list[str], told: str, jobs: Jobs,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
