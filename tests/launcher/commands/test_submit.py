@@ -79,8 +79,8 @@ def test_a_ray_job_gets_absolute_paths_and_time_to_stop(jobs: Jobs, tmp_path: Pa
 def test_a_resumed_run_joins_the_cluster_of_its_job(to: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["submit", *to, "--dry-run", "--resume", "/shared/runs/x", "--workers", "3"]) == 0
     words = capsys.readouterr().out.split()
-    at = words.index("--address")
-    assert words[at - 1:at + 4] == ["/shared/runs/x", "--address", "auto", "--workers", "3"]
+    at = words.index("/shared/runs/x")
+    assert words[at + 1:at + 5] == ["--address", "auto", "--workers", "3"]
 
 
 @pytest.mark.parametrize(("words", "told"), [
