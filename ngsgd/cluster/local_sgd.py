@@ -1,7 +1,7 @@
 """Local SGD for custom training loops: ranks of torch.distributed that average parameters.
 
 B is the model that ranks start a round from, W the model that is evaluated; see
-`ngsgd.optim.outer_rules`.
+`ngsgd.optim.outer`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LocalSGD:
             rank.
         optimizer: any optimizer of the model.
         sync_every: optimizer steps between two averages, at least 1.
-        outer: "average", "bmuf", "diloco", or a rule of `ngsgd.optim.outer_rules` without `center`,
+        outer: "average", "bmuf", "diloco", or a rule of `ngsgd.optim.outer` without `center`,
             such as DiLoCo(lr=0.5). Default: "bmuf".
         process_group: ranks that train together; None for all ranks.
         reset_optimizer: start each round with a new optimizer state (momentum, Fisher estimates),
@@ -93,15 +93,17 @@ class LocalSGD:
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError("LocalSGD needs torch.distributed; call "
                               "torch.distributed.init_process_group first.")
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is a {type(model).__name__}; give the module, not its parameters.")
         if sync_every < 1:
             raise ConfigError(f"sync_every is {sync_every}; set it to at least 1.")
         if isinstance(outer, str) and outer not in _RULES:
             raise ConfigError(f"outer is {outer!r}; choose {', '.join(_RULES)}, or pass a rule of "
-                              "ngsgd.optim.outer_rules.")
+                              "ngsgd.optim.outer.")
         if not isinstance(outer, str) and hasattr(outer, "center"):
             raise ConfigError(f"{type(outer).__name__} needs the parameters of every rank, but "
                               f"ranks exchange only their mean; choose {', '.join(_RULES)}, or a "
-                              "rule of ngsgd.optim.outer_rules without `center`.")
+                              "rule of ngsgd.optim.outer without `center`.")
         self.model, self.optimizer, self.sync_every = model, optimizer, sync_every
         self.rule = _RULES[outer]() if isinstance(outer, str) else outer
         self._initial_state = copy.deepcopy(optimizer.state_dict()) if reset_optimizer else None

@@ -653,10 +653,10 @@ def set_options(groups: list[dict[str, Any]], layer_options: Mapping[str, Mappin
     for pattern, options in layer_options.items():
         if unknown := sorted(set(options) - known):
             raise ValueError(f"Invalid layer_options[{pattern!r}]: no setting {', '.join(unknown)}; there are "
-                             f"{', '.join(sorted(known))}")
+                             f"{', '.join(sorted(known))}" + ("; lr_factor multiplies lr" if "lr" in unknown else ""))
         matching = [group for group in groups if fnmatchcase(group["name"], pattern)]
         if not matching:
-            raise ValueError(f"Invalid layer_options: no component is called {pattern!r}; there are {', '.join(names)}")
+            raise ValueError(f"Invalid layer_options: no layer is called {pattern!r}; there are {', '.join(names)}")
         for group in matching:
             group.update(options)
 

@@ -87,7 +87,7 @@ def train(task: TaskOrFunction, *, num_workers: int = 2, cluster: str | Mapping[
 
 
 def load(run: str | Path, task: TaskOrFunction | None = None) -> BaseRun:
-    """Open a finished or stopped run, without Hydra, Ray or MLflow.
+    """Open a run, without Hydra, Ray or MLflow.
 
     Args:
         run: the run folder, or its name under runs/.
@@ -95,7 +95,8 @@ def load(run: str | Path, task: TaskOrFunction | None = None) -> BaseRun:
             None.
 
     Returns:
-        The run, with `model`, `metrics` and `folder`.
+        The run, with `model`, `metrics` and `folder`. `model` and `metrics` of a run that
+        was stopped raise `CheckpointError` until it is resumed and finished.
 
     Raises:
         ConfigError: the run does not exist.

@@ -85,6 +85,9 @@ def task_spec(config: RunConfig, given: TaskOrFunction | None) -> TaskSpec:
             raise ConfigError(f"the task of this run, {config.task.from_python}, came from a Python program; continue "
                               "the run there, with ngsgd.train(task, resume=RUN).")
         return ImportedTask(settings, config.task)
+    if isinstance(given, nn.Module) or not (isinstance(given, Task) or callable(given)):
+        raise ConfigError(f"the task is a {type(given).__name__}; pass an ngsgd.tasks.DatasetTask(dataset, make_model, "
+                          "loss_fn), or a function that returns one.")
     spec = GivenTask(settings, given)
     if config.cluster.kind != "in_process":
         spec.require_picklable()

@@ -214,6 +214,8 @@ def test_wrong_arguments_are_refused(one_rank: None) -> None:
     for options in ({"sync_every": 0}, {"sync_every": 5, "outer": "median"}):
         with pytest.raises(ConfigError):
             ngsgd.LocalSGD(model, optimizer, **options)
+    with pytest.raises(ConfigError):
+        ngsgd.LocalSGD(model.parameters(), optimizer, sync_every=5)  # type: ignore[arg-type]
     local = ngsgd.LocalSGD(model, optimizer, sync_every=5, outer="diloco")
     with pytest.raises(ConfigError):
         local.load_state_dict(ngsgd.LocalSGD(model, optimizer, sync_every=5, outer="average").state_dict())

@@ -214,6 +214,13 @@ def test_a_task_that_no_process_can_be_sent_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("given", [nn.Linear(3, 3), blobs.dataset()])
+def test_what_is_no_task_is_refused(tmp_path: Path, given: Any) -> None:
+    with pytest.raises(ConfigError, match="DatasetTask"):
+        ngsgd.train(given, output_dir=tmp_path, cluster="in_process", services=Services())
+    assert not list(tmp_path.iterdir())
+
+
 def wider_task() -> DatasetTask:
     x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
     return DatasetTask(TensorDataset(x, x), lambda: nn.Linear(3, 3), lambda model, batch: mse_loss(model(batch[0]), batch[1]))

@@ -43,8 +43,10 @@ class FingerprintCheck:
         file = FingerprintFile(folder.fingerprint)
         stored = file.newest()
         if stored is None:
-            report("this run was begun by a version of ngsgd without numeric fingerprints, so "
-                   "bitwise identity with its earlier results cannot be checked")
+            # a run that was stopped before its first job has no results to compare with
+            if any(folder.checkpoints.glob("iter-*")):
+                report("this run was begun by a version of ngsgd without numeric fingerprints, so "
+                       "bitwise identity with its earlier results cannot be checked")
             return cls.of_new_run(config, folder, allow_other_bits=allow_other_bits)
         num_threads = stored.threads or resolve_threads(config.cluster, os.cpu_count() or 1)
         here = _of_coordinator(config, num_threads)

@@ -79,8 +79,14 @@ def test_other_code_is_refused_with_ray_too_but_another_machine_is_not(tmp_path:
 
 def test_a_run_of_before_is_resumed_with_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    bits, told = _resumed(_with_workers(4), RunFolder(tmp_path))
+    folder = RunFolder(tmp_path)
+    (folder.checkpoints / "iter-000003").mkdir(parents=True)
+    bits, told = _resumed(_with_workers(4), folder)
     assert len(told) == 1 and bits.num_threads == 2 and bits.differences == []
+
+
+def test_a_run_without_results_is_resumed_without_a_notice(tmp_path: Path) -> None:
+    assert _resumed(_with_workers(2), RunFolder(tmp_path))[1] == []
 
 
 def test_info_shows_it(tmp_path: Path) -> None:
