@@ -14,6 +14,7 @@ from ngsgd.errors import ConfigError
 
 JSON = "print JSON, and nothing else, on stdout"
 TRUST = "import the custom module that the run names (model._target_), even if another user or machine made the run"
+OTHER_BITS = "accept other processors, versions or kernels; results then agree up to rounding"
 
 
 class Parser(argparse.ArgumentParser):

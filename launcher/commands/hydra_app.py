@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from ngsgd.files import write_text
-from ngsgd.launcher.arguments import TRUST, Parser
+from ngsgd.launcher.arguments import OTHER_BITS, TRUST, Parser
 from ngsgd.launcher.config import compose, config_builder
 from ngsgd.launcher.config.paths import require_paths
 from ngsgd.launcher.config.tuned_file import expanded
@@ -71,9 +71,7 @@ def resume(arguments: Sequence[str]) -> int:
                         help="number of workers; results stay the same (default: that of the run)")
     parser.add_argument("--accept-changed-config", action="store_true",
                         help="accept a config.yaml that was edited after the start of the run")
-    parser.add_argument("--allow-other-bits", action="store_true",
-                        help="accept other processors, versions or kernels; results then agree up "
-                             "to rounding")
+    parser.add_argument("--allow-other-bits", action="store_true", help=OTHER_BITS)
     parser.add_argument("--quiet", "-q", action="store_true",
                         help="print incidents and the result only")
     parser.add_argument("--verbose", "-v", action="store_true",

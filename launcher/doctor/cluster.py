@@ -37,8 +37,8 @@ def nodes(address: str, output_dir: Path) -> Iterator[Finding]:
     try:
         connect(replace(ClusterConfig(), address=address))
     except ClusterError as error:
-        yield Finding("fail", "Ray", str(error), "start it with: ray start --head; set the same "
-                                                 "RAY_AUTH_TOKEN on every machine")
+        yield Finding("fail", "Ray", str(error), "if no head runs, start it with: ray start --head; the "
+                                                 "token must be the same on every machine")
         return
     import ray
 

@@ -77,6 +77,8 @@ def advice(machine: Machine, table: Sequence[Row], *, is_speech: bool = True) ->
                 f"{many.num_threads}; set cluster.threads_per_worker={few.num_threads}.")
     paying = [row for row in table if row.samples.enough_data and row.there.efficiency >= _WORTH_IT]
     best = paying[-1] if paying else table[0]
+    if not paying and best.workers > 1:
+        return f"none of these numbers of workers pays: {_what_stops(best)}; try fewer with --workers."
     beyond = [row for row in table if row.workers > best.workers]
     said = f"{_workers(best.workers)} at {_percent(best.there.efficiency)} efficiency"
     if best.there.overhead_s > MAX_OVERHEAD * best.there.outer_iter_s and best.samples.enough_data:

@@ -30,6 +30,8 @@ _SCRIPT = """\
 # a token for this job, because Ray listens on all interfaces
 RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0 OMP_WAIT_POLICY=PASSIVE
+# since Slurm 22.05 the steps do not inherit --cpus-per-task, and could be bound to one core
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 # uncomment and adapt to your network
 # export NCCL_SOCKET_IFNAME=ib0 NCCL_IB_DISABLE=0 NCCL_DEBUG=WARN
 
@@ -85,7 +87,7 @@ exit "$code"
 
 _TRAIN = """\
 # a requeued job keeps its number
-{words} --continue "name={name}-$SLURM_JOB_ID" cluster.address=auto &
+{words} --continue name={name}-"$SLURM_JOB_ID" cluster.address=auto &
 run=$!
 """
 
@@ -163,5 +165,6 @@ def _start(request: SlurmJob, words: Sequence[str]) -> str:
     """The lines that start the run, or resume that of a requeued job."""
     if "train" not in words[:2]:
         return _RESUME.format(words=shlex.join(words))
-    named = [word for word in words if not word.startswith("name=")]
-    return _TRAIN.format(name=request.name, words=shlex.join(named))
+    given = next((word.partition("=")[2] for word in words if word.startswith("name=")), request.name)
+    others = [word for word in words if not word.startswith("name=")]
+    return _TRAIN.format(name=shlex.quote(given), words=shlex.join(others))

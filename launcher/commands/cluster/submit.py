@@ -13,9 +13,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
+from ngsgd.cluster.fingerprint import OVERRIDE
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import EXIT_OK, ClusterError, ConfigError
-from ngsgd.launcher.arguments import JSON, TRUST, Parser
+from ngsgd.launcher.arguments import JSON, OTHER_BITS, TRUST, Parser
 from ngsgd.launcher.ray import jobs
 from ngsgd.launcher.ray.jobs import told
 from ngsgd.launcher.schedulers import kubernetes, slurm
@@ -54,6 +55,7 @@ def _parser() -> Parser:
     parser.add_argument("--workers", type=int, metavar="N",
                         help="with --resume: number of workers (default: that of the run)")
     parser.add_argument("--trust", action="store_true", help=TRUST)
+    parser.add_argument(OVERRIDE, action="store_true", help=OTHER_BITS)
     parser.add_argument("--job-name", metavar="NAME",
                         help="name of the job (default: ngsgd- and the time)")
     parser.renamed("--name", "--job-name")
@@ -83,8 +85,8 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
     if options.resume:
         if options.overrides or options.config_dir:
             raise ConfigError("--resume keeps the settings of the run; remove "
-                              f"{' '.join(options.overrides) or '--config-dir'}.")
-        more = [*(["--workers", str(options.workers)] if options.workers else []), *(["--trust"] if options.trust else [])]
+                              f"{' '.join(options.overrides) or '--config-dir'}.{_meant(options)}")
+        more = [*(["--workers", str(options.workers)] if options.workers else []), *_flags(options)]
         # the run may have begun on another cluster, or on one machine
         return ["resume", os.path.abspath(options.resume), "--address", "auto", *more], options.to or "ray"
     if options.workers:
@@ -100,13 +102,24 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
     if options.to and kind not in ("ray", options.to):
         raise ConfigError(f"--to is {options.to}, but cluster is {kind}; give one of them.")
     extra = ["--config-dir", os.path.abspath(options.config_dir)] if options.config_dir else []
-    extra += ["--trust"] if options.trust else []
+    extra += _flags(options)
     # within the job, the cluster is always Ray
     given = [word for word in options.overrides if not word.startswith(("output_dir=", "cluster=", "cluster.kind="))]
     to = options.to or kind
     given += [] if to == "ray" else _sizes(options, config.cluster)
     # the job starts in another folder
     return ["train", *extra, f"output_dir={os.path.abspath(config.output_dir)}", *given], to
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    """Flags that train and resume have, too."""
+    return [*(["--trust"] if options.trust else []), *([OVERRIDE] if options.allow_other_bits else [])]
+
+
+def _meant(options: argparse.Namespace) -> str:
+    """How a resumed run gets to the cluster that cluster= names."""
+    kinds = [word.partition("=")[2] for word in options.overrides if word.startswith(("cluster=", "cluster.kind="))]
+    return f" The type of cluster is --to {kinds[-1]}." if kinds and kinds[-1] in _PLACES else ""
 
 
 def _sizes(options: argparse.Namespace, cluster: ClusterConfig) -> list[str]:

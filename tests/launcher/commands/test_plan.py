@@ -241,6 +241,10 @@ def test_advice_on_too_little_data() -> None:
     assert plan_text.advice(MACHINE, _rows(1, 2, 1000)).endswith("; for 1000 there is too little data.")
 
 
+def test_no_number_is_advised_that_does_not_pay() -> None:
+    assert "up to" not in plan_text.advice(MACHINE, _rows(1000, 2000))
+
+
 def test_advice_when_all_is_well() -> None:
     table = _rows(1, 2, workload=replace(WORKLOAD, samples=1e6, total_samples=1e9))
     assert re.fullmatch(r"up to 2 workers run at 9\d% efficiency; the table ends there\.", plan_text.advice(MACHINE, table))

@@ -77,10 +77,10 @@ def test_a_ray_job_gets_absolute_paths_and_time_to_stop(jobs: Jobs, tmp_path: Pa
 
 @pytest.mark.parametrize("to", [[], ["--to", "slurm"], ["--to", "kubernetes", "--claim", "c"]])
 def test_a_resumed_run_joins_the_cluster_of_its_job(to: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["submit", *to, "--dry-run", "--resume", "/shared/runs/x", "--workers", "3"]) == 0
+    assert cli.main(["submit", *to, "--dry-run", "--resume", "/shared/runs/x", "--workers", "3", "--allow-other-bits"]) == 0
     words = capsys.readouterr().out.split()
     at = words.index("/shared/runs/x")
-    assert words[at + 1:at + 5] == ["--address", "auto", "--workers", "3"]
+    assert words[at + 1:at + 6] == ["--address", "auto", "--workers", "3", "--allow-other-bits"]
 
 
 @pytest.mark.parametrize(("words", "told"), [
@@ -89,6 +89,7 @@ def test_a_resumed_run_joins_the_cluster_of_its_job(to: list[str], capsys: pytes
     (["cluster=local"], "cluster.address and cluster=local."),
     (["--to", "slurm", "cluster=kubernetes"], "--to"),
     (["--resume", "runs/x", "seed=1"], "--resume"),
+    (["--resume", "runs/x", "cluster=slurm"], "--to slurm"),
     (["--nodes", "8"], "--nodes"),
     (["--time=2:00:00", "seed=3"], "--time"),
     (["--workers", "3"], "cluster.num_workers=3"),
@@ -198,9 +199,9 @@ def test_the_slurm_script_is_sound_shell(capsys: pytest.CaptureFixture[str], tmp
                   "output_dir=/shared/runs", "name=mine")
     for line in ("--mem=32G", "--nodes=3", "--gpus-per-node=2", "--partition=gpu", "--requeue", "--signal=B:TERM@120"):
         assert f"#SBATCH {line}\n" in text
-    assert "name=mine" not in text, "the run is found again by the job's number"
     assert "ngsgd train output_dir=/shared/runs " in text
-    assert ' --continue "name=night-$SLURM_JOB_ID" cluster.address=auto &' in text
+    assert ' --continue name=mine-"$SLURM_JOB_ID" cluster.address=auto &' in text, "a requeued job keeps its number"
+    assert "--continue name=night-" in _slurm(capsys), "without name= that of the job"
     (tmp_path / "job.sh").write_text(text)
     assert subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=False).returncode == 0
     if shutil.which("shellcheck"):
