@@ -11,7 +11,7 @@ import pytest
 def test_the_examples_of_the_documentation_run(capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "curvature.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", text, re.S)
-    assert len(examples) == 4
+    assert len(examples) == 5
     exec("\n".join(examples), {"__name__": "docs"})
     printed = capsys.readouterr().out
     assert "torch.Size([64, 64, 3])" in printed and "torch.Size([192, 192])" in printed
