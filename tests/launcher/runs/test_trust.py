@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +164,12 @@ def without_data(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
         ran.append(run.config)
         return final_report()
 
+    @dataclass
     class Data:
-        egs_directory = ""
+        egs_directory: str = ""
+        rungs: tuple[str, ...] = ()
 
-    monkeypatch.setattr(composition, "prepare", lambda *_, **__: Data)
+    monkeypatch.setattr(composition, "prepare", lambda *_, **__: Data())
     monkeypatch.setattr(composition.Run, "train", train)
     return ran
 
