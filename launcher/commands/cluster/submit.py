@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from ngsgd.cluster.fingerprint import OVERRIDE
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import EXIT_OK, ClusterError, ConfigError
 from ngsgd.launcher.arguments import JSON, OTHER_BITS, TRUST, Parser
@@ -55,7 +54,7 @@ def _parser() -> Parser:
     parser.add_argument("--workers", type=int, metavar="N",
                         help="with --resume: number of workers (default: that of the run)")
     parser.add_argument("--trust", action="store_true", help=TRUST)
-    parser.add_argument(OVERRIDE, action="store_true", help=OTHER_BITS)
+    parser.add_argument("--allow-other-bits", action="store_true", help=OTHER_BITS)
     parser.add_argument("--job-name", metavar="NAME",
                         help="name of the job (default: ngsgd- and the time)")
     parser.renamed("--name", "--job-name")
@@ -113,7 +112,7 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
 
 def _flags(options: argparse.Namespace) -> list[str]:
     """Flags that train and resume have, too."""
-    return [*(["--trust"] if options.trust else []), *([OVERRIDE] if options.allow_other_bits else [])]
+    return [*(["--trust"] if options.trust else []), *(["--allow-other-bits"] if options.allow_other_bits else [])]
 
 
 def _meant(options: argparse.Namespace) -> str:
