@@ -23,6 +23,7 @@ from ngsgd.pipeline.recipes import recipe
 from ngsgd.pipeline.run import build_run
 from ngsgd.pipeline.services import Services
 from tests.asr.made_up_speech import write_data
+from tests.stops import StopAfter
 
 
 def climbing(**settings: Any) -> RunConfig:
@@ -85,20 +86,6 @@ def test_rungs_are_read_back_and_damaged_ones_are_none(tmp_path: Path, damaged: 
     assert rungs.stored(tmp_path / "ali.npz") == [made]
     (tmp_path / "ali.rung.json").write_text(damaged)
     assert rungs.stored(tmp_path / "ali.npz") == []
-
-
-class StopAfter:
-    """Requests a stop after some questions of the coordinator."""
-
-    def __init__(self, num_questions: int) -> None:
-        self.left = num_questions
-
-    def requested(self) -> bool:
-        self.left -= 1
-        return self.left < 0
-
-    def expired(self) -> bool:
-        return False
 
 
 @pytest.mark.end_to_end

@@ -21,6 +21,7 @@ from ngsgd.training.job import Job, JobFailure, JobInit, JobResult, LocalRef, Ou
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.validation.checksums import digest
+from tests.stops import StopAfter
 from tests.toy import Run, config, undisturbed
 
 Spoil = Callable[[JobResult], Outcome]
@@ -230,21 +231,6 @@ def test_an_error_in_the_data_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="archive 3"):
         run.train(FaultyPool(run, lambda r: JobFailure(r.job, r.worker, "DataError", False, error)))
     assert sum(line["event"] == "submitted" for line in read_json_lines(run.ledger_path)) == 2
-
-
-class StopAfter:
-    """A wish to stop that comes after so many questions."""
-
-    def __init__(self, questions: int, at_once: bool) -> None:
-        self.left = questions
-        self.at_once = at_once
-
-    def requested(self) -> bool:
-        self.left -= 1
-        return self.left < 0
-
-    def expired(self) -> bool:
-        return self.at_once and self.requested()
 
 
 @pytest.mark.slow

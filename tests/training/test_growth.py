@@ -21,6 +21,7 @@ from ngsgd.schedules import Shard
 from ngsgd.training.job import Job, JobFailure, JobInit, JobResult, LocalRef, Outcome, WorkItem
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.worker import Worker
+from tests.stops import StopAfter
 from tests.toy import Run, config, undisturbed
 
 # 6 outer iterations: one layer in the first, two in the second, three from the third on,
@@ -31,20 +32,6 @@ GROWING = ModelConfig(num_layers=3, hidden_dim=16, add_layers_period=1, num_subc
 def growing(early_rules: Any = "none", model: ModelConfig = GROWING, **changes: Any) -> RunConfig:
     schedule = replace(config().schedule, early_rules=early_rules)
     return config(**{"model": model, "schedule": schedule, **changes})
-
-
-class StopAfter:
-    """A wish to stop that comes after so many questions."""
-
-    def __init__(self, questions: int) -> None:
-        self.left = questions
-
-    def requested(self) -> bool:
-        self.left -= 1
-        return self.left < 0
-
-    def expired(self) -> bool:
-        return False
 
 
 class Watched(InProcessPool):

@@ -26,8 +26,8 @@ from ngsgd.errors import RunInterrupted
 from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.build import make_preconditioner
 from ngsgd.preconditioners.options import EveryStepOptions
+from tests.stops import StopAfter
 from tests.toy import Run, config, undisturbed
-from tests.training.test_coordinator import StopAfter
 
 
 def used_by(kind: Any) -> set[str]:
