@@ -17,7 +17,6 @@ from ngsgd.launcher.python_reference import ENTRY
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)(#[^)]*)?\)")
 
 
-
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     """MkDocs calls this for every page."""
     docs, source = Path(config["docs_dir"]), Path(page.file.abs_src_path)

@@ -1,23 +1,36 @@
-"""Make docs/report.png and docs/compare.png from real runs.
+"""Make the pictures of the report, of a comparison and of MLflow from real runs.
 
-    python docs/report_pictures.py --report RUN --compare RUN RUN RUN RUN
+    python docs/report_pictures.py --report RUN
+    python docs/report_pictures.py --compare RUN RUN RUN RUN
+    python docs/report_pictures.py --mlflow RUNS
 
-The first is the upper part of the page of `ngsgd report`, as Chromium shows it, and its timeline.
-The second is the picture of `ngsgd compare --png`. The commands print the figures that the text of
-docs/reports.md quotes.
+docs/report.png is the upper part of the page of `ngsgd report`, as Chromium shows it, and its
+timeline. docs/compare.png is the picture of `ngsgd compare --png`. The commands print the figures
+that the text of docs/reports.md quotes.
+
+docs/mlflow-run.png and docs/mlflow-comparison.png are pages of `ngsgd ui` on a folder with two runs
+of `tracking.registered_model_name=digits schedule.num_epochs=0.4`, first `optimizer=ngsgd`, then
+`optimizer=sgd`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from PIL import Image
+
 DOCS = Path(__file__).resolve().parent
-WIDTH, HEIGHT = 1000, 1190
+REPORT_SIZE = (1000, 1190)
+MLFLOW_SIZES = {"mlflow-run": (915, 1100), "mlflow-comparison": (1000, 1000)}
+# MLflow's menu on the left and its assistant on the right are not part of the pictures
+MENU, ASSISTANT_SHARE = 190, 0.26
 # the sections between the checks and the timeline would make the picture too long to read
 _SHORT = """<style>
 h2, h3, .note, .columns, .card:not(:has(.checks)) { display: none }
@@ -26,26 +39,24 @@ figure:not(:has([aria-label^=Timeline])) { display: none }
 
 
 def main() -> None:
-    """Write both pictures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--report", required=True, metavar="RUN")
-    parser.add_argument("--compare", required=True, nargs="+", metavar="RUN")
+    """Write the pictures that the options ask for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", metavar="RUN")
+    parser.add_argument("--compare", nargs="+", metavar="RUN")
+    parser.add_argument("--mlflow", type=Path, metavar="RUNS")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
-        _ngsgd("report", options.report, "-o", str(page))
-        text = page.read_text(encoding="utf-8")
-        page.write_text(_shortened(text), encoding="utf-8")
-        _screenshot(page, DOCS / "report.png", Path(folder))
-        compared = [
-            "compare",
-            *options.compare,
-            "-o",
-            str(page),
-            "--png",
-            str(DOCS / "compare.png"),
-        ]
-        _ngsgd(*compared)
+        if options.report:
+            _ngsgd("report", options.report, "-o", str(page))
+            text = page.read_text(encoding="utf-8")
+            page.write_text(_shortened(text), encoding="utf-8")
+            _screenshot(page.as_uri(), DOCS / "report.png", REPORT_SIZE)
+        if options.compare:
+            png = str(DOCS / "compare.png")
+            _ngsgd("compare", *options.compare, "-o", str(page), "--png", png)
+    if options.mlflow:
+        _mlflow(options.mlflow)
 
 
 def _shortened(text: str) -> str:
@@ -58,11 +69,40 @@ def _ngsgd(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "ngsgd.launcher", *words], check=True)
 
 
-def _screenshot(page: Path, target: Path, folder: Path) -> None:
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    flags += [f"--user-data-dir={folder / 'browser'}", f"--window-size={WIDTH},{HEIGHT}"]
-    command = ["chromium", *flags, f"--screenshot={target}", page.as_uri()]
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=120)
+def _mlflow(runs: Path) -> None:
+    """Pictures of the oldest run of a folder, and of its experiment."""
+    tracking = min(runs.glob("*/tracking.json"), key=lambda file: file.stat().st_mtime)
+    run = json.loads(tracking.read_text(encoding="utf-8"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "ngsgd.launcher", "ui", str(runs), "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        # "Ctrl-C" is in its last line, which follows the first answer of the server
+        next(line for line in server.stdout if "Ctrl-C" in line)
+        experiment = f"http://127.0.0.1:{port}/#/experiments/{run['experiment_id']}/runs"
+        kind = "workflowType=machine_learning"
+        _mlflow_page(f"{experiment}/{run['run_id']}?{kind}", "mlflow-run")
+        _mlflow_page(f"{experiment}?{kind}&compareRunsMode=CHART", "mlflow-comparison")
+        server.terminate()
+
+
+def _mlflow_page(address: str, name: str) -> None:
+    width, height = MLFLOW_SIZES[name]
+    target, window = DOCS / f"{name}.png", int((MENU + width) / (1 - ASSISTANT_SHARE))
+    # the page loads its charts with several requests
+    _screenshot(address, target, (window, height), "--virtual-time-budget=60000")
+    picture = Image.open(target).crop((MENU, 0, MENU + width, height))
+    picture.quantize(128).save(target, optimize=True)
+
+
+def _screenshot(address: str, target: Path, size: tuple[int, int], *more: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *more]
+        flags += [f"--user-data-dir={folder}", f"--window-size={size[0]},{size[1]}"]
+        command = ["chromium", *flags, f"--screenshot={target}", address]
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=300)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: C
         server = _start(server_command(output_dir, host, port), log, plugin, mark)
         try:
             _wait_until_healthy(server, mark, host, port, log)
-            address = f"http://{_reachable(host)}:{port}"
+            address = _address(host, port)
             experiment = newest_run(output_dir).get("experiment_id", "")
             for line in page_links(output_dir, address, has_view=bool(experiment) and _add_view(address, str(experiment))):
                 say(line)
@@ -147,7 +147,7 @@ def _port_problem(host: str, port: int) -> str:
 
 
 def _in_use(host: str, port: int) -> str:
-    user = "another ngsgd ui" if _mark_of(f"http://{_reachable(host)}:{port}") else "another program"
+    user = "another ngsgd ui" if _mark_of(_address(host, port)) else "another program"
     return f"port {port} of {host} is in use by {user}; choose another one: ngsgd ui --port {min(port + 1, 65535)}"
 
 
@@ -195,7 +195,7 @@ def _wait_until_healthy(server: subprocess.Popen[bytes], mark: str, host: str, p
             if problem := _port_problem(host, port):
                 raise ConfigError(problem)
             raise DashboardError(f"the MLflow server did not start: {_last_line(log)}")
-        found = _mark_of(f"http://{_reachable(host)}:{port}")
+        found = _mark_of(_address(host, port))
         if found == mark:
             return
         if found is not None:
@@ -234,5 +234,6 @@ def _last_line(log: IO[bytes]) -> str:
     return lines[-1] if lines else "no output"
 
 
-def _reachable(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+def _address(host: str, port: int) -> str:
+    """Address of the server for a program on this machine."""
+    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{port}"

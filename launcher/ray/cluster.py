@@ -112,7 +112,7 @@ def require_cpus(num_cpus: int, address: str) -> None:
                            "to fewer.")
 
 
-def room_told(num_cpus: int) -> str:
+def room_for_workers(num_cpus: int) -> str:
     """Say for how many workers of so many CPUs the cluster has room, for an error message."""
     if not num_cpus:
         return ""

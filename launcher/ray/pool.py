@@ -36,7 +36,7 @@ from ngsgd.launcher.ray.cluster import (
     how_it_ended,
     log_folder,
     require_cpus,
-    room_told,
+    room_for_workers,
     shutdown,
 )
 from ngsgd.launcher.ray.head import HeadWatch
@@ -162,7 +162,7 @@ class RayPool:
                 up = sum(slot.process is not None for slot in self._slots)
                 raise ClusterError(
                     f"{up} of {len(self._slots)} workers were ready after cluster.start_timeout_s = "
-                    f"{self.config.start_timeout_s:g}{room_told(num_cpus)}; ask for fewer (cluster.num_workers, or resume "
+                    f"{self.config.start_timeout_s:g}{room_for_workers(num_cpus)}; ask for fewer (cluster.num_workers, or resume "
                     "--workers), or give them more time.")
         self._is_starting = False
         self._way = self.chosen_exchange()

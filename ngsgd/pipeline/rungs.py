@@ -22,6 +22,7 @@ from ngsgd.config import DecodeConfig
 # every which scale and penalty is tried for the errors of a rung
 _STEP = 2
 
+
 @dataclass(frozen=True)
 class Rung:
     """A finished rung.

@@ -85,7 +85,7 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
         if options.overrides or options.config_dir:
             raise ConfigError("--resume keeps the settings of the run; remove "
                               f"{' '.join(options.overrides) or '--config-dir'}.{_meant(options)}")
-        more = [*(["--workers", str(options.workers)] if options.workers else []), *_flags(options)]
+        more = [*(["--workers", str(options.workers)] if options.workers else []), *_shared_flags(options)]
         # the run may have begun on another cluster, or on one machine
         return ["resume", os.path.abspath(options.resume), "--address", "auto", *more], options.to or "ray"
     if options.workers:
@@ -101,7 +101,7 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
     if options.to and kind not in ("ray", options.to):
         raise ConfigError(f"--to is {options.to}, but cluster is {kind}; give one of them.")
     extra = ["--config-dir", os.path.abspath(options.config_dir)] if options.config_dir else []
-    extra += _flags(options)
+    extra += _shared_flags(options)
     # within the job, the cluster is always Ray
     given = [word for word in options.overrides if not word.startswith(("output_dir=", "cluster=", "cluster.kind="))]
     to = options.to or kind
@@ -110,7 +110,7 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
     return ["train", *extra, f"output_dir={os.path.abspath(config.output_dir)}", *given], to
 
 
-def _flags(options: argparse.Namespace) -> list[str]:
+def _shared_flags(options: argparse.Namespace) -> list[str]:
     """Flags that train and resume have, too."""
     return [*(["--trust"] if options.trust else []), *(["--allow-other-bits"] if options.allow_other_bits else [])]
 

@@ -76,7 +76,10 @@ def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object
 
 
 def identity(one: UtteranceEntry, folder: Path) -> str:
-    """Return path, size, time and part of the file of an utterance; features are below `folder`."""
+    """Return name, speaker and words of an utterance, and path, size, time and part of its file.
+
+    Features are below `folder`.
+    """
     if isinstance(one.content, Piece):
         path, part = one.content.path, f"{one.content.start_s} {one.content.end_s}"
     else:
@@ -87,7 +90,8 @@ def identity(one: UtteranceEntry, folder: Path) -> str:
     except OSError as error:
         raise DataError(f"{one.content.where}: {path} cannot be read ({error.strerror}); correct "
                         "the path.") from error
-    return f"{path} {status.st_size} {status.st_mtime_ns} {part}"
+    return (f"{one.utt_id} {one.speaker} {' '.join(one.words)} "
+            f"{path} {status.st_size} {status.st_mtime_ns} {part}")
 
 
 def given(utterances: Sequence[UtteranceEntry], folder: Path) -> Iterator[FramedUtterance]:

@@ -107,8 +107,7 @@ def fingerprint(data: DataConfig, feature_config: FeatureConfig) -> dict[str, An
     seen = hashlib.sha256()
     for name, utterances in sorted(read_sets(data, feature_config).items()):
         for one in utterances:
-            seen.update(f"{name} {one.utt_id} {one.speaker} {' '.join(one.words)} "
-                        f"{data_dir.identity(one, source / name)}\n".encode())
+            seen.update(f"{name} {data_dir.identity(one, source / name)}\n".encode())
     given = [lexicon.locate(data.lexicon, source), *([Path(data.lm)] if data.lm else [])]
     if feature_config.cmvn == "given":
         given += sorted(source.glob("*/cmvn.scp"))

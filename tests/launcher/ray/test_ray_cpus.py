@@ -47,9 +47,9 @@ def test_a_cluster_with_room_for_one_worker_passes_and_is_left(num_cpus: dict[st
 
 def test_the_room_for_workers_is_that_of_whole_machines(num_cpus: dict[str, float]) -> None:
     num_cpus.update(head=0.0, n1=7.0, n2=5.0, dead=8.0)
-    assert "room for 2" in cluster.room_told(4)
+    assert "room for 2" in cluster.room_for_workers(4)
     # a Ray of the run itself reserves no CPUs
-    assert cluster.room_told(0) == ""
+    assert cluster.room_for_workers(0) == ""
 
 
 def test_a_machine_that_joins_a_moment_later_is_waited_for(num_cpus: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
