@@ -63,6 +63,8 @@ NATURAL_GRADIENT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.MultiheadAttention: NaturalGradientMultiheadAttention,
     nn.modules.linear.NonDynamicallyQuantizableLinear: NaturalGradientOutProjection,
 }
+# Conv1D of transformers joins these two at its first use; the public constant never changes.
+_NATURAL_CLASSES = dict(NATURAL_GRADIENT_CLASSES)
 _PLAIN_CLASSES = {natural: plain for plain, natural in NATURAL_GRADIENT_CLASSES.items()}
 _PLAIN_CLASSES[FastLinear] = nn.Linear
 
@@ -70,15 +72,10 @@ _PLAIN_CLASSES[FastLinear] = nn.Linear
 def natural_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     """Return the class that replaces exactly this class; None without a natural gradient for it."""
     # Conv1D of GPT-2, identified by name to avoid an import of transformers.
-    if kind not in NATURAL_GRADIENT_CLASSES and (kind.__module__, kind.__name__) == (
-        "transformers.pytorch_utils",
-        "Conv1D",
-    ):
-        NATURAL_GRADIENT_CLASSES[kind] = type(
-            "NaturalGradientConv1D", (NaturalGradientTransposedLinear, kind), {}
-        )
-        _PLAIN_CLASSES[NATURAL_GRADIENT_CLASSES[kind]] = kind
-    return NATURAL_GRADIENT_CLASSES.get(kind)
+    if kind not in _NATURAL_CLASSES and (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+        _NATURAL_CLASSES[kind] = type("NaturalGradientConv1D", (NaturalGradientTransposedLinear, kind), {})
+        _PLAIN_CLASSES[_NATURAL_CLASSES[kind]] = kind
+    return _NATURAL_CLASSES.get(kind)
 
 
 def attach(layer: nn.Module, settings: FisherSettings,
@@ -154,6 +151,6 @@ def _preconditioner(layer: Any, plain_class: type[nn.Module], settings: FisherSe
         return SplicedPreconditioner(context, weight[0].numel(), len(weight), has_bias, settings)
     if issubclass(plain_class, nn.modules.conv._ConvNd):
         return FilterPreconditioner(context, weight[0].numel(), len(weight), has_bias, settings)
-    if issubclass(NATURAL_GRADIENT_CLASSES[plain_class], NaturalGradientTransposedLinear):
+    if issubclass(_NATURAL_CLASSES[plain_class], NaturalGradientTransposedLinear):
         return KroneckerPreconditioner(context, len(weight), weight.shape[1], has_bias, settings)
     return ScaleOffsetPreconditioner(context, weight.numel(), has_bias, settings)
