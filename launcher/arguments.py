@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ngsgd.config.other_names import instead_of
 from ngsgd.errors import ConfigError
 
 JSON = "print JSON, and nothing else, on stdout"
@@ -75,6 +74,8 @@ class Parser(argparse.ArgumentParser):
 
     def _near(self, flag: str) -> list[str]:
         """The own flag that an unknown one resembles; none for a name of another trainer."""
+        from ngsgd.config.other_names import instead_of
+
         known = [] if instead_of(flag) else list(self._option_string_actions)
         return difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
 

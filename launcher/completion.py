@@ -9,10 +9,8 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ngsgd.config.build import section_names
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher import help as texts
-from ngsgd.launcher.config import compose, describe
 
 # a word that ends with = or . continues; bash treats = as the end of a word
 _SCRIPTS = {
@@ -95,6 +93,9 @@ def _offered(before: list[str], last: str, print_help: Help) -> Iterable[str]:
     if command == "completion":
         return _SCRIPTS
     if command == "settings" or (command == "train" and previous in ("-h", "--help")):
+        from ngsgd.config.build import section_names
+        from ngsgd.launcher.config import compose
+
         return dict.fromkeys([*compose.groups(), *section_names()])
     if last.startswith("-") or (len(before) > 1 and previous.startswith("-")):
         text = _help_of(command, print_help)
@@ -112,6 +113,10 @@ def _offered(before: list[str], last: str, print_help: Help) -> Iterable[str]:
 
 def _settings(last: str) -> list[str]:
     """Groups, sections and keys; after = the choices."""
+    # not needed to complete commands, flags and runs
+    from ngsgd.config.build import section_names
+    from ngsgd.launcher.config import compose, describe
+
     key, is_value, values = last.partition("=")
     groups = compose.groups()
     options = {one.path: one for one in describe.options()}

@@ -1,4 +1,7 @@
-"""The texts of `--help`, from conf/ and the metadata of the options, without Hydra."""
+"""The texts of `--help`, from conf/ and the metadata of the options, without Hydra.
+
+Functions import the options themselves: the help and the completion of most commands need none.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,7 @@ import shutil
 import textwrap
 from collections.abc import Mapping
 
-from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
-from ngsgd.launcher.config import compose, describe
 
 # group -> command -> description
 GROUPS = {
@@ -139,6 +140,8 @@ def train(group: str = "") -> str:
     """
     if group:
         return _of_group(group)
+    from ngsgd.launcher.config import compose, describe
+
     about = {one.path: one for one in describe.options()}
     defaults = _default_choices()
     groups = {f"{group}=": f"{' | '.join(choices)}  (default {defaults.get(group, '-')})"
@@ -149,6 +152,8 @@ def train(group: str = "") -> str:
 
 
 def _of_group(name: str) -> str:
+    from ngsgd.launcher.config import compose, describe
+
     choices = compose.groups()
     sections = {one.section for one in describe.options() if one.section}
     if name not in choices and name not in sections:
@@ -183,6 +188,9 @@ def _rows(entries: Mapping[str, str], indent: int) -> list[str]:
 
 def _default_choices() -> dict[str, str]:
     """The defaults list of conf/config.yaml; a YAML parser would double the time of --help."""
+    from ngsgd.config import RunConfig
+    from ngsgd.launcher.config import compose
+
     text = (compose.conf_dir() / "config.yaml").read_text()
     found = dict(re.findall(r"^  - (\w+): (\w+)", text, re.MULTILINE))
     kinds = {group: getattr(getattr(RunConfig(), group, None), "kind", "none") for group in found}

@@ -11,9 +11,7 @@ from ngsgd.errors import EXIT_OK, ConfigError, NgsgdError
 from ngsgd.files import read_json, read_json_lines, read_log, write_text
 from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.console import version
-from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
-from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.training.storage.event_log import read_events
 
 if TYPE_CHECKING:
@@ -123,6 +121,7 @@ def history_of(folder: RunFolder) -> RunHistory:
     from ngsgd.launcher.commands.info import state_of
     from ngsgd.launcher.reports.comparison import interval_in
     from ngsgd.launcher.reports.history import RunHistory
+    from ngsgd.pipeline.runs.saved_config import read_config
 
     config, events = read_config(folder.config), read_events(folder.events)
     if not events:
@@ -165,6 +164,7 @@ def _page(
     from ngsgd.asr.decode.scoring import read_per_utterance
     from ngsgd.launcher.reports import page as html
     from ngsgd.launcher.reports import sections
+    from ngsgd.pipeline.runs.config_file import to_yaml
 
     utterances = read_per_utterance(_text_of(folder.decode / "test.per_utt.txt"))
     body = [
@@ -174,7 +174,7 @@ def _page(
         *sections.time_spent(run, charts.get("time", [])),
         *sections.interruptions(run),
         *sections.natural_gradient(run, charts.get("layers", [])),
-        *sections.settings(run, config_file.to_yaml(run.config)),
+        *sections.settings(run, to_yaml(run.config)),
     ]
     return html.page(
         run.name,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.pipeline.runs.run_folder import folder_of_model
+
+if TYPE_CHECKING:
+    from ngsgd.config import RunConfig
 
 
 def require_paths(config: RunConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Iterator
@@ -108,6 +107,8 @@ def submit(client: Any, **what: Any) -> str:
 
 def follow(client: Any, job: str) -> str:
     """Print the job's output until it ends; return its last state."""
+    import asyncio
+
     async def run() -> None:
         async for text in client.tail_job_logs(job):
             print(printable(text), end="", flush=True)

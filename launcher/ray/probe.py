@@ -9,18 +9,18 @@ import contextlib
 import os
 import re
 import socket
-import ssl
 import struct
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, ConfigError
 from ngsgd.launcher.console import version
+
+if TYPE_CHECKING:
+    from ngsgd.config import ClusterConfig
 
 # up to 2.53 the dashboard takes DELETE from strangers: CVE-2026-27482
 OLDEST_RAY = (2, 54)
@@ -143,6 +143,11 @@ def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
 
 
 def _get(url: str) -> None:
+    # here, since the help of commands imports this module
+    import ssl
+    import urllib.error
+    import urllib.request
+
     try:
         urllib.request.urlopen(url, timeout=CONNECT_TIMEOUT_S).close()
     except urllib.error.HTTPError as error:

@@ -12,13 +12,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
-from ngsgd.config import ClusterConfig
 from ngsgd.errors import EXIT_OK, ClusterError, ConfigError
 from ngsgd.launcher.arguments import JSON, OTHER_BITS, TRUST, Parser
 from ngsgd.launcher.ray import jobs
 from ngsgd.launcher.ray.jobs import told
 from ngsgd.launcher.schedulers import kubernetes, slurm
+
+if TYPE_CHECKING:
+    from ngsgd.config import ClusterConfig
 
 # time to finish an outer iteration after a stop; Ray's default of 3 s is too short
 _STOP_WAIT_S = 60
@@ -123,6 +126,8 @@ def _meant(options: argparse.Namespace) -> str:
 
 def _sizes(options: argparse.Namespace, cluster: ClusterConfig) -> list[str]:
     """Settings for one worker per GPU, or per machine without GPUs, that uses all cores."""
+    from ngsgd.config import ClusterConfig
+
     words, num_workers, num_nodes = [], cluster.num_workers, max(1, options.nodes)
     is_given = any(word.lstrip("+").startswith("cluster.num_workers=") for word in options.overrides)
     if not is_given and num_workers == ClusterConfig().num_workers:

@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ngsgd import process_identity
-from ngsgd.config import RunConfig, TaskConfig
 from ngsgd.errors import EXIT_RUN_FAILED, CheckpointError, ConfigError
 from ngsgd.files import (
     fsync,
@@ -35,6 +34,9 @@ from ngsgd.files import (
 )
 from ngsgd.masking import masked
 from ngsgd.training.storage.lock import RunLock
+
+if TYPE_CHECKING:
+    from ngsgd.config import RunConfig, TaskConfig
 
 # in the run folders of ngsgd simulate only
 SIMULATION = "simulation.json"
@@ -353,6 +355,9 @@ def task_argument(task: TaskConfig) -> str:
 
 def run_name(config: RunConfig) -> str:
     """Name of the run: as configured, else built from the settings that distinguish runs."""
+    # the help of commands imports this module, and the options take as long as the rest of it
+    from ngsgd.config import RunConfig
+
     others = [config.outer.kind] if config.outer.kind != RunConfig().outer.kind else []
     return config.name or "-".join([what_is_trained(config), config.optimizer.kind, *others,
                                     f"j{config.schedule.num_jobs_final}", f"s{config.seed}"])
