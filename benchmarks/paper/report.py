@@ -10,7 +10,18 @@ from collections import defaultdict
 from pathlib import Path
 
 from benchmarks.paper import clock
-from benchmarks.paper.cells import CONTROLS, JOBS, MATRIX_METHODS, METHODS, OUTERS, PERIODS, REMEDIES, TASKS
+from benchmarks.paper.cells import (
+    CONTROLS,
+    JOBS,
+    MATRIX_METHODS,
+    METHODS,
+    OUTERS,
+    PERIODS,
+    REMEDIES,
+    SYNCHRONOUS,
+    SYNCHRONOUS_RATES,
+    TASKS,
+)
 from benchmarks.paper.runs import Line, best_rates, best_synchronous_rate, known
 from ngsgd.launcher.reports import plots, svg
 
@@ -48,9 +59,9 @@ def _by_setting(task: str) -> Group:
 
 @functools.cache
 def _rate(task: str, method: str, outer: str, num_jobs: int) -> float | None:
-    if method in MATRIX_METHODS:
-        return best_rates(task, (method,)).get(method)
-    return best_synchronous_rate(task, outer, num_jobs, method)
+    if outer in SYNCHRONOUS and method in SYNCHRONOUS_RATES:
+        return best_synchronous_rate(task, outer, num_jobs, method)
+    return best_rates(task, (method,)).get(method)
 
 
 def _between(text: str, name: str, table: str) -> str:
