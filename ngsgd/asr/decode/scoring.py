@@ -94,7 +94,8 @@ def confidence_interval(refs: Sequence[Words], hyps: Sequence[Words]) -> Interva
         return Interval(low=0.0, high=min(100.0, 300.0 / max(1, sum(map(len, refs)))))
     kaldialign = extras.load("kaldialign", extra="asr", purpose="Scoring")
     found = kaldialign.bootstrap_wer_ci([list(ref) for ref in refs], [list(hyp) for hyp in hyps])
-    return Interval(low=100.0 * found["ci95min"], high=100.0 * found["ci95max"])
+    # a normal approximation, which ends below 0 after one or two errors
+    return Interval(low=max(0.0, 100.0 * found["ci95min"]), high=100.0 * found["ci95max"])
 
 
 def write_per_utterance(path: Path, total: WordErrors, rows: Iterable[UtteranceErrors]) -> None:
