@@ -29,8 +29,9 @@ from ngsgd.files import read_json_lines
 from ngsgd.launcher import cli
 from ngsgd.pipeline.runs import trust
 from ngsgd.pipeline.runs.run_folder import RunFolder
-from ngsgd.pipeline.services import PoolRequest, Services, local_pool
+from ngsgd.pipeline.services import PoolRequest, Services
 from ngsgd.tasks import DatasetTask
+from ngsgd.training.job import Job
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from tests.tasks import blobs
 
@@ -132,23 +133,24 @@ def test_an_interrupt_after_training_is_recorded_and_the_run_resumes(tmp_path: P
 def test_a_worker_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
     settings = {**SETTINGS, "cluster": "local", "num_epochs": 3}
     whole = ngsgd.train(blobs.make_slow_task, output_dir=tmp_path / "whole", services=Services(), **settings)
-    pools: list[ProcessPool] = []
+    class KillingPool(ProcessPool):
+        """Kills the worker of the first job of outer iteration 2, just after the job was sent."""
+
+        num_killed = 0
+
+        def submit(self, job: Job) -> None:
+            super().submit(job)
+            if job.outer_iter == 1 and not self.num_killed:
+                self.num_killed = 1
+                [worker] = [index for index, (identity, _) in self.progress().items() if identity == job.identity]
+                os.kill(self.process_ids()[worker], signal.SIGKILL)
 
     def make_pool(request: PoolRequest) -> Any:
-        pools.append(local_pool(request))  # type: ignore[arg-type]
-        return pools[0]
+        return KillingPool(request.spec, 2, 1, request.num_parameters, log_directory=request.log_directory,
+                           agreement=request.agreement)
 
-    class Killer(StopAfter):
-        def outer_iteration(self, record: OuterIterationRecord) -> None:
-            if record.outer_iter == 1:
-                os.kill(pools[0].process_ids()[0], signal.SIGKILL)
-
-        def requested(self) -> bool:
-            return False
-
-    killer = Killer()
     run = ngsgd.train(blobs.make_slow_task, output_dir=tmp_path / "killed", **settings,
-                      services=Services(make_pool=make_pool, make_trackers=killer.trackers))
+                      services=Services(make_pool=make_pool))
     deaths = [event for event in read_json_lines(run.folder.events) if event.get("what") == "worker_died"]
     assert len(deaths) == 1 and digest(run) == digest(whole)
 
