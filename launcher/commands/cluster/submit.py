@@ -67,7 +67,7 @@ def _parser() -> Parser:
     parser.add_argument("--config-dir", "-cd", metavar="DIR",
                         help="folder of custom YAML files, as a path on the cluster")
     parser.add_argument("--program", default="ngsgd",
-                        help="command on the cluster's machines (default: %(default)s)")
+                        help="command on the cluster's machines, such as \"python -m ngsgd.launcher\" (default: %(default)s)")
     ray = parser.add_argument_group("Ray")
     ray.add_argument("--follow", "-f", action="store_true",
                      help="print the log of the job until it ends")
@@ -124,6 +124,13 @@ def _meant(options: argparse.Namespace) -> str:
     return f" The type of cluster is --to {kinds[-1]}." if kinds and kinds[-1] in _PLACES else ""
 
 
+def _program(options: argparse.Namespace) -> list[str]:
+    try:
+        return shlex.split(options.program)
+    except ValueError as error:
+        raise ConfigError(f"--program is {options.program!r}, which is not a command line ({error}); quote a path with spaces.") from error
+
+
 def _sizes(options: argparse.Namespace, cluster: ClusterConfig) -> list[str]:
     """Settings for one worker per GPU, or per machine without GPUs, that uses all cores."""
     from ngsgd.config import ClusterConfig
@@ -158,7 +165,7 @@ def _name(options: argparse.Namespace) -> str:
 def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
     name, server = _name(options), jobs.job_server_of(options)
     joined = words if options.resume else [*words, "cluster.address=auto"]
-    entrypoint = shlex.join([options.program, *joined])
+    entrypoint = shlex.join([*_program(options), *joined])
     environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_WAIT_S)}}
     runtime = {**environment, **({"working_dir": options.working_dir, "excludes": _EXCLUDES} if options.working_dir else {})}
     same = shlex.join(["ray", "job", "submit", "--address", server.address, "--submission-id", name, "--no-wait",
@@ -186,7 +193,7 @@ def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def _to_slurm(options: argparse.Namespace, words: list[str]) -> int:
-    text = slurm.script(slurm.SlurmJob.of(options, _name(options)), [options.program, *words])
+    text = slurm.script(slurm.SlurmJob.of(options, _name(options)), [*_program(options), *words])
     if options.dry_run:
         print(text, end="")
         return EXIT_OK
@@ -204,7 +211,7 @@ def _to_kubernetes(options: argparse.Namespace, words: list[str]) -> int:
     if not PurePosixPath(where.removeprefix("output_dir=")).is_relative_to(options.mount):
         raise ConfigError(f"{where} is not on the volume of --claim, which the pods mount at {options.mount}; give a folder "
                           "there, or another --mount.")
-    text = kubernetes.manifest(kubernetes.KubernetesJob.of(options, _name(options)), [options.program, *words])
+    text = kubernetes.manifest(kubernetes.KubernetesJob.of(options, _name(options)), [*_program(options), *words])
     if options.dry_run:
         print(text, end="")
         return EXIT_OK

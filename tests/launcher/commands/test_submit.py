@@ -99,6 +99,7 @@ def test_a_resumed_run_joins_the_cluster_of_its_job(to: list[str], capsys: pytes
     (["--to", "slurm", "--nodes", "0"], "--nodes is 0"),
     (["--to", "slurm", "--sbatch=mem 3"], "--sbatch is 'mem 3'"),
     (["--to", "slurm", "--job-name", "a b"], "letters"),
+    (["--program", "'ngsgd", "--dry-run"], "--program"),
     (["--to", "kubernetes", "output_dir=/shared/runs"], "--claim is missing"),
     (["--to", "kubernetes", "--claim", "c", "output_dir=runs"], "/runs"),
     (["--to", "kubernetes", "--claim", "c", "--resume", "/data/runs/x"], "/data/runs/x"),
@@ -202,6 +203,7 @@ def test_the_slurm_script_is_sound_shell(capsys: pytest.CaptureFixture[str], tmp
     assert "ngsgd train output_dir=/shared/runs " in text
     assert ' --continue name=mine-"$SLURM_JOB_ID" cluster.address=auto &' in text, "a requeued job keeps its number"
     assert "--continue name=night-" in _slurm(capsys), "without name= that of the job"
+    assert "python -m ngsgd.launcher train " in _slurm(capsys, "--program", "python -m ngsgd.launcher")
     (tmp_path / "job.sh").write_text(text)
     assert subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=False).returncode == 0
     if shutil.which("shellcheck"):
