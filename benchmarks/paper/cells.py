@@ -1,8 +1,8 @@
 """The experiments: tasks, methods, outer optimizers, numbers of jobs, seeds; every cell is one
 `ngsgd train`.
 
-A method's learning rate is the best of its rates by validation objf on seed 0 with one job: grids of
-five for all, a factor of 2 apart.  With more jobs the effective rate is the same; the
+A method's learning rate is the best of its rates by validation objf on seed 0 with one job: grids
+of five for all, a factor of 2 apart.  With more jobs the effective rate is the same; the
 service sets the rate of a job to N / gain times as much.
 """
 

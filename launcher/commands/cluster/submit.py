@@ -128,7 +128,8 @@ def _program(options: argparse.Namespace) -> list[str]:
     try:
         return shlex.split(options.program)
     except ValueError as error:
-        raise ConfigError(f"--program is {options.program!r}, which is not a command line ({error}); quote a path with spaces.") from error
+        raise ConfigError(f"--program is {options.program!r}, which is not a command line ({error}); "
+                          "quote a path with spaces.") from error
 
 
 def _sizes(options: argparse.Namespace, cluster: ClusterConfig) -> list[str]:

@@ -39,7 +39,7 @@ from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
 from ngsgd.asr.features import augment, cmvn, filterbank, noise
 from ngsgd.asr.features.noise import FisherSample
 from ngsgd.asr.kaldi_io import tables
-from ngsgd.asr.lang import graphs, ngram
+from ngsgd.asr.lang import graphs, ngram, ngram_mixture
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
 from ngsgd.asr.speech_set import SpeechSet
@@ -232,15 +232,25 @@ def _with_ngrams(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
     if language.num_pdfs != language.topology.num_pdfs:
         raise DataError("data.lm_order needs a graph made of the lexicon, and the states of this "
                         "corpus are those of a graph that came with it; remove data.lm_order.")
-    texts = corpus.train.texts
-    if data.lm_text:
-        path = Path(data.lm_text).expanduser()
-        texts = tuple(tuple(line.split()) for _, line in tables.read_lines(path))
-    model = ngram.estimate(texts, order=data.lm_order, vocabulary=language.topology.words)
-    report(f"language model: {data.lm_order}-gram of {len(texts)} "
-           f"{'lines of ' + data.lm_text if data.lm_text else 'training transcripts'}, "
-           f"{len(model.entries)} n-grams")
+    model, about = _ngrams(corpus, data)
+    report(f"language model: {data.lm_order}-gram of {about}, {len(model.entries)} n-grams")
     return replace(corpus, language=replace(language, arpa=model.to_arpa(), given=None))
+
+
+def _ngrams(corpus: Corpus, data: DataConfig) -> tuple[ngram.NgramModel, str]:
+    """The model, and the texts that it is estimated from."""
+    estimate = functools.partial(ngram.estimate, order=data.lm_order, vocabulary=corpus.language.topology.words)
+    of_transcripts = f"{len(corpus.train.texts)} training transcripts"
+    if not data.lm_text:
+        return estimate(corpus.train.texts), of_transcripts
+    texts = [tuple(line.split()) for _, line in tables.read_lines(Path(data.lm_text).expanduser())]
+    model, of_text = estimate(texts), f"{len(texts)} lines of {data.lm_text}"
+    if not data.lm_mix:
+        return model, of_text
+    transcripts = estimate(corpus.train.texts)
+    weight = ngram_mixture.best_weight(transcripts, model, corpus.valid.texts)
+    return (ngram_mixture.interpolate(transcripts, model, weight),
+            f"{of_transcripts} (weight {weight:.3f}) and {of_text}")
 
 
 def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:

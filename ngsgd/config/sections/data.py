@@ -68,6 +68,9 @@ class DataConfig:
     lm_text: str = option(
         "", "text that the n-gram language model is estimated from, one sentence per line; empty: "
             "the training transcripts", used="lm_order")
+    lm_mix: bool = option(
+        False, "mixture of the models of data.lm_text and of the training transcripts, with the "
+               "weight of lowest perplexity on the validation transcripts", used="lm_text")
     oov_word: str = option(
         "", "word of the lexicon that replaces unknown words; empty: unknown words are errors",
         used=_GIVEN)
