@@ -170,6 +170,7 @@ def _page(
     body = [
         *sections.summary(run, verdict, checks),
         *sections.quality(run, charts.get("learning", []), _word_errors(folder)),
+        *_decoding_weights(folder),
         *sections.words(utterances, _text_of(folder.decode / "test.per_spk.txt")),
         *sections.time_spent(run, charts.get("time", [])),
         *sections.interruptions(run),
@@ -190,6 +191,16 @@ def _text_of(path: Path) -> str:
         return read_log(path)
     except (OSError, ValueError):
         return ""
+
+
+def _decoding_weights(folder: RunFolder) -> list[str]:
+    """Empty where nothing was decoded, and for a damaged file."""
+    from ngsgd.launcher.reports import sections
+
+    try:
+        return [*sections.decoding_weights(read_json(folder.decode / "wer.json"))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        return []
 
 
 def _word_errors(folder: RunFolder) -> list[tuple[str, str, str, str]]:

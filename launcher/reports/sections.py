@@ -69,6 +69,25 @@ def quality(
     yield html.pictures(charts)
 
 
+def decoding_weights(about: Mapping[str, Any]) -> Iterator[str]:
+    """WER on the validation set by acoustic scale and word penalty, from decode/wer.json."""
+    found = {(float(one["acoustic_scale"]), float(one["word_penalty"])): f"{float(str(one['errors']).split()[1]):.2f}"
+             for one in about["sweep_on_valid"]}
+    if len(found) < 2:
+        return
+    scales, penalties = ([*sorted({pair[axis] for pair in found})] for axis in (0, 1))
+    chosen = {"acoustic_scale": (float(about["acoustic_scale"]), scales), "word_penalty": (float(about["word_penalty"]), penalties)}
+    # a penalty of 0 is none, not the end of a range
+    ends = [name for name, (value, values) in chosen.items() if len(values) > 1 and value and value in (values[0], values[-1])]
+    yield html.heading("Acoustic scale and word penalty", level=3)
+    yield html.note(
+        "WER (%) on the validation set. "
+        + " and ".join(f"{name} {value:g}" for name, (value, _) in chosen.items()) + " were chosen."
+        + "".join(f" {name} is at an end of the values that were tried; add values beyond it." for name in ends))
+    yield html.table(("acoustic_scale", *(f"penalty {penalty:g}" for penalty in penalties)),
+                     ((f"{scale:g}", *(found.get((scale, penalty), "") for penalty in penalties)) for scale in scales))
+
+
 def words(rows: Sequence[UtteranceErrors], per_speaker: str) -> Iterator[str]:
     """Wrong words, speakers and utterances of the test set."""
     if not rows:

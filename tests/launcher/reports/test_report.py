@@ -251,6 +251,15 @@ def test_words_that_are_wrong_are_counted_and_aligned() -> None:
     assert "class=wrong" not in "".join(sections.words(right, ""))
 
 
+def test_the_choice_of_scale_and_penalty_is_a_table_on_the_validation_set() -> None:
+    sweep = [{"acoustic_scale": scale, "word_penalty": penalty, "errors": f"%WER {10 * scale + penalty:.2f} [ 1 / 2, ... ]"}
+             for scale, penalty in ((0.2, 0.0), (0.1, 0.0), (0.2, 4.0))]
+    about = {"sweep_on_valid": sweep, "acoustic_scale": 0.1, "word_penalty": 0.0}
+    text = "".join(sections.decoding_weights(about))
+    assert Page(text).cells == ["0.1", "1.00", "", "0.2", "2.00", "6.00"]
+    assert not [*sections.decoding_weights({**about, "sweep_on_valid": sweep[:1]})], "there was nothing to choose"
+
+
 def test_spectra_of_a_run_whose_examples_are_gone_are_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path, "first")
     with pytest.raises(NgsgdError):
