@@ -21,6 +21,7 @@ from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command
 from ngsgd.pipeline.services import PoolRequest, Services
 from ngsgd.pipeline.train import train
 from ngsgd.schedules import Schedule
+from ngsgd.training.diagnostics.clipped_updates import ClippedUpdates
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.records import FinalReport, Incident
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint, require_room
@@ -164,7 +165,7 @@ class BaseRun(ABC):
             self.services.warn(f"{sum(job_counts)} jobs train for {num_epochs:.3g} epochs, and schedule.num_epochs is "
                                f"{schedule.num_epochs:g}: the data is too small for so many jobs; lower cluster.num_workers or "
                                "egs.samples_per_iter")
-        trackers = Trackers([events, *self.services.make_trackers(config, folder, job_counts)])
+        trackers = Trackers([events, ClippedUpdates(self.services.warn), *self.services.make_trackers(config, folder, job_counts)])
         return Training(spec, task, checkpoints, latest, trackers)
 
     def _iterate(self, training: Training) -> Checkpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
 from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir, resume_command, task_argument
 from ngsgd.pipeline.services import Services
 from ngsgd.schedules import Schedule
+from ngsgd.tasks.functions import FunctionTask
 from ngsgd.tasks.spec import GivenTask, ImportedTask
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.records import FinalReport
@@ -61,7 +63,7 @@ def new_task_run(config: RunConfig, services: Services, given: TaskOrFunction | 
         raise ConfigError("combination.kind is generalized, which needs a speech model; choose "
                           "none or mean.")
     spec = task_spec(config, given)
-    _check(spec, config)
+    _check(spec, config, services.warn)
     folder = RunFolder.create(config, to_yaml(config))
     services.report(f"run folder {folder.path}")
     fingerprint = FingerprintCheck.of_new_run(config, folder, allow_other_bits=allow_other_bits)
@@ -197,7 +199,7 @@ def metrics_of(scores: Evaluation) -> dict[str, float]:
     return {"train/loss": -scores.train.objf, "valid/loss": -scores.valid.objf, **scores.figures}
 
 
-def _check(spec: TaskSpec, config: RunConfig) -> None:
+def _check(spec: TaskSpec, config: RunConfig, warn: Callable[[str], None]) -> None:
     """Train and score one small minibatch, so that errors appear before a worker starts."""
     task = spec.task(torch.device("cpu"))
     model = seeded_model(task, config.seed)
@@ -214,3 +216,10 @@ def _check(spec: TaskSpec, config: RunConfig) -> None:
     if not bool(torch.isfinite(loss)):
         raise ConfigError(f"the loss of the first minibatch is {float(loss)}; check the data and the initial model.")
     task.prepare_evaluation(model.eval())
+    if isinstance(task, FunctionTask):
+        problem = ""
+        # the loss of few examples may be undefined, as in metric learning
+        with contextlib.suppress(Exception):
+            problem = task.wrong_reduction(model)
+        if problem:
+            warn(problem)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from ngsgd.data.permutation import Indices, Permutation
@@ -31,6 +33,8 @@ _MIN_SHARDS = 8
 # seed of the split into training and validation examples; independent of the seed of the run, so
 # that all runs of one dataset are scored on the same examples
 _SPLIT_SEED = (0x6E67, 0x7364)
+# of the check whether the loss is a mean or a sum; float32 sums of few terms
+_NUM_REDUCTION_EXAMPLES, _REDUCTION_TOLERANCE = 4, 1e-4
 
 
 class DatasetTask(FunctionTask):
@@ -102,9 +106,8 @@ class DatasetTask(FunctionTask):
             raise ConfigError("the validation dataset is empty; give at least one example.")
         self.num_examples = size - self.num_valid
         if self.num_examples < 1:
-            raise ConfigError(f"the dataset has {size} examples, of which {self.num_valid} are "
-                              "held out, so none is left for training; add examples, or reduce "
-                              "valid.")
+            raise ConfigError(f"the number of examples is {size} and that of held-out ones {self.num_valid}, so none is left "
+                              "for training; add examples, or reduce valid.")
         if shard_size is not None and shard_size < 1:
             raise ConfigError(f"shard_size is {shard_size}; set it to at least 1.")
         self.shard_size = min(self.num_examples, shard_size or min(
@@ -128,6 +131,24 @@ class DatasetTask(FunctionTask):
             # sizes differ by at most one: a last minibatch of one example would break batch norms
             rows = order.at(number * length // count, (number + 1) * length // count)
             yield Batch(self._train_batch(division.of(begin + rows)), len(rows))
+
+    @torch.no_grad()
+    def wrong_reduction(self, model: nn.Module) -> str:
+        count = min(_NUM_REDUCTION_EXAMPLES, self.num_examples)
+        if self.weight_fn is not None or count < _NUM_REDUCTION_EXAMPLES:
+            return ""
+        model.eval()
+        # four examples, and the same ones as three and one
+        parts = ((0, count), (0, count - 1), (count - 1, count))
+        with torch.random.fork_rng(devices=[]):
+            whole, most, last = (float(self.loss_fn(model, self._train_batch(np.arange(first, stop)))) for first, stop in parts)
+        of_mean, of_sum = ((count - 1) * most + last) / count, most + last
+        is_mean, is_sum = (math.isclose(whole, one, rel_tol=_REDUCTION_TOLERANCE) for one in (of_mean, of_sum))
+        found = "mean" if is_mean and not is_sum else "sum" if is_sum and not is_mean else self.loss_reduction
+        if found == self.loss_reduction:
+            return ""
+        return (f"loss_fn seems to return a {found} over the minibatch, and loss_reduction is {self.loss_reduction}: losses and "
+                f"learning rates are off by the minibatch size; give DatasetTask(..., loss_reduction=\"{found}\")")
 
     def _range(self, shard: Shard) -> tuple[int, int]:
         count = self.shards().num_archives

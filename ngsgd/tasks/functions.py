@@ -75,6 +75,14 @@ class FunctionTask(Task):
             model.eval()
             self._score(model, few)
 
+    def wrong_reduction(self, model: nn.Module) -> str:
+        """Return why `loss_reduction` seems wrong, or "" without a sign of it.
+
+        Args:
+            model: a model, which is set to evaluation mode.
+        """
+        return ""
+
     @torch.no_grad()
     def held_out_objf(self, model: nn.Module) -> float:
         return self._score(model, self.check_subset, with_metrics=False)[0]

@@ -189,7 +189,7 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         model = task.model()
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"the model of the task is a {type(model).__name__}; return a "
+        raise ConfigError(f"the type of the model of the task is {type(model).__name__}; return a "
                           "torch.nn.Module.")
     wrong = [f"{name} ({str(value.dtype).removeprefix('torch.')})" for name, value in model.state_dict().items()
              if (value.is_floating_point() or value.is_complex()) and value.dtype != torch.float32]

@@ -136,3 +136,21 @@ def test_a_loss_of_several_numbers_is_refused() -> None:
     [batch, *_] = task.batches(Shard(0, 0), 8, seed=(0, 0, 0))
     with pytest.raises(ConfigError):
         task.loss(seeded_model(task, 0), batch.data)
+
+
+@pytest.mark.parametrize(("returned", "declared", "is_wrong"), [
+    ("mean", "mean", False), ("sum", "sum", False), ("sum", "mean", True), ("mean", "sum", True)])
+def test_a_loss_that_contradicts_the_reduction_is_found(returned: str, declared: Any, is_wrong: bool) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(batch[0]), batch[0], reduction=returned)
+
+    x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0))
+    task = DatasetTask(TensorDataset(x), lambda: nn.Linear(3, 3), loss_fn, loss_reduction=declared)
+    # a mean over examples and features is a mean; a sum over both is a sum
+    assert bool(task.wrong_reduction(nn.Linear(3, 3))) == is_wrong
+
+
+def test_a_loss_that_is_neither_mean_nor_sum_is_not_judged() -> None:
+    x = torch.randn(100, 3, generator=torch.Generator().manual_seed(0))
+    task = DatasetTask(TensorDataset(x), lambda: nn.Linear(3, 3), lambda model, batch: model(batch[0]).square().max())
+    assert not task.wrong_reduction(nn.Linear(3, 3))
