@@ -3,6 +3,7 @@
     python docs/report_pictures.py --report RUN
     python docs/report_pictures.py --compare RUN RUN RUN RUN
     python docs/report_pictures.py --mlflow RUNS
+    python -m tools.pictures docs/report.png docs/compare.png docs/mlflow-run.png docs/mlflow-comparison.png
 
 docs/report.png is the upper part of the page of `ngsgd report`, as Chromium shows it, and its
 timeline. docs/compare.png is the picture of `ngsgd compare --png`. The commands print the figures

@@ -28,22 +28,13 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from tools import pictures
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_WORDS, MAX_COLUMNS = 35, 100
 WORD, SENTENCE, LINE, SPELLING = "word", "sentence", "line", "spelling"
 NO_DOCSTRING, NO_HELP, OLD_PICTURE = "no docstring", "no help", "old picture"
 KINDS = (WORD, SENTENCE, LINE, SPELLING, NO_DOCSTRING, NO_HELP, OLD_PICTURE)
-
-# pictures and the code whose output they show
-PICTURES = {
-    "docs/report.png": "launcher/reports",
-    "docs/compare.png": "launcher/reports",
-    "docs/curvature-optimisers.png": "benchmarks/damped_update.py",
-    "docs/results-an4-relu.png": "benchmarks/paper/report.py",
-    "docs/results-digits.png": "benchmarks/paper/report.py",
-    "docs/mlflow-run.png": "launcher/mlflow",
-    "docs/mlflow-comparison.png": "launcher/mlflow",
-}
 
 # Markdown and reStructuredText that is not read as words: code, link targets, addresses, HTML tags
 _CODE = re.compile(r"``[^`]+``|`[^`]*`")
@@ -495,21 +486,9 @@ def settings_without_help(root: Path) -> Iterator[Finding]:
 
 
 def old_pictures(root: Path) -> Iterator[Finding]:
-    """Pictures committed before the last change of the code whose output they show."""
-    for picture, code in PICTURES.items():
-        times = [
-            subprocess.run(
-                ["git", "log", "-1", "--format=%ct", "--", path],
-                cwd=root,
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout.strip()
-            for path in (picture, code)
-        ]
-        if all(times) and int(times[0]) < int(times[1]):
-            days = (int(times[1]) - int(times[0])) / 86400
-            yield Finding(picture, 1, OLD_PICTURE, f"{days:.1f} days older than {code}")
+    """Pictures that were made by earlier code."""
+    for picture, code in pictures.old(root):
+        yield Finding(picture, 1, OLD_PICTURE, f"made by earlier code of {code}; see tools/pictures.py")
 
 
 def table(findings: list[Finding]) -> str:
