@@ -6,11 +6,16 @@ The name of the run holds the job number, because Slurm keeps only that for a re
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from ngsgd.errors import ConfigError
+
+# minutes, minutes:seconds, hours:minutes:seconds; days-hours, with minutes and seconds or without
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
 # Double braces belong to the shell. `ray symmetric-run` would run `ray stop`, which ends every Ray
 # of a host.
@@ -25,7 +30,8 @@ _SCRIPT = """\
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=B:TERM@{warn_s}
-{more}set -euo pipefail
+{more}set -eo pipefail
+{setup}set -u
 
 # a token for this job, because Ray listens on all interfaces
 RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')
@@ -113,6 +119,8 @@ class SlurmJob:
     account: str
     # further options of sbatch
     others: tuple[str, ...] = ()
+    # lines of shell before everything else
+    setup: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, options: argparse.Namespace, name: str) -> SlurmJob:
@@ -122,13 +130,15 @@ class SlurmJob:
                     for what, low in (("nodes", 1), ("cpus_per_node", 1), ("gpus_per_node", 0)) if getattr(options, what) < low]
         if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             problems.append(f"--job-name is {name!r}; use letters, digits, '-', '_' and '.'.")
+        if not _TIME.fullmatch(options.time):
+            problems.append(f"--time is {options.time!r}; give minutes, hours:minutes:seconds or days-hours, such as 8:00:00.")
         problems += [f"--sbatch is {option!r}; give one option of sbatch, such as "
                      "--sbatch=--mem=32G."
                      for option in options.sbatch if not option.startswith("-") or len(option.split()) != 1]
         if problems:
             raise ConfigError(problems)
         return cls(name, options.nodes, options.cpus_per_node, options.gpus_per_node, options.time, 120, options.partition,
-                   options.account, tuple(options.sbatch))
+                   options.account, tuple(options.sbatch), tuple(options.setup))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +156,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="time limit in the notation of sbatch (default: one day)")
     group.add_argument("--partition", default="", help="partition (default: that of the cluster)")
     group.add_argument("--account", default="", help="account (default: that of the user)")
+    group.add_argument("--setup", action="append", default=[], metavar="LINE",
+                       help="line of shell before Ray starts, such as --setup='module load python'; repeatable")
     group.add_argument("--sbatch", action="append", default=[], metavar="OPTION",
                        help="another option of sbatch, such as --sbatch=--mem=32G; repeatable")
 
@@ -156,7 +168,11 @@ def script(request: SlurmJob, words: Sequence[str]) -> str:
     more += [f"#SBATCH --account={request.account}"] if request.account else []
     more += [f"#SBATCH --gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []
     more += [f"#SBATCH {option}" for option in request.others]
-    return _SCRIPT.format(name=request.name, num_nodes=request.num_nodes, cpus_per_node=request.cpus_per_node,
+    # Ray is started by name, and comes from the same environment
+    folder = PurePosixPath(words[0]).parent
+    path = [f"export PATH={shlex.quote(str(folder))}:$PATH"] if folder.is_absolute() else []
+    setup = "".join(f"{line}\n" for line in (*request.setup, *path))
+    return _SCRIPT.format(setup=setup, name=request.name, num_nodes=request.num_nodes, cpus_per_node=request.cpus_per_node,
                           time_limit=request.time_limit, warn_s=request.warn_s, start_s=300,
                           more="".join(f"{line}\n" for line in more), start=_start(request, words))
 

@@ -30,7 +30,7 @@ _PLACES = ("ray", "slurm", "kubernetes")
 _FLAGS = {
     ("ray",): ("--follow", "-f", "--working-dir", "--dashboard-url", "--address", "--token-file"),
     ("slurm", "kubernetes"): ("--nodes", "--cpus-per-node", "--gpus-per-node"),
-    ("slurm",): ("--time", "--partition", "--account", "--sbatch"),
+    ("slurm",): ("--time", "--partition", "--account", "--sbatch", "--setup"),
     ("kubernetes",): ("--image", "--namespace", "--claim", "--mount", "--retries", "--memory")}
 _EXCLUDES = [".git", ".venv", "runs", "mlartifacts", "mlflow.db", "__pycache__", ".mypy_cache", ".pytest_cache"]
 
@@ -136,7 +136,7 @@ def _sizes(options: argparse.Namespace, cluster: ClusterConfig) -> list[str]:
     """Settings for one worker per GPU, or per machine without GPUs, that uses all cores."""
     from ngsgd.config import ClusterConfig
 
-    words, num_workers, num_nodes = [], cluster.num_workers, max(1, options.nodes)
+    words, num_threads, num_workers, num_nodes = [], 1, cluster.num_workers, max(1, options.nodes)
     is_given = any(word.lstrip("+").startswith("cluster.num_workers=") for word in options.overrides)
     if not is_given and num_workers == ClusterConfig().num_workers:
         num_workers = num_nodes * max(1, options.gpus_per_node // cluster.ranks_per_worker)
@@ -144,8 +144,19 @@ def _sizes(options: argparse.Namespace, cluster: ClusterConfig) -> list[str]:
     if not cluster.threads_per_worker:
         # by itself, the run would count the cores of one machine, which may have more than the job
         num_processes = math.ceil(num_workers / num_nodes) * cluster.ranks_per_worker
-        words.append(f"cluster.threads_per_worker={max(1, options.cpus_per_node // num_processes)}")
+        num_threads = max(1, options.cpus_per_node // num_processes)
+        words.append(f"cluster.threads_per_worker={num_threads}")
+    _require_room(num_workers, (cluster.threads_per_worker or num_threads) * cluster.ranks_per_worker, options)
     return words
+
+
+def _require_room(num_workers: int, num_cpus: int, options: argparse.Namespace) -> None:
+    """Raise ConfigError unless all workers, of so many CPUs each, fit on the machines of the job."""
+    room = max(1, options.nodes) * (options.cpus_per_node // num_cpus)
+    if num_workers > room:
+        raise ConfigError(f"{options.nodes} machines of {options.cpus_per_node} CPUs have room for {room} workers of {num_cpus} "
+                          f"CPUs, and cluster.num_workers is {num_workers}; raise --nodes or --cpus-per-node, or lower "
+                          "cluster.num_workers or cluster.threads_per_worker.")
 
 
 def _require_used(flags: Sequence[str], to: str) -> None:

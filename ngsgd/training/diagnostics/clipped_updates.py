@@ -24,8 +24,8 @@ class ClippedUpdates:
         self._num_in_a_row = self._num_in_a_row + 1 if share > _TOO_MANY else 0
         if self._num_in_a_row == _IN_A_ROW and not self._has_warned:
             self._has_warned = True
-            self._warn(f"optimizer.max_change shortened {share:.0%} of the updates of outer iteration {record.outer_iter + 1}, so the "
-                       "learning rate has no effect; lower lr (schedule.lr_initial and lr_final), or raise "
+            self._warn(f"optimizer.max_change shortened {share:.0%} of the updates of outer iteration {record.outer_iter + 1}, so "
+                       "the learning rate has no effect; lower lr (schedule.lr_initial and lr_final), or raise "
                        "optimizer.max_change (0: no limit)")
 
     def incident(self, incident: Incident) -> None:

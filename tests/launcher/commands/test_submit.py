@@ -100,6 +100,11 @@ def test_a_resumed_run_joins_the_cluster_of_its_job(to: list[str], capsys: pytes
     (["--to", "slurm", "--sbatch=mem 3"], "--sbatch is 'mem 3'"),
     (["--to", "slurm", "--job-name", "a b"], "letters"),
     (["--program", "'ngsgd", "--dry-run"], "--program"),
+    (["--to", "slurm", "--time", "foo", "--dry-run"], "--time is 'foo'"),
+    (["--to", "slurm", "--dry-run", "--nodes", "2", "--cpus-per-node", "4", "cluster.num_workers=16"], "cluster.num_workers is 16"),
+    (["--to", "slurm", "--dry-run", "--cpus-per-node", "4", "cluster.threads_per_worker=8"], "room for 0 workers"),
+    (["--to", "kubernetes", "--dry-run", "--claim", "c", "--cpus-per-node", "1", "cluster.num_workers=3"], "room for 2 workers"),
+    (["cluster=kubernetes", "--claim", "c", "--setup", "module load x"], "--setup"),
     (["--to", "kubernetes", "output_dir=/shared/runs"], "--claim is missing"),
     (["--to", "kubernetes", "--claim", "c", "output_dir=runs"], "/runs"),
     (["--to", "kubernetes", "--claim", "c", "--resume", "/data/runs/x"], "/data/runs/x"),
@@ -204,6 +209,8 @@ def test_the_slurm_script_is_sound_shell(capsys: pytest.CaptureFixture[str], tmp
     assert ' --continue name=mine-"$SLURM_JOB_ID" cluster.address=auto &' in text, "a requeued job keeps its number"
     assert "--continue name=night-" in _slurm(capsys), "without name= that of the job"
     assert "python -m ngsgd.launcher train " in _slurm(capsys, "--program", "python -m ngsgd.launcher")
+    lines = ["module load python/3.11", "export PATH=/opt/venv/bin:$PATH", "set -u"]
+    assert "\n".join(lines) in _slurm(capsys, "--setup", lines[0], "--program", "/opt/venv/bin/ngsgd")
     (tmp_path / "job.sh").write_text(text)
     assert subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=False).returncode == 0
     if shutil.which("shellcheck"):
@@ -215,7 +222,7 @@ def test_the_slurm_script_is_sound_shell(capsys: pytest.CaptureFixture[str], tmp
     (["--nodes", "4", "--cpus-per-node", "8"], 4, 8),
     (["--nodes", "4", "--cpus-per-node", "8", "--gpus-per-node", "2"], 8, 4),
     (["--nodes", "2", "--cpus-per-node", "8", "--gpus-per-node", "4", "cluster.ranks_per_worker=4"], 2, 2),
-    (["--nodes", "3", "--cpus-per-node", "2", "cluster.num_workers=12"], 12, 1),
+    (["--nodes", "3", "--cpus-per-node", "4", "cluster.num_workers=12"], 12, 1),
     (["--nodes", "3", "--cpus-per-node", "4", "cluster.num_workers=2", "cluster.threads_per_worker=3"], 2, 3)])
 def test_workers_and_threads_follow_the_machines_unless_given(words: list[str], num_workers: int, num_threads: int,
                                                               capsys: pytest.CaptureFixture[str]) -> None:
