@@ -151,7 +151,7 @@ def _sizes(options: argparse.Namespace, cluster: ClusterConfig) -> list[str]:
 
 
 def _require_room(num_workers: int, num_cpus: int, options: argparse.Namespace) -> None:
-    """Raise ConfigError unless all workers, of so many CPUs each, fit on the machines of the job."""
+    """Raise ConfigError unless all workers, of so many CPUs each, fit on the machines."""
     room = max(1, options.nodes) * (options.cpus_per_node // num_cpus)
     if num_workers > room:
         raise ConfigError(f"{options.nodes} machines of {options.cpus_per_node} CPUs have room for {room} workers of {num_cpus} "
