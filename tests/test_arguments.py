@@ -38,6 +38,16 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
+OF_OTHERS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+    (SGD, (network, "0.1"), {}), (SGD, (network, 0.1), {"max_param_change": "2"}), (NaturalMuon, (network,), {"alpha": "1"}),
+    (NaturalMuon, (network,), {"ns_steps": 2.5}), (ReversibleSGD, (network, "0.1"), {}),
+    (ReversibleSGD, (network, 0.1), {"layer_options": {"0": {"lr": "1"}}}), (OnlineNaturalGradient, ("40",), {}),
+    (OnlineNaturalGradient, (), {"rank": 2.5}), (DiLoCo, (), {"lr": "0.5"}), (Bmuf, ("2",), {}),
+    (BaseHyperparameters, ("0.1", 0.01), {}), (HyperparameterPlan.constant, (5, 2), {"lr": "0.1"}),
+    (HyperparameterPlan.constant, ("5", 2), {"lr": 0.1}), (HyperparameterPlan.constant, (5, 2), {"lr": -0.1}),
+]
+
+
 @pytest.mark.parametrize("options", WRONG, ids=str)
 def test_ngsgd_rejects_wrong_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError) as error:
@@ -53,19 +63,17 @@ def test_preconditioners_reject_wrong_arguments(method: str, options: dict[str, 
         METHODS[method](network(), **options)
 
 
-@pytest.mark.parametrize("make", [
-    lambda: SGD(network(), "0.1"), lambda: SGD(network(), 0.1, max_param_change="2"), lambda: NaturalMuon(network(), alpha="1"),
-    lambda: NaturalMuon(network(), ns_steps=2.5), lambda: ReversibleSGD(network(), "0.1"),
-    lambda: ReversibleSGD(network(), 0.1, layer_options={"0": {"lr": "1"}}), lambda: OnlineNaturalGradient(rank="40"),
-    lambda: OnlineNaturalGradient(rank=2.5), lambda: DiLoCo(lr="0.5"), lambda: Bmuf("2"),
-    lambda: BaseHyperparameters(lr_initial="0.1", lr_final=0.01), lambda: HyperparameterPlan.constant(5, 2, lr="0.1"),
-    lambda: HyperparameterPlan.constant("5", 2, lr=0.1), lambda: HyperparameterPlan.constant(5, 2, lr=-0.1),
-    lambda: NGSGD(network().parameters()), lambda: ReversibleSGD(network().parameters(), 0.1), lambda: NGSGD(nn.ReLU()),
-    lambda: ReversibleSGD(nn.ReLU(), 0.1),
-])
-def test_other_constructors_reject_wrong_arguments(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(("kind", "arguments", "options"), OF_OTHERS)
+def test_other_constructors_reject_wrong_arguments(kind: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError):
-        make()
+        kind(*(each() if each is network else each for each in arguments), **options)
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [(NGSGD, ()), (SGD, (0.1,)), (NaturalMuon, ()), (ReversibleSGD, (0.1,))])
+def test_optimizers_take_the_module_with_its_parameters(kind: Any, arguments: tuple[Any, ...]) -> None:
+    for wrong in (network().parameters(), nn.ReLU()):
+        with pytest.raises(ArgumentError):
+            kind(wrong, *arguments)
 
 
 def test_an_argument_that_layer_options_set_is_named_with_them() -> None:
@@ -75,8 +83,8 @@ def test_an_argument_that_layer_options_set_is_named_with_them() -> None:
 
 @pytest.mark.parametrize("rank", [3, 3.0, np.int64(3), torch.tensor(3)])
 def test_whole_numbers_of_other_types_are_accepted(rank: Any) -> None:
-    optimizer = NGSGD(network(), np.float32(0.1), rank_in=rank, momentum=0, layer_options={"0": {"rank_in": 2.0}},
-                      loss_reduction="sum")
+    lr: Any = np.float32(0.1)
+    optimizer = NGSGD(network(), lr, rank_in=rank, momentum=0, layer_options={"0": {"rank_in": 2.0}}, loss_reduction="sum")
     assert [type(group["rank_in"]) is not float for group in optimizer.param_groups] == [True, True]
     network_loss = network()(torch.randn(6, 4)).sum()
     network_loss.backward()
@@ -86,7 +94,8 @@ def test_whole_numbers_of_other_types_are_accepted(rank: Any) -> None:
 @pytest.mark.parametrize(("value", "hint", "fits"), [
     (1, float, True), (True, float, True), (torch.tensor(1.0), float, True), ("1", float, False), (None, float, False),
     (1j, float, False), (None, float | None, True), (1.0, int, True), (1.5, int, False), (float("inf"), int, False),
-    (None, bool, False), (1, bool, True), ("x", str, True), (b"x", str, False), ({"a": {"b": 1}}, Mapping[str, Mapping[str, int]], True),
+    (None, bool, False), (1, bool, True), ("x", str, True), (b"x", str, False),
+    ({"a": {"b": 1}}, Mapping[str, Mapping[str, int]], True),
     ({"a": {"b": "1"}}, Mapping[str, Mapping[str, int]], False), (["a"], tuple[str, ...], True), ("a", tuple[str, ...], False),
     ([1], Sequence[str], False), (len, Callable[[int], int], True), (1, Callable[[int], int], False), (object(), Any, True),
     (((0, 1),), int | tuple[tuple[int, int], ...], True), (((0, "1"),), int | tuple[tuple[int, int], ...], False),

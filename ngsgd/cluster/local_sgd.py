@@ -97,7 +97,7 @@ class LocalSGD:
                               "torch.distributed.init_process_group first.")
         if sync_every < 1:
             raise ConfigError(f"sync_every is {sync_every}; set it to at least 1.")
-        if outer not in _RULES if isinstance(outer, str) else not hasattr(outer, "coefficients"):
+        if isinstance(outer, type) or (outer not in _RULES if isinstance(outer, str) else not hasattr(outer, "coefficients")):
             raise ConfigError(f"outer is {outer!r}; choose {', '.join(_RULES)}, or pass a rule of "
                               "ngsgd.optim.outer, such as DiLoCo(lr=0.5).")
         if not isinstance(outer, str) and hasattr(outer, "center"):
