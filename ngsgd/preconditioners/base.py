@@ -32,6 +32,7 @@ from ngsgd.curvature.layers import has_transposed_weight, upcast, without_autoca
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.ops import gemm
 from ngsgd.preconditioners import step_limits
+from ngsgd.preconditioners.closures import differentiate
 from ngsgd.preconditioners.distributed import ProcessGroupComm
 from ngsgd.preconditioners.factored_grad import FactoredGrad, RowGradients, is_cheaper_by_rows, multiplied_right
 from ngsgd.preconditioners.fisher_recorder import FisherRecorder, FisherSample, Rows
@@ -162,28 +163,14 @@ class Preconditioner:
 
         Returns:
             The loss.
+
+        Raises:
+            ConfigError: the closure returned no loss, or has called backward itself.
         """
         with self.watch(num_rows), torch.enable_grad():
             with self._holding:
                 loss = closure()
-            self._differentiate(loss)
-        return loss.detach()
-
-    def _differentiate(self, loss: Any) -> None:
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
-            kind = "a tensor without gradient" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(f"the closure of evaluate() returned {kind}; return the loss that the "
-                              "model computed, without calling backward() or detach().")
-        try:
-            self.backward(loss)
-        except RuntimeError as error:
-            # Torch has no own class for this error.
-            if "backward through the graph a second time" not in str(error):
-                raise
-            raise ConfigError("the graph of the loss was differentiated before: evaluate() calls "
-                              "backward itself, so the closure returns the loss without "
-                              "loss.backward(). Call detach() on a state that is kept from an "
-                              "earlier minibatch.") from error
+            return differentiate(loss, self.backward)
 
     def evaluate_and_step(self, closure: Callable[[], Tensor], lr: float | None = None, *,
                           num_rows: int | None = None) -> Tensor:
@@ -687,7 +674,7 @@ class Preconditioner:
                 group, _, short = key.partition(".")
                 target = self.statistics if group == "statistics" else self.inverses
                 target.setdefault(name, {})[short] = own(torch.as_tensor(value).to(like.device))
-        counters = state[OWN]
+        counters, self._skipped_at = state[OWN], -1
         self.num_steps, self.num_skipped = int(counters["num_steps"]), int(counters["num_skipped"])
         self._last = {key: None if int(counters[f"last_{key}"]) < 0 else int(counters[f"last_{key}"]) for key in self._last}
         self.generator.set_state(torch.as_tensor(counters["generator"]).to(torch.uint8).clone())

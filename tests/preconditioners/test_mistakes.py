@@ -53,7 +53,8 @@ def test_a_closure_that_calls_backward_is_refused(method: str) -> None:
         METHODS[method](model).evaluate(closure)
 
 
-@pytest.mark.parametrize("returned", [lambda loss: None, lambda loss: loss.item(), lambda loss: loss.detach()])
+@pytest.mark.parametrize("returned", [lambda loss: None, lambda loss: loss.item(), lambda loss: loss.detach(),
+                                      lambda loss: loss.expand(2)])
 @pytest.mark.parametrize("method", ["kfac", "adam"])
 def test_a_closure_without_a_loss_is_refused(method: str, returned: Callable[[Tensor], Any]) -> None:
     model = network()
