@@ -23,7 +23,7 @@ def differentiate(loss: Any, backward: Callable[[Tensor], None]) -> Tensor:
     try:
         backward(loss)
     except RuntimeError as error:
-        # Torch has no class of its own for this error.
+        # Torch has no separate class for this error.
         if "backward through the graph a second time" not in str(error):
             raise
         raise ConfigError("the graph of the loss was differentiated before: evaluate() calls "
