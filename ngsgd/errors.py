@@ -30,6 +30,13 @@ class ConfigError(NgsgdError):
         super().__init__("\n".join(self.problems))
 
 
+class ArgumentError(ConfigError, ValueError, TypeError):
+    """An argument of a call from Python has a wrong type or value.
+
+    It is also a ValueError and a TypeError, which torch raises for such arguments.
+    """
+
+
 class DataError(NgsgdError):
     """Audio, alignments, features or archives are missing, damaged or inconsistent."""
 

@@ -20,7 +20,7 @@ OUTCOMES = ("works", "error")
 TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pytorch": ("docs/pytorch.md", (*(f"A{n}" for n in range(1, 14)),
                                     *(f"B{n}" for n in range(1, 18)),
-                                    *(f"P{n}" for n in range(1, 13)))),
+                                    *(f"P{n}" for n in range(1, 15)))),
     "loops": ("docs/pytorch.md", tuple(f"L{n}" for n in range(1, 20))),
     "layers": ("docs/natural-gradient.md", tuple(f"N{n}" for n in range(1, 13))),
     "kaldi": ("docs/kaldi.md", tuple(f"K{n}" for n in range(1, 16))),

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _abort_process_group, _get_defaul
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from ngsgd.arguments import checks_arguments, require_state
 from ngsgd.cluster.exchange.process_group import nccl_options
 from ngsgd.errors import ClusterError, ConfigError
 from ngsgd.optim.outer_rules import Average, Bmuf, DiLoCo, OuterInfo, OuterRule
@@ -88,22 +89,22 @@ class LocalSGD:
         >>> dist.destroy_process_group()
     """
 
+    @checks_arguments()
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, sync_every: int, outer: str | OuterRule = "bmuf",
                  process_group: dist.ProcessGroup | None = None, reset_optimizer: bool = False, timeout_s: float = 60.0) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError("LocalSGD needs torch.distributed; call "
                               "torch.distributed.init_process_group first.")
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model is a {type(model).__name__}; give the module, not its parameters.")
         if sync_every < 1:
             raise ConfigError(f"sync_every is {sync_every}; set it to at least 1.")
-        if isinstance(outer, str) and outer not in _RULES:
+        if isinstance(outer, type) or (outer not in _RULES if isinstance(outer, str) else not hasattr(outer, "coefficients")):
             raise ConfigError(f"outer is {outer!r}; choose {', '.join(_RULES)}, or pass a rule of "
-                              "ngsgd.optim.outer.")
+                              "ngsgd.optim.outer, such as DiLoCo(lr=0.5).")
         if not isinstance(outer, str) and hasattr(outer, "center"):
             raise ConfigError(f"{type(outer).__name__} needs the parameters of every rank, but "
                               f"ranks exchange only their mean; choose {', '.join(_RULES)}, or a "
                               "rule of ngsgd.optim.outer without `center`.")
+        _require_own_optimizer(model, optimizer)
         self.model, self.optimizer, self.sync_every = model, optimizer, sync_every
         self.rule = _RULES[outer]() if isinstance(outer, str) else outer
         self._initial_state = copy.deepcopy(optimizer.state_dict()) if reset_optimizer else None
@@ -215,6 +216,7 @@ class LocalSGD:
         Raises:
             ConfigError: the state belongs to another rule or another model.
         """
+        require_state(state, ("arrays", "start", "numbers", "num_steps", "num_rounds", "num_samples"), "LocalSGD", ConfigError)
         shapes = {name: tuple(tensor.shape) for name, tensor in state["arrays"].items()}
         wanted = {name: tuple(tensor.shape) for name, tensor in self._arrays.items()}
         if shapes != wanted:
@@ -395,6 +397,15 @@ def _read(vector: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy consecutive values of a vector to tensors."""
     for tensor, values in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(values.view_as(tensor))
+
+
+def _require_own_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ConfigError if the optimizer trains no parameter of the model."""
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigError(f"the {type(optimizer).__name__} has no parameter of the model, so LocalSGD would "
+                          "average a model that nobody trains; create the optimizer from the same "
+                          "model, after the last change of its layers.")
 
 
 def _wait(work: dist.Work | None) -> None:

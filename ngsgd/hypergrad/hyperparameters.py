@@ -11,6 +11,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from ngsgd.arguments import checks_arguments
+from ngsgd.errors import ArgumentError
+
 
 @dataclass(frozen=True)
 class HyperparameterPlan:
@@ -21,7 +24,7 @@ class HyperparameterPlan:
     norms; 0 = none). Each job starts with velocity 0. All tensors are float64 on the CPU.
 
     Raises:
-        ValueError: shapes do not match, or a number is negative or not finite.
+        ArgumentError: shapes do not match, or a number is negative or not finite.
 
     Example:
         >>> plan = HyperparameterPlan.constant(num_steps=5, num_layers=2, lr=0.1)
@@ -47,19 +50,20 @@ class HyperparameterPlan:
     def __post_init__(self) -> None:
         (num_steps, num_layers), num_iters = self.lr_TG.shape, len(self.averaging_ON)
         if self.momentum_TG.shape != self.lr_TG.shape or num_steps % num_iters:
-            raise ValueError(f"Invalid plan: momentum is {tuple(self.momentum_TG.shape)} and lr {tuple(self.lr_TG.shape)}; both "
+            raise ArgumentError(f"Invalid plan: momentum is {tuple(self.momentum_TG.shape)} and lr {tuple(self.lr_TG.shape)}; both "
                              f"must be steps x layers, the steps a multiple of the {num_iters} outer iterations")
         if any(len(part) != num_layers for part in (self.l2_G, self.init_scale_G, self.max_change_G)):
-            raise ValueError(f"Invalid plan: l2, init_scale and max_change need a number for each of the {num_layers} layers")
+            raise ArgumentError(f"Invalid plan: l2, init_scale and max_change need a number for each of the {num_layers} layers")
         if wrong := [name for name, part in self.tensors().items() if not bool(part.isfinite().all())]:
-            raise ValueError(f"Invalid plan: {', '.join(wrong)} must be finite")
+            raise ArgumentError(f"Invalid plan: {', '.join(wrong)} must be finite")
         signed = ("init_scale_G", "data_weights")
         if wrong := [name for name, part in self.tensors().items() if name not in signed and bool((part < 0).any())]:
-            raise ValueError(f"Invalid plan: {', '.join(wrong)} must be at least 0")
+            raise ArgumentError(f"Invalid plan: {', '.join(wrong)} must be at least 0")
         if not bool((self.averaging_ON.sum(dim=1) > 0).all()):
-            raise ValueError("Invalid plan: every average needs a job with a weight above 0")
+            raise ArgumentError("Invalid plan: every average needs a job with a weight above 0")
 
     @classmethod
+    @checks_arguments()
     def constant(cls, num_steps: int, num_layers: int, *, lr: float, momentum: float = 0.9, l2: float = 0.0,
                  max_change: float = 0.0, max_param_change: float = 0.0, num_jobs: int = 1,
                  num_outer_iters: int = 1) -> HyperparameterPlan:

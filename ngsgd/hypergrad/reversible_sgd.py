@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import ConfigError, ReversalError
+from ngsgd.arguments import checks_arguments, hints_of, require_state
+from ngsgd.errors import ArgumentError, ConfigError, OptimizerStateError, ReversalError
 from ngsgd.hypergrad.exact_momentum import ExactMomentum
 from ngsgd.hypergrad.step_limits import Shortened, shorten
 from ngsgd.optim.sgd import components, require_non_negative, set_options
@@ -80,6 +81,7 @@ class ReversibleSGD(torch.optim.Optimizer):
         True
     """
 
+    @checks_arguments()
     def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.9,
                  nesterov: bool = False, max_change: float = 0.0,
                  max_param_change: float = 0.0, weight_decay: float = 0.0,
@@ -90,13 +92,14 @@ class ReversibleSGD(torch.optim.Optimizer):
         require_non_negative(max_param_change=max_param_change, **defaults)
         groups = components(model)
         if not groups:
-            raise ValueError("the module has no parameter that requires a gradient")
-        set_options(groups, layer_options or {}, set(defaults))
+            raise ArgumentError("ReversibleSGD has nothing to train: no parameter of the module "
+                                "requires a gradient; call requires_grad_(True) on layers.")
+        set_options(groups, layer_options or {}, set(defaults), hints_of(type(self).__init__))
         super().__init__(groups, defaults)
         self.nesterov, self.max_param_change = nesterov, max_param_change
         self._params = [p for group in self.param_groups for p in group["params"]]
         if len({p.dtype for p in self._params}) != 1:
-            raise ValueError("Invalid parameters: they must have one dtype")
+            raise ArgumentError("Invalid parameters: they must have one dtype; convert the model, as in model.float().")
         self._engine = engine
         self.exact = self._exact()
         self._taken: list[_Taken] = []
@@ -190,7 +193,12 @@ class ReversibleSGD(torch.optim.Optimizer):
         return {**super().state_dict(), "exact": self.exact.state_dict(), "taken": packed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state and its parameters, which are part of it."""
+        """Load a state and its parameters, which are part of it.
+
+        Raises:
+            OptimizerStateError: this is not a state of ReversibleSGD.
+        """
+        require_state(state_dict, ("state", "param_groups", "exact", "taken"), type(self).__name__, OptimizerStateError)
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.exact.load_state_dict(state_dict["exact"])
         self._taken = [_unpacked(taken) for taken in state_dict["taken"]]

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ngsgd.arguments import check_fields
 from ngsgd.errors import ConfigError
 from ngsgd.hypergrad.hyperparameters import HyperparameterPlan
 
@@ -37,6 +38,9 @@ class BaseHyperparameters:
     l2: float = 0.0
     max_change: float = 0.0      # 0 = none
     max_param_change: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class HyperSpace:
     others: float = 10.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if unknown := [part for part in self.parts if part not in PARTS]:
             raise ConfigError(f"tune.space has {', '.join(unknown)}; choose from "
                               f"{', '.join(PARTS)}.")

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ngsgd.arguments import checks_arguments
 from ngsgd.errors import ConfigError
 from ngsgd.optim.ngsgd import NGSGD
-from ngsgd.optim.sgd import _laid_out, _StepInputs, name_of, require_non_negative
+from ngsgd.optim.sgd import OF_LAYERS, _laid_out, _StepInputs, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 # Coefficients of Muon's fifth-order polynomial (Jordan et al. 2024). It maps singular values to
@@ -72,10 +73,11 @@ class NaturalMuon(NGSGD):
 
     _rules: tuple[str, ...] = ("natural", "adamw")
 
+    @checks_arguments(OF_LAYERS)
     def __init__(self, model: nn.Module, lr: float = 0.016, *, momentum: float = 0.8, weight_decay: float = 0.01,
                  alpha: float = 1.0, rank_in: int = 20, rank_out: int = 80, update_period: int = 4,
                  num_samples_history: float = 2000.0, ns_steps: int = 5, adamw_lr_factor: float = 1.0,
-                 layer_options: Mapping[str, Mapping[str, Any]] | None = None, grad_scaler: Any = None,
+                 layer_options: Mapping[str, Mapping[str, Any]] | None = None, grad_scaler: torch.amp.GradScaler | None = None,
                  on_nonfinite: str = "skip") -> None:
         require_non_negative(ns_steps=ns_steps)
         if limited := [name for name, own in (layer_options or {}).items() if set(own) & set(_LIMITS)]:
@@ -150,9 +152,7 @@ class NaturalMuon(NGSGD):
                 p.mul_(1.0 - lr * group["weight_decay"] * is_finite)
                 p.sub_(direction.view_as(p), alpha=lr)
                 self.state[p]["velocity"].masked_fill_(~is_finite, 0.0)
-        self._num_steps += 1
-        self._counts = self._counts.to(is_finite.device)
-        self._counts[0] += ~is_finite
+        self._count_without_limits(~is_finite)
         return (~is_finite).to(torch.float32)
 
     def _direction(self, group: dict[str, Any], p: Tensor, gradient: Tensor) -> Tensor:

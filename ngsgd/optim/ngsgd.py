@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import ConfigError, OptimizerStateError
+from ngsgd.arguments import checks_arguments
+from ngsgd.errors import ArgumentError, ConfigError, OptimizerStateError
 from ngsgd.ops.max_change import row_product_factor
 from ngsgd.optim.layers import (
     FisherSettings,
@@ -26,7 +27,7 @@ from ngsgd.optim.layers.attention import NaturalGradientMultiheadAttention
 from ngsgd.optim.layers.base import NaturalGradientLayer
 from ngsgd.optim.layers.batched import BatchedPass
 from ngsgd.optim.layers.fast_linear import FastLinear
-from ngsgd.optim.sgd import SGD, _ParameterSlot, _StepInputs, name_of, require_non_negative
+from ngsgd.optim.sgd import OF_LAYERS, SGD, _ParameterSlot, _StepInputs, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _log = logging.getLogger(__name__)
@@ -98,9 +99,9 @@ class NGSGD(SGD):
 
     Raises:
         ConfigError: parameters are sharded or uninitialized, or a layer does not support an option.
-        TypeError: `model` is not a module, such as `model.parameters()`.
-        ValueError: a number is out of range; a choice or a name in `layer_options` is unknown; or
-            no parameter requires a gradient.
+        ArgumentError: an argument has another type than its annotation, or a number is out of
+            range; a choice or a name in `layer_options` is unknown; or no parameter requires a
+            gradient. It is a ConfigError, a ValueError and a TypeError.
 
     Example:
         >>> import torch, ngsgd
@@ -114,6 +115,7 @@ class NGSGD(SGD):
 
     _rules: tuple[str, ...] = ("natural", "sgd", "adamw")
 
+    @checks_arguments(OF_LAYERS)
     def __init__(
         self,
         model: nn.Module,
@@ -135,14 +137,14 @@ class NGSGD(SGD):
         max_change_per_sample: float = 0.0,
         schedule: str = "nnet3",
         ignore_zero_rows: bool = False,
-        grad_scaler: Any = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         cosine_period: int = 0,
         on_nonfinite: str = "skip",
     ) -> None:
         if fallback not in (None, "adamw", "sgd"):
-            raise ValueError(f"Invalid fallback: {fallback!r}; choose adamw or sgd")
+            raise ArgumentError(f"Invalid fallback: {fallback!r}; choose adamw or sgd.")
         if loss_reduction not in (None, "sum", "mean"):
-            raise ValueError(f'Invalid loss_reduction: {loss_reduction!r}; choose "mean" for a mean over the minibatch '
+            raise ArgumentError(f'Invalid loss_reduction: {loss_reduction!r}; choose "mean" for a mean over the minibatch '
                              '(the default of torch\'s losses), or "sum" for reduction="sum"')
         self.fallback = fallback or "adamw"
         self.loss_reduction = loss_reduction or ("mean" if lr is None else "sum")
@@ -401,11 +403,13 @@ class NGSGD(SGD):
                                       "estimates; load the state of an NGSGD on the same model "
                                       "(not in both: "
                                       f"{', '.join(sorted(fisher.keys() ^ mine.keys()))}).")
-        for name, estimate in mine.items():
-            if "W" in fisher[name] and estimate.dim not in (None, fisher[name]["W"].shape[1]):
-                raise OptimizerStateError(f"the state of {name} has rows of dimension "
-                                          f"{fisher[name]['W'].shape[1]}, this model "
-                                          f"{estimate.dim}; load it with the same model.")
+        values_of = {id(p): values for p, values in saved}
+        for name, weight, estimate in self._estimates():
+            # An estimate without data has its shape among the values of the weight only.
+            W_RD = fisher[name].get("W", values_of.get(id(weight), {}).get(f"{_path(name)}/W"))
+            if W_RD is not None and estimate.dim not in (None, W_RD.shape[1]):
+                raise OptimizerStateError(f"the state of {name} has rows of dimension {W_RD.shape[1]}, "
+                                          f"this model {estimate.dim}; load it with the same model.")
         super().load_state_dict(state_dict)
         self._follow_groups()
         for name, estimate in mine.items():

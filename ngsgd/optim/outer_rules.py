@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.arguments import check_fields
 from ngsgd.config import OuterConfig
 
 Array = npt.NDArray[Any]
@@ -135,6 +136,9 @@ class BlockMomentum(_BlockMomentum):
     zeta: float = 1.0        # block learning rate
     nesterov: bool = True
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def gain(self, num_jobs: int, num_outer_iters: int) -> float:
         r"""Return zeta / (1 - eta)."""
         return self.zeta / (1.0 - self.eta)
@@ -154,6 +158,9 @@ class Bmuf(_BlockMomentum):
     """
 
     fixed_gain: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def gain(self, num_jobs: int, num_outer_iters: int) -> float:
         """Return the gain, between 1 and num_jobs."""
@@ -176,6 +183,9 @@ class DiLoCo(_Rule):
 
     lr: float = 0.7
     momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def buffers(self) -> Mapping[str, float]:

@@ -12,9 +12,8 @@ import itertools
 import math
 import statistics
 import sys
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -22,12 +21,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import ConfigError, DivergenceError, OptimizerStateError
+from ngsgd.arguments import checked, checks_arguments, hints_of, require_state
+from ngsgd.errors import ArgumentError, ConfigError, DivergenceError, OptimizerStateError
 from ngsgd.ops.max_change import Limits, max_change_limits
 from ngsgd.ops.orthonormal import constrain_orthonormal
 from ngsgd.optim import adamw
 from ngsgd.optim.layers.fast_linear import attach_fast_linear, detach_fast_linear
+from ngsgd.user_warnings import has_grown, warn
 
+# settings that only layer_options have
+_LAYER_HINTS = {"lr_factor": float, "orthonormal_constraint": float, "rule": str, "betas": Sequence[float], "eps": float}
+_BY_LAYER = ("it is a setting of the layers that AdamW trains: give it by layer, as in "
+             "layer_options={\"embedding\": {\"betas\": (0.9, 0.95), \"eps\": 1e-8}}.")
+# arguments of torch.optim.AdamW that are not arguments of the constructors
+OF_LAYERS = {"betas": _BY_LAYER, "eps": _BY_LAYER}
 # name of a group of such parameters
 _OUTSIDE = "(outside of the model)"
 # Recreated when needed; a scheduler replaces `step`.
@@ -36,6 +43,8 @@ _NOT_COPIED = ("step", "_places", "_constants")
 _MANY_UNCOUNTED = 64
 # Constrain a layer every fourth step; Kaldi does it at random with probability 1/4.
 _ORTHONORMAL_PERIOD = 4
+# Look for parameters that the optimizer does not have at the first step, and so many steps apart.
+_SEARCH_PERIOD = 100
 # Warn after so many steps if limits shortened more than these fractions of them.
 _MANY_STEPS = 64
 _MOST_LAYER_STEPS, _MOST_MODEL_STEPS = 0.5, 0.9
@@ -113,9 +122,10 @@ class SGD(torch.optim.Optimizer):
             each `nn.Linear` in place to use it. Gradients then differ in the last bits.
 
     Raises:
-        ConfigError: `model` is no module, has sharded or uninitialized parameters, or none to
-            train.
-        ValueError: a negative number or an unknown option.
+        ConfigError: the model has sharded or uninitialized parameters.
+        ArgumentError: an argument has another type than its annotation, a number is negative, an
+            option is unknown, or no parameter requires a gradient. It is a ConfigError, a
+            ValueError and a TypeError.
 
     Example:
         >>> import torch
@@ -135,6 +145,7 @@ class SGD(torch.optim.Optimizer):
     # number of samples of the minibatch if the loss is their mean
     _gradient_scale = 1.0
 
+    @checks_arguments(OF_LAYERS)
     def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.0, max_change: float = 0.75,
                  max_param_change: float = 2.0, weight_decay: float = 0.0,
                  layer_options: Mapping[str, Mapping[str, Any]] | None = None,
@@ -144,14 +155,16 @@ class SGD(torch.optim.Optimizer):
                                   "adamw_lr_factor": adamw_lr_factor}, layer_options)
         require_non_negative(max_param_change=max_param_change)
         if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"Invalid momentum: {momentum}")
+            raise ArgumentError(f"Invalid momentum: {momentum}; it must be at least 0 and below 1.")
         if on_nonfinite not in ("skip", "raise"):
-            raise ValueError(f"Invalid on_nonfinite: {on_nonfinite!r}; choose skip or raise")
+            raise ArgumentError(f"Invalid on_nonfinite: {on_nonfinite!r}; choose skip or raise.")
         self.max_param_change = max_param_change
         self.on_nonfinite = on_nonfinite
         self._step_count = 0
         self._constants: dict[Any, Tensor] = {}
         self._warned = set[str]()
+        # in the last warning
+        self._num_skipped_reported = 0
         self.reset_activity()
         if fast_gemm:
             owner = object()
@@ -161,26 +174,26 @@ class SGD(torch.optim.Optimizer):
 
     def _init_groups(self, model: nn.Module, defaults: dict[str, Any],
                      layer_options: Mapping[str, Mapping[str, Any]] | None) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"{type(self).__name__} takes the module, not {type(model).__name__}: "
-                            "update-norm limits need to know which parameters form a layer")
         _require_whole_parameters(model, type(self).__name__)
         self._model = model
         self._places: list[_ParameterSlot] | None = None
         groups = components(model)
         if not groups:
-            raise ValueError("the module has no parameter that requires a gradient")
-        set_options(groups, layer_options or {}, {*defaults, "betas", "eps"} - {"lr", "momentum"})
-        if isinstance(defaults.get("lr"), str):
-            raise ValueError(f"Invalid lr: {defaults['lr']!r} is a string; give a number")
+            raise ArgumentError(f"{type(self).__name__} has nothing to train: no parameter of the "
+                                "module requires a gradient; call requires_grad_(True) on layers.")
+        set_options(groups, layer_options or {}, {*defaults, "betas", "eps"} - {"lr", "momentum"},
+                    hints_of(type(self).__init__))
         for group in groups:
             require_non_negative(**{key: group.get(key, default) for key, default in defaults.items()
                                     if key != "orthonormal_constraint" and isinstance(default, (int, float))})
             if group.get("rule", self._rules[0]) not in self._rules:
-                raise ValueError(f"Invalid rule: {group['rule']!r}; choose {' or '.join(self._rules)}")
+                raise ArgumentError(f"Invalid rule: {group['rule']!r}; choose {' or '.join(self._rules)}.")
         super().__init__(groups, defaults)
         self._places = self._find_parameters()
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        # The warning of layers that were unfrozen is another one.
+        self._known = [p for _, p in self._frozen]
+        self._num_searches = 0
 
     @property
     def momentum(self) -> float:
@@ -273,6 +286,7 @@ class SGD(torch.optim.Optimizer):
             is_skipped = self._step_with_limits(moving, scale, is_finite)
         elif is_finite is not None:
             is_skipped = (~is_finite).to(torch.float32)
+            self._count_without_limits(~is_finite)
         else:
             return
         if self.on_nonfinite == "raise" and bool(is_skipped):
@@ -404,12 +418,19 @@ class SGD(torch.optim.Optimizer):
                                 or len(self._uncounted) >= _MANY_UNCOUNTED):
             self._count_all()
         self._uncounted.append((indices, limits))
+        self._look_at_activity([self.param_groups[index]["name"] for index in indices])
+
+    def _count_without_limits(self, is_skipped: Tensor) -> None:
+        """Count a step in which no update has a limit."""
+        self._num_steps += 1
+        self._counts = self._counts.to(is_skipped.device)
+        self._counts[0] += is_skipped
+        self._look_at_activity([])
+
+    def _look_at_activity(self, limited: Sequence[str]) -> None:
         # Rare, because it waits for the device.
-        if (
-            self._num_steps & (self._num_steps - 1) == 0
-            and not {"skipped", "limits"} <= self._warned
-        ):
-            self._warn_of_activity([self.param_groups[index]["name"] for index in indices])
+        if self._num_steps & (self._num_steps - 1) == 0:
+            self._warn_of_activity(limited)
 
     def _count_all(self) -> None:
         """Sum the counts that `_count` has collected, on the device in few operations."""
@@ -425,16 +446,15 @@ class SGD(torch.optim.Optimizer):
         columns = self._constant(hits_SC, 0, 1, *(i + 2 for i in indices), dtype=torch.int64)
         self._counts = counts.index_add_(0, columns, hits_SC.sum(dim=0))
 
-    def _warn_of_activity(self, limited: list[str]) -> None:
+    def _warn_of_activity(self, limited: Sequence[str]) -> None:
         done = self.activity()
-        if done.num_skipped:
-            self._warn_once(
-                "skipped",
-                f"{done.num_skipped} of {done.num_steps} steps were skipped, since a gradient was not "
-                "finite; activity().num_skipped counts them.",
-            )
+        if has_grown(done.num_skipped, self._num_skipped_reported):
+            self._num_skipped_reported = done.num_skipped
+            warn(f"{type(self).__name__}: {done.num_skipped} of {done.num_steps} steps were skipped, since a "
+                 "gradient was not finite; activity().num_skipped counts them. If they continue, lower lr "
+                 "or look for NaN in the data.")
         layers, model = (
-            statistics.mean(done.layer_share[name] for name in limited),
+            statistics.mean([done.layer_share[name] for name in limited] or [0.0]),
             done.model_share,
         )
         if done.num_steps >= _MANY_STEPS and (
@@ -450,7 +470,7 @@ class SGD(torch.optim.Optimizer):
     def _warn_once(self, subject: str, message: str) -> None:
         if subject not in self._warned:
             self._warned.add(subject)
-            warnings.warn(f"{type(self).__name__}: {message}", stacklevel=_stack_level())
+            warn(f"{type(self).__name__}: {message}")
 
     def _require_own_parameters(self) -> None:
         """Raise ConfigError if a parameter was replaced or sharded; warn of layers unfrozen later.
@@ -467,6 +487,17 @@ class SGD(torch.optim.Optimizer):
             self._warn_once("unfrozen", f"{', '.join(names)} were unfrozen after the optimizer was "
                                         "created and are not trained; call add_param_group with "
                                         "them.")
+        if self._num_searches % _SEARCH_PERIOD == 0:
+            self._warn_of_new_parameters()
+        self._num_searches += 1
+
+    def _warn_of_new_parameters(self) -> None:
+        """Warn of parameters that the model did not have when the optimizer was created."""
+        known = {id(p) for group in self.param_groups for p in group["params"]} | {id(p) for p in self._known}
+        if new := [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in known]:
+            self._warn_once("new parameters", f"{', '.join(new)} came into the model after the optimizer was created, as "
+                                              "when a layer is replaced, and are not trained; create the optimizer "
+                                              "after the last change of the model.")
 
     def _find_parameters(self, changed: str = "") -> list[_ParameterSlot]:
         _require_whole_parameters(self._model, type(self).__name__)
@@ -548,7 +579,9 @@ class SGD(torch.optim.Optimizer):
     def _state_by_parameter(self, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
         """Return (parameter, saved state) in order; raise OptimizerStateError if they do not fit.
         """
-        groups, kind = state_dict["param_groups"], type(self).__name__
+        kind = type(self).__name__
+        require_state(state_dict, ("state", "param_groups"), kind, OptimizerStateError)
+        groups = state_dict["param_groups"]
         if any("name" not in group for group in groups):
             raise OptimizerStateError(f"this is not a state of {kind}: its param_groups have no "
                                       "names, as those of torch optimizers; load the state_dict "
@@ -563,11 +596,12 @@ class SGD(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, groups, strict=True):
             for p, index in zip(group["params"], saved["params"], strict=True):
                 values = state_dict["state"].get(index, {})
-                if "velocity" in values and values["velocity"].shape != p.shape:
-                    raise OptimizerStateError(f"the state of {saved['name']} is of shape "
-                                              f"{tuple(values['velocity'].shape)}, the parameter "
-                                              f"of shape {tuple(p.shape)}; load it with the same "
-                                              "model.")
+                for key in ("velocity", "exp_avg", "exp_avg_sq"):
+                    if values.get(key) is not None and values[key].shape != p.shape:
+                        raise OptimizerStateError(f"the state of {saved['name']} is of shape "
+                                                  f"{tuple(values[key].shape)}, the parameter "
+                                                  f"of shape {tuple(p.shape)}; load it with the same "
+                                                  "model.")
                 found.append((p, values))
         return found
 
@@ -601,14 +635,6 @@ def _require_whole_parameters(model: nn.Module, kind: str) -> None:
             if p is not None and nn.parameter.is_lazy(p):
                 raise ConfigError(f"{name or 'the model'} has an uninitialized parameter; run the "
                                   f"model once before creating {kind}.")
-
-
-def _stack_level() -> int:
-    """Return the level of the first frame outside this package and torch, for warnings."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("ngsgd", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _laid_out(p: Tensor) -> Tensor:
@@ -647,22 +673,31 @@ def name_of(model: nn.Module) -> str:
     return getattr(model, "plain_class", type(model)).__name__
 
 
-def set_options(groups: list[dict[str, Any]], layer_options: Mapping[str, Mapping[str, Any]], known: set[str]) -> None:
-    """Apply `layer_options` to the groups whose names match."""
+def set_options(groups: list[dict[str, Any]], layer_options: Mapping[str, Mapping[str, Any]], known: set[str],
+                hints: Mapping[str, Any]) -> None:
+    """Apply `layer_options` to the groups whose names match.
+
+    Args:
+        groups: param groups with names, which this changes.
+        layer_options: settings by name or pattern of layers.
+        known: settings that layers have.
+        hints: types of settings that the constructor also has.
+    """
     names = [group["name"] for group in groups]
     for pattern, options in layer_options.items():
         if unknown := sorted(set(options) - known):
-            raise ValueError(f"Invalid layer_options[{pattern!r}]: no setting {', '.join(unknown)}; there are "
+            raise ArgumentError(f"Invalid layer_options[{pattern!r}]: no setting {', '.join(unknown)}; there are "
                              f"{', '.join(sorted(known))}" + ("; lr_factor multiplies lr" if "lr" in unknown else ""))
         matching = [group for group in groups if fnmatchcase(group["name"], pattern)]
         if not matching:
-            raise ValueError(f"Invalid layer_options: no layer is called {pattern!r}; there are {', '.join(names)}")
+            raise ArgumentError(f"Invalid layer_options: no layer is called {pattern!r}; there are {', '.join(names)}")
+        settings = checked(options, {**hints, **_LAYER_HINTS}, f"layer_options[{pattern!r}]")
         for group in matching:
-            group.update(options)
+            group.update(settings)
 
 
 def require_non_negative(**values: float) -> None:
     """Reject negative numbers and NaN with torch's message."""
     for name, value in values.items():
         if not value >= 0.0:
-            raise ValueError(f"Invalid {name}: {value}")
+            raise ArgumentError(f"Invalid {name}: {value}; it must be at least 0.")

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -28,15 +27,18 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from ngsgd.arguments import require_state
 from ngsgd.curvature.layers import has_transposed_weight, upcast, without_autocast
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.ops import gemm
 from ngsgd.preconditioners import step_limits
+from ngsgd.preconditioners.closures import differentiate
 from ngsgd.preconditioners.distributed import ProcessGroupComm
 from ngsgd.preconditioners.factored_grad import FactoredGrad, RowGradients, is_cheaper_by_rows, multiplied_right
 from ngsgd.preconditioners.fisher_recorder import FisherRecorder, FisherSample, Rows
 from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options, signature_of
 from ngsgd.preconditioners.states import OWN, State, kept, mean_state, own
+from ngsgd.user_warnings import has_grown, warn
 
 # Fraction of parameters with plain gradient that triggers a warning.
 _MUCH = 0.3
@@ -106,8 +108,10 @@ class Preconditioner:
         if self.options.averaging == "average":
             self._require_mean()
         self.num_steps = 0
-        # curvature updates skipped because of non-finite values
+        # minibatches with non-finite values, which were excluded from the curvature
         self.num_skipped = 0
+        # step of the last one, and their number in the last warning
+        self._skipped_at, self._num_reported = -1, 0
         self._last: dict[str, int | None] = {"curvature": None, "inverse": None}
         # by weight: sums of the moving averages
         self.statistics: dict[str, State] = {}
@@ -128,7 +132,7 @@ class Preconditioner:
         # weights of shape inputs x outputs
         self._transposed = {f"{name}.weight".lstrip(".") for name, module in model.named_modules()
                             if has_transposed_weight(module)}
-        device = next(model.parameters()).device
+        device = require_parameters(model, type(self).__name__).device
         self.generator = torch.Generator(device).manual_seed(self.options.seed)
         # Set if DistributedDataParallel averages the gradients.
         self._is_replicated = False
@@ -159,12 +163,14 @@ class Preconditioner:
 
         Returns:
             The loss.
+
+        Raises:
+            ConfigError: the closure returned no loss, or has called backward itself.
         """
         with self.watch(num_rows), torch.enable_grad():
             with self._holding:
                 loss = closure()
-            self.backward(loss)
-        return loss.detach()
+            return differentiate(loss, self.backward)
 
     def evaluate_and_step(self, closure: Callable[[], Tensor], lr: float | None = None, *,
                           num_rows: int | None = None) -> Tensor:
@@ -358,6 +364,21 @@ class Preconditioner:
             self.update_curvature(grads)
         return True
 
+    def note_skipped(self) -> None:
+        """Count the minibatch of this step, once, as excluded from the curvature; warn of it.
+
+        Warn again when the number has grown tenfold.
+        """
+        if self._skipped_at == self.num_steps:
+            return
+        self._skipped_at = self.num_steps
+        self.num_skipped += 1
+        if has_grown(self.num_skipped, self._num_reported):
+            self._num_reported = self.num_skipped
+            warn(f"{type(self).__name__}: {self.num_skipped} of {self.num_steps + 1} minibatches were excluded "
+                 "from the curvature, since a value was not finite; num_skipped counts them. The optimizer "
+                 "still gets their gradient: call its step() only if the loss is finite.")
+
     def _warn_of_ranks(self) -> None:
         """Warn at the first step, because averaging of gradients in the loop cannot be detected."""
         method, distributed = type(self), torch.distributed
@@ -365,9 +386,9 @@ class Preconditioner:
             return
         if (size := distributed.get_world_size()) > 1:
             remedy = "call split_work(group)" if method.splits_work else "choose a method that splits its work, such as KFAC"
-            warnings.warn(f"{method.__name__} uses the curvature of the rows of this process only, "
-                          f"and torch.distributed has {size} processes; if the loop averages "
-                          f"gradients over them, {remedy}, or the copies of the model diverge.", stacklevel=4)
+            warn(f"{method.__name__} uses the curvature of the rows of this process only, "
+                 f"and torch.distributed has {size} processes; if the loop averages "
+                 f"gradients over them, {remedy}, or the copies of the model diverge.")
 
     def _warn_of_plain(self, grads: Mapping[str, Tensor], covered: Collection[str | None]) -> None:
         """Warn after the first update if much of the model keeps its plain gradient without being
@@ -378,10 +399,9 @@ class Preconditioner:
         share = sum(sizes.get(name, 0) for name in plain) / max(sum(sizes.values()), 1)
         if share > _MUCH:
             names = ", ".join([*plain[:5], "..."] if len(plain) > 5 else plain)
-            warnings.warn(f"{type(self).__name__} does not precondition {100.0 * share:.0f} % of "
-                          "the parameters, because the minibatch had no curvature for them: "
-                          f"{names}; add their layers to skip= if this is intended.",
-                          stacklevel=5)
+            warn(f"{type(self).__name__} does not precondition {100.0 * share:.0f} % of "
+                 "the parameters, because the minibatch had no curvature for them: "
+                 f"{names}; add their layers to skip= if this is intended.")
 
     def split_work(self, group: Any) -> None:
         """Split the work over the ranks of a `torch.distributed` process group.
@@ -435,7 +455,7 @@ class Preconditioner:
         elif all(bool(value.sum().isfinite()) for value in new.values()):
             self._pass_on(name, new)
         else:
-            self.num_skipped += 1
+            self.note_skipped()
 
     def _pass_on(self, name: str, new: State) -> None:
         """Invert statistics, in their memory if the method supports it."""
@@ -458,7 +478,7 @@ class Preconditioner:
     def _average(self, name: str, new: State) -> None:
         # One pass; elementwise isfinite() takes four.
         if not all(bool(value.sum().isfinite()) for value in new.values()):
-            self.num_skipped += 1
+            self.note_skipped()
             return
         decay = self.option(name, "ema_decay")
         if name not in self.statistics or decay == 0.0:
@@ -635,6 +655,7 @@ class Preconditioner:
         Raises:
             CheckpointError: the state belongs to another model.
         """
+        require_state(state, (OWN,), type(self).__name__, CheckpointError)
         parameters = dict(self.model.named_parameters())
         if unknown := sorted({*state} - {*parameters, OWN}):
             raise CheckpointError(f"the state of {type(self).__name__} has {unknown[0]}, which the "
@@ -653,7 +674,7 @@ class Preconditioner:
                 group, _, short = key.partition(".")
                 target = self.statistics if group == "statistics" else self.inverses
                 target.setdefault(name, {})[short] = own(torch.as_tensor(value).to(like.device))
-        counters = state[OWN]
+        counters, self._skipped_at = state[OWN], -1
         self.num_steps, self.num_skipped = int(counters["num_steps"]), int(counters["num_skipped"])
         self._last = {key: None if int(counters[f"last_{key}"]) < 0 else int(counters[f"last_{key}"]) for key in self._last}
         self.generator.set_state(torch.as_tensor(counters["generator"]).to(torch.uint8).clone())
@@ -703,6 +724,15 @@ def skipped_parameters(model: nn.Module, skip: Sequence[str]) -> set[str]:
     if problems:
         raise ConfigError(problems)
     return {name for name, p in model.named_parameters() if id(p) in skipped}
+
+
+def require_parameters(model: nn.Module, method: str) -> nn.Parameter:
+    """Return the first parameter of a model; raise ConfigError if it has none."""
+    first = next(model.parameters(), None)
+    if first is None:
+        raise ConfigError(f"{type(model).__name__} has no parameters, so {method} has no gradient to "
+                          "compute; give the module whose parameters the optimizer trains.")
+    return first
 
 
 def refuse_sharded(model: nn.Module, method: str) -> None:

@@ -114,6 +114,8 @@ class FisherRecorder:
         self._seen: dict[LayerCall, Tensor] = {}
         # the backward pass, and whether it has several losses
         self._task, self._several = -1, False
+        # Whether layers ran in the last context without a backward pass after them.
+        self._is_open = False
         # by (backward pass, call of the model) and evaluation (0: empirical)
         self._records: dict[tuple[tuple[int, int], int], list[Record]] = defaultdict(list)
 
@@ -137,6 +139,7 @@ class FisherRecorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._is_open = bool(self._capture.open_calls)
         self._capture.close()
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         # A failed pass must not contribute to the minibatch of the next one.
@@ -157,6 +160,11 @@ class FisherRecorder:
     @torch.no_grad()
     def signal(self) -> FisherSample:
         """Return the recorded curvature, scaled."""
+        if self._is_open and not self._records:
+            raise ConfigError("the layers of the model ran inside watch(), and no backward pass "
+                              "followed before it ended. Call preconditioner.backward(loss) inside "
+                              "`with preconditioner.watch():`, or run both passes with "
+                              "evaluate(closure).")
         if self._pass < 0 and not self._given_rows:
             raise ConfigError("the preconditioner found no supported loss. Inside watch(), call "
                               "cross-entropy, mean squared error or binary cross-entropy with "

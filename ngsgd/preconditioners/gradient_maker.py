@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
-from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.base import Preconditioner, require_parameters
 
 
 class DummyObject:
@@ -117,7 +117,7 @@ class GradientMaker:
         preconditioner: of the same module; None: plain gradients.
 
     Raises:
-        ConfigError: the preconditioner belongs to another model.
+        ConfigError: the preconditioner belongs to another model, or the model has no parameters.
 
     Example:
         >>> import torch
@@ -134,6 +134,7 @@ class GradientMaker:
         if preconditioner is not None and preconditioner.model is not model:
             raise ConfigError("GradientMaker was given a preconditioner of another model; create "
                               "it for the same one.")
+        require_parameters(model, "GradientMaker")
         self.model, self.preconditioner = model, preconditioner
         self._model_call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
         self._loss_call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ngsgd.errors import DivergenceError
+from ngsgd.arguments import checks_arguments
+from ngsgd.errors import ArgumentError, DivergenceError
 from ngsgd.ops import fisher_projection
 from ngsgd.ops import natural_gradient as ops
 from ngsgd.ops.packed_gemm import PackedMatrix
@@ -105,7 +106,7 @@ class OnlineNaturalGradient:
             rows.
 
     Raises:
-        ValueError: an argument is out of range.
+        ArgumentError: an argument has another type than its annotation, or is out of range.
 
     Source: arXiv 1410.7455, section 3; Kaldi's OnlineNaturalGradient.
 
@@ -117,18 +118,23 @@ class OnlineNaturalGradient:
         True
     """
 
+    @checks_arguments()
     def __init__(self, rank: int = 40, update_period: int = 1, num_samples_history: float = 2000.0,
                  num_minibatches_history: float = 0.0, alpha: float = 4.0, epsilon: float = 1e-10,
                  delta: float = 5e-4, *, schedule: str = "nnet3", relative_floor: bool = False, on_nonfinite: str = "raise",
                  queue: UpdateQueue | None = None) -> None:
         if rank < 1 or update_period < 1:
-            raise ValueError(f"Invalid rank or update_period: {rank}, {update_period}; both must be at least 1")
+            raise ArgumentError(f"Invalid rank or update_period: {rank}, {update_period}; both must be at least 1")
         if not 0.0 < num_samples_history <= 1e6 or not 0.0 <= num_minibatches_history < 1e6:
-            raise ValueError(f"Invalid history: {num_samples_history} samples, {num_minibatches_history} minibatches")
+            raise ArgumentError(f"Invalid history: {num_samples_history} samples, {num_minibatches_history} minibatches; "
+                                "num_samples_history must be above 0 and at most 1e6, num_minibatches_history at least 0 "
+                                "and below 1e6.")
         if not (alpha >= 0.0 and epsilon > 0.0 and delta > 0.0):
-            raise ValueError(f"Invalid smoothing: alpha {alpha}, epsilon {epsilon}, delta {delta}")
+            raise ArgumentError(f"Invalid smoothing: alpha {alpha}, epsilon {epsilon}, delta {delta}; alpha must be at "
+                                "least 0, epsilon and delta above 0.")
         if schedule not in ("nnet3", "nnet2") or on_nonfinite not in ("raise", "skip"):
-            raise ValueError(f"Invalid schedule or on_nonfinite: {schedule!r} (nnet3 or nnet2), {on_nonfinite!r} (raise or skip)")
+            raise ArgumentError(f"Invalid schedule or on_nonfinite: {schedule!r} (nnet3 or nnet2), "
+                                f"{on_nonfinite!r} (raise or skip)")
         self.rank = rank
         self.update_period = update_period
         self.num_samples_history = num_samples_history

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+from ngsgd.arguments import checked, hints_of
 from ngsgd.errors import ConfigError
 
 # Steps between updates: a number, ((from step, number), ..) or a function of the step.
@@ -102,7 +103,7 @@ def make_options(kind: type[AnyOptions], method: str, given: Mapping[str, Any]) 
     problems = [f"{method} has no option {name}; there are {', '.join(known)}." for name in given if name not in known]
     if problems:
         raise ConfigError(problems)
-    options = kind(**given)
+    options = kind(**checked(given, hints_of(kind), method))
     if problems := [f"{method}: {problem}" for problem in options.problems()]:
         raise ConfigError(problems)
     return options

@@ -211,14 +211,20 @@ def test_no_thread_is_left_after_the_end(one_rank: None) -> None:
 def test_wrong_arguments_are_refused(one_rank: None) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for options in ({"sync_every": 0}, {"sync_every": 5, "outer": "median"}):
+    for options in ({"sync_every": 0}, {"sync_every": 5, "outer": "median"}, {"sync_every": "8"}, {"sync_every": 2.5},
+                    {"sync_every": 5, "outer": 3}, {"sync_every": 5, "outer": DiLoCo}, {"sync_every": 5, "timeout_s": "60"}):
         with pytest.raises(ConfigError):
             ngsgd.LocalSGD(model, optimizer, **options)
     with pytest.raises(ConfigError):
         ngsgd.LocalSGD(model.parameters(), optimizer, sync_every=5)  # type: ignore[arg-type]
+    for other in (torch.optim.SGD(make_model().parameters(), 0.1), model.parameters()):
+        with pytest.raises(ConfigError):
+            ngsgd.LocalSGD(model, other, sync_every=5)  # type: ignore[arg-type]
     local = ngsgd.LocalSGD(model, optimizer, sync_every=5, outer="diloco")
     with pytest.raises(ConfigError):
         local.load_state_dict(ngsgd.LocalSGD(model, optimizer, sync_every=5, outer="average").state_dict())
+    with pytest.raises(ConfigError):
+        local.load_state_dict({"model": model.state_dict(), "local": local.state_dict()})
 
 
 def test_it_needs_torch_distributed() -> None:

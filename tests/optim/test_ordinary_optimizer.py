@@ -491,7 +491,8 @@ def test_a_state_restores_momentum_and_limits(kind: type[SGD]) -> None:
 
 @KINDS
 @pytest.mark.entry("P5", "you load the state of a model of another width", "error",
-                   "OptimizerStateError names the layer and both dimensions, before anything is loaded")
+                   "OptimizerStateError names the layer and both dimensions, before anything is loaded and before any "
+                   "training. SGD without momentum keeps no tensor of a parameter, so its state fits every width")
 def test_a_state_of_another_width_is_refused(kind: type[SGD]) -> None:
     model, wider = network(), network(width=14)
     optimizer, other = kind(model, 0.001, momentum=0.5), kind(wider, 0.002, momentum=0.5)

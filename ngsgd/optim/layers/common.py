@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngsgd.errors import ArgumentError
 from ngsgd.ops import packed_gemm
 from ngsgd.ops.packed_gemm import PackedMatrix
 from ngsgd.preconditioners.online import OnlineNaturalGradient
@@ -39,7 +40,7 @@ class FisherSettings:
 
     def __post_init__(self) -> None:
         if self.rank_in < 1 or self.rank_out < 1:
-            raise ValueError(f"Invalid rank_in, rank_out: {self.rank_in}, {self.rank_out}; both must be at least 1")
+            raise ArgumentError(f"Invalid rank_in, rank_out: {self.rank_in}, {self.rank_out}; both must be at least 1")
         OnlineNaturalGradient(1, self.update_period, self.num_samples_history, alpha=self.alpha, schedule=self.schedule)
 
 

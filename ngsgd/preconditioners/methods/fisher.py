@@ -70,7 +70,7 @@ class DiagonalNG(Preconditioner):
             # In the memory of the last statistics, because new memory is mapped page by page.
             self._pass_on(name, self._squares(rows, known))
         else:
-            self.num_skipped += 1
+            self.note_skipped()
 
     @staticmethod
     def _squares(rows: Rows, memory_OI: Tensor | None) -> State:

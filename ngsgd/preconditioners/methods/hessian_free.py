@@ -107,11 +107,12 @@ class HessianFree(SecondOrderMethod):
                                                  tolerance=self.options.cg_tolerance)
         self.num_products += taken
         found = parted(direction_D)
-        if bool(direction_D.isfinite().all()):
+        # The iterates of a gradient that is not finite are those of the last minibatch.
+        if bool(direction_D.isfinite().all()) and bool(g_D.sum().isfinite()):
             for name, value in found.items():
                 self.statistics[name], self.weights[name] = {"direction": value.clone()}, 1.0
         else:
-            self.num_skipped += 1
+            self.note_skipped()
         return found
 
     def _start(self, names: list[str]) -> Tensor | None:

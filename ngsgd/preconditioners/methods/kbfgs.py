@@ -88,7 +88,7 @@ class KBFGS(TwoPassMethod):
             self._bias_of[name] = rows.bias
             # This bounds all products.
             if not all(bool(x.square().sum().isfinite()) for x in (rows.a_NTI, rows.e_VNTO)):
-                self.num_skipped += 1
+                self.note_skipped()
                 continue
             if not self.is_due("inverse"):
                 self._part(name)
@@ -153,7 +153,7 @@ class KBFGS(TwoPassMethod):
         s_O, y_O = z_after_O - z_O, e_after_O - e_O
         s_O, y_O = doubly_damped(s_O, y_O, H_g @ y_O, least=self.options.min_curvature, damping=self.option(name, "damping") ** 0.5)
         if not bfgs_inverse(H_g, s_O, y_O):
-            self.num_skipped += 1
+            self.note_skipped()
 
     def invert(self, name: str, known: State) -> State:
         return {"H_a": known["H_a"], "H_g": known["H_g"]}

@@ -122,7 +122,7 @@ class KFAC(Preconditioner):
         a_XI, e_XO, of_e = self._chosen(rows)
         # The trace bounds all products.
         if not all(bool(x_XD.square().sum().isfinite()) for x_XD in (a_XI, e_XO)):
-            self.num_skipped += 1
+            self.note_skipped()
             return
         if is_passed_on:
             self._pass_on(name, self._products(a_XI, e_XO, of_e, self.inverses.get(name, {})))

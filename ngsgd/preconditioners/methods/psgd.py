@@ -93,7 +93,7 @@ class PSGD(SecondOrderMethod):
         for name, value in h.items():
             value.add_(v[name], alpha=self.option(name, "damping"))
         if not all(bool(value.isfinite().all()) for value in h.values()):
-            self.num_skipped += 1
+            self.note_skipped()
         elif self.options.form == "full":
             self._fit_full(v, h)
         else:

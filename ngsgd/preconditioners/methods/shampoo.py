@@ -105,7 +105,7 @@ class Shampoo(Preconditioner):
             known = self.statistics.setdefault(name, {key: torch.zeros_like(value) for key, value in new.items()})
             torch._foreach_add_([known[key] for key in new], list(new.values()))
         else:
-            self.num_skipped += 1
+            self.note_skipped()
 
     def invert(self, name: str, known: State) -> State:
         find = inverse_root if self.options.root_method == "eigen" else inverse_root_newton

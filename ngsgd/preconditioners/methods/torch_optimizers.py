@@ -94,7 +94,7 @@ class Adam(Preconditioner):
         found = {}
         for name, g in grads.items():
             if not bool(g.isfinite().all()):
-                self.num_skipped += 1
+                self.note_skipped()
                 found[name] = g
                 continue
             copy = self._copies[name]
