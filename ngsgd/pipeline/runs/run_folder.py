@@ -72,11 +72,15 @@ class RunFolder:
                 raise ConfigError(f"the run folder {folder.path} cannot be created "
                                   f"({error.strerror}); choose another folder with "
                                   "output_dir=PATH, or a shorter name=.") from error
-            folder.checkpoints.mkdir()
-            # before the first job: a run without its configuration cannot be resumed
-            write_text(folder.config, with_digest(config_yaml))
-            write_text(folder.path / folder.RUN_ID, secrets.token_hex(16))
-            fsync(root)
+            try:
+                folder.checkpoints.mkdir()
+                # before the first job: a run without its configuration cannot be resumed
+                write_text(folder.config, with_digest(config_yaml))
+                write_text(folder.path / folder.RUN_ID, secrets.token_hex(16))
+                fsync(root)
+            except OSError:
+                shutil.rmtree(folder.path, ignore_errors=True)
+                raise
             return folder
         raise ConfigError(f"there are 100 runs named {root / name}; set another name=.")
 
