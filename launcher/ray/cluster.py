@@ -156,8 +156,8 @@ def _why_rejected() -> str:
     """The most probable cause, and what to do."""
     mode, found = os.environ.get("RAY_AUTH_MODE", ""), _token_in_use()
     if mode != "token":
-        return (f"RAY_AUTH_MODE is {mode or 'not set'}, so that Ray sends no token: export RAY_AUTH_MODE=token. With it, here {found}. "
-                "If that is no help, the version of Ray is another one, or no Ray runs on this machine.")
+        return (f"RAY_AUTH_MODE is {mode or 'not set'}, so that Ray sends no token: export RAY_AUTH_MODE=token. With it, here "
+                f"{found}. If that is no help, the version of Ray is another one, or no Ray runs on this machine.")
     return (f"The token or the version of Ray is probably another one, or no Ray runs on this machine. Here {found}; set "
             "RAY_AUTH_TOKEN to the head's token (on the head: cat ~/.ray/auth_token).")
 

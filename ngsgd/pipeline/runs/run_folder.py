@@ -409,6 +409,6 @@ def find_run(run: str) -> Path:
     listed = f"Newest runs: {', '.join(names[:3])}. " if names else ""
     # output_dir may be any folder, and only names under runs/ are found
     hint = (f"Did you mean {Path('runs') / near[0]}?" if near else
-            f"{listed}Give the complete path of a run that is not under {Path('runs').absolute()}; ngsgd status FOLDER lists the runs "
-            "of a folder.")
+            f"{listed}Give the complete path of a run that is not under {Path('runs').absolute()}; ngsgd status FOLDER lists the "
+            "runs of a folder.")
     raise ConfigError(f"{run} is not a run folder (it has no config.yaml). {hint}")

@@ -20,7 +20,6 @@ from ngsgd.launcher.commands.cluster import doctor
 from ngsgd.launcher.doctor import cluster, machine
 from ngsgd.launcher.doctor.machine import Finding
 
-
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -105,9 +105,8 @@ def test_a_web_server_is_no_head(http_port: int) -> None:
 
 
 def test_an_http2_server_is_no_head() -> None:
-    with server(speaks_http2) as port:
-        with pytest.raises(ClusterError, match="server"):
-            require_head(f"127.0.0.1:{port}")
+    with server(speaks_http2) as port, pytest.raises(ClusterError, match="server"):
+        require_head(f"127.0.0.1:{port}")
 
 
 def test_a_head_passes_whatever_the_form_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:

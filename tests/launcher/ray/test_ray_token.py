@@ -63,7 +63,7 @@ def test_a_mode_without_token_is_named_before_the_token(mode: str, tmp_path: Pat
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     else:
         monkeypatch.delenv("RAY_AUTH_MODE")
-    with pytest.raises(ClusterError, match="RAY_AUTH_MODE.*RAY_AUTH_MODE=token.*auth_token"):
+    with pytest.raises(ClusterError, match=r"RAY_AUTH_MODE.*RAY_AUTH_MODE=token.*auth_token"):
         cluster.connect(ClusterConfig(address="10.0.0.1:6379"))
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with pytest.raises(ClusterError) as caught:

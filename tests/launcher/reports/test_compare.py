@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ def test_one_run_each_is_compared_utterance_by_utterance(tmp_path: Path) -> None
     assert said(first, fewer, measure=WER) == "not comparable"
 
 
-def finished(folder: Path, content: str, **settings: object) -> ComparedRun:
+def finished(folder: Path, content: str, **settings: Any) -> ComparedRun:
     (folder / "final").mkdir(parents=True)
     (folder / "final" / "model.safetensors").write_text(content)
     return run(str(folder), **settings)
