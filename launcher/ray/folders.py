@@ -22,9 +22,9 @@ class UnseenFolder:
         """For people: which node, which folder, what to do."""
         is_default = Path(self.folder).is_relative_to(Path(output_dir).absolute())
         setting = f"output_dir ({output_dir})" if is_default else "data.cache_dir"
-        return (f"node {self.host} ({self.ip}) does not see {self.folder}, the prepared data of the run; put {setting} on a file "
-                "system that all machines share under the same path, or set data.cache_dir to a folder on one (ngsgd doctor "
-                "--address checks it)")
+        return (f"node {self.host} ({self.ip}) does not see {self.folder}, the prepared data of the run. Put {setting} on a file "
+                "system that all machines share under the same path, or set data.cache_dir to a folder there. ngsgd doctor "
+                "--address checks each node")
 
 
 def unseen_here(folders: Sequence[str]) -> UnseenFolder | None:
