@@ -96,7 +96,8 @@ def _of_disk(error: OSError) -> NgsgdError | None:
     return kind(f"{path or 'a file'} cannot be used ({error.strerror or error}); {said}.")
 
 
-_ROOM, _RIGHTS = "make room", "fix its permissions, or work on a copy that can be written"
+_ROOM = "make room on its disk, or choose a folder on another disk (of a run: output_dir=PATH)"
+_RIGHTS = "fix its permissions, or work on a copy that can be written"
 _DISK = {errno.ENOSPC: _ROOM, errno.EDQUOT: _ROOM, errno.EROFS: _RIGHTS, errno.EACCES: _RIGHTS, errno.EPERM: _RIGHTS,
          errno.EIO: "the disk fails; restore the file elsewhere", errno.ENOENT: "restore it, or correct the path",
          errno.ENAMETOOLONG: "choose a shorter name", errno.ENOTDIR: "correct the path", errno.EISDIR: "correct the path",

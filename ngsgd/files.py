@@ -18,6 +18,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+# `write` and `fsync` raise these without the name of the file
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 # in the error message of safetensors
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
@@ -76,6 +78,17 @@ def shared_directory(final: Path, index: str) -> Iterator[Path]:
         yield temporary
 
 
+@contextmanager
+def write_errors_named(path: Path) -> Iterator[None]:
+    """Add the name of the file to an OSError of a full or failing disk that has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _WRITE_ERRORS:
+            error.filename = str(path)
+        raise
+
+
 def _replace(temporary: Path, final: Path) -> None:
     if final.is_dir() and not final.is_symlink():  # an older version
         shutil.rmtree(final)
@@ -92,12 +105,13 @@ def _filled(final: Path, place: Callable[[Path, Path], None]) -> Iterator[Path]:
     temporary.mkdir()
     owned = _own(temporary)
     try:
-        yield temporary
-        for path in temporary.rglob("*"):
-            fsync(path)
-        fsync(temporary)
-        place(temporary, final)
-        fsync(final.parent)
+        with write_errors_named(final):
+            yield temporary
+            for path in temporary.rglob("*"):
+                fsync(path)
+            fsync(temporary)
+            place(temporary, final)
+            fsync(final.parent)
     except BaseException as error:
         # Ctrl-C must leave nothing behind either
         shutil.rmtree(temporary, ignore_errors=True)
@@ -127,10 +141,11 @@ def new_file(final: Path, mode: int = 0o666) -> Iterator[Path]:
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
     owned = _own(temporary)
     try:
-        yield temporary
-        fsync(temporary)
-        temporary.rename(final)
-        fsync(final.parent)
+        with write_errors_named(final):
+            yield temporary
+            fsync(temporary)
+            temporary.rename(final)
+            fsync(final.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -190,15 +205,17 @@ class JsonLines:
         size = os.fstat(self._descriptor).st_size
         try:
             # a nearly full disk accepts only a part of the line at first
-            while line:
-                line = line[os.write(self._descriptor, line):]
+            with write_errors_named(self.path):
+                while line:
+                    line = line[os.write(self._descriptor, line):]
         except OSError:
             os.ftruncate(self._descriptor, size)
             raise
 
     def sync(self) -> None:
         """Flush all lines to disk."""
-        os.fsync(self._descriptor)
+        with write_errors_named(self.path):
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         if self._descriptor >= 0:

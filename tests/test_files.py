@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,20 @@ def test_a_disk_that_fills_up_in_mid_line_leaves_no_half_line(tmp_path: Path, mo
     log.append({"n": 3})
     log.close()
     assert read_json_lines(tmp_path / "log") == [{"n": 1}, {"n": 3}]
+
+
+@pytest.mark.parametrize("make", [new_file, new_directory])
+def test_an_error_of_a_full_disk_names_the_file(make: Callable[[Path], AbstractContextManager[Path]], tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="space") as caught, make(tmp_path / "a"):
+        # as write() raises it, without a name
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert caught.value.filename == str(tmp_path / "a")
+    with pytest.raises(OSError, match="space") as caught, make(tmp_path / "a"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "other")
+    assert caught.value.filename == "other"
+    with pytest.raises(OSError, match="refused") as caught, make(tmp_path / "a"):
+        raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    assert caught.value.filename is None
 
 
 def test_lines_that_are_no_objects_are_skipped(tmp_path: Path) -> None:

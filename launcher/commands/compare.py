@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.console import version
 from ngsgd.launcher.reports import comparison
 from ngsgd.launcher.reports.comparison import ComparedRun, Group
+from ngsgd.launcher.reports.final_models import Identity, identity
 from ngsgd.launcher.text import duration, masked, printable
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 
@@ -61,18 +63,21 @@ def command(arguments: Sequence[str]) -> int:
     measure = comparison.measure_of(runs)
     groups = sorted(comparison.groups_of(runs), key=lambda group: group.mean(measure))
     word, sentence = comparison.verdict(groups, measure)
+    same = identity(runs)
     target = Path(options.output)
-    write_text(target, _page(runs, groups, measure, (word, sentence)))
+    write_text(target, _page(runs, groups, measure, (word, sentence), same))
     if options.png:
         from ngsgd.launcher.reports.comparison_charts import draw_comparison
 
         draw_comparison(groups, Path(options.png))
     if options.json:
         objf = comparison.common_objf(runs)
-        about = {"page": str(target), "verdict": word, "sentence": sentence, "common_objf": objf}
+        about = {"page": str(target), "verdict": word, "sentence": sentence, "common_objf": objf,
+                 "final_models": same and asdict(same)}
         print(json.dumps({**about, "runs": [run.figures(objf) for run in runs]}, indent=1))
     else:
-        print(printable("\n".join([sentence, "", *_text_table(runs, measure), f"page {target}"])))
+        verdict = [sentence, *([same.sentence] if same else [])]
+        print(printable("\n".join([*verdict, "", *_text_table(runs, measure), f"page {target}"])))
     return EXIT_OK
 
 
@@ -138,7 +143,11 @@ def _text_table(runs: Sequence[ComparedRun], measure: str) -> list[str]:
 
 
 def _page(
-    runs: Sequence[ComparedRun], groups: Sequence[Group], measure: str, told: tuple[str, str]
+    runs: Sequence[ComparedRun],
+    groups: Sequence[Group],
+    measure: str,
+    told: tuple[str, str],
+    same: Identity | None,
 ) -> str:
     from ngsgd.launcher.reports import page as html
     from ngsgd.launcher.reports.comparison_charts import comparison_charts
@@ -150,6 +159,7 @@ def _page(
     rows = _rows(runs, list(_COLUMNS), measure)
     body = [
         html.verdict({"better": "green"}.get(word, "gray"), word, sentence),
+        *([html.note(same.sentence)] if same else []),
         *_differences(groups, measure),
         pictures,
         html.heading("Runs"),

@@ -209,7 +209,8 @@ def _pool(request: PoolRequest) -> WorkerPool:
     from ngsgd.launcher.ray.pool import RayPool
 
     RAY_LOG.write_to(request.log_directory.parent / "ray.log")
-    return RayPool(request.spec, request.num_threads, request.num_parameters, request.agreement, request.report)
+    return RayPool(request.spec, request.num_threads, request.num_parameters, request.agreement, request.report,
+                   [str(folder) for folder in request.folders])
 
 
 def _as_given(config: RunConfig, given: RunConfig | None) -> RunConfig:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,14 +54,25 @@ def nodes(address: str, output_dir: Path) -> Iterator[Finding]:
     else:
         yield Finding("ok", "Ray", found)
     mark = output_dir.absolute() / f".doctor-{os.getpid()}"
-    output_dir.mkdir(parents=True, exist_ok=True)
-    mark.write_text("here")
     try:
-        for node in alive:
-            yield from _node(node, mark)
+        yield from _of_nodes(alive, mark)
     finally:
-        mark.unlink(missing_ok=True)
+        # where its folder is a file, there is nothing to remove
+        with contextlib.suppress(OSError):
+            mark.unlink(missing_ok=True)
         ray.shutdown()
+
+
+def _of_nodes(alive: Sequence[Mapping[str, Any]], mark: Path) -> Iterator[Finding]:
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_text("here")
+    except OSError as error:
+        yield Finding("fail", "node", f"no node was checked: {mark.parent} cannot be written ({error.strerror or error})",
+                      "--output-dir=DIR on a file system that all machines share")
+        return
+    for node in alive:
+        yield from _node(node, mark)
 
 
 def _node(node: Mapping[str, Any], mark: Path) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Literal
 
@@ -68,24 +69,39 @@ def packages() -> Iterator[Finding]:
 
 
 def shadows() -> Iterator[Finding]:
-    """Check for another package called ngsgd that is imported first, such as an empty folder."""
+    """Check for another package or folder called ngsgd that Python imports first."""
     # the parent is the package in a wheel, and the repository in a source tree
     above = Path(__file__).resolve().parents[2]
     ours = above if above.name == "ngsgd" and (above / "launcher").is_dir() and (above / "errors.py").exists() else above / "ngsgd"
     spec = importlib.util.find_spec("ngsgd")
-    places = [Path(place).resolve()
-              for place in (spec.submodule_search_locations or [])] if spec else []
+    places = _folders_of(spec)
     strange = [place for place in places if place != ours]
     if strange or not places:
         yield Finding("fail", "shadowed", "ngsgd is imported from "
                                           f"{strange[0] if strange else 'nowhere'}",
-                      f"remove or rename that folder; this package is {ours}")
-    others = [Path(place) / "ngsgd" for place in sys.path if place
-              and (Path(place) / "ngsgd").is_dir()]
-    for place in others:
-        if place.resolve() != ours and not (place / "__init__.py").exists():
-            yield Finding("warn", "shadowed", f"{place} is an empty folder of an older "
-                                              "installation", f"rm -r {place}")
+                      f"rename that folder, or run from another one; this package is {ours}")
+    first = _folders_of(_first_spec())
+    # "" is the current folder
+    for place in dict.fromkeys(Path(entry or os.curdir).absolute() / "ngsgd" for entry in sys.path):
+        if not place.is_dir() or place.resolve() == ours or (place / "__init__.py").exists():
+            continue
+        if not any(place.iterdir()):
+            yield Finding("warn", "shadowed", f"{place} is an empty folder of an older installation", f"rmdir {place}")
+        # a package further down sys.path hides it, and an editable installation does not
+        elif place.resolve() in first:
+            yield Finding("warn", "shadowed", f"{place} has no __init__.py, and Python programs import it instead of {ours}",
+                          f"run from another folder than {place.parent}" if place.parent == Path.cwd()
+                          else f"rename that folder, or remove {place.parent} from PYTHONPATH")
+
+
+def _first_spec() -> ModuleSpec | None:
+    """The ngsgd that a new process with the same search path imports."""
+    found = (finder.find_spec("ngsgd", None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return next((spec for spec in found if spec), None)
+
+
+def _folders_of(spec: ModuleSpec | None) -> list[Path]:
+    return [Path(place).resolve() for place in (spec.submodule_search_locations or [])] if spec else []
 
 
 def threads(num_workers: int) -> Iterator[Finding]:

@@ -82,6 +82,8 @@ def open_client(uri: str) -> Any:
     if "MLFLOW_LOGGING_LEVEL" not in os.environ:
         # otherwise it logs the creation of its tables
         logging.getLogger("mlflow").setLevel(logging.WARNING)
+        # it logs each error of a database with its traceback, and then raises it
+        logging.getLogger("mlflow.store.db").setLevel(logging.CRITICAL)
     if is_server(uri):
         _bound_answers()
     return MlflowClient(tracking_uri=uri)

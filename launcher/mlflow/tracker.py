@@ -427,6 +427,8 @@ def _percent(wer: str) -> float:
 
 
 def _first_line(error: Exception) -> str:
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    # SQLAlchemy's advice on its sessions comes before the reason
+    lines = (line.strip() for line in str(error).splitlines() if not line.startswith("(raised as a result of"))
+    line = next(filter(None, lines), type(error).__name__)
     line = masked(line)
     return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."

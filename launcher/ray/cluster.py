@@ -148,10 +148,18 @@ def connect(config: ClusterConfig) -> bool:
         if config.address:
             # a head answered a moment ago: that is no question of the address
             raise ClusterError(f"the Ray cluster at {config.address} could not be joined: its head answers, but rejects this "
-                               f"process ({_first_line(error)}). The token or the version of Ray is probably another one, or no "
-                               f"Ray runs on this machine. Here {_token_in_use()}; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to "
-                               "the head's token (on the head: cat ~/.ray/auth_token).") from error
+                               f"process ({_first_line(error)}). {_why_rejected()}") from error
         raise ClusterError(f"Ray could not be started ({_first_line(error)}); use cluster=local instead.") from error
+
+
+def _why_rejected() -> str:
+    """The most probable cause, and what to do."""
+    mode, found = os.environ.get("RAY_AUTH_MODE", ""), _token_in_use()
+    if mode != "token":
+        return (f"RAY_AUTH_MODE is {mode or 'not set'}, so that Ray sends no token: export RAY_AUTH_MODE=token. With it, here "
+                f"{found}. If that is no help, the version of Ray is another one, or no Ray runs on this machine.")
+    return (f"The token or the version of Ray is probably another one, or no Ray runs on this machine. Here {found}; set "
+            "RAY_AUTH_TOKEN to the head's token (on the head: cat ~/.ray/auth_token).")
 
 
 def _token_in_use() -> str:

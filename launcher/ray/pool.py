@@ -39,6 +39,7 @@ from ngsgd.launcher.ray.cluster import (
     room_for_workers,
     shutdown,
 )
+from ngsgd.launcher.ray.folders import UnseenFolder
 from ngsgd.launcher.ray.head import HeadWatch
 from ngsgd.launcher.ray.worker import Address, RayWorker
 from ngsgd.training.awake_clock import AwakeClock
@@ -117,8 +118,10 @@ class RayPool:
     """
 
     def __init__(self, spec: TaskSpec, num_threads: int, size: int, agreement: Agreement | None = None,
-                 report: Callable[[str], object] = lambda _line: None) -> None:
+                 report: Callable[[str], object] = lambda _line: None, folders: Sequence[str] = ()) -> None:
         self.spec = spec
+        # that every worker must see
+        self.folders = folders
         # takes lines of progress
         self._report = report
         # the head of a cluster may be another kind of machine, but its code and libraries are the
@@ -370,7 +373,7 @@ class RayPool:
 
     def _finish_start(self, slot: WorkerSlot) -> None:
         try:
-            address: Address = ray.get(slot.ready, timeout=_FETCH_S)
+            address: Address | UnseenFolder = ray.get(slot.ready, timeout=_FETCH_S)
         except RayTaskError as error:
             raise cause_of(error) from error
         except RayError as error:
@@ -385,7 +388,18 @@ class RayPool:
                                    f"({slot.deaths[-1]}); see the Ray log of its node{where}.") from error
             self._replace(slot, slot.deaths[-1])
         else:
-            self._admit(slot, address)
+            if isinstance(address, UnseenFolder):
+                self._refuse_blind(slot, address.message(self.spec.settings.output_dir))
+            else:
+                self._admit(slot, address)
+
+    def _refuse_blind(self, slot: WorkerSlot, message: str) -> None:
+        """Replace a worker whose node does not see the data; raise if the run only starts."""
+        if self._is_starting:
+            raise ClusterError(f"{message}.")
+        self._restarts.report("worker_refused", slot.index, f"the process that replaces worker {slot.index} is not used, and "
+                                                            f"another one is started: {message}")
+        self._refuse(slot, message, ClusterError(f"{message}."))
 
     def _admit(self, slot: WorkerSlot, address: Address) -> None:
         """Take jobs to a worker that is ready, unless it would compute other bits than the run."""
@@ -394,9 +408,13 @@ class RayPool:
         if not differences:
             slot.process = address
             return
-        slot.deaths.append(f"was refused ({differences})")
+        self._refuse(slot, differences, none_agrees(differences))
+
+    def _refuse(self, slot: WorkerSlot, reason: str, error: ClusterError) -> None:
+        """Start another process in the slot; raise the error where that happened too often."""
+        slot.deaths.append(f"was refused ({reason})")
         if len(slot.deaths) >= self.spec.settings.failure.max_attempts and not self.num_workers_alive():
-            raise none_agrees(differences)
+            raise error
         ray.kill(slot.actor)
         self._replace(slot, slot.deaths[-1])
 
@@ -434,7 +452,8 @@ class RayPool:
 
     def _new_slot(self, index: int) -> WorkerSlot:
         actor = self._actor_class.remote()
-        return WorkerSlot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads, self._heartbeats))
+        return WorkerSlot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads, self._heartbeats,
+                                                            self.folders))
 
     def _replace(self, slot: WorkerSlot, reason: str) -> None:
         slot.predecessor, slot.process, slot.ready = reason, None, None

@@ -58,20 +58,20 @@ def require_cluster(config: ClusterConfig) -> None:
 
 
 def require_head(address: str) -> None:
-    """ClusterError unless a Ray head answers at `address`: host:port, ray://host:port or auto."""
+    """ClusterError unless a Ray head answers at `address`, host:port or auto."""
     found = _resolved(address)
     if found is None:
         # Ray itself reports at once that there is no cluster here
         return
     host, _, port = found.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"cluster.address is {found}; it must be host:port, ray://host:port or "
-                          "auto.")
     where = found if found == address else f"{found} (cluster.address={address})"
+    # a client of ray:// cannot be the coordinator, which shares memory and objects with workers
+    if "://" in found or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"the address of the Ray cluster is {where}; cluster.address must be HOST:PORT of its head, such as "
+                          "head:6379, or auto.")
     fix = "start the head with: ray start --head, and check cluster.address"
     try:
-        _limited(lambda: ask_server(host.strip("[]"), int(port),
-                                    is_client_server=address.startswith("ray://")))
+        _limited(lambda: ask_server(host.strip("[]"), int(port)))
     except OSError as error:
         raise ClusterError(f"no Ray head answers at {where} ({_why(error)}); {fix}.") from error
 
@@ -93,10 +93,10 @@ def _resolved(address: str) -> str | None:
     if address == "local":
         return None
     if address != "auto":
-        return address.removeprefix("ray://")
+        return address
     given = os.environ.get("RAY_ADDRESS", "")
     if given and given not in ("auto", "local"):
-        return given.removeprefix("ray://")
+        return given
     with contextlib.suppress(Exception):
         # private, so it may be another one in another version: then Ray looks for itself
         from ray._private import services
@@ -105,8 +105,8 @@ def _resolved(address: str) -> str | None:
     return None
 
 
-def ask_server(host: str, port: int, *, is_client_server: bool) -> None:
-    """Raises OSError unless a GCS is there and serves, or the server for Ray clients.
+def ask_server(host: str, port: int) -> None:
+    """Raises OSError unless a GCS is there and serves.
 
     A GCS reports its health by the standard gRPC service, without a token. The request is written
     by hand: a gRPC library in this process would not get on with Ray's own, nor with processes that
@@ -118,7 +118,7 @@ def ask_server(host: str, port: int, *, is_client_server: bool) -> None:
         connection.sendall(_health_request(f"{host}:{port}"))
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         found = b""
-        while not (_SERVING in found or (is_client_server and found[3:4] == bytes([_SETTINGS]))):
+        while _SERVING not in found:
             connection.settimeout(max(0.001, deadline - time.monotonic()))
             part = connection.recv(4096)
             found += part

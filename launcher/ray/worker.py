@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ngsgd.cluster.exchange.shared_memory import SharedRef
 from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.errors import ClusterError
 from ngsgd.launcher.machine_load import load_of_machine
+from ngsgd.launcher.ray.folders import UnseenFolder, unseen_here
 from ngsgd.training.job import Job, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.task import TaskSpec
@@ -38,8 +40,9 @@ class Address:
 class RayWorker:
     """The actor: a `Worker` in a separate process."""
 
-    def prepare(self, spec: TaskSpec, index: int, num_threads: int, heartbeats: SharedRef) -> Address:
-        """Where the worker is, once it can take jobs.
+    def prepare(self, spec: TaskSpec, index: int, num_threads: int, heartbeats: SharedRef,
+                folders: Sequence[str] = ()) -> Address | UnseenFolder:
+        """Where the worker is, once it can take jobs; or which of the `folders` it does not see.
 
         Not the constructor: Ray reports what a constructor raises as the actor's death, and loses
         its type.
@@ -48,6 +51,10 @@ class RayWorker:
         from ngsgd.cluster.exchange.compressed import MoveEncoder
         from ngsgd.cluster.groups import make_worker
         from ngsgd.cluster.process import configure_process
+        # before the task, whose error would not name the node
+        unseen = unseen_here(folders)
+        if unseen:
+            return unseen
         configure_process(num_threads)
         self._index = index
         self._minibatches = 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ngsgd.launcher.text import duration
 from ngsgd.pipeline.performance_model.multi_gpu import Interconnect, NodesRow
 from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Workload
 from ngsgd.pipeline.performance_model.scaling import MAX_OVERHEAD, Assumptions, Row
@@ -19,15 +20,18 @@ def text(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequ
     length = "samples_per_iter" if is_speech else "shard_size"
     lines = _heading(machine, workload, assumed, "frames" if is_speech else "examples")
     lines += ["", "               here                a core or GPU for each worker",
-              "workers  s/iter  speed-up   machines  s/iter  efficient  speed-up    lost  best average          " + f"{length:>18}"]
+              "workers  s/iter  speed-up   machines  s/iter  efficient  speed-up    lost  best average          " + f"{length:>18}"
+              "  iters  training"]
     for row in table:
         here = f"{_seconds(row.here.outer_iter_s):>6}  {row.speed_up_here:>8.3g}" if row.here else f"{'-':>6}  {'-':>8}"
         samples = f"{row.samples.samples}" if row.samples.enough_data else "-"
         best = f"{row.averaging} {_seconds(row.averaging_s)}"
         lines.append(f"{row.workers:>7}  {here}   {row.num_machines:>8}  {_seconds(row.there.outer_iter_s):>6}  "
                      f"{_percent(row.there.efficiency):>9}  {row.speed_up:>8.3g}  {_percent(row.lost):>6}  {best:<22}  "
-                     f"{samples:>16}")
-    return [*lines, "", *_reasons(table, length), f"advice: {advice(machine, table, is_speech=is_speech)}"]
+                     f"{samples:>16}  {row.num_outer_iters:>5}  {duration(row.total_s):>8}")
+    threads = thread_advice(machine)
+    return [*lines, "", *_reasons(table, length), *([f"threads: {threads}"] if threads else []),
+            f"advice: {advice(table, is_speech=is_speech)}"]
 
 
 def _heading(machine: Machine, workload: Workload, assumed: Assumptions, examples: str) -> list[str]:
@@ -69,12 +73,17 @@ def _range(counts: Sequence[int]) -> str:
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
-def advice(machine: Machine, table: Sequence[Row], *, is_speech: bool = True) -> str:
-    """The number of workers that pays, the reason against more, and the most useful change."""
+def thread_advice(machine: Machine) -> str:
+    """The number of threads of a worker, where fewer are faster; empty where they are not."""
     few, many = machine.serial[0], machine.serial[-1]
-    if many.rate < few.rate:
-        return (f"one worker is {few.rate / many.rate:.1f} times as fast with {_threads(few.num_threads)} as with "
-                f"{many.num_threads}; set cluster.threads_per_worker={few.num_threads}.")
+    if many.rate >= few.rate:
+        return ""
+    return (f"one worker is {few.rate / many.rate:.1f} times as fast with {_threads(few.num_threads)} as with "
+            f"{many.num_threads}; set cluster.threads_per_worker={few.num_threads}.")
+
+
+def advice(table: Sequence[Row], *, is_speech: bool = True) -> str:
+    """The number of workers that pays, the reason against more, and the most useful change."""
     paying = [row for row in table if row.samples.enough_data and row.there.efficiency >= _WORTH_IT]
     best = paying[-1] if paying else table[0]
     if not paying and best.workers > 1:
@@ -111,7 +120,7 @@ def as_json(machine: Machine, workload: Workload, assumed: Assumptions, table: S
         return None if one is None else {**asdict(one), **{name: getattr(one, name) for name in derived}}
     return {"machine": machine.to_json(), "workload": asdict(workload), "assumptions": asdict(assumed),
             "rows": [{**asdict(row), "here": told(row.here), "there": told(row.there)} for row in table],
-            "advice": advice(machine, table, is_speech=is_speech)}
+            "thread_advice": thread_advice(machine), "advice": advice(table, is_speech=is_speech)}
 
 
 def nodes_text(num_parameters: float, minibatch_size: int, steps_between: float, link: Interconnect, table: Sequence[NodesRow]

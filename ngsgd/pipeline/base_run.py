@@ -6,6 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +99,10 @@ class BaseRun(ABC):
     def _finish(self, training: Training, end: Checkpoint) -> FinalReport:
         """Build the final model from the last checkpoint, and score it."""
 
+    def _read_by_workers(self, spec: TaskSpec) -> Sequence[Path]:
+        """Folders of data that every worker must see."""
+        return ()
+
     def _initial_parameters(self, task: Task) -> Vector:
         model = seeded_model(task, self.config.seed)
         return FlatLayout.of(model).flatten(model.state_dict())
@@ -180,7 +185,8 @@ class BaseRun(ABC):
                      * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
         start = self._start(training)
         pool = services.make_pool(PoolRequest(spec, fingerprint.num_threads, size, folder.workers,
-                                              fingerprint.agreement, services.stop.expired, services.report))
+                                              fingerprint.agreement, services.stop.expired, services.report,
+                                              self._read_by_workers(spec)))
         num_workers, num_threads = config.cluster.num_workers, fingerprint.num_threads
         services.report(Phase(f"starting {num_workers} worker{'s' if num_workers > 1 else ''} "
                               f"({services.workers or config.cluster.kind}, "

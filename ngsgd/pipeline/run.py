@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.records import FinalReport
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
-from ngsgd.training.task import Task
+from ngsgd.training.task import Task, TaskSpec
 
 
 def build_run(config: RunConfig, services: Services | None = None, *,
@@ -181,6 +182,10 @@ class Run(BaseRun):
     def _kept_models(self, task: Task, schedule: Schedule) -> Sequence[int]:
         assert isinstance(task, FrameClassification)
         return wanted_for_combination(self.config, schedule, stages_of(self.config, task.reader))
+
+    def _read_by_workers(self, spec: TaskSpec) -> Sequence[Path]:
+        assert isinstance(spec, SpeechTaskSpec)
+        return [Path(spec.egs_directory), *([Path(spec.sequences.directory)] if spec.sequences else [])]
 
     def _initial_parameters(self, task: Task) -> Vector:
         return sequences.starting_parameters(self.config, self.folder, task.model())

@@ -37,6 +37,8 @@ class PoolRequest:
     should_stop: Callable[[], bool]
     # receives progress lines
     report: Report
+    # that every worker reads
+    folders: Sequence[Path] = ()
 
 
 def local_pool(request: PoolRequest) -> WorkerPool:

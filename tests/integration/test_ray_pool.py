@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 
 from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError, DataError
@@ -136,6 +138,38 @@ def test_a_worker_that_cannot_read_its_data_reports_it(tmp_path: Path) -> None:
     run.spec = dataclasses.replace(run.spec, egs_directory=str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="nowhere is not a directory of examples"):
         run.train(RayPool(run.spec, 1, run.store.layout.size))
+
+
+def test_a_node_that_does_not_see_the_data_is_named_before_training(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    pool = RayPool(run.spec, 1, run.store.layout.size, folders=[str(run.egs), str(tmp_path / "nowhere")])
+    with pytest.raises(ClusterError) as caught:
+        run.train(pool)
+    assert {os.uname().nodename, str(tmp_path / "nowhere")} <= set(re.findall(r"[^\s(),;]+", str(caught.value)))
+    assert ray.util.get_node_ip_address() in str(caught.value)
+    assert run.recorder.records == []
+    run.train(RayPool(run.spec, 1, run.store.layout.size, folders=[str(run.egs)]))
+
+
+def test_a_replacement_that_does_not_see_the_data_is_not_used(tmp_path: Path) -> None:
+    one = ClusterConfig(num_workers=1, threads_per_worker=1)
+    run, shared = Run(tmp_path / "run", config(cluster=one, failure=FailureConfig(max_attempts=2))), tmp_path / "shared"
+    shared.mkdir()
+
+    def should_kill(job: Job) -> bool:
+        # the node of the next process does not see it
+        if is_first := shared.exists() and job.outer_iter == 1:
+            shared.rmdir()
+        return is_first
+
+    pool = PoolThatLosesWorkers(run, should_kill)
+    pool.folders = [str(shared)]
+    with pytest.raises(ClusterError, match=str(shared)):
+        run.train(pool)
+    assert len(pool.killed) == 1
+    assert audit(run.ledger_path) == []
+    found = {incident.what for incident in run.recorder.incidents} | {incident.what for incident in pool.retired()}
+    assert "worker_refused" in found
 
 
 def test_workers_that_do_not_come_are_given_up_on(tmp_path: Path) -> None:

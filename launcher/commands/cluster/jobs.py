@@ -41,10 +41,13 @@ def status(arguments: Sequence[str]) -> int:
     run = _run_of(options)
     is_folder = not run and not options.dashboard_url and bool(options.what) and Path(options.what).is_dir()
     folder = Path(options.what if is_folder else options.output_dir)
+    is_about_jobs = not run and bool((options.what and not is_folder) or options.dashboard_url)
+    if not is_about_jobs:
+        _refuse_token(options)
     if run:
         found: Any = state_of(run)
         lines = describe_run(found)
-    elif (options.what and not is_folder) or options.dashboard_url:
+    elif is_about_jobs:
         found = _jobs(_job_server(options), options.what)
         lines = [f"{job['job']:40} {job['state']:10} {job['entrypoint']}"
                  for job in found] or ["the cluster has no jobs"]
@@ -69,6 +72,7 @@ def logs(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     run = _run_of(options)
     if run:
+        _refuse_token(options)
         return _run_logs(RunFolder(run), follow=options.follow)
     server = _job_server(options)
     client = jobs.connect(server)
@@ -90,6 +94,7 @@ def stop(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     run = _run_of(options)
     if run:
+        _refuse_token(options)
         return _stop_run(run, options.timeout)
     server = _job_server(options)
     client = jobs.connect(server)
@@ -112,6 +117,13 @@ def exit_code(state: str) -> int:
 def _run_of(options: Any) -> Path | None:
     """The run that is named; None for a Ray job, which an explicit --dashboard-url selects."""
     return known_run(options.what) if options.what and not options.dashboard_url else None
+
+
+def _refuse_token(options: Any) -> None:
+    """Raise ConfigError for a token where no Ray cluster is asked."""
+    if options.token_file:
+        raise ConfigError("--token-file has no effect on the runs of this machine; add --dashboard-url URL for the jobs of a Ray "
+                          "cluster, or remove it.")
 
 
 def _job_server(options: Any) -> JobServer:

@@ -65,6 +65,10 @@ class Row:
     averaging: str
     averaging_s: float
     samples: SampleAdvice
+    # of a run with these jobs in every outer iteration
+    num_outer_iters: int
+    # all outer iterations on the machines of `there`, failures included
+    total_s: float
 
 
 def momentum_of(config: RunConfig) -> float:
@@ -101,10 +105,12 @@ def rows(machine: Machine, workload: Workload, config: RunConfig, workers: Seque
         # archives contain about the configured number of samples
         if advice.samples == round(workload.samples):
             advice = replace(advice, samples=config.egs.samples_per_iter)
+        num_outer_iters = max(1, int(workload.total_samples / (count * workload.samples)))
         found.append(Row(
             count, here, there, site.num_machines, there.frames_per_s / base.frames_per_s,
             here.frames_per_s / base.frames_per_s if here else None, wait_s / (there.outer_iter_s + wait_s),
-            1.0 - there.outer_iter_s / restarting_s, average, average_s, advice))
+            1.0 - there.outer_iter_s / restarting_s, average, average_s, advice,
+            num_outer_iters, num_outer_iters * (there.outer_iter_s + wait_s)))
     return found
 
 

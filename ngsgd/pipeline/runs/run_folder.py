@@ -72,11 +72,15 @@ class RunFolder:
                 raise ConfigError(f"the run folder {folder.path} cannot be created "
                                   f"({error.strerror}); choose another folder with "
                                   "output_dir=PATH, or a shorter name=.") from error
-            folder.checkpoints.mkdir()
-            # before the first job: a run without its configuration cannot be resumed
-            write_text(folder.config, with_digest(config_yaml))
-            write_text(folder.path / folder.RUN_ID, secrets.token_hex(16))
-            fsync(root)
+            try:
+                folder.checkpoints.mkdir()
+                # before the first job: a run without its configuration cannot be resumed
+                write_text(folder.config, with_digest(config_yaml))
+                write_text(folder.path / folder.RUN_ID, secrets.token_hex(16))
+                fsync(root)
+            except OSError:
+                shutil.rmtree(folder.path, ignore_errors=True)
+                raise
             return folder
         raise ConfigError(f"there are 100 runs named {root / name}; set another name=.")
 
@@ -403,5 +407,8 @@ def find_run(run: str) -> Path:
     names = [file.parent.name for file in newest]
     near = difflib.get_close_matches(Path(run).name, names, n=1)
     listed = f"Newest runs: {', '.join(names[:3])}. " if names else ""
-    hint = f"Did you mean {Path('runs') / near[0]}?" if near else f"{listed}List all runs with: ngsgd status [FOLDER]"
+    # output_dir may be any folder, and only names under runs/ are found
+    hint = (f"Did you mean {Path('runs') / near[0]}?" if near else
+            f"{listed}Give the complete path of a run that is not under {Path('runs').absolute()}; ngsgd status FOLDER lists the "
+            "runs of a folder.")
     raise ConfigError(f"{run} is not a run folder (it has no config.yaml). {hint}")

@@ -324,6 +324,11 @@ def require_room(directory: Path, num_bytes: int) -> None:
     """Raise CheckpointError unless there is space for three checkpoints of `num_bytes` bytes."""
     free = shutil.disk_usage(directory).free
     if free < _NUM_THAT_MUST_FIT * num_bytes:
-        raise CheckpointError(f"{directory} has {free / 1e6:.0f} MB free, and three checkpoints "
-                              f"need {_NUM_THAT_MUST_FIT * num_bytes / 1e6:.0f} MB; free disk "
+        raise CheckpointError(f"{directory} has {_mb(free)} MB free, and three checkpoints "
+                              f"need {_mb(_NUM_THAT_MUST_FIT * num_bytes)} MB; free disk "
                               "space, or choose another folder with output_dir=PATH.")
+
+
+def _mb(num_bytes: float) -> str:
+    """Megabytes, with a fraction where the number is small."""
+    return f"{num_bytes / 1e6:.0f}" if num_bytes >= 10e6 or not num_bytes else f"{num_bytes / 1e6:.2g}"

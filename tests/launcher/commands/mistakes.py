@@ -54,6 +54,7 @@ MISTAKES = (
     Mistake("flag without the flag that it needs", "ngsgd decode RUN --lm words.arpa", 2, ("--data",)),
     Mistake("unknown format", "ngsgd export RUN model --format tflite", 2, ("onnx",)),
     Mistake("no Ray cluster at the address", "ngsgd train cluster.address=127.0.0.1:1", 5, ("cluster.address", "ray start --head")),
+    Mistake("address of Ray's client", "ngsgd train cluster.address=ray://127.0.0.1:10001", 2, ("cluster.address", "HOST:PORT")),
     Mistake("no dashboard at the address", "ngsgd status --dashboard-url http://127.0.0.1:1", 5, ("--dashboard-url",)),
     Mistake("port in use", "ngsgd ui --port 5000", 2, ("--port",)),
     Mistake("missing extra", "ngsgd ui", 2, ("ngsgd[service]",), missing="mlflow"),

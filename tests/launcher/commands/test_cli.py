@@ -254,6 +254,8 @@ def test_a_run_is_found_by_its_name_the_newest_of_several(tmp_path: Path, monkey
     assert find_run("mine").name == "mine-20260102-000000"
     with pytest.raises(ConfigError, match="mine-20260101"):
         find_run("mime-20260101-000000")
+    with pytest.raises(ConfigError, match=str(tmp_path / "runs")):
+        find_run("of-another-folder")
 
 
 def test_reader_that_goes_away_is_no_error() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -17,6 +19,8 @@ from ngsgd.launcher import cli
 from ngsgd.launcher.commands.cluster import doctor
 from ngsgd.launcher.doctor import cluster, machine
 from ngsgd.launcher.doctor.machine import Finding
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def findings(output_dir: Path, *, workers: int = 1, tracking_uri: str = "") -> dict[str, Finding]:
@@ -71,10 +75,35 @@ def test_uncompilable_code_is_reported_where_it_would_be_used(native: bool, proc
     assert ("g++" in found.fix) == (found.verdict == "warn")
 
 
-def test_a_left_over_folder_that_shadows_the_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def shadowed() -> list[Finding]:
+    return [found for found in machine.shadows() if found.what == "shadowed"]
+
+
+def test_an_empty_folder_of_an_older_installation_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ngsgd").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert f"rm -r {tmp_path / 'ngsgd'}" in [finding.fix for finding in doctor.examine(tmp_path, 1) if finding.what == "shadowed"]
+    [found] = shadowed()
+    # unlike rm -r it removes nothing else, even if the folder is filled meanwhile
+    assert (found.verdict, found.fix) == ("warn", f"rmdir {tmp_path / 'ngsgd'}")
+
+
+def test_a_clone_that_python_does_not_import_is_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "clones" / "ngsgd" / "ngsgd").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "clones"), str(ROOT), *sys.path])
+    assert shadowed() == []
+
+
+@pytest.mark.parametrize("is_current", [True, False])
+def test_a_clone_that_python_imports_is_never_removed(is_current: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "clones" / "ngsgd" / "ngsgd").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "clones" if is_current else tmp_path)
+    # as with an editable installation: no package further down
+    others = [entry for entry in sys.path if not (Path(entry) / "ngsgd").exists()]
+    monkeypatch.setattr(sys, "path", ["" if is_current else str(tmp_path / "clones"), *others])
+    [found] = shadowed()
+    assert found.verdict == "warn"
+    assert str(tmp_path / "clones") in found.fix
+    assert not re.search(r"\brm\b|rmdir", found.fix)
 
 
 def test_a_token_that_others_can_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +173,22 @@ def test_a_node_is_checked_from_within(tmp_path: Path, monkeypatch: pytest.Monke
     assert (told["node"].verdict, told["clock"].verdict) == ("ok", "warn")
     assert told["threads"].verdict == "warn" and "n1 (10.0.0.1)" in told["threads"].found
     assert told["shadowed"].verdict == "warn"
+
+
+def test_a_folder_that_cannot_be_made_fails_and_the_other_checks_remain(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import ray
+
+    monkeypatch.setattr("ngsgd.launcher.ray.cluster.connect", lambda config: False)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}])
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    (tmp_path / "file").write_text("")
+    assert cli.main(["doctor", "--json", "--address", "head:6379", "--output-dir", str(tmp_path / "file" / "runs")]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {"python", "storage", "Ray"} <= {one["what"] for one in found}
+    [node] = [one for one in found if one["what"] == "node"]
+    assert (node["verdict"], bool(node["fix"])) == ("fail", True)
 
 
 @pytest.mark.parametrize(("now", "offset"), [(10.0, 0.0), (14.0, 0.0), (9.0, -1.0), (20.0, 6.0)])

@@ -217,9 +217,29 @@ def test_every_number_of_workers_gets_samples_and_each_reason_is_printed_once() 
 
 
 def test_advice_on_threads_that_are_in_each_others_way() -> None:
-    slow = (Speed(1, 1, 21000.0, 0.05, 0.06), Speed(1, 2, 12000.0, 0.05, 0.06))
-    told = plan_text.advice(replace(MACHINE, serial=slow), _rows(1, 2))
+    slow = replace(MACHINE, serial=(Speed(1, 1, 21000.0, 0.05, 0.06), Speed(1, 2, 12000.0, 0.05, 0.06)))
+    told = plan_text.thread_advice(slow)
     assert " 1.8 " in told and "cluster.threads_per_worker=1" in told
+    assert plan_text.thread_advice(MACHINE) == ""
+
+
+def test_the_number_of_workers_is_always_the_last_line() -> None:
+    slow = replace(MACHINE, serial=(Speed(1, 1, 21000.0, 0.05, 0.06), Speed(1, 2, 12000.0, 0.05, 0.06)))
+    table = _rows(1, 2, machine=slow)
+    *before, last = plan_text.text(slow, WORKLOAD, ASSUMED, table)
+    assert plan_text.advice(table) in last
+    assert plan_text.thread_advice(slow) in before[-1]
+    found = plan_text.as_json(slow, WORKLOAD, ASSUMED, table)
+    assert (found["thread_advice"], found["advice"]) == (plan_text.thread_advice(slow), plan_text.advice(table))
+
+
+def test_the_time_of_a_run_is_that_of_its_outer_iterations() -> None:
+    one, four, many = _rows(1, 4, 1000, assumed=replace(ASSUMED, failures_per_worker_hour=0.0))
+    # 1.2 million samples in jobs of 16000; a run has at least one outer iteration
+    assert [row.num_outer_iters for row in (one, four, many)] == [75, 18, 1]
+    assert four.total_s == pytest.approx(18 * four.there.outer_iter_s)
+    [failing] = _rows(4, assumed=replace(ASSUMED, failures_per_worker_hour=0.5))
+    assert failing.total_s * (1.0 - failing.lost) == pytest.approx(four.total_s)
 
 
 def test_advice_on_fixed_costs() -> None:
@@ -227,27 +247,27 @@ def test_advice_on_fixed_costs() -> None:
     table = _rows(2, machine=machine, workload=replace(WORKLOAD, total_samples=1e9))
     assert table[0].samples.samples > 16000
     share = f"{100 * table[0].there.efficiency:.0f}%"
-    assert plan_text.advice(machine, table) .count(f" {share} ") == 1
-    assert f"egs.samples_per_iter={table[0].samples.samples};" in plan_text.advice(machine, table)
+    assert plan_text.advice(table) .count(f" {share} ") == 1
+    assert f"egs.samples_per_iter={table[0].samples.samples};" in plan_text.advice(table)
 
 
 def test_advice_on_averaging_in_one_place() -> None:
-    told = plan_text.advice(MACHINE, _rows(2, 1000, workload=replace(LARGE, samples=1e5)))
+    told = plan_text.advice(_rows(2, 1000, workload=replace(LARGE, samples=1e5)))
     assert re.fullmatch(r"up to 2 workers run at \d+% efficiency.*; with 1000 averaging in one place takes \d+ s longer than "
                         r"halving-doubling would\.", told)
 
 
 def test_advice_on_too_little_data() -> None:
-    assert plan_text.advice(MACHINE, _rows(1, 2, 1000)).endswith("; for 1000 there is too little data.")
+    assert plan_text.advice(_rows(1, 2, 1000)).endswith("; for 1000 there is too little data.")
 
 
 def test_no_number_is_advised_that_does_not_pay() -> None:
-    assert "up to" not in plan_text.advice(MACHINE, _rows(1000, 2000))
+    assert "up to" not in plan_text.advice(_rows(1000, 2000))
 
 
 def test_advice_when_all_is_well() -> None:
     table = _rows(1, 2, workload=replace(WORKLOAD, samples=1e6, total_samples=1e9))
-    assert re.fullmatch(r"up to 2 workers run at 9\d% efficiency; the table ends there\.", plan_text.advice(MACHINE, table))
+    assert re.fullmatch(r"up to 2 workers run at 9\d% efficiency; the table ends there\.", plan_text.advice(table))
 
 
 # After a run --------------------------------------------------------------------------------------

@@ -129,6 +129,18 @@ def test_status_logs_and_stop_of_ray_jobs(jobs: Jobs, capsys: pytest.CaptureFixt
     assert "nigth" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["status"], ["status", "night"], ["status", "runs"], ["logs", "night"], ["stop", "night"]])
+def test_a_token_without_a_ray_cluster_is_refused(words: list[str], jobs: Jobs, tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "runs" / "night-20260101-200000"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("seed: 1\n")
+    assert cli.main([*words, "--token-file", "token"]) == 2
+    captured = capsys.readouterr()
+    assert "--token-file" in captured.err and captured.out == ""
+    assert jobs.stopped == []
+
+
 def test_a_dashboard_url_selects_the_job_and_not_a_run_of_its_name(jobs: Jobs, tmp_path: Path,
                                                                     capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "runs" / "night-20260101-200000"

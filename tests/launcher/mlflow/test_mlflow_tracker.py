@@ -391,6 +391,12 @@ def test_real_sqlite_store_has_the_run_its_workers_and_its_files(
     assert json.loads((output_dir / "run" / "tracking.json").read_text())["run_id"] == run.info.run_id
     assert (output_dir / "mlartifacts").is_dir()
 
+    # as on a full disk: nothing is printed in addition to the exception
+    (output_dir / "mlflow.db").write_bytes(b"no database" * 1000)
+    with pytest.raises(Exception, match="database"):
+        client.search_experiments()
+    assert capfd.readouterr().err == ""
+
 
 # --------------------------------------------------------------------------------- servers that lie
 class LyingClient(Client):

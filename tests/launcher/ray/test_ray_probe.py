@@ -105,11 +105,8 @@ def test_a_web_server_is_no_head(http_port: int) -> None:
 
 
 def test_an_http2_server_is_no_head() -> None:
-    with server(speaks_http2) as port:
-        with pytest.raises(ClusterError, match="server"):
-            require_head(f"127.0.0.1:{port}")
-        # the server for Ray clients has no page about its health
-        require_head(f"ray://127.0.0.1:{port}")
+    with server(speaks_http2) as port, pytest.raises(ClusterError, match="server"):
+        require_head(f"127.0.0.1:{port}")
 
 
 def test_a_head_passes_whatever_the_form_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +135,22 @@ def test_a_check_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
         release.set()
 
 
-@pytest.mark.parametrize("address", ["head", "head:", ":6379", "head:ray", "head:0", "head:65536"])
-def test_an_address_without_a_port_is_a_mistake_in_the_settings(address: str) -> None:
-    with pytest.raises(ConfigError, match="host:port"):
+@pytest.mark.parametrize("address", ["head", "head:", ":6379", "head:ray", "head:0", "head:65536",
+                                     "ray://head:10001", "ray://head", "http://head:8265"])
+def test_an_address_that_is_not_host_and_port_is_a_mistake_in_the_settings(address: str,
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError):
         require_head(address)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError):
+        require_head("auto")
+
+
+def test_a_client_address_of_ray_ends_a_command_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "cluster=ray", "cluster.address=ray://head:10001", f"output_dir={tmp_path}"]
+    assert cli.main(words) == ConfigError.exit_code
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("installed", "is_old"), [("2.52.1", True), ("2.53.0", True), ("2.54.0", False), ("2.60.0", False),

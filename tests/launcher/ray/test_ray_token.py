@@ -28,6 +28,7 @@ def head_that_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in [name for name in os.environ if name.startswith("RAY_AUTH")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
 
 
 @pytest.mark.entry("S3", "the token of this shell is not that of the Ray head at `cluster.address`", "error",
@@ -51,3 +52,20 @@ def test_a_wrong_token_is_named_with_its_source_and_never_shown(source: str, tol
     message = str(caught.value)
     assert "10.0.0.1:6379" in message and told in message and "RAY_AUTH_TOKEN" in message
     assert SECRET not in message and "cluster.address" not in message
+
+
+@pytest.mark.parametrize("mode", ["", "disabled"])
+def test_a_mode_without_token_is_named_before_the_token(mode: str, tmp_path: Path, head_that_refuses: None,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text(SECRET)
+    if mode:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    else:
+        monkeypatch.delenv("RAY_AUTH_MODE")
+    with pytest.raises(ClusterError, match=r"RAY_AUTH_MODE.*RAY_AUTH_MODE=token.*auth_token"):
+        cluster.connect(ClusterConfig(address="10.0.0.1:6379"))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with pytest.raises(ClusterError) as caught:
+        cluster.connect(ClusterConfig(address="10.0.0.1:6379"))
+    assert "RAY_AUTH_MODE" not in str(caught.value)

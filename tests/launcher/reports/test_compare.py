@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from ngsgd.launcher import cli
 from ngsgd.launcher.reports import comparison
 from ngsgd.launcher.reports.checks import flat_defaults
 from ngsgd.launcher.reports.comparison import LOSS, WER, ComparedRun, Group, Point
+from ngsgd.launcher.reports.final_models import identity
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from tests.launcher.reports.test_report import Page, make_run
 
@@ -120,6 +122,33 @@ def test_one_run_each_is_compared_utterance_by_utterance(tmp_path: Path) -> None
     assert said(first, fewer, measure=WER) == "not comparable"
 
 
+def finished(folder: Path, content: str, **settings: Any) -> ComparedRun:
+    (folder / "final").mkdir(parents=True)
+    (folder / "final" / "model.safetensors").write_text(content)
+    return run(str(folder), **settings)
+
+
+def test_identical_final_models_are_found_whatever_the_settings(tmp_path: Path) -> None:
+    first = finished(tmp_path / "a", "x")
+    again = finished(tmp_path / "b", "x")
+    slower = finished(tmp_path / "c", "x", cluster__num_workers=7)
+    for runs in ([first, again], [first, again, slower], [first, slower, run("unfinished")]):
+        found = identity(runs)
+        assert found and found.num_different == 0 and not found.are_equal_runs
+    assert identity([first, run("unfinished")]) is None
+
+
+def test_final_models_of_equal_settings_and_seed_that_differ_are_counted(tmp_path: Path) -> None:
+    runs = [finished(tmp_path / str(number), "x" if number else "y") for number in range(4)]
+    other = finished(tmp_path / "other", "z", seed=3)
+    found = identity([*runs, other])
+    assert found and (found.num_compared, found.num_different, found.are_equal_runs) == (4, 3, True)
+    found = identity([*runs[1:], other])
+    assert found and (found.num_compared, found.num_different, found.are_equal_runs) == (3, 0, True)
+    # another seed is another model
+    assert identity([runs[0], other]) is None
+
+
 def test_runs_are_named_by_the_settings_that_differ() -> None:
     runs = [
         run("a", seed=1),
@@ -178,7 +207,7 @@ def test_compare_prints_a_verdict_and_writes_a_page(
     assert found["common_objf"] == pytest.approx(-1.0)
     assert [one["seconds_to_common_objf"] for one in found["runs"]] == pytest.approx([30.0, 15.0])
     assert [one["wer_percent"] for one in found["runs"]] == [3.1, 4.0]
-    assert found["verdict"] == "not significant"
+    assert (found["verdict"], found["final_models"]) == ("not significant", None)
     page = Page((tmp_path / "compare.html").read_text())
     assert page.loaded == [] and page.open == [] and len(page.alts) == 4
     assert "optimizer.kind" in page.cells and "name" not in page.cells and "-" not in page.cells

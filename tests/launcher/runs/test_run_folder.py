@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from ngsgd.config import OptimizerConfig, OuterConfig, RunConfig
-from ngsgd.errors import CheckpointError, RunLockedError
+from ngsgd.errors import CheckpointError, DataError, RunLockedError
+from ngsgd.launcher.console import run_guarded
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged, run_name
 from ngsgd.pipeline.runs.saved_config import read_config
@@ -63,6 +65,24 @@ def test_a_damaged_note_of_the_data_is_one_typed_error(folder: RunFolder, conten
     folder.data.write_text(content)
     with pytest.raises(CheckpointError, match=r"data\.json"):
         folder.remember_data("d1", Path("egs"), None)
+
+
+def test_a_full_disk_is_an_error_with_the_folder_and_leaves_none_behind(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    config = RunConfig(output_dir=str(tmp_path / "runs"))
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(os, "fsync", full)
+
+    def train() -> int:
+        RunFolder.create(config, config_file.to_yaml(config))
+        return 0
+
+    assert run_guarded(train) == DataError.exit_code
+    assert str(tmp_path / "runs") in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_run_folder_is_locked_once_and_cleaned(folder: RunFolder) -> None:

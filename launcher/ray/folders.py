@@ -1,0 +1,35 @@
+"""Folders that the workers of a run read, and the nodes that do not see them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray.util
+
+
+@dataclass(frozen=True)
+class UnseenFolder:
+    """The answer of a worker that starts on a node without a folder of the run."""
+
+    host: str
+    ip: str
+    folder: str
+
+    def message(self, output_dir: str) -> str:
+        """For people: which node, which folder, what to do."""
+        is_default = Path(self.folder).is_relative_to(Path(output_dir).absolute())
+        setting = f"output_dir ({output_dir})" if is_default else "data.cache_dir"
+        return (f"node {self.host} ({self.ip}) does not see {self.folder}, the prepared data of the run. Put {setting} on a file "
+                "system that all machines share under the same path, or set data.cache_dir to a folder there. ngsgd doctor "
+                "--address checks each node")
+
+
+def unseen_here(folders: Sequence[str]) -> UnseenFolder | None:
+    """The first of the folders that this process does not see; None if it sees all."""
+    for folder in folders:
+        if not os.path.isdir(folder):
+            return UnseenFolder(os.uname().nodename, ray.util.get_node_ip_address(), folder)
+    return None
