@@ -116,6 +116,48 @@ class StateGraph:
         final = float(x @ np.exp(self.log_final_S[self._states_of[before]]))
         return total + math.log(final) if final > 0.0 else -math.inf
 
+    def best_path(self, pdf_T: Sequence[int] | npt.NDArray[np.int32]) -> Ints | None:
+        """Return the states of the best path that emits these classes, without jumps.
+
+        None without a path.
+        """
+        ids = [int(pdf) for pdf in pdf_T]
+        x, before, came_from = np.exp(self.log_initial_S), NOTHING, []
+        for pdf in ids:
+            weight = x[:, None] * self._between(before, pdf)
+            if not weight.size or not weight.any():
+                return None
+            came_from.append(weight.argmax(axis=0))
+            x, before = weight.max(axis=0), pdf
+            x = x / x.max()
+        x = x * np.exp(self.log_final_S[self._states_of[before]])
+        if not x.any():
+            return None
+        at, path = int(x.argmax()), []
+        for pdf, back in zip(ids[::-1], came_from[::-1], strict=True):
+            path.append(self._states_of[pdf][at])
+            at = int(back[at])
+        return np.array(path[::-1], np.int64)
+
+    def log_weight_into(self, state: int) -> float:
+        """Return the log weight of beginning with a state, over all states before the first frame.
+        """
+        arrives_A = self.target_A == state
+        return float(np.logaddexp.reduce(self.log_initial_S[self.source_A[arrives_A]] + self.log_weight_A[arrives_A],
+                                         initial=-math.inf))
+
+    def log_weight_between(self, source: int, target: int) -> float:
+        """Return the log weight from one state to another; minus infinity without an arc."""
+        return self._log_weights.get((source, target), -math.inf)
+
+    @cached_property
+    def _log_weights(self) -> dict[tuple[int, int], float]:
+        found: dict[tuple[int, int], float] = {}
+        for *ends, log_weight in zip(self.source_A.tolist(), self.target_A.tolist(), self.log_weight_A.tolist(), strict=True):
+            key = (ends[0], ends[1])
+            found[key] = float(np.logaddexp(found[key], log_weight)) if key in found else log_weight
+        return found
+
     def _between(self, before: int, after: int) -> Floats:
         """Return the weights from the states of one class to those of another.
 
