@@ -38,7 +38,8 @@ def of_corpus(corpus: Corpus, objective: ObjectiveConfig, decode: DecodeConfig,
     language = corpus.language
     if objective.kind == "lfmmi":
         graph = of_labels(corpus.train.split_pdfs(), language, objective).with_leak(objective.leaky_hmm)
-        graph = graph.anywhere() if objective.chunk_frames else graph
+        if objective.chunk_frames:
+            graph = graph.anywhere(with_start=objective.denominator == "phones")
     else:
         graph = of_decoding_graph(evaluation.build_graph(language, decode))
     state_P = np.array(language.phone_states() or range(language.num_pdfs))

@@ -27,6 +27,8 @@ Floats = npt.NDArray[np.float64]
 
 # Instead of a class, on an epsilon arc, which takes no frame.
 NOTHING = -1
+# frames of the random paths whose average gives the occupancy of states (Kaldi: 100)
+_AVERAGED_FRAMES = 100
 
 
 class StateArc(NamedTuple):
@@ -81,12 +83,19 @@ class StateGraph:
         """
         return replace(self, leak=leak, restart_S=self.occupancy())
 
-    def anywhere(self) -> StateGraph:
-        """Return the graph for chunks of sequences, which may begin and end in any state."""
-        with np.errstate(divide="ignore"):
-            return replace(self, log_initial_S=np.log(self.occupancy()), log_final_S=np.zeros(self.num_states))
+    def anywhere(self, *, with_start: bool = False) -> StateGraph:
+        """Return the graph for chunks of sequences, which may begin and end in any state.
 
-    def occupancy(self, num_frames: int = 100) -> Floats:
+        With `with_start` chunks may also begin where sequences do, as the first chunk of each does.
+        """
+        initial_S = self.occupancy()
+        if with_start:
+            # as one more frame of the average
+            initial_S = (_AVERAGED_FRAMES * initial_S + np.exp(self.log_initial_S)) / (_AVERAGED_FRAMES + 1)
+        with np.errstate(divide="ignore"):
+            return replace(self, log_initial_S=np.log(initial_S), log_final_S=np.zeros(self.num_states))
+
+    def occupancy(self, num_frames: int = _AVERAGED_FRAMES) -> Floats:
         """Return the average occupancy of each state over random paths (Kaldi's initial
         probabilities).
         """
