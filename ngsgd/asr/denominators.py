@@ -69,7 +69,7 @@ def of_labels(labels: Sequence[PdfIds], language: Language, objective: Objective
         return state_ngram((pdf_T[first::step] for first in range(step) for pdf_T in labels),
                            objective.ngram_order)
     class_of = _class_of(language)
-    state_P = np.array(language.phone_states() or range(language.num_pdfs))
+    state_P = np.array(language.phone_states() or range(language.num_pdfs), np.int32)
     frames = [_unit_frames(state_P[pdf_T], language.topology) for pdf_T in labels]
     return unit_ngram((one.every(step, first) for first in range(step) for one in frames),
                       objective.ngram_order, class_of)
@@ -91,8 +91,8 @@ def _class_of(language: Language) -> ClassOf:
     return lambda _left, phone, state: pdfs[phone - 1][state]
 
 
-def _unit_frames(state_T: npt.NDArray[np.int64], topology: Topology) -> UnitFrames:
-    phone_T, state_T = phones_and_states(state_T, topology.num_silence_states)
+def _unit_frames(pdf_T: PdfIds, topology: Topology) -> UnitFrames:
+    phone_T, state_T = phones_and_states(pdf_T, topology.num_silence_states)
     return UnitFrames(begins_of_phones(phone_T, state_T).cumsum(), phone_T, state_T)
 
 

@@ -84,16 +84,17 @@ class Chains(NamedTuple):
     def of(cls, chains: Sequence[Chain]) -> Chains:
         """Pad the chains of some sequences."""
         sizes = [len(chain.pdf_K) for chain in chains]
+
+        def padded(columns: Sequence[npt.NDArray[np.generic]], fill: float) -> Tensor:
+            rows_BK = np.full((len(sizes), max(sizes)), fill, type(fill))
+            for row_K, values_K in zip(rows_BK, columns, strict=True):
+                row_K[:len(values_K)] = values_K
+            return torch.from_numpy(rows_BK)
+
+        pdfs, enter, loop, first, last = zip(*chains, strict=True)
         # states beyond the end are never entered
-        fills = (0, _NEVER, _NEVER, 0, -1)
-        columns = []
-        for column, fill in zip(zip(*chains, strict=True), fills, strict=True):
-            kind = np.float64 if column[0].dtype.kind == "f" else np.int64
-            padded_BK = np.full((len(sizes), max(sizes)), fill, kind)
-            for row_K, values_K in zip(padded_BK, column, strict=True):
-                row_K[:len(values_K)] = np.maximum(values_K, _NEVER) if kind is np.float64 else values_K
-            columns.append(torch.from_numpy(padded_BK))
-        return cls(*columns, torch.tensor(sizes) - 1)
+        return cls(padded(pdfs, 0), padded(enter, _NEVER), padded(loop, _NEVER).clamp(min=_NEVER),
+                   padded(first, 0), padded(last, -1), torch.tensor(sizes) - 1)
 
 
 def chain_log_sum(scores_NP: Tensor, lengths: Sequence[int], chains: Chains) -> Tensor:

@@ -106,7 +106,7 @@ class _Building:
         # (history, HMM state); the first is the start, which emits nothing
         self._numbers: dict[tuple[History, int], int] = {((EDGE,), _END): 0}
         self._todo = list(self._numbers)
-        self._probability: Counter[tuple[int, int]] = Counter()
+        self._probability: dict[tuple[int, int], float] = defaultdict(float)
         self._final: dict[int, float] = {}
 
     def graph(self) -> StateGraph:

@@ -133,7 +133,8 @@ def _read(fields: _Fields) -> TransitionModel:
     kind = fields.word()
     if kind not in ("<Triples>", "<Tuples>"):
         raise KaldiFormatError(f"{kind[:30]!r} is found instead of <Triples> or <Tuples>")
-    tuples, num_ids = [], 0
+    tuples: list[HmmTuple] = []
+    num_ids = 0
     for _ in range(fields.integer(1, _MAX_TUPLES)):
         one = _tuple(fields, topologies, has_self_loop=kind == "<Tuples>")
         num_ids += len(topologies[one.phone][one.state].transitions)
