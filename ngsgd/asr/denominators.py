@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.asr.align.tree_building import begins_of_phones, phones_and_states
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation
 from ngsgd.asr.lang import graphs
-from ngsgd.asr.lang.topology import STATES_PER_PHONE, Topology
+from ngsgd.asr.lang.language import Language
+from ngsgd.asr.lang.topology import SILENCE_PHONE, STATES_PER_PHONE, Topology
+from ngsgd.asr.utterance import PdfIds
 from ngsgd.config import DecodeConfig, ObjectiveConfig
 from ngsgd.errors import ConfigError
 from ngsgd.sequence.graph import NOTHING, StateArc, StateGraph, from_arcs
 from ngsgd.sequence.ngram import state_ngram
 from ngsgd.sequence.objectives import Denominator
+from ngsgd.sequence.unit_ngram import ClassOf, UnitFrames, unit_ngram
 
 
 def of_corpus(corpus: Corpus, objective: ObjectiveConfig, decode: DecodeConfig,
@@ -24,15 +30,16 @@ def of_corpus(corpus: Corpus, objective: ObjectiveConfig, decode: DecodeConfig,
         corpus: the speech.
         objective: the section `objective`.
         decode: the section `decode`.
-        prior_P: priors of the initial model; lfmmi does not use them.
+        prior_P: priors of the initial model, or uniform ones.
 
     Raises:
         ConfigError: the objective needs phones, and the states are tied.
     """
     language = corpus.language
     if objective.kind == "lfmmi":
-        graph = state_ngram(corpus.train.split_pdfs(), objective.ngram_order).with_leak(objective.leaky_hmm)
-        graph = graph.anywhere() if objective.chunk_frames else graph
+        graph = of_labels(corpus.train.split_pdfs(), language, objective).with_leak(objective.leaky_hmm)
+        if objective.chunk_frames:
+            graph = graph.anywhere(with_start=objective.denominator == "phones")
     else:
         graph = of_decoding_graph(evaluation.build_graph(language, decode))
     state_P = np.array(language.phone_states() or range(language.num_pdfs))
@@ -44,6 +51,49 @@ def of_corpus(corpus: Corpus, objective: ObjectiveConfig, decode: DecodeConfig,
     is_silence_P = np.zeros(language.num_pdfs, np.bool_)
     is_silence_P[list(language.topology.silence_pdfs)] = True
     return Denominator(graph, np.log(prior_P), phones(language.topology, language.num_pdfs)[state_P], is_silence_P)
+
+
+def of_labels(labels: Sequence[PdfIds], language: Language, objective: ObjectiveConfig) -> StateGraph:
+    """Estimate the n-gram model of states or phones from the labels of frames that have outputs.
+
+    Args:
+        labels: class of every frame, for each training utterance.
+        language: phones of the classes.
+        objective: the section `objective`.
+
+    Raises:
+        ConfigError: the objective needs single phones or left biphones, and has others.
+    """
+    step = objective.frame_subsampling
+    if objective.denominator == "states":
+        return state_ngram((pdf_T[first::step] for first in range(step) for pdf_T in labels),
+                           objective.ngram_order)
+    class_of = _class_of(language)
+    state_P = np.array(language.phone_states() or range(language.num_pdfs), np.int32)
+    frames = [_unit_frames(state_P[pdf_T], language.topology) for pdf_T in labels]
+    return unit_ngram((one.every(step, first) for first in range(step) for one in frames),
+                      objective.ngram_order, class_of)
+
+
+def _class_of(language: Language) -> ClassOf:
+    tree, topology = language.tree, language.topology
+    if tree and tree.width > 2:
+        raise ConfigError("objective.denominator is phones, which supports single phones and left "
+                          "biphones; set data.context=left_biphone.")
+    if not tree and language.num_pdfs != topology.num_pdfs:
+        raise ConfigError("objective.denominator is phones, but the graph of the data ties states; "
+                          "set objective.denominator=states.")
+    if tree:
+        # windows of left biphones end with the phone, those of single phones are the phone
+        width = tree.width
+        return lambda left, phone, state: tree.pdf((left, phone)[2 - width:], state)
+    pdfs = [topology.pdfs_of_phone(phone) for phone in (SILENCE_PHONE, *topology.phones)]
+    return lambda _left, phone, state: pdfs[phone - 1][state]
+
+
+def _unit_frames(pdf_T: PdfIds, topology: Topology) -> UnitFrames:
+    phone_T, state_T = phones_and_states(pdf_T, topology.num_silence_states)
+    return UnitFrames(begins_of_phones(phone_T, state_T).cumsum(), phone_T, state_T)
 
 
 def phones(topology: Topology, num_pdfs: int) -> npt.NDArray[np.int64]:

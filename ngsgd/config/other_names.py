@@ -50,6 +50,8 @@ _SAME = {
     "data.valid_fraction": ("val_split", "validation_split", "valid_fraction"),
     "egs.samples_per_iter": ("sync_every", "frames_per_iter", "sync_period"),
     "objective.ce_weight": ("xent_regularize",),
+    "objective.frame_subsampling": ("frame_subsampling_factor",),
+    "objective.tolerance_frames": ("left_tolerance", "right_tolerance"),
     "objective.leaky_hmm": ("leaky_hmm_coefficient",),
     "objective.chunk_frames": ("frames_per_chunk", "chunk_width"),
     "features.sample_rate_hz": ("sample_rate", "sampling_rate", "sample_frequency"),

@@ -79,7 +79,7 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
         raise ConfigError(f"data.graph is {config.data.graph}, which defines the numbers of its "
                           "HMM states, but a flat start uses the numbers of the phones of the "
                           "lexicon. Set data.alignment=FILE with the numbers of the graph, such as "
-                          "ali.*.gz of Kaldi with its tid2pdf, or leave data.graph empty.")
+                          "ali.*.gz of Kaldi with its final.mdl, or leave data.graph empty.")
     speech = corpus.prepare_unaligned(config.data, config.features, cache_root, report)
     settings = _settings(config)
     key = {"version": RECIPE_VERSION, "digest": speech.digest, "settings": asdict(settings)}

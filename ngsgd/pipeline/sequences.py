@@ -25,7 +25,7 @@ from ngsgd.files import keep_digest, matches_digest, new_directory, new_file
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs.final_model import open_final
 from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
-from ngsgd.sequence.archives import SequenceReader, prepare_sequences
+from ngsgd.sequence.archives import Outputs, SequenceReader, prepare_sequences
 from ngsgd.sequence.objectives import Denominator
 from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
 from ngsgd.training.parameter_vector import FlatLayout, Vector
@@ -84,10 +84,7 @@ def sequence_data(config: RunConfig, folder: RunFolder, corpus: Corpus, cache_ro
         denominator = _kept_denominator(folder.denominator)
     else:
         report(Phase("building the denominator graph"))
-        if config.objective.kind == "lfmmi":
-            prior_P = uniform_priors(corpus.num_pdfs)
-        else:
-            prior_P = open_final(folder.init_model, own=config.model)[1]
+        prior_P = _priors(config, folder, corpus)
         denominator = denominators.of_corpus(corpus, config.objective, config.decode, prior_P)
         with new_file(folder.denominator) as temporary:
             save_file({name: np.ascontiguousarray(array)
@@ -97,10 +94,23 @@ def sequence_data(config: RunConfig, folder: RunFolder, corpus: Corpus, cache_ro
     directory = prepare_sequences(corpus.train.frames, graph,
                                   samples_per_iter=config.egs.samples_per_iter,
                                   chunk_frames=config.objective.chunk_frames, digest=corpus.digest,
+                                  outputs=Outputs(config.objective.frame_subsampling,
+                                                  config.objective.tolerance_frames),
                                   cache_root=cache_root, report=report)
     report(f"objective {config.objective.kind}: denominator of {graph.num_states} states and "
            f"{len(graph.source_A)} arcs")
     return SequenceData(str(directory), denominator)
+
+
+def _priors(config: RunConfig, folder: RunFolder, corpus: Corpus) -> npt.NDArray[np.float64]:
+    """Priors of the initial model; without one, or of outputs that are scores, others."""
+    if config.objective.kind == "lfmmi" and not config.objective.use_priors:
+        return uniform_priors(corpus.num_pdfs)
+    if config.init_model:
+        return open_final(folder.init_model, own=config.model)[1]
+    # one more frame for each class, so that no prior is 0
+    count_P = np.bincount(corpus.train.frames.pdf_T, minlength=corpus.num_pdfs) + 1.0
+    return np.asarray(count_P / count_P.sum())
 
 
 def _kept_denominator(path: Path) -> Denominator:

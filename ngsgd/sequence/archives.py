@@ -35,10 +35,25 @@ from ngsgd.files import read_json, sealed, sha256, shared_directory, unsealed, w
 from ngsgd.phase import Phase
 from ngsgd.schedules import Shard
 from ngsgd.sequence.graph import StateGraph
+from ngsgd.sequence.numerators import Chain, Chains, chain_of
 
 FORMAT_VERSION = 1
 # Stored frames around a chunk: the largest possible context (egs.left_context).
 _MARGIN = 100
+
+
+class Outputs(NamedTuple):
+    """The frames for which there are outputs, and their labels."""
+
+    # frames per output; archives have all offsets
+    frame_subsampling: int = 1
+    # frames by which states may move from their labels
+    tolerance_frames: int = 0
+
+    @property
+    def has_chains(self) -> bool:
+        """Whether numerators are sums over several paths."""
+        return self.tolerance_frames > 0
 
 
 class SequenceMinibatch(NamedTuple):
@@ -50,8 +65,10 @@ class SequenceMinibatch(NamedTuple):
     weight_N: Tensor | None
     # frames of each sequence
     lengths: tuple[int, ...]
-    # float64: log weight of the labels of each sequence in the graph
+    # float64: log weight of the labels of each sequence in the graph, or of the end of its chain
     log_weight_B: Tensor
+    # numerators with tolerance
+    chains: Chains | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +84,7 @@ class SequenceIndex:
 
 
 def prepare_sequences(train: FrameSet, graph: StateGraph, *, samples_per_iter: int, chunk_frames: int, digest: str,
-                      cache_root: Path, report: Callable[[str], None] = print) -> Path:
+                      cache_root: Path, outputs: Outputs | None = None, report: Callable[[str], None] = print) -> Path:
     """Write the directory of these sequences unless it exists.
 
     Args:
@@ -78,6 +95,7 @@ def prepare_sequences(train: FrameSet, graph: StateGraph, *, samples_per_iter: i
             graph; 0: complete utterances.
         digest: digest of the frames.
         cache_root: parent of the directory.
+        outputs: frames that have outputs, and the tolerance of their labels. Default: all, none.
         report: called with a message if a damaged directory is written again.
 
     Returns:
@@ -87,7 +105,10 @@ def prepare_sequences(train: FrameSet, graph: StateGraph, *, samples_per_iter: i
         DataError: the disk is full, or no sequence is usable.
     """
     content = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in graph.arrays().values())).hexdigest()
-    key = json.dumps([FORMAT_VERSION, digest, content, samples_per_iter, chunk_frames])
+    outputs = outputs or Outputs()
+    # directories of all frames keep the names that they had before there were others
+    others = [list(outputs)] if outputs != Outputs() else []
+    key = json.dumps([FORMAT_VERSION, digest, content, samples_per_iter, chunk_frames, *others])
     directory = cache_root / f"sequences-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if not _is_there(directory, report):
         report(Phase("writing the archives of training sequences"))
@@ -95,7 +116,7 @@ def prepare_sequences(train: FrameSet, graph: StateGraph, *, samples_per_iter: i
             # shared_directory keeps a directory that has an index.
             (directory / "sequences.json").unlink(missing_ok=True)
             with shared_directory(directory, "sequences.json") as temporary:
-                _write(train, graph, samples_per_iter, chunk_frames, temporary)
+                _write(train, list(_groups(train, graph, chunk_frames, outputs)), samples_per_iter, temporary)
         except OSError as error:
             raise DataError(f"archives of sequences could not be written under {cache_root} "
                             f"({error.strerror or error}); free space, or choose another place "
@@ -135,57 +156,110 @@ class _Span(NamedTuple):
 
     first: int
     end: int
-    # with its context, inside its utterance
+    # frames per output
+    step: int
+    log_weight: float
+    chain: Chain | None
+
+    @property
+    def num_outputs(self) -> int:
+        return -(-(self.end - self.first) // self.step)
+
+
+class _Group(NamedTuple):
+    """The sequences of a chunk, one for each offset of its outputs, and their stored frames."""
+
+    spans: list[_Span]
+    # with the context, inside the utterance
     low: int
     high: int
-    log_weight: float
+
+    def usable(self) -> _Group:
+        return self._replace(spans=[span for span in self.spans if math.isfinite(span.log_weight)])
 
 
-def _write(train: FrameSet, graph: StateGraph, samples_per_iter: int, chunk_frames: int, directory: Path) -> None:
-    spans = list(_spans(train, graph, chunk_frames))
-    usable = [span for span in spans if math.isfinite(span.log_weight)]
+def _write(train: FrameSet, groups: list[_Group], samples_per_iter: int, directory: Path) -> None:
+    num_spans = sum(len(group.spans) for group in groups)
+    usable = [group for group in (group.usable() for group in groups) if group.spans]
     if not usable:
-        raise DataError(f"the labels of all {len(spans)} training sequences have no path through "
+        raise DataError(f"the labels of all {num_spans} training sequences have no path through "
                         "the denominator graph; check that graph and alignment belong together.")
     # On disk; every pass shuffles again with the seed of the run.
     order = np.random.default_rng(0).permutation(len(usable))
-    num_archives = max(1, round(sum(span.end - span.first for span in usable) / samples_per_iter))
+    num_outputs = sum(span.num_outputs for group in usable for span in group.spans)
+    num_archives = max(1, round(num_outputs / samples_per_iter))
     entries = [_write_archive(train, [usable[at] for at in part], directory / _name(number))
                for number, part in enumerate(np.array_split(order, min(num_archives, len(usable))))]
     num_frames, num_sequences, digests = (list(column) for column in zip(*entries, strict=True))
-    index = SequenceIndex(FORMAT_VERSION, num_frames, num_sequences, len(spans) - len(usable), digests)
+    index = SequenceIndex(FORMAT_VERSION, num_frames, num_sequences, num_spans - sum(num_sequences), digests)
     write_text(directory / "sequences.json", json.dumps(sealed(asdict(index)), indent=1))
 
 
-def _spans(train: FrameSet, graph: StateGraph, chunk_frames: int) -> Iterator[_Span]:
+def _groups(train: FrameSet, graph: StateGraph, chunk_frames: int, outputs: Outputs) -> Iterator[_Group]:
     for low, high in zip(train.offsets[:-1].tolist(), train.offsets[1:].tolist(), strict=True):
         num_chunks = max(1, round((high - low) / chunk_frames)) if chunk_frames else 1
         edges = np.linspace(low, high, num_chunks + 1).round().astype(int).tolist()
         for first, end in itertools.pairwise(edges):
-            if end > first:
-                yield _Span(first, end, max(low, first - _MARGIN), min(high, end + _MARGIN),
-                            graph.log_weight_of(train.pdf_T[first:end]))
+            offsets = range(first, min(end, first + outputs.frame_subsampling))
+            spans = [_span(train, graph, offset, end, outputs) for offset in offsets]
+            if spans:
+                yield _Group(spans, max(low, first - _MARGIN), min(high, end + _MARGIN))
 
 
-def _write_archive(train: FrameSet, spans: list[_Span], path: Path) -> tuple[int, int, str]:
-    """Write an archive; return (frames, sequences, SHA-256)."""
-    lengths = [span.high - span.low for span in spans]
+def _span(train: FrameSet, graph: StateGraph, first: int, end: int, outputs: Outputs) -> _Span:
+    step = outputs.frame_subsampling
+    pdf_T = train.pdf_T[first:end:step]
+    if not outputs.has_chains:
+        return _Span(first, end, step, graph.log_weight_of(pdf_T), None)
+    chain, log_weight = chain_of(graph, pdf_T, math.ceil(outputs.tolerance_frames / step))
+    return _Span(first, end, step, log_weight, chain)
+
+
+def _write_archive(train: FrameSet, groups: list[_Group], path: Path) -> tuple[int, int, str]:
+    """Write an archive; return (outputs, sequences, SHA-256)."""
+    lengths = [group.high - group.low for group in groups]
     begins = np.cumsum([0, *lengths])
-    pieces = (np.ascontiguousarray(train.features_TD[span.low:span.high], dtype=np.float32) for span in spans)
-    table = {"begin": begins[:-1], "size": lengths, "first": [span.first - span.low for span in spans],
-             "end": [span.end - span.low for span in spans]}
+    pieces = (np.ascontiguousarray(train.features_TD[group.low:group.high], dtype=np.float32) for group in groups)
+    placed = [(begin, group, span) for begin, group in zip(begins.tolist(), groups, strict=False) for span in group.spans]
+    table = {"begin": [begin for begin, _, _ in placed], "size": [group.high - group.low for _, group, _ in placed],
+             "first": [span.first - group.low for _, group, span in placed],
+             "end": [span.end - group.low for _, group, span in placed]}
+    spans = [span for _, _, span in placed]
+    if spans[0].step > 1:
+        table["step"] = [span.step for span in spans]
     rest: dict[str, npt.NDArray[Any]] = {name: np.array(column, np.int64) for name, column in table.items()}
-    rest["pdf"] = np.concatenate([train.pdf_T[span.low:span.high] for span in spans]).astype(np.int32)
+    rest["pdf"] = np.concatenate([train.pdf_T[group.low:group.high] for group in groups]).astype(np.int32)
     rest["log_weight"] = np.array([span.log_weight for span in spans], np.float64)
+    rest |= _stored([span.chain for span in spans if span.chain])
     if train.side is not None:
-        used_K, row_T = np.unique(np.concatenate([train.side.row_T[span.low:span.high] for span in spans]), return_inverse=True)
+        used_K, row_T = np.unique(np.concatenate([train.side.row_T[group.low:group.high] for group in groups]), return_inverse=True)
         rest |= {"side": np.ascontiguousarray(train.side.rows_RS[used_K]), "side_row": row_T.astype(np.int32)}
     digest = write_arrays(path, "features", (int(begins[-1]), train.dim), pieces, rest)
-    return sum(span.end - span.first for span in spans), len(spans), digest
+    return sum(span.num_outputs for span in spans), len(spans), digest
+
+
+def _stored(chains: list[Chain]) -> dict[str, npt.NDArray[Any]]:
+    """The chains of an archive, end to end."""
+    if not chains:
+        return {}
+    columns = {f"chain_{name}": np.concatenate(parts) for name, parts in zip(_CHAIN, zip(*chains, strict=True), strict=True)}
+    return columns | {"chain_begin": np.cumsum([0, *(len(chain.pdf_K) for chain in chains)])}
+
+
+# names of the fields of a chain in an archive
+_CHAIN = ("pdf", "enter", "loop", "first", "last")
 
 
 def _name(archive: int) -> str:
     return f"sequences.{archive:04d}.safetensors"
+
+
+def _chains(archive: ArrayFile, chosen: list[int]) -> Chains | None:
+    begin_Q = archive.get("chain_begin")
+    if begin_Q is None:
+        return None
+    columns = [archive[f"chain_{name}"] for name in _CHAIN]
+    return Chains.of([Chain(*(column[begin_Q[at]:begin_Q[at + 1]] for column in columns)) for at in chosen])
 
 
 class SequenceReader:
@@ -235,9 +309,10 @@ class SequenceReader:
 
     def _minibatch(self, archive: ArrayFile, chosen: list[int]) -> SequenceMinibatch:
         rows, pdfs, at_N = [], [], []
+        step_Q = archive.get("step")
         for at in chosen:
             begin, size = archive["begin"][at], archive["size"][at]
-            time_T = np.arange(archive["first"][at], archive["end"][at])
+            time_T = np.arange(archive["first"][at], archive["end"][at], 1 if step_Q is None else step_Q[at])
             rows.append(begin + np.clip(time_T[:, None] + self._window, 0, size - 1))
             pdfs.append(archive["pdf"][begin + time_T].astype(np.int64))
             at_N.append(begin + time_T)
@@ -246,7 +321,7 @@ class SequenceReader:
         if self.info.side_dim:
             x_ND = torch.cat([x_ND, torch.from_numpy(archive["side"][archive["side_row"][np.concatenate(at_N)]])], dim=1)
         return SequenceMinibatch(x_ND, torch.from_numpy(np.concatenate(pdfs)), None, tuple(map(len, pdfs)),
-                                 torch.from_numpy(archive["log_weight"][chosen]))
+                                 torch.from_numpy(archive["log_weight"][chosen]), _chains(archive, chosen))
 
     @cached_property
     def _window(self) -> npt.NDArray[np.int64]:

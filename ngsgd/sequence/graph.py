@@ -27,6 +27,8 @@ Floats = npt.NDArray[np.float64]
 
 # Instead of a class, on an epsilon arc, which takes no frame.
 NOTHING = -1
+# frames of the random paths whose average gives the occupancy of states (Kaldi: 100)
+_AVERAGED_FRAMES = 100
 
 
 class StateArc(NamedTuple):
@@ -81,12 +83,19 @@ class StateGraph:
         """
         return replace(self, leak=leak, restart_S=self.occupancy())
 
-    def anywhere(self) -> StateGraph:
-        """Return the graph for chunks of sequences, which may begin and end in any state."""
-        with np.errstate(divide="ignore"):
-            return replace(self, log_initial_S=np.log(self.occupancy()), log_final_S=np.zeros(self.num_states))
+    def anywhere(self, *, with_start: bool = False) -> StateGraph:
+        """Return the graph for chunks of sequences, which may begin and end in any state.
 
-    def occupancy(self, num_frames: int = 100) -> Floats:
+        With `with_start` chunks may also begin where sequences do, as the first chunk of each does.
+        """
+        initial_S = self.occupancy()
+        if with_start:
+            # as one more frame of the average
+            initial_S = (_AVERAGED_FRAMES * initial_S + np.exp(self.log_initial_S)) / (_AVERAGED_FRAMES + 1)
+        with np.errstate(divide="ignore"):
+            return replace(self, log_initial_S=np.log(initial_S), log_final_S=np.zeros(self.num_states))
+
+    def occupancy(self, num_frames: int = _AVERAGED_FRAMES) -> Floats:
         """Return the average occupancy of each state over random paths (Kaldi's initial
         probabilities).
         """
@@ -115,6 +124,48 @@ class StateGraph:
             x, total, before = x / norm, total + math.log(norm), pdf
         final = float(x @ np.exp(self.log_final_S[self._states_of[before]]))
         return total + math.log(final) if final > 0.0 else -math.inf
+
+    def best_path(self, pdf_T: Sequence[int] | npt.NDArray[np.int32]) -> Ints | None:
+        """Return the states of the best path that emits these classes, without jumps.
+
+        None without a path.
+        """
+        ids = [int(pdf) for pdf in pdf_T]
+        x, before, came_from = np.exp(self.log_initial_S), NOTHING, []
+        for pdf in ids:
+            weight = x[:, None] * self._between(before, pdf)
+            if not weight.size or not weight.any():
+                return None
+            came_from.append(weight.argmax(axis=0))
+            x, before = weight.max(axis=0), pdf
+            x = x / x.max()
+        x = x * np.exp(self.log_final_S[self._states_of[before]])
+        if not x.any():
+            return None
+        at, path = int(x.argmax()), []
+        for pdf, back in zip(ids[::-1], came_from[::-1], strict=True):
+            path.append(self._states_of[pdf][at])
+            at = int(back[at])
+        return np.array(path[::-1], np.int64)
+
+    def log_weight_into(self, state: int) -> float:
+        """Return the log weight of beginning with a state, over all states before the first frame.
+        """
+        arrives_A = self.target_A == state
+        return float(np.logaddexp.reduce(self.log_initial_S[self.source_A[arrives_A]] + self.log_weight_A[arrives_A],
+                                         initial=-math.inf))
+
+    def log_weight_between(self, source: int, target: int) -> float:
+        """Return the log weight from one state to another; minus infinity without an arc."""
+        return self._log_weights.get((source, target), -math.inf)
+
+    @cached_property
+    def _log_weights(self) -> dict[tuple[int, int], float]:
+        found: dict[tuple[int, int], float] = {}
+        for *ends, log_weight in zip(self.source_A.tolist(), self.target_A.tolist(), self.log_weight_A.tolist(), strict=True):
+            key = (ends[0], ends[1])
+            found[key] = float(np.logaddexp(found[key], log_weight)) if key in found else log_weight
+        return found
 
     def _between(self, before: int, after: int) -> Floats:
         """Return the weights from the states of one class to those of another.

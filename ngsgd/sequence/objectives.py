@@ -10,7 +10,9 @@ Objectives are summed over sequences and maximized:
     smbr    expected number of frames with the correct state   (Gibson and Hain 2006)
     lfmmi   score(n) - Z(s) with s = y                         (Povey et al. 2016)
 
-mpe is Kaldi's mpfe. In lfmmi outputs are scores, without softmax, prior or scale.
+mpe is Kaldi's mpfe. In lfmmi outputs are scores, without softmax or scale, and without prior unless
+`objective.use_priors` is set: s_t(p) = y_t(p) - log prior_p. With `objective.tolerance_frames` the
+score of the labels is the log sum over the paths of the numerator (`ngsgd.sequence.numerators`).
 
 score(n) includes the log weight of the labels in the graph, so that score(n) - Z is a log
 probability. Gradients are exact: they include k, which Kaldi omits.
@@ -32,6 +34,7 @@ from ngsgd.config import ObjectiveConfig
 from ngsgd.ops.devices import to_device
 from ngsgd.sequence.forward_backward import expected_accuracy, log_path_sum
 from ngsgd.sequence.graph import StateGraph
+from ngsgd.sequence.numerators import Chains, chain_log_sum
 from ngsgd.sequence.transitions import Transitions
 
 # objf per frame of a sequence without a path of its length, as in Kaldi; its gradient is 0
@@ -80,19 +83,24 @@ class SequenceObjective:
         self.is_right_PP = self._right(unit_P)
 
     def __call__(self, y_NP: Tensor, pdf_N: Tensor, lengths: Sequence[int],
-                 log_weight_B: Tensor) -> Tensor:
+                 log_weight_B: Tensor, chains: Chains | None = None) -> Tensor:
         """Return the loss, summed over frames.
 
         Args:
             y_NP: outputs of the network.
             pdf_N: labels.
             lengths: frames of each sequence, in the order of the rows.
-            log_weight_B: float64 log weight of the labels of each sequence in the graph.
+            log_weight_B: float64 log weight of the labels of each sequence in the graph, or of the
+                end of its chain.
+            chains: numerators with tolerance (lfmmi).
         """
         c = self.config
         log_softmax_NP = y_NP.log_softmax(dim=1)
         if c.kind == "lfmmi":
-            objf = self._mutual_information(y_NP, y_NP, pdf_N, lengths, log_weight_B) - 0.5 * c.output_l2 * y_NP.square().sum()
+            scores_NP = y_NP - self.log_prior_P if c.use_priors else y_NP
+            said_B = None if chains is None else chain_log_sum(scores_NP, lengths, chains)
+            objf = self._mutual_information(scores_NP, scores_NP, pdf_N, lengths, log_weight_B, said_B)
+            objf = objf - 0.5 * c.output_l2 * y_NP.square().sum()
             weight = 1.0
         else:
             scores_NP = c.acoustic_scale * (log_softmax_NP - self.log_prior_P)
@@ -114,9 +122,12 @@ class SequenceObjective:
         return self._mutual_information(scores_NP, against_NP, pdf_N, lengths, log_weight_B)
 
     def _mutual_information(self, scores_NP: Tensor, against_NP: Tensor, pdf_N: Tensor,
-                            lengths: Sequence[int], log_weight_B: Tensor) -> Tensor:
-        said_N = scores_NP.gather(1, pdf_N[:, None]).squeeze(1).double()
-        said_B = torch.stack([part.sum() for part in said_N.split(list(lengths))]) + log_weight_B
+                            lengths: Sequence[int], log_weight_B: Tensor,
+                            said_B: Tensor | None = None) -> Tensor:
+        if said_B is None:
+            said_N = scores_NP.gather(1, pdf_N[:, None]).squeeze(1).double()
+            said_B = torch.stack([part.sum() for part in said_N.split(list(lengths))])
+        said_B = said_B + log_weight_B
         z_B = log_path_sum(against_NP, lengths, self.transitions)
         nothing_B = _NO_PATH * to_device(torch.tensor(lengths, dtype=z_B.dtype), z_B.device)
         # `where` alone would propagate minus infinity into the gradient.

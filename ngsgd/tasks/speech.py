@@ -39,7 +39,7 @@ class SequenceTraining(FrameClassification):
         # sums over all paths need the precision and the range of float32
         logits_NP = model(data.x_ND).float()
         with without_autocast(logits_NP.device.type):
-            loss = self._criterion(logits_NP, data.pdf_N, data.lengths, data.log_weight_B)
+            loss = self._criterion(logits_NP, data.pdf_N, data.lengths, data.log_weight_B, data.chains)
         return with_accuracy(loss, logits_NP, data)
 
     @cached_property

@@ -29,6 +29,7 @@ from ngsgd.asr.corpora import alignments, cache, kaldi_dirs
 from ngsgd.asr.corpora.fsdd import source
 from ngsgd.asr.ivectors import model as extractor_file
 from ngsgd.asr.kaldi_io.tables import write_matrices
+from ngsgd.asr.kaldi_io.transition_model import TransitionModel
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.lexicon import read as read_lexicon
@@ -261,6 +262,9 @@ FORMATS = {
     "HCLG.fst": Format(content("graph/HCLG.fst"), read_graph),
     "words.txt": Format(content("graph/words.txt", b"word "), read_words),
     "tid2pdf": Format(content("graph/tid2pdf", b"1 "), read_words),
+    "final.mdl": Format(content("ali/final.mdl"), lambda folder: TransitionModel.read(folder / "ali/final.mdl")),
+    "final.mdl, text": Format(content("ali/final.mdl", b"<TransitionModel> <Topology> "),
+                              lambda folder: TransitionModel.read(folder / "ali/final.mdl")),
     "ali.1.gz": Format(packed("ali/ali.1.gz", b"train-s0-0 "), lambda folder: alignments.read(folder / "ali")),
     "ali.1.gz, text": Format(packed("ali/ali.1.gz", b"train-s0-0 1 2 "), lambda folder: alignments.read(folder / "ali")),
     "ali.ark": Format(content("ali/ali.ark", b"train-s0-0 "), lambda folder: alignments.read(folder / "ali")),

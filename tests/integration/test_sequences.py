@@ -53,6 +53,15 @@ def test_lattice_free_mmi_starts_from_nothing(service: Service, start: Path) -> 
     assert max(priors) == min(priors)
 
 
+def test_a_chain_objective_continues_cross_entropy_with_its_priors(service: Service, start: Path) -> None:
+    done = service.call("objective=chain", f"init_model={start}", "cluster=in_process", "name=chain",
+                        "schedule.minibatch_size=400", "schedule.num_epochs=1", "objective.chunk_frames=60")
+    assert done.returncode == 0, done.stderr
+    (run,) = service.runs("chain")
+    of_run, of_start = (json.loads((folder / "final" / "model.json").read_text())["priors"] for folder in (run, start))
+    assert of_run == pytest.approx(of_start)
+
+
 def test_a_model_exported_to_kaldi_and_imported_continues_training(service: Service, start: Path) -> None:
     there, back = service.output_dir / "kaldi", service.output_dir / "back"
     done = service.call(str(start), "--output", str(there), "--include-data", "--egs", "1", command="export")

@@ -17,21 +17,27 @@ from ngsgd.data.frames import FrameSet, Side
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import DamagedArchiveError, DataError
 from ngsgd.schedules import Shard
-from ngsgd.sequence.archives import SequenceMinibatch, SequenceReader, prepare_sequences
+from ngsgd.sequence.archives import Outputs, SequenceMinibatch, SequenceReader, prepare_sequences
+from ngsgd.sequence.graph import StateGraph
 from ngsgd.sequence.ngram import state_ngram
+from ngsgd.sequence.numerators import Chains, chain_of
 from tests import toy
 
 TRAIN = toy.frame_set(1000, 1)
 
 
-def reader(folder: Path, train: FrameSet = TRAIN, chunk_frames: int = 0) -> SequenceReader:
+def denominator(step: int) -> StateGraph:
+    labels = [TRAIN.pdf_T[begin:end] for begin, end in zip(TRAIN.offsets[:-1], TRAIN.offsets[1:], strict=True)]
+    return state_ngram([pdf_T[first::step] for pdf_T in labels for first in range(step)], order=3)
+
+
+def reader(folder: Path, train: FrameSet = TRAIN, chunk_frames: int = 0, outputs: Outputs | None = None) -> SequenceReader:
     frames = EgsReader(prepare_archives(train, toy.frame_set(200, 2), toy.config().egs, num_classes=toy.NUM_CLASSES, digest="toy",
                                         cache_root=folder))
-    labels = [TRAIN.pdf_T[begin:end] for begin, end in zip(TRAIN.offsets[:-1], TRAIN.offsets[1:], strict=True)]
-    graph = state_ngram(labels, order=3)
+    graph = denominator((outputs or Outputs()).frame_subsampling)
     graph = graph.anywhere() if chunk_frames else graph
     directory = prepare_sequences(train, graph, samples_per_iter=300, chunk_frames=chunk_frames, cache_root=folder,
-                                  digest=sha256(train.pdf_T.tobytes()).hexdigest())
+                                  digest=sha256(train.pdf_T.tobytes()).hexdigest(), outputs=outputs)
     return SequenceReader(directory, frames)
 
 
@@ -60,6 +66,34 @@ def test_every_frame_is_met_once_with_its_context_and_label(tmp_path: Path, chun
         assert order[begin:begin + length] == list(range(order[begin], order[begin] + length))
         assert chunk_frames == 0 or 15 <= length <= 25
         begin += length
+
+
+@pytest.mark.parametrize("chunk_frames", [0, 20])
+def test_a_pass_has_the_outputs_of_every_frame_in_sequences_of_every_third(tmp_path: Path, chunk_frames: int) -> None:
+    found = reader(tmp_path, chunk_frames=chunk_frames, outputs=Outputs(3, 4))
+    expected = torch.from_numpy(np.concatenate(list(spliced_utterances(TRAIN, 2, 1))))
+    place = {row.numpy().tobytes(): at for at, row in enumerate(expected)}
+    graph = denominator(3).anywhere() if chunk_frames else denominator(3)
+    seen = []
+    for minibatch in all_of(found):
+        assert minibatch.chains is not None
+        order = np.array([place[row.numpy().tobytes()] for row in minibatch.x_ND])
+        assert torch.equal(minibatch.pdf_N, torch.from_numpy(TRAIN.pdf_T[order]).long())
+        for at, rows in enumerate(np.split(order, np.cumsum(minibatch.lengths)[:-1])):
+            assert set(np.diff(rows).tolist()) <= {3}
+            # 4 frames are 2 outputs, rounded up
+            chain, log_weight = chain_of(graph, TRAIN.pdf_T[rows], 2)
+            assert minibatch.log_weight_B[at] == log_weight
+            alone = Chains.of([chain])
+            for column, wanted in zip(minibatch.chains[:5], alone[:5], strict=True):
+                assert torch.equal(column[at, :len(chain.pdf_K)], wanted[0])
+            assert minibatch.chains.end_B[at] == alone.end_B[0]
+        seen += order.tolist()
+    assert sorted(seen) == list(range(1000))
+    # frames are stored once
+    stored = sum(path.stat().st_size for path in found.directory.glob("*.safetensors"))
+    usual = sum(path.stat().st_size for path in reader(tmp_path, chunk_frames=chunk_frames).directory.glob("*.safetensors"))
+    assert stored < 2 * usual
 
 
 def test_the_order_is_decided_by_the_seed_and_a_pass_can_be_taken_up_in_the_middle(tmp_path: Path) -> None:

@@ -79,3 +79,11 @@ def test_pieces_may_begin_and_end_anywhere() -> None:
     graph = state_ngram([[0, 0, 1, 1, 1, 2]], order=3)
     assert graph.log_weight_of([1, 1]) == -math.inf
     assert graph.anywhere().log_weight_of([1, 1]) > -math.inf
+
+
+def test_pieces_may_begin_where_sequences_do() -> None:
+    """After 0 without a repetition comes 1, so that no state but the start leads to 0."""
+    graph = state_ngram([[0, 1, 1, 2]], order=3)
+    assert graph.anywhere().log_weight_of([0, 1]) == -math.inf
+    assert graph.anywhere(with_start=True).log_weight_of([0, 1]) > -math.inf
+    assert_close(np.exp(graph.anywhere(with_start=True).log_initial_S).sum(), 1.0, rtol=1e-12, atol=0.0)

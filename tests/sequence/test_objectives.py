@@ -4,6 +4,7 @@ definitions.
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 from typing import Any
@@ -16,7 +17,9 @@ from torch.testing import assert_close
 
 from ngsgd.config import ObjectiveConfig
 from ngsgd.sequence.graph import StateGraph
+from ngsgd.sequence.numerators import Chains, chain_of
 from ngsgd.sequence.objectives import Denominator, SequenceObjective
+from tests.reference.chains import numerator
 from tests.reference.path_sums import enumerated
 from tests.sequence.graphs import random_graph
 
@@ -79,6 +82,28 @@ def test_objective_equals_an_enumeration_and_its_gradient_finite_differences(kin
     expected = by_enumeration(config, y_NP.detach().numpy(), pdf_N.tolist(), log_weight_B.tolist())
     assert_exact(float(loss.detach()), -expected)
     assert torch.autograd.gradcheck(lambda y: objective(y, pdf_N, LENGTHS, log_weight_B), y_NP)
+
+
+def test_lfmmi_with_priors_and_tolerance_equals_an_enumeration() -> None:
+    """Scores without priors, and the labels at every place within the tolerance."""
+    config = ObjectiveConfig(kind="lfmmi", use_priors=True, tolerance_frames=1, ce_weight=0.2, output_l2=0.01)
+    one = denominator()
+    y_NP, _, _ = problem()
+    graph = one.graph
+    said = [next(list(labels) for labels in itertools.product(range(P), repeat=length)
+                 if len(set(labels)) > 1 and graph.log_weight_of(labels) > -math.inf) for length in LENGTHS]
+    found = [chain_of(graph, np.array(labels, np.int32), 1) for labels in said]
+    assert all(math.isfinite(last) for _, last in found)
+    pdf_N = torch.tensor([*said[0], *said[1]])
+    log_weight_B = torch.tensor([last for _, last in found], dtype=torch.float64)
+    objective, chains = SequenceObjective(config, one, dtype=torch.float64), Chains.of([chain for chain, _ in found])
+    loss = objective(y_NP, pdf_N, LENGTHS, log_weight_B, chains)
+    y = y_NP.detach().numpy()
+    total = 0.2 * float(y_NP.detach().log_softmax(dim=1)[range(7), pdf_N].sum()) - 0.005 * np.square(y).sum()
+    for labels, s_TP in zip(said, np.split(y - one.log_prior_P, [4]), strict=True):
+        total += numerator(graph, labels, s_TP, 1)[0] - enumerated(graph, s_TP, s_TP)[0]
+    assert_exact(float(loss.detach()), -total)
+    assert torch.autograd.gradcheck(lambda y: objective(y, pdf_N, LENGTHS, log_weight_B, chains), y_NP)
 
 
 def test_gradients_are_differences_of_posteriors() -> None:

@@ -73,12 +73,18 @@ def contexts_of_frames(phone_T: Ints, state_T: Ints) -> Ints:
     A phone begins where the phone changes or its state steps back; neighboring frames of silence
     are one phone.
     """
-    begins_T = np.ones(len(phone_T), np.bool_)
-    begins_T[1:] = (phone_T[1:] != phone_T[:-1]) | ((state_T[1:] < state_T[:-1])
-                                                    & (phone_T[1:] != SILENCE))
+    begins_T = begins_of_phones(phone_T, state_T)
     instance_T = begins_T.cumsum() - 1
     phone_I = np.concatenate([[EDGE], phone_T[begins_T], [EDGE]])
     return np.stack([phone_I[instance_T], phone_T, phone_I[instance_T + 2], state_T], axis=1)
+
+
+def begins_of_phones(phone_T: Ints, state_T: Ints) -> npt.NDArray[np.bool_]:
+    """Return whether a phone begins with a frame, as in `contexts_of_frames`."""
+    begins_T = np.ones(len(phone_T), np.bool_)
+    begins_T[1:] = (phone_T[1:] != phone_T[:-1]) | ((state_T[1:] < state_T[:-1])
+                                                    & (phone_T[1:] != SILENCE))
+    return begins_T
 
 
 def build_tree(stats: ContextStats, *, num_phones: int, num_silence_states: int, num_leaves: int,

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ngsgd.asr import unpacking
 from ngsgd.asr.features import augment
 from ngsgd.asr.kaldi_io import tables
+from ngsgd.asr.kaldi_io.transition_model import TransitionModel
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import PdfIds
 from ngsgd.errors import DataError
@@ -27,6 +28,8 @@ MOST_MISSING = 0.5
 PDF_TABLE = "pdfs.txt"
 # the largest trees of Kaldi have about 20,000 leaves
 _MAX_PDFS = 1_000_000
+# the model that aligned, in a folder of Kaldi
+_MODEL = "final.mdl"
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ def read(path: Path) -> Alignment:
 
     Formats: an .npz of `ngsgd align`, text lines "utt pdf pdf ...", or a folder with ali.*.gz or
     ali.*.ark of Kaldi. The numbers in a Kaldi folder are transition ids, which its file tid2pdf
-    (lines "transition-id pdf") translates. Without that file they are pdfs, as from ali-to-pdf. A
-    file pdfs.txt in the folder, as written by `ngsgd export --data`, names the pdfs.
+    (lines "transition-id pdf") or final.mdl translates. Without these files they are pdfs, as from
+    ali-to-pdf. A file pdfs.txt in the folder, as written by `ngsgd export --data`, names the pdfs.
 
     Args:
         path: file or folder.
@@ -187,19 +190,28 @@ def _read_folder(folder: Path) -> dict[str, PdfIds]:
     found: dict[str, PdfIds] = {}
     for archive in archives:
         found |= tables.read_int_vectors(archive)
-    if not (folder / "tid2pdf").exists():
+    path = transitions_file(folder)
+    if not path.exists() or (path.name == _MODEL and (folder / PDF_TABLE).exists()):
         return found
-    pdf_of = read_tid2pdf(folder / "tid2pdf")
+    pdf_of = read_tid2pdf(path)
     for utt_id, tids in found.items():
         if len(tids) and (tids.min() < 1 or tids.max() > len(pdf_of)):
             raise DataError(f"{folder} has the transition {tids.max()} in {utt_id}, but its "
-                            f"tid2pdf ranges from 1 to {len(pdf_of)}; use both from one model.")
+                            f"{path.name} ranges from 1 to {len(pdf_of)}; use both from one model.")
     table = np.array([-1, *pdf_of], dtype=np.int32)
     return {utt_id: table[tids] for utt_id, tids in found.items()}
 
 
+def transitions_file(folder: Path) -> Path:
+    """Return the file of a Kaldi folder that translates transition ids: tid2pdf, else final.mdl."""
+    is_model = not (folder / "tid2pdf").exists() and (folder / _MODEL).exists()
+    return folder / (_MODEL if is_model else "tid2pdf")
+
+
 def read_tid2pdf(path: Path) -> tuple[int, ...]:
-    """Read transition id - 1 -> pdf from lines "transition-id pdf"."""
+    """Read transition id - 1 -> pdf from lines "transition-id pdf", or from a model (.mdl)."""
+    if path.suffix == ".mdl":
+        return TransitionModel.read(path).tid2pdf
     pairs = {}
     for where, line in tables.read_lines(path):
         try:

@@ -111,8 +111,9 @@ def fingerprint(data: DataConfig, feature_config: FeatureConfig) -> dict[str, An
     given = [lexicon.locate(data.lexicon, source), *([Path(data.lm)] if data.lm else [])]
     if feature_config.cmvn == "given":
         given += sorted(source.glob("*/cmvn.scp"))
-    given += [Path(data.graph) / name
-              for name in ("HCLG.fst", "words.txt", "tid2pdf")] if data.graph else []
+    if data.graph:
+        folder = Path(data.graph)
+        given += [folder / "HCLG.fst", folder / "words.txt", alignments.transitions_file(folder)]
     return {"speech": seen.hexdigest(),
             **added.fingerprint(data),
             "files": [files.sha256(path) for path in given if path.is_file()]}
@@ -144,12 +145,13 @@ def _check_disjoint(listed: dict[str, list[UtteranceEntry]]) -> None:
 
 
 def _given_graph(folder: Path) -> GivenGraph:
-    missing = [name for name in ("HCLG.fst", "words.txt", "tid2pdf")
-               if not (folder / name).is_file()]
+    transitions = alignments.transitions_file(folder)
+    missing = [path.name for path in (folder / "HCLG.fst", folder / "words.txt", transitions)
+               if not path.is_file()]
     if missing:
         raise DataError(f"data.graph is {folder}, which lacks {', '.join(missing)}; set it to a "
-                        "folder with HCLG.fst, words.txt and tid2pdf (lines \"transition-id "
-                        "pdf\").")
+                        "folder with HCLG.fst, words.txt and final.mdl or tid2pdf (lines "
+                        "\"transition-id pdf\").")
     numbers = {}
     for where, line in tables.read_lines(folder / "words.txt"):
         try:
@@ -163,7 +165,7 @@ def _given_graph(folder: Path) -> GivenGraph:
                         "words.txt of Kaldi.")
     words = tuple(numbers.get(number, f"#{number}") for number in range(1, max(numbers) + 1))
     given = GivenGraph((folder / "HCLG.fst").read_bytes(), words,
-                       alignments.read_tid2pdf(folder / "tid2pdf"))
+                       alignments.read_tid2pdf(transitions))
     # before training instead of after it
     graphs.check(given)
     return given

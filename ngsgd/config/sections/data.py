@@ -76,13 +76,13 @@ class DataConfig:
         used=_GIVEN)
     graph: str = option(
         "",
-        "folder with HCLG.fst, words.txt and tid2pdf, used as decoding graph; empty: generated "
-        "graph",
+        "folder with HCLG.fst, words.txt and final.mdl or tid2pdf, used as decoding graph; empty: "
+        "generated graph",
         used=_GIVEN)
     alignment: str = option(
         "",
-        'HMM state of every frame: file of `ngsgd align`, text file of lines "utterance pdf pdf '
-        '...", or folder of Kaldi ali archives with tid2pdf; flat: flat start; empty: alignment '
+        'HMM state of every frame: file of `ngsgd align`, text file of lines "utterance pdf ...", '
+        "or folder of Kaldi ali archives with final.mdl or tid2pdf; flat: flat start; empty: that "
         "of the corpus, else flat")
     num_silence_states: int = option(1, "number of HMM states of silence", low=1, high=10,
                                      used="corpus=yesno|kaldi|lhotse")

@@ -31,9 +31,26 @@ class ObjectiveConfig:
     chunk_frames: int = option(
         0, "length of the chunks of utterances (Kaldi: 150); 0: complete utterances",
         unit="frames", low=0, high=100000, used="kind=lfmmi")
+    denominator: Literal["states", "phones"] = option(
+        "states",
+        "units of the denominator's n-gram model; states: classes of the network; phones: phones "
+        "with their HMM states (Kaldi's chain recipes), for single phones or left biphones",
+        used="kind=lfmmi")
     ngram_order: int = option(
-        7, "order of the denominator's n-gram model of states; 1 + 3 k: history of k phones",
+        7, "order of the denominator's n-gram model; of states: 1 + 3 k has a history of k phones; "
+        "of phones: at least 3 (Kaldi: 4)",
         low=2, high=100, used="kind=lfmmi")
+    frame_subsampling: int = option(
+        1, "frames per output in training (Kaldi: 3); each pass over the data has all offsets, and "
+        "decoding uses every frame",
+        unit="frames", low=1, high=10, used="kind=lfmmi")
+    tolerance_frames: int = option(
+        0, "frames by which the states of the numerator may move from their labels (Kaldi: 5)",
+        unit="frames", low=0, high=1000, used="kind=lfmmi")
+    use_priors: bool = option(
+        False, "scores are outputs minus log priors, in training and decoding, as with "
+        "cross-entropy; suits init_model and ce_weight",
+        used="kind=lfmmi")
     leaky_hmm: float = option(
         0.1,
         "leaky-HMM coefficient: probability of a transition to any state (Kaldi's recipes: 0.1)",

@@ -333,6 +333,24 @@ def test_a_damaged_graph_is_refused_before_the_audio_is_read(mine: Path, damage:
         kaldi_dirs.make(settings, FEATURES, AugmentConfig())
 
 
+def test_a_graph_with_the_model_of_kaldi_needs_no_table(mine: Path) -> None:
+    kaldifst = pytest.importorskip("kaldifst")
+    (mine / "graph").mkdir()
+    kaldifst.compile("0 1 1 1\n1 1 2 0\n1\n").write(str(mine / "graph/HCLG.fst"))
+    (mine / "graph/words.txt").write_text("<eps> 0\nNO 1\n")
+    model = """<TransitionModel> <Topology> <TopologyEntry> <ForPhones> 1 2 </ForPhones> <State> 0 <PdfClass> 0
+        <Transition> 0 0.5 <Transition> 1 0.5 </State> <State> 1 </State> </TopologyEntry> </Topology>
+        <Triples> 2 1 0 5 2 0 3 </Triples> <LogProbs> [ 0 -1 -1 -1 -1 ] </LogProbs> </TransitionModel>"""
+    (mine / "graph/final.mdl").write_text(model)
+    settings = config(mine, graph=str(mine / "graph"))
+    language = kaldi_dirs.make(settings, FEATURES, AugmentConfig())[1]
+    assert language.given is not None
+    assert language.given.tid2pdf == (5, 5, 3, 3)
+    before = kaldi_dirs.fingerprint(settings, FEATURES)
+    (mine / "graph/final.mdl").write_text(model.replace("2 0 3", "2 0 4"))
+    assert kaldi_dirs.fingerprint(settings, FEATURES) != before
+
+
 # alignments
 
 
