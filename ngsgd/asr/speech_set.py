@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -126,16 +126,21 @@ def normalized_online(speech: SpeechSet, all_speech: cmvn.Stats) -> SpeechSet:
 
     Utterances of a speaker are in the order of the set.
     """
-    heard: dict[str, cmvn.CmnState] = {}
-    normal = []
-    deviation_D = cmvn.mean_and_deviation(all_speech)[1]
-    for raw_TD, speaker in zip(speech.split_features(), speech.speakers, strict=True):
-        stream = cmvn.OnlineMean(all_speech, heard.get(speaker))
-        normal.append(((raw_TD - stream.accept(raw_TD)) / deviation_D).astype(np.float32))
-        heard[speaker] = stream.heard()
+    normal = online_normalized(speech.split_features(), speech.speakers, all_speech)
     units = CmvnStats({cmvn.GLOBAL: all_speech}, (cmvn.GLOBAL,) * len(speech.texts))
-    return replace(speech, frames=replace(speech.frames, features_TD=np.concatenate(normal)), cmvn=units,
+    return replace(speech, frames=replace(speech.frames, features_TD=np.concatenate(list(normal))), cmvn=units,
                    raw_TD=speech.frames.features_TD)
+
+
+def online_normalized(features: Iterable[Features], speakers: Sequence[str],
+                      all_speech: cmvn.Stats) -> Iterator[Features]:
+    """Yield the features of each utterance as `normalized_online` normalizes them."""
+    heard: dict[str, cmvn.CmnState] = {}
+    deviation_D = cmvn.mean_and_deviation(all_speech)[1]
+    for raw_TD, speaker in zip(features, speakers, strict=True):
+        stream = cmvn.OnlineMean(all_speech, heard.get(speaker))
+        yield ((raw_TD - stream.accept(raw_TD)) / deviation_D).astype(np.float32)
+        heard[speaker] = stream.heard()
 
 
 def _check_length(utterance: Utterance, config: FeatureConfig) -> None:

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ngsgd import files
 from ngsgd.asr.features.cmvn import CmvnStats
@@ -46,9 +49,9 @@ def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, ma
     with files.new_directory(folder) as new:
         for name, speech in sets.items():
             for array in ARRAYS:
-                np.save(new / f"{name}.{array}.npy", getattr(speech.frames, array))
+                _save(new / f"{name}.{array}.npy", getattr(speech.frames, array))
             if speech.raw_TD is not None:
-                np.save(new / f"{name}.raw_TD.npy", speech.raw_TD)
+                _save(new / f"{name}.raw_TD.npy", speech.raw_TD)
             if speech.cmvn is not None:
                 np.savez(new / f"{name}{_CMVN}", **_arrays_of(speech.cmvn))
             words = {"utt_ids": speech.frames.utt_ids, "texts": speech.texts, "speakers": speech.speakers}
@@ -58,6 +61,19 @@ def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, ma
         checksums = {path.name: files.sha256(path) for path in sorted(new.iterdir())}
         manifest = {"made_from": made_from, "language": language.to_json(), "sets": list(sets), "sha256": checksums}
         (new / MANIFEST).write_text(json.dumps(files.sealed(manifest), indent=1), encoding="utf-8")
+
+
+def _save(path: Path, array: npt.NDArray[Any]) -> None:
+    """Save an array as .npy; the complete file of a map is linked instead of copied."""
+    source = getattr(array, "filename", None)
+    if source is None or isinstance(array.base, np.ndarray):
+        np.save(path, array)
+        return
+    try:
+        os.link(source, path)
+    except OSError:
+        # a file system without links
+        shutil.copyfile(source, path)
 
 
 def load(folder: Path) -> tuple[dict[str, SpeechSet], Language, str]:
