@@ -59,13 +59,16 @@ def blocks(rows_TD: Matrix) -> Iterator[Matrix]:
 def release(array: npt.NDArray[np.generic]) -> None:
     """Free the pages of a memory-mapped array; the next access reads them again.
 
-    The system drops them only when memory is short, and counts them as memory of the process. An
-    array in memory is unchanged.
+    The system drops them only when memory is short, and counts them as memory of the process. Other
+    arrays than read-only maps are unchanged.
     """
     base: object = array
+    # private changes of other maps would be lost
+    is_unchanged = False
     while isinstance(base, np.ndarray):
+        is_unchanged |= isinstance(base, np.memmap) and base.mode == "r"
         base = base.base
-    if isinstance(base, mmap.mmap):
+    if is_unchanged and isinstance(base, mmap.mmap):
         base.madvise(mmap.MADV_DONTNEED)
 
 

@@ -115,7 +115,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 def _load_set(folder: Path, name: str, listed: Mapping[str, str]) -> SpeechSet:
     words = files.read_json(folder / f"{name}.json")
     features_TD, pdf_T, offsets = (np.load(folder / f"{name}.{array}.npy", mmap_mode="r") for array in ARRAYS)
-    frames = FrameSet(features_TD=features_TD, pdf_T=np.array(pdf_T), offsets=np.array(offsets), utt_ids=tuple(words["utt_ids"]))
+    frames = FrameSet(features_TD=features_TD, pdf_T=pdf_T, offsets=np.array(offsets), utt_ids=tuple(words["utt_ids"]))
     raw, statistics = folder / f"{name}.raw_TD.npy", folder / f"{name}{_CMVN}"
     # only files with verified checksums
     return SpeechSet(frames, tuple(map(tuple, words["texts"])), tuple(words["speakers"]),
