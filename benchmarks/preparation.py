@@ -3,7 +3,7 @@
     python benchmarks/preparation.py --hours 2 8 32 [--folder FOLDER] [--kills 5] [--flat-hours 2]
 
 The program writes corpora of recordings of ten minutes: digits of the synthesizer at 8 kHz, which
-are repeated in other noise under other names. Each stage runs in a process of its own:
+are repeated in other noise under other names. Each stage runs in a separate process:
 
 - features: filterbanks in shards, normalized per speaker;
 - flat start: an alignment of all frames from the transcripts, for sizes up to `--flat-hours`;
@@ -94,7 +94,7 @@ def _measure(hours: float, spoken: Sequence[Utterance], folder: Path, options: a
             seconds, digest = found["seconds"], found["digest"]
     shutil.rmtree(folder / "cache")
     digests = {_killed(folder, seconds, options.kills)} if options.kills else {digest}
-    print(f"| {hours:g} | {options.kills} kills: {'same bytes' if digests == {digest} else 'OTHER BYTES'} | | | | |", flush=True)
+    print(f"| {hours:g} | {options.kills} kills: {'equal bytes' if digests == {digest} else 'OTHER BYTES'} | | | | |", flush=True)
 
 
 def _result_of(command: list[str]) -> dict[str, Any]:

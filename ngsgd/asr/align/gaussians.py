@@ -82,7 +82,7 @@ class Gaussians:
 
     @classmethod
     def fit_pieces(cls, pieces: Callable[[], Iterable[Piece]], num_pdfs: int) -> Gaussians:
-        """Estimate as `fit` from frames in pieces, with the same bits for any pieces.
+        """Estimate as `fit` from frames in pieces, bitwise identically.
 
         Args:
             pieces: returns all frames and their states; called twice.

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -45,8 +46,8 @@ def short_hash(tree: Mapping[str, Any]) -> str:
 
 
 def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, made_from: Mapping[str, Any]) -> None:
-    """Write the sets atomically."""
-    with files.new_directory(folder) as new:
+    """Write the sets atomically, unless another process has done so."""
+    with files.shared_directory(folder, MANIFEST) as new:
         for name, speech in sets.items():
             for array in ARRAYS:
                 _save(new / f"{name}.{array}.npy", getattr(speech.frames, array))
@@ -74,6 +75,12 @@ def _save(path: Path, array: npt.NDArray[Any]) -> None:
     except OSError:
         # a file system without links
         shutil.copyfile(source, path)
+
+
+def invalidate(folder: Path) -> None:
+    """Let `store` replace a damaged folder."""
+    with contextlib.suppress(OSError):
+        (folder / MANIFEST).unlink()
 
 
 def load(folder: Path) -> tuple[dict[str, SpeechSet], Language, str]:

@@ -152,6 +152,7 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
             return _complete(_load(data.corpus, folder), data, report)
         except cache.DamagedError as damage:
             report(f"{damage}; preparing it again.")
+            cache.invalidate(folder)
     report(Phase(f"preparing the {data.corpus} corpus: audio, features, labels"))
     work = folder.with_name(f"{folder.name}.shards")
     with shared_work.work_directory(work) if data.corpus in _SHARDED else contextlib.nullcontext():

@@ -214,6 +214,17 @@ def test_a_shard_that_another_process_computes_is_awaited(mine: Path, tmp_path: 
     assert all(shard_file.is_complete(tmp_path / shard.file_name) for shard in shards)
 
 
+@pytest.mark.faults
+def test_two_preparations_at_once_share_the_work(mine: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(mine), str(tmp_path), "nowhere", str(SHARD_S)]
+    both = [subprocess.Popen(command) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    (folder,) = tmp_path.iterdir()
+    shared, alone = (prepare(config(mine), FEATURES, cache, silent) for cache in (tmp_path, tmp_path / "other"))
+    assert shared.digest == alone.digest
+    assert (folder / "manifest.json").is_file()
+
+
 def test_shards_are_in_the_order_of_recordings_and_time(tmp_path: Path) -> None:
     (tmp_path / "wav.scp").write_text("b b.wav\na a.wav\n")
     times = {"u3": ("b", 0, 3), "u0": ("a", 9, 12), "u2": ("b", 4, 8), "u1": ("a", 1, 4)}
