@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from ngsgd.asr.features import cmvn, filterbank
 from ngsgd.asr.features.cmvn import CmvnStats
 from ngsgd.asr.utterance import UNALIGNED, FramedUtterance, PdfIds, Utterance, num_frames
 from ngsgd.config import FeatureConfig
+from ngsgd.data import mapped
 from ngsgd.data.frames import FrameSet, Side
 from ngsgd.errors import DataError
 
@@ -70,6 +71,15 @@ class SpeechSet:
         features_TD = self.frames.features_TD[rows]
         return cmvn.restored(features_TD, self.cmvn.stats[self.cmvn.unit_of[utterance]]) if self.cmvn.stats else features_TD
 
+    def only(self, utterance: int) -> SpeechSet:
+        """Return a set of one utterance, without copies and statistics."""
+        frames = self.frames
+        rows = slice(*frames.offsets[utterance:utterance + 2])
+        one = FrameSet(frames.features_TD[rows], frames.pdf_T[rows], frames.offsets[utterance:utterance + 2] - rows.start,
+                       frames.utt_ids[utterance:utterance + 1],
+                       side=frames.side and Side(frames.side.rows_RS, frames.side.row_T[rows]))
+        return SpeechSet(one, (self.texts[utterance],), (self.speakers[utterance],))
+
     def split_pdfs(self) -> list[PdfIds]:
         """States of the frames of each utterance."""
         return np.split(self.frames.pdf_T, self.frames.offsets[1:-1])
@@ -78,14 +88,25 @@ class SpeechSet:
         """Return the set with other labels, without utterances that are not in the mapping."""
         keep = [u for u, utt_id in enumerate(self.frames.utt_ids) if utt_id in pdf_T_by_utt]
         utt_ids = tuple(self.frames.utt_ids[u] for u in keep)
-        features, labels = self.split_features(), [pdf_T_by_utt[utt_id] for utt_id in utt_ids]
-        at_T = np.concatenate([np.arange(*self.frames.offsets[u:u + 2]) for u in keep])
-        side = self.frames.side and Side(self.frames.side.rows_RS, self.frames.side.row_T[at_T])
-        frames = FrameSet(np.concatenate([features[u] for u in keep]), np.concatenate(labels).astype(np.int32),
+        labels = [pdf_T_by_utt[utt_id] for utt_id in utt_ids]
+        side = self.frames.side
+        if side and len(keep) < len(self.texts):
+            row_T = side.row_T
+            side = Side(side.rows_RS, np.concatenate([row_T[slice(*self.frames.offsets[u:u + 2])] for u in keep]))
+        pdf_T = np.concatenate(labels, dtype=np.int32, casting="same_kind")
+        frames = FrameSet(self._of(self.frames.features_TD, keep), pdf_T,
                           np.cumsum([0, *map(len, labels)], dtype=np.int64), utt_ids, side=side)
         units = self.cmvn and CmvnStats(self.cmvn.stats, tuple(self.cmvn.unit_of[u] for u in keep if self.cmvn.unit_of))
         return SpeechSet(frames, tuple(self.texts[u] for u in keep), tuple(self.speakers[u] for u in keep), units,
-                         None if self.raw_TD is None else np.asarray(self.raw_TD[at_T]))
+                         None if self.raw_TD is None else self._of(self.raw_TD, keep))
+
+    def _of(self, rows_TD: Features, keep: Sequence[int]) -> Features:
+        """Return the rows of some utterances; those of all are not copied."""
+        if len(keep) == len(self.texts):
+            return rows_TD
+        bounds = [slice(*self.frames.offsets[u:u + 2]) for u in keep]
+        num_rows = sum(part.stop - part.start for part in bounds)
+        return mapped.concatenated((rows_TD[part] for part in bounds), (int(num_rows), rows_TD.shape[1]), rows_TD)
 
 
 def build(utterances: Iterable[Utterance], config: FeatureConfig) -> SpeechSet:
@@ -126,16 +147,21 @@ def normalized_online(speech: SpeechSet, all_speech: cmvn.Stats) -> SpeechSet:
 
     Utterances of a speaker are in the order of the set.
     """
-    heard: dict[str, cmvn.CmnState] = {}
-    normal = []
-    deviation_D = cmvn.mean_and_deviation(all_speech)[1]
-    for raw_TD, speaker in zip(speech.split_features(), speech.speakers, strict=True):
-        stream = cmvn.OnlineMean(all_speech, heard.get(speaker))
-        normal.append(((raw_TD - stream.accept(raw_TD)) / deviation_D).astype(np.float32))
-        heard[speaker] = stream.heard()
+    normal = online_normalized(speech.split_features(), speech.speakers, all_speech)
     units = CmvnStats({cmvn.GLOBAL: all_speech}, (cmvn.GLOBAL,) * len(speech.texts))
-    return replace(speech, frames=replace(speech.frames, features_TD=np.concatenate(normal)), cmvn=units,
+    return replace(speech, frames=replace(speech.frames, features_TD=np.concatenate(list(normal))), cmvn=units,
                    raw_TD=speech.frames.features_TD)
+
+
+def online_normalized(features: Iterable[Features], speakers: Sequence[str],
+                      all_speech: cmvn.Stats) -> Iterator[Features]:
+    """Yield the features of each utterance as `normalized_online` normalizes them."""
+    heard: dict[str, cmvn.CmnState] = {}
+    deviation_D = cmvn.mean_and_deviation(all_speech)[1]
+    for raw_TD, speaker in zip(features, speakers, strict=True):
+        stream = cmvn.OnlineMean(all_speech, heard.get(speaker))
+        yield ((raw_TD - stream.accept(raw_TD)) / deviation_D).astype(np.float32)
+        heard[speaker] = stream.heard()
 
 
 def _check_length(utterance: Utterance, config: FeatureConfig) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.config import EgsConfig
+from ngsgd.data import mapped
 from ngsgd.data.examples import NO_FRAME, ArchiveEntry, ExampleSource, shuffled, windows, write_archive
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
@@ -38,8 +39,6 @@ FORMAT_VERSION = 2
 UTTERANCES = "utterances.json"
 # minimum bytes per writing process, whose start takes about 0.3 s
 _WORTH_A_PROCESS = 1 << 26
-# rows of features per check
-_ROWS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -258,13 +257,15 @@ def _checked(frames: FrameSet, num_classes: int) -> FrameSet:
     if frames.pdf_T.min() < 0 or frames.pdf_T.max() >= num_classes:
         raise DataError(f"frame classes range from {frames.pdf_T.min()} to {frames.pdf_T.max()}, "
                         f"but the alignment has {num_classes} classes; prepare the data again.")
-    for begin in range(0, frames.num_frames, _ROWS_AT_ONCE):
-        is_finite_TD = np.isfinite(frames.features_TD[begin:begin + _ROWS_AT_ONCE])
+    begin = 0
+    for block_TD in mapped.blocks(frames.features_TD):
+        is_finite_TD = np.isfinite(block_TD)
         if not is_finite_TD.all():
             row = begin + int(np.argwhere(~is_finite_TD)[0, 0])
             utterance = int(np.searchsorted(frames.offsets, row, "right")) - 1
             raise DataError(f"utterance {frames.utt_ids[utterance]} has a feature that is not "
                             "finite; check its audio.")
+        begin += len(block_TD)
     return frames
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.data import mapped
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.storage import write_arrays
 
@@ -24,6 +25,8 @@ from ngsgd.data.storage import write_arrays
 NO_FRAME = -1
 # bytes of features in memory at once; large enough for few seeks
 PIECE_BYTES = 1 << 25
+# a window of a mapped file brings 64 kB of pages into memory
+_WINDOWS_AT_ONCE = 1024
 
 Ints = npt.NDArray[np.int64]
 
@@ -123,7 +126,10 @@ def windows(features_TD: npt.NDArray[np.float32], row_EW: Ints) -> npt.NDArray[n
     """E x W x D windows; the features are read in increasing order, which is faster on disks."""
     order_E = np.argsort(row_EW[:, 0], kind="stable")
     found = np.empty((*row_EW.shape, features_TD.shape[1]), np.float32)
-    found[order_E] = features_TD[row_EW[order_E]]
+    for begin in range(0, len(order_E), _WINDOWS_AT_ONCE):
+        part = order_E[begin:begin + _WINDOWS_AT_ONCE]
+        found[part] = features_TD[row_EW[part]]
+        mapped.release(features_TD)
     return found
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ngsgd.data import mapped
 from ngsgd.data.examples import ArchiveEntry, ExampleSource, write_archive
 from ngsgd.errors import DataError
 
@@ -109,7 +110,9 @@ def _on_disk(array: np.ndarray[Any, Any], path: Path) -> dict[str, Any]:
     if (isinstance(array, np.memmap) and array.filename is not None and array.flags.c_contiguous
             and not is_part):
         return {**place, "filename": str(array.filename), "offset": array.offset}
-    path.write_bytes(np.ascontiguousarray(array).data.cast("B"))
+    with path.open("wb") as file:
+        for block in mapped.blocks(array):
+            file.write(np.ascontiguousarray(block).data.cast("B"))
     return place
 
 

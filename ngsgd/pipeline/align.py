@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ngsgd.asr.align import forced_alignment
-from ngsgd.asr.align.forced_alignment import Realigned, States
+from ngsgd.asr.align.forced_alignment import Realigned, Scores, States
 from ngsgd.asr.corpora import alignments, cache, corpus
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.lang import graphs
@@ -36,7 +36,7 @@ from ngsgd.pipeline.ivectors import with_ivectors
 from ngsgd.pipeline.rungs import Stopwatch, word_errors
 from ngsgd.pipeline.runs.final_model import load_final
 from ngsgd.pipeline.runs.run_folder import RunFolder
-from ngsgd.pipeline.score import log_likelihoods
+from ngsgd.pipeline.score import computed_log_likelihoods
 from ngsgd.pipeline.train import train
 from ngsgd.tasks.frame_scores import average_posterior
 from ngsgd.tasks.speech import SpeechTaskSpec
@@ -52,8 +52,6 @@ FEW_CHANGES = 0.005
 RECIPE_VERSION = 1
 
 Report = Callable[[str], None]
-# utt_id -> T x P scores
-Logliks = dict[str, npt.NDArray[np.float32]]
 
 
 def cache_folder(config: RunConfig) -> Path:
@@ -106,7 +104,7 @@ def _known(speech: Corpus, data: DataConfig) -> States:
 
 
 def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report,
-           known: States) -> tuple[States, Logliks]:
+           known: States) -> tuple[States, Scores]:
     """Return the states of all frames, and the scores of the last network, if there is one.
 
     The first network is trained on the states of `known` utterances, which are not returned, or on
@@ -126,7 +124,7 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report,
     lost: tuple[str, ...] = ()
     # equal parts alone would not use the known labels
     num_passes = max(a.num_passes, 1) if known else a.num_passes
-    logliks: Logliks = {}
+    logliks: Scores = {}
     for number in range(1, num_passes + 1):
         report(Phase(f"alignment: network {number} of {num_passes}"))
         (folder / str(number)).mkdir()
@@ -176,7 +174,7 @@ def _settings(config: RunConfig) -> RunConfig:
         outer=OuterConfig(kind="average"), cluster=ClusterConfig(kind="in_process", num_workers=1, threads_per_worker=1))
 
 
-def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) -> Logliks:
+def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) -> Scores:
     """Train a network on these states and return the log-likelihoods of all utterances."""
     train, valid = speech.train.labelled(states), speech.valid.labelled(states)
     egs = prepare_archives(train.frames, valid.frames, settings.egs, num_classes=speech.num_pdfs, digest="", cache_root=folder)
@@ -186,10 +184,7 @@ def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) ->
     layout.load(model, _train(model, reader, settings, folder))
     model.eval()
     prior_P = average_posterior(model, reader)
-    logliks: Logliks = {}
-    for one in (speech.train, speech.valid, speech.test):
-        logliks |= dict(zip(one.frames.utt_ids, log_likelihoods(one, settings.egs, model, prior_P), strict=True))
-    return logliks
+    return computed_log_likelihoods((speech.train, speech.valid, speech.test), settings.egs, model, prior_P)
 
 
 def _train(model: torch.nn.Module, reader: EgsReader, settings: RunConfig, folder: Path) -> npt.NDArray[np.float32]:
@@ -242,8 +237,7 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
         features = speech
     scored = (features.train, features.valid, features.test)
     sets = (speech.train, speech.valid, speech.test)
-    logliks = {utt_id: loglik_TP for one in scored for utt_id, loglik_TP in
-               zip(one.frames.utt_ids, log_likelihoods(one, config.egs, model, prior_P), strict=True)}
+    logliks = computed_log_likelihoods(scored, config.egs, model, prior_P)
     before: States = {utt_id: pdf_T for one in sets
                       for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)}
     # the states of a graph of the data have separate numbers, and may be tied

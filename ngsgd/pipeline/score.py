@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from ngsgd.asr.align.forced_alignment import Computed, Scores
 from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
 from ngsgd.asr.decode.decoding import write_lattices
 from ngsgd.asr.decode.evaluation import DecodingResult, tune_and_decode
@@ -107,3 +108,15 @@ def log_likelihoods(speech: SpeechSet, egs: EgsConfig, model: nn.Module,
     return [(utterance_logits(model, torch.from_numpy(x_TD)).log_softmax(dim=1) - log_prior_P).numpy()
             for x_TD in spliced_utterances(speech.frames, egs.left_context, egs.right_context)]
 
+
+def computed_log_likelihoods(sets: Sequence[SpeechSet], egs: EgsConfig, model: nn.Module,
+                             prior_P: npt.NDArray[np.float64]) -> Scores:
+    """Return `log_likelihoods` by the names of the utterances; they are computed when read."""
+    place = {utt_id: (speech, u) for speech in sets
+             for u, utt_id in enumerate(speech.frames.utt_ids)}
+
+    def compute(utt_id: str) -> npt.NDArray[np.float32]:
+        speech, u = place[utt_id]
+        return log_likelihoods(speech.only(u), egs, model, prior_P)[0]
+
+    return Computed(list(place), compute)

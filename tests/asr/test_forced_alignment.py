@@ -15,6 +15,7 @@ from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import unaligned
+from ngsgd.data import mapped
 from ngsgd.data.frames import FrameSet
 from ngsgd.errors import DataError
 from tests.reference import gaussians as reference
@@ -56,6 +57,63 @@ def test_gaussians_are_those_of_the_formula() -> None:
     fast = Gaussians.fit(train_TK, pdf_T, 5).log_likelihood(x_TK)
     slow = reference.log_likelihood(x_TK, train_TK, pdf_T, 5, floor=gaussians.VARIANCE_FLOOR, fewest=gaussians.FEWEST_FRAMES)
     np.testing.assert_allclose(fast, slow, rtol=2e-5)  # returned in float32
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [7, 8, 4000]])
+def test_gaussians_of_pieces_have_the_bits_of_all_frames_at_once(cuts: list[int]) -> None:
+    rng = np.random.default_rng(0)
+    x_TK, pdf_T = 5.0 + rng.normal(size=(5000, 6)), rng.integers(3, size=5000).astype(np.int32)
+    pieces = list(zip(np.split(x_TK, cuts), np.split(pdf_T, cuts), strict=True))
+    found = Gaussians.fit_pieces(lambda: pieces, 4)
+    count_P1 = np.bincount(pdf_T, minlength=4)[:, None]
+    safe_P1 = np.maximum(count_P1, 1.0)
+    mean_PK, square_PK = (gaussians.sums_by_state(y_TK, pdf_T, 4) / safe_P1 for y_TK in (x_TK, x_TK**2))
+    variance_PK = np.maximum(square_PK - mean_PK**2, gaussians.VARIANCE_FLOOR * x_TK.var(axis=0))
+    # the last state has no frames
+    assert np.array_equal(found.mean_PK, np.where(count_P1, mean_PK, x_TK.mean(axis=0)))
+    assert np.array_equal(found.variance_PK, np.where(count_P1, variance_PK, x_TK.var(axis=0)))
+
+
+def test_features_that_are_not_kept_give_the_same_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("kaldi_decoder")
+    rng = np.random.default_rng(1)
+    corpus = corpus_of(*(made_up_speech(draw_texts(rng, number), rng)[0] for number in (9, 2, 3)))
+
+    def aligned() -> States:
+        states = forced_alignment.silence_start(corpus, "")
+        scores = forced_alignment.score_by_gaussians(corpus, states)
+        return forced_alignment.realign(corpus, states, scores, "").states
+
+    kept = aligned()
+    monkeypatch.setattr(forced_alignment, "FRAMES_AT_ONCE", 10)
+    computed = aligned()
+    assert all(np.array_equal(computed[utt_id], kept[utt_id]) for utt_id in kept)
+
+
+def test_axes_of_many_frames_are_those_of_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    x_TD = np.random.default_rng(0).normal(size=(5000, 4)).astype(np.float32)
+    expected = Axes.of(x_TD)
+    monkeypatch.setattr(gaussians, "FRAMES_AT_ONCE", 999)
+    found = Axes.of(x_TD)
+    assert np.array_equal(found.mean_D, expected.mean_D)
+    # another order of the sum
+    np.testing.assert_allclose(found.rotation_DK, expected.rotation_DK, rtol=1e-10)
+
+
+def test_labels_of_some_utterances_keep_their_features_in_memory_or_in_a_file(tmp_path: Path) -> None:
+    speech, _ = made_up_speech([("a",), ("b",), ("ab", "a")], np.random.default_rng(0))
+    features = mapped.write_rows(tmp_path / "features.npy", speech.frames.features_TD.shape, [speech.frames.features_TD])
+    in_file = replace(speech, frames=replace(speech.frames, features_TD=features))
+    labels = {utt_id: np.full(length, u, np.int32)
+              for u, (utt_id, length) in enumerate(zip(speech.frames.utt_ids, np.diff(speech.frames.offsets), strict=True))}
+    assert in_file.labelled(labels).frames.features_TD is features
+    del labels["3-1"]
+    few, few_in_file = speech.labelled(labels), in_file.labelled(labels)
+    assert isinstance(few_in_file.frames.features_TD, np.memmap)
+    for one in (few, few_in_file):
+        assert one.frames.utt_ids == ("3-0", "3-2")
+        assert np.array_equal(one.frames.features_TD, np.concatenate([speech.only(u).frames.features_TD for u in (0, 2)]))
+        assert np.array_equal(one.frames.pdf_T, np.concatenate(list(labels.values())))
 
 
 def test_axes_decorrelate_and_scale_to_one() -> None:

@@ -5,19 +5,20 @@ Letters: T frames, P pdfs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr.align.gaussians import Axes, Gaussians, Matrix
+from ngsgd.asr.align.gaussians import FRAMES_AT_ONCE, Axes, Gaussians, Matrix, Piece
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import decoding
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF, STATES_PER_PHONE, Topology
 from ngsgd.asr.utterance import PdfIds
+from ngsgd.data import mapped
 from ngsgd.errors import DataError
 
 # frames at either end of an utterance that are labeled silence initially; at most a tenth of it
@@ -34,6 +35,8 @@ WIDER = 8.0
 
 # utt_id -> states of its frames
 States = Mapping[str, PdfIds]
+# utt_id -> T x P: log densities, or log posteriors minus log priors
+Scores = Mapping[str, npt.NDArray[np.float32]]
 
 
 def flat_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
@@ -61,13 +64,12 @@ def silence_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
     If the speech is shorter than its states, the complete utterance is divided.
     """
     starts = flat_start(corpus, oov)
-    x_TK = _decorrelated(corpus)
-    is_silence = {utt_id: _edges(len(x_TK[utt_id])) for utt_id in starts}
+    x_TK = Decorrelated(corpus)
+    is_silence = {utt_id: _edges(len(starts[utt_id])) for utt_id in starts}
     train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in starts]
     for _ in range(NUM_SILENCE_PASSES):
-        is_speech_T = np.concatenate([~is_silence[utt_id] for utt_id in train])
-        fitted = Gaussians.fit(np.concatenate([x_TK[utt_id] for utt_id in train]),
-                               is_speech_T.astype(np.int32), 2)
+        fitted = Gaussians.fit_pieces(lambda: x_TK.pieces(
+            (utt_id, (~is_silence[utt_id]).astype(np.int32)) for utt_id in train), 2)
         for utt_id in starts:
             loglik_T2 = fitted.log_likelihood(x_TK[utt_id])
             better_T = np.convolve(loglik_T2[:, SILENCE_PDF] - loglik_T2[:, 1],
@@ -110,13 +112,38 @@ def equal_parts(topology: Topology, words: Sequence[str], num_frames: int) -> Pd
     return np.array(states, dtype=np.int32)[np.arange(num_frames) * len(states) // num_frames]
 
 
-def score_by_gaussians(corpus: Corpus, states: States) -> dict[str, npt.NDArray[np.float32]]:
-    """T x P scores of every utterance from Gaussians of the training set."""
-    x_TK = _decorrelated(corpus)
+def score_by_gaussians(corpus: Corpus, states: States) -> Scores:
+    """T x P scores of every utterance from Gaussians of the training set; computed when read."""
+    x_TK = Decorrelated(corpus)
     train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in states]
-    fitted = Gaussians.fit(np.concatenate([x_TK[utt_id] for utt_id in train]),
-                           np.concatenate([states[utt_id] for utt_id in train]), corpus.num_pdfs)
-    return {utt_id: fitted.log_likelihood(x) for utt_id, x in x_TK.items()}
+    fitted = Gaussians.fit_pieces(
+        lambda: x_TK.pieces((utt_id, states[utt_id]) for utt_id in train), corpus.num_pdfs)
+    return Computed(list(x_TK), lambda utt_id: fitted.log_likelihood(x_TK[utt_id]))
+
+
+class Computed(Mapping[str, npt.NDArray[np.float32]]):
+    """Scores of utterances that are computed whenever they are read, and not kept.
+
+    Args:
+        utt_ids: the utterances.
+        compute: returns the T x P scores of one.
+    """
+
+    def __init__(self, utt_ids: Sequence[str],
+                 compute: Callable[[str], npt.NDArray[np.float32]]) -> None:
+        self._utt_ids = dict.fromkeys(utt_ids)
+        self._compute = compute
+
+    def __getitem__(self, utt_id: str) -> npt.NDArray[np.float32]:
+        if utt_id not in self._utt_ids:
+            raise KeyError(utt_id)
+        return self._compute(utt_id)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._utt_ids)
+
+    def __len__(self) -> int:
+        return len(self._utt_ids)
 
 
 @dataclass(frozen=True)
@@ -130,14 +157,14 @@ class Realigned:
     cost_per_frame: float
 
 
-def realign(corpus: Corpus, states: States, logliks: Mapping[str, npt.NDArray[np.float32]], oov: str,
+def realign(corpus: Corpus, states: States, logliks: Scores, oov: str,
             given: graphs.Graph | None = None, tied: Language | None = None) -> Realigned:
     """Find the best path of each utterance in `states` through the graph of its transcript.
 
     Args:
         corpus: the speech.
         states: the utterances to align, and the states of those without a path.
-        logliks: for each utterance, T x P: log densities, or log posteriors minus log priors.
+        logliks: scores of each of these utterances, which are read once.
         oov: word that replaces words missing in the lexicon.
         given: a decoding graph with its own numbering of states; the result uses that numbering.
             Default: the states of the phones of the lexicon.
@@ -180,12 +207,49 @@ def _best_path(graph: graphs.Graph, loglik_TP: npt.NDArray[np.float32]) -> decod
     return path
 
 
-def _decorrelated(corpus: Corpus) -> dict[str, Matrix]:
-    """T x K decorrelated features of every utterance."""
-    axes = Axes.of(corpus.train.frames.features_TD)
-    return {utt_id: axes.apply(features_TD) for speech in (corpus.train, corpus.valid, corpus.test)
-            for utt_id, features_TD in zip(speech.frames.utt_ids, speech.split_features(),
-                                           strict=True)}
+class Decorrelated(Mapping[str, Matrix]):
+    """T x K decorrelated features of the utterances of all sets.
+
+    Small corpora are kept in memory. Features of others are computed whenever they are read.
+    """
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._sets = (corpus.train, corpus.valid, corpus.test)
+        self._axes = Axes.of(corpus.train.frames.features_TD)
+        self._place = {utt_id: (speech.frames, u) for speech in self._sets
+                       for u, utt_id in enumerate(speech.frames.utt_ids)}
+        self._kept: dict[str, Matrix] = {}
+        if sum(speech.frames.num_frames for speech in self._sets) <= FRAMES_AT_ONCE:
+            self._kept = {utt_id: self[utt_id] for utt_id in self}
+
+    def __getitem__(self, utt_id: str) -> Matrix:
+        if utt_id in self._kept:
+            return self._kept[utt_id]
+        frames, u = self._place[utt_id]
+        return self._axes.apply(frames.features_TD[slice(*frames.offsets[u:u + 2])])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._place)
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def pieces(self, labelled: Iterable[tuple[str, PdfIds]]) -> Iterator[Piece]:
+        """Yield features and labels of utterances, some of them at once."""
+        group: list[Piece] = []
+        for utt_id, pdf_T in labelled:
+            group.append((self[utt_id], pdf_T))
+            if sum(len(labels) for _, labels in group) >= mapped.BLOCK_ROWS:
+                yield _joined(group)
+                group = []
+                for speech in self._sets:
+                    mapped.release(speech.frames.features_TD)
+        if group:
+            yield _joined(group)
+
+
+def _joined(group: Sequence[Piece]) -> Piece:
+    return np.concatenate([x_TK for x_TK, _ in group]), np.concatenate([pdf_T for _, pdf_T in group])
 
 
 def _utterances(corpus: Corpus, oov: str) -> Iterator[tuple[str, tuple[str, ...], int]]:

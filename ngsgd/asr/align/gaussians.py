@@ -11,12 +11,18 @@ Letters: T frames, D features, K decorrelated features with differences, P pdfs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.asr.features import cmvn
+from ngsgd.data import mapped
+
 Matrix = npt.NDArray[np.float64]
+# frames and their states
+Piece = tuple[Matrix, npt.NDArray[np.int32]]
 
 # usual number of cepstra
 MOST_AXES = 13
@@ -24,6 +30,8 @@ MOST_AXES = 13
 VARIANCE_FLOOR = 0.05
 # a state with fewer frames gets the mean and variance of all frames
 FEWEST_FRAMES = 5
+# of a matrix product; more frames, about three hours, are added up
+FRAMES_AT_ONCE = 1 << 20
 # regression over two frames on either side, as in add-deltas of Kaldi
 _DELTAS = np.array([-2, -1, 0, 1, 2]) / 10.0
 
@@ -38,9 +46,16 @@ class Axes:
     @classmethod
     def of(cls, features_TD: npt.NDArray[np.float32]) -> Axes:
         """Compute at most `MOST_AXES` axes of largest variance of all frames."""
-        mean_D = features_TD.mean(axis=0, dtype=np.float64)
-        centered_TD = features_TD - mean_D
-        variance_D, axes_DD = np.linalg.eigh(centered_TD.T @ centered_TD / len(features_TD))
+        mean_D = np.zeros(features_TD.shape[1])
+        for block_TD in mapped.blocks(features_TD):
+            mean_D = cmvn.added(mean_D, block_TD)
+        mean_D /= len(features_TD)
+        scatter_DD = np.zeros((len(mean_D), len(mean_D)))
+        for begin in range(0, len(features_TD), FRAMES_AT_ONCE):
+            centered_TD = features_TD[begin:begin + FRAMES_AT_ONCE] - mean_D
+            scatter_DD += centered_TD.T @ centered_TD
+            mapped.release(features_TD)
+        variance_D, axes_DD = np.linalg.eigh(scatter_DD / len(features_TD))
         order = np.argsort(-variance_D)[:MOST_AXES]
         # a constant feature has no direction
         order = order[variance_D[order] > 1e-9 * variance_D.max()]
@@ -63,10 +78,30 @@ class Gaussians:
     @classmethod
     def fit(cls, x_TK: Matrix, pdf_T: npt.NDArray[np.int32], num_pdfs: int) -> Gaussians:
         """Estimate by maximum likelihood with a variance floor."""
-        count_P = np.bincount(pdf_T, minlength=num_pdfs).astype(np.float64)
-        all_mean_K, all_variance_K = x_TK.mean(axis=0), x_TK.var(axis=0)
+        return cls.fit_pieces(lambda: [(x_TK, pdf_T)], num_pdfs)
+
+    @classmethod
+    def fit_pieces(cls, pieces: Callable[[], Iterable[Piece]], num_pdfs: int) -> Gaussians:
+        """Estimate as `fit` from frames in pieces, bitwise identically.
+
+        Args:
+            pieces: returns all frames and their states; called twice.
+            num_pdfs: number of states.
+        """
+        sums = None
+        count_P = np.zeros(num_pdfs)
+        for x_TK, pdf_T in pieces():
+            sums = sums or _Sums.zero(x_TK.shape[1], num_pdfs)
+            count_P += np.bincount(pdf_T, minlength=num_pdfs)
+            sums.add(x_TK, pdf_T)
+        assert sums is not None
+        num_frames = count_P.sum()
+        all_mean_K, square_K = sums.all_K / num_frames, np.zeros_like(sums.all_K)
+        for x_TK, _ in pieces():
+            square_K = cmvn.added(square_K, np.square(x_TK - all_mean_K))
+        all_variance_K = square_K / num_frames
         safe_P1 = np.maximum(count_P, 1.0)[:, None]
-        mean_PK, square_PK = (sums_by_state(y_TK, pdf_T, num_pdfs) / safe_P1 for y_TK in (x_TK, x_TK**2))
+        mean_PK, square_PK = sums.sum_PK / safe_P1, sums.square_PK / safe_P1
         variance_PK = np.maximum(square_PK - mean_PK**2, VARIANCE_FLOOR * all_variance_K)
         rare_P1 = (count_P < FEWEST_FRAMES)[:, None]
         return cls(np.where(rare_P1, all_mean_K, mean_PK), np.where(rare_P1, all_variance_K, variance_PK))
@@ -77,6 +112,28 @@ class Gaussians:
         constant_P = -0.5 * (np.log(self.variance_PK) + self.mean_PK**2 * precision_PK + math.log(2 * math.pi)).sum(axis=1)
         quadratic_TP = -0.5 * x_TK**2 @ precision_PK.T + x_TK @ (self.mean_PK * precision_PK).T
         return np.asarray(quadratic_TP + constant_P, dtype=np.float32)
+
+
+@dataclass
+class _Sums:
+    """Sums over frames, in their order: of all frames, and by state."""
+
+    all_K: Matrix
+    sum_PK: Matrix
+    square_PK: Matrix
+
+    @classmethod
+    def zero(cls, num_features: int, num_pdfs: int) -> _Sums:
+        sum_PK, square_PK = np.zeros((2, num_pdfs, num_features))
+        return cls(np.zeros(num_features), sum_PK, square_PK)
+
+    def add(self, x_TK: Matrix, pdf_T: npt.NDArray[np.int32]) -> None:
+        num_pdfs = len(self.sum_PK)
+        # the sums so far are the first frames
+        pdf_N = np.concatenate([np.arange(num_pdfs), pdf_T])
+        self.all_K = cmvn.added(self.all_K, x_TK)
+        self.sum_PK = sums_by_state(np.concatenate([self.sum_PK, x_TK]), pdf_N, num_pdfs)
+        self.square_PK = sums_by_state(np.concatenate([self.square_PK, x_TK**2]), pdf_N, num_pdfs)
 
 
 def time_differences(x_TK: Matrix) -> Matrix:

@@ -11,13 +11,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ngsgd import files
 from ngsgd.asr.features.cmvn import CmvnStats
@@ -42,13 +46,13 @@ def short_hash(tree: Mapping[str, Any]) -> str:
 
 
 def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, made_from: Mapping[str, Any]) -> None:
-    """Write the sets atomically."""
-    with files.new_directory(folder) as new:
+    """Write the sets atomically, unless another process has done so."""
+    with files.shared_directory(folder, MANIFEST) as new:
         for name, speech in sets.items():
             for array in ARRAYS:
-                np.save(new / f"{name}.{array}.npy", getattr(speech.frames, array))
+                _save(new / f"{name}.{array}.npy", getattr(speech.frames, array))
             if speech.raw_TD is not None:
-                np.save(new / f"{name}.raw_TD.npy", speech.raw_TD)
+                _save(new / f"{name}.raw_TD.npy", speech.raw_TD)
             if speech.cmvn is not None:
                 np.savez(new / f"{name}{_CMVN}", **_arrays_of(speech.cmvn))
             words = {"utt_ids": speech.frames.utt_ids, "texts": speech.texts, "speakers": speech.speakers}
@@ -58,6 +62,25 @@ def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, ma
         checksums = {path.name: files.sha256(path) for path in sorted(new.iterdir())}
         manifest = {"made_from": made_from, "language": language.to_json(), "sets": list(sets), "sha256": checksums}
         (new / MANIFEST).write_text(json.dumps(files.sealed(manifest), indent=1), encoding="utf-8")
+
+
+def _save(path: Path, array: npt.NDArray[Any]) -> None:
+    """Save an array as .npy; the complete file of a map is linked instead of copied."""
+    source = getattr(array, "filename", None)
+    if source is None or isinstance(array.base, np.ndarray):
+        np.save(path, array)
+        return
+    try:
+        os.link(source, path)
+    except OSError:
+        # a file system without links
+        shutil.copyfile(source, path)
+
+
+def invalidate(folder: Path) -> None:
+    """Let `store` replace a damaged folder."""
+    with contextlib.suppress(OSError):
+        (folder / MANIFEST).unlink()
 
 
 def load(folder: Path) -> tuple[dict[str, SpeechSet], Language, str]:
@@ -99,7 +122,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 def _load_set(folder: Path, name: str, listed: Mapping[str, str]) -> SpeechSet:
     words = files.read_json(folder / f"{name}.json")
     features_TD, pdf_T, offsets = (np.load(folder / f"{name}.{array}.npy", mmap_mode="r") for array in ARRAYS)
-    frames = FrameSet(features_TD=features_TD, pdf_T=np.array(pdf_T), offsets=np.array(offsets), utt_ids=tuple(words["utt_ids"]))
+    frames = FrameSet(features_TD=features_TD, pdf_T=pdf_T, offsets=np.array(offsets), utt_ids=tuple(words["utt_ids"]))
     raw, statistics = folder / f"{name}.raw_TD.npy", folder / f"{name}{_CMVN}"
     # only files with verified checksums
     return SpeechSet(frames, tuple(map(tuple, words["texts"])), tuple(words["speakers"]),

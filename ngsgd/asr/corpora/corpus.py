@@ -18,6 +18,7 @@ Speakers of the sets:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd import shared_work
 from ngsgd.asr import speech_set
 from ngsgd.asr.corpora import added, alignments, an4, cache, kaldi_dirs, yesno
 from ngsgd.asr.corpora.digits import labels, synthesis, utterances
@@ -61,6 +63,8 @@ __all__ = ["Corpus", "SpeechSet", "check_source", "prepare"]
 _FSDD = ("corpus", "split", "held_out", "style")
 _AMOUNTS = ("train_minutes", "valid_minutes", "test_minutes", "snr_db_low", "snr_db_high", "seed")
 _KALDI_DIRS = ("corpus", "valid_fraction", "num_silence_states", "oov_word")
+# corpora of any size, which are computed in shards
+_SHARDED = ("kaldi", "lhotse")
 # settings of `data` that change the prepared data; file contents are compared separately
 _DECIDES = {
     "digits": ("corpus", *_AMOUNTS), "fsdd": (*_FSDD, *_AMOUNTS),
@@ -148,10 +152,20 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
             return _complete(_load(data.corpus, folder), data, report)
         except cache.DamagedError as damage:
             report(f"{damage}; preparing it again.")
+            cache.invalidate(folder)
     report(Phase(f"preparing the {data.corpus} corpus: audio, features, labels"))
-    sets, language = _MAKERS[data.corpus](data, feature_config, changes, cache_root, report)
+    work = folder.with_name(f"{folder.name}.shards")
+    with shared_work.work_directory(work) if data.corpus in _SHARDED else contextlib.nullcontext():
+        _make(folder, work, key, data, feature_config, changes, report)
+    return _complete(_load(data.corpus, folder), data, report)
+
+
+def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
+          feature_config: FeatureConfig, changes: AugmentConfig, report: Report) -> None:
+    """Prepare the corpus in the folder, with intermediate results in the folder `work`."""
+    sets, language = _MAKERS[data.corpus](data, feature_config, changes, work, report)
     added.check_names(data, sets["train"])
-    if feature_config.cmvn == "online":
+    if feature_config.cmvn == "online" and data.corpus not in _SHARDED:
         all_speech = cmvn.statistics(sets["train"].frames.features_TD)
         sets = {name: speech_set.normalized_online(speech, all_speech) for name, speech in sets.items()}
     for name, speech in sets.items():
@@ -159,7 +173,6 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
                f"utterances, {speech.num_words} words, {len(np.unique(speech.speakers))} voices")
     report(Phase("storing the prepared corpus"))
     cache.store(folder, sets, language, made_from=key)
-    return _complete(_load(data.corpus, folder), data, report)
 
 
 def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_root: Path,
@@ -270,13 +283,14 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
             report(f"{name}: {len(missing)} utterances are skipped, because {alignment.path} has "
                    "no states for them: "
                    f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
-    labels = b"".join(speech.frames.pdf_T.tobytes() for speech in sets.values())
-    return replace(corpus, **sets,
-                   digest=hashlib.sha256(corpus.digest.encode() + labels).hexdigest())
+    digest = hashlib.sha256(corpus.digest.encode())
+    for speech in sets.values():
+        digest.update(np.ascontiguousarray(speech.frames.pdf_T).data)
+    return replace(corpus, **sets, digest=digest.hexdigest())
 
 
 def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
-                 _cache_root: Path, _report: Report) -> Made:
+                 _work: Path, _report: Report) -> Made:
     mix = _noise_of(data)
     more = _added(data, feature_config, changes, labels.TOPOLOGY)
     sets = {}
@@ -315,14 +329,14 @@ def _added(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConf
 
 
 def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
-               cache_root: Path, report: Report) -> Made:
+               work: Path, report: Report) -> Made:
     catalogue = load_catalogue()
     if data.alignment not in ("", "flat"):
         given = alignments.read(Path(data.alignment))
         if not data.added_dirs or any(one.utt_id in given.pdf_T for one in catalogue.segments):
             catalogue = catalogue.realigned(given)
     pools = split(catalogue.segments, data.split, data.held_out)
-    place = source.locate(data.source) if data.source else source.download(cache_root / "downloads", report)
+    place = source.locate(data.source) if data.source else source.download(work.parent / "downloads", report)
     samples = source.read_recordings(place, catalogue.segments)
     topology = catalogue.topology
     if data.synthetic_minutes or data.added_dirs:
@@ -353,18 +367,18 @@ def _is_clean(set_name: str, changes: AugmentConfig) -> Callable[[str], bool]:
 
 
 def _make_an4(data: DataConfig, feature_config: FeatureConfig, _changes: AugmentConfig,
-              _cache_root: Path, _report: Report) -> Made:
+              _work: Path, _report: Report) -> Made:
     return an4.make(data, feature_config)
 
 
 def _make_yesno(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
-                _cache_root: Path, _report: Report) -> Made:
+                _work: Path, _report: Report) -> Made:
     return yesno.make(data, feature_config, changes)
 
 
 def _make_kaldi_dirs(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
-                     _cache_root: Path, _report: Report) -> Made:
-    return kaldi_dirs.make(data, feature_config, changes)
+                     work: Path, report: Report) -> Made:
+    return kaldi_dirs.make(data, feature_config, changes, work, report)
 
 
 _MAKERS: dict[str, Callable[[DataConfig, FeatureConfig, AugmentConfig, Path, Report], Made]] = {

@@ -125,9 +125,17 @@ def given_cmvn(utterances: Sequence[UtteranceEntry], folder: Path, dim: int) -> 
     return CmvnStats({unit: tables.read_stats(table[unit], folder, dim) for unit in dict.fromkeys(unit_of)}, tuple(unit_of))
 
 
-def spoken(utterances: Sequence[UtteranceEntry], config: FeatureConfig) -> Iterator[Utterance]:
-    """Read the audio of the utterances, without alignment."""
-    reader = audio.Reader(config.sample_rate_hz)
+def spoken(utterances: Sequence[UtteranceEntry], config: FeatureConfig,
+           reader: audio.Reader | None = None) -> Iterator[Utterance]:
+    """Read the audio of the utterances, without alignment.
+
+    Args:
+        utterances: the utterances.
+        config: the section `features`.
+        reader: keeps its last recording open. Default: a new one, which is closed at the end.
+    """
+    is_own = reader is None
+    reader = reader or audio.Reader(config.sample_rate_hz)
     for one in utterances:
         assert isinstance(one.content, Piece)
         samples = reader.read(one.content)
@@ -136,7 +144,8 @@ def spoken(utterances: Sequence[UtteranceEntry], config: FeatureConfig) -> Itera
             raise DataError(f"{one.content.where}: {one.utt_id} has {len(samples)} samples, less "
                             "than a frame of 10 ms; remove it.")
         yield Utterance(one.utt_id, one.speaker, one.words, samples, unaligned(num))
-    reader.close()
+    if is_own:
+        reader.close()
 
 
 def _pieces(folder: Path) -> dict[str, Piece]:

@@ -5,37 +5,54 @@ A language model or a graph is optional.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import itertools
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ngsgd import files
-from ngsgd.asr import speech_set
 from ngsgd.asr.corpora import added, alignments, data_dir, manifests
 from ngsgd.asr.corpora.data_dir import UtteranceEntry
 from ngsgd.asr.corpora.held_out import hold_out
-from ngsgd.asr.features import augment
+from ngsgd.asr.corpora.shards import assembly, computing
+from ngsgd.asr.corpora.shards import plan as shards
+from ngsgd.asr.corpora.shards.plan import Part, Shard
+from ngsgd.asr.features import augment, cmvn
 from ngsgd.asr.kaldi_io import tables
 from ngsgd.asr.lang import graphs, lexicon
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.asr.utterance import Utterance
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError
+from ngsgd.phase import Phase
 
 # maximum ratio of the largest number in words.txt to the number of words
 _MAX_GAP = 100
 VALID_NAMES = ("valid", "dev")
 
 
-def make(data: DataConfig, feature_config: FeatureConfig,
-         changes: AugmentConfig) -> tuple[dict[str, SpeechSet], Language]:
+def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
+         work: Path | None = None, report: Callable[[str], None] = lambda _line: None, *,
+         num_processes: int = 0) -> tuple[dict[str, SpeechSet], Language]:
     """Return train, valid and test without alignment, and the language.
 
-    Everything is checked before the first audio is read.
+    Tables and lexicon are checked before the first audio is read. Features are computed in shards,
+    which are kept in the folder `work`. A preparation that was stopped continues with them.
+
+    Args:
+        data: the section `data`.
+        feature_config: the section `features`.
+        changes: augmentation of the training set.
+        work: folder of the shards, for these settings and data only. The features are mapped from
+            its files. Default: a temporary folder; the features are in memory.
+        report: receives progress messages. Default: none.
+        num_processes: number of processes. Default: one per core.
     """
     source = locate(data)
     topology = lexicon.read(lexicon.locate(data.lexicon, source), data.num_silence_states)
@@ -49,29 +66,53 @@ def make(data: DataConfig, feature_config: FeatureConfig,
     listed = {name: _with_known_words(utterances, data, language.topology, source)
               for name, utterances in listed.items()}
     _check_disjoint(listed)
-    more = added.utterances(listed.pop("added"), data, feature_config, changes)
     folders = {"train": source / "train", "valid": source / (_valid_folder(source) or "train"),
                "test": source / "test"}
     if "valid" not in listed:
         listed["train"], listed["valid"] = hold_out(listed["train"], share=data.valid_fraction)
-    return {name: _build(name, listed[name], folder, feature_config, changes,
-                         more if name == "train" else ())
-            for name, folder in folders.items()}, language
+    parts = {name: [Part(name, listed[name], folder=folder)] for name, folder in folders.items()}
+    parts["train"] = [replace(parts["train"][0], changes=changes)]
+    if listed["added"]:
+        copies = changes.num_copies * data.added_copies
+        parts["train"].append(Part("train-added", listed["added"],
+                                   replace(changes, num_copies=copies)))
+    if changes.changes_audio:
+        augment.check(changes, feature_config.sample_rate_hz)
+    sharded = {name: [(part, shards.shards(part, feature_config)) for part in parts[name]]
+               for name in parts}
+    with contextlib.nullcontext(work) if work else tempfile.TemporaryDirectory() as folder:
+        computing.compute([shard for of_set in sharded.values() for _, some in of_set for shard in some],
+                          feature_config, Path(folder), num_processes=num_processes, report=report)
+        report(Phase("normalizing the features"))
+        sets = dict(_assembled(sharded, feature_config, Path(folder)))
+        return (sets if work else {name: _in_memory(speech) for name, speech in sets.items()}), language
+
+
+def _in_memory(speech: SpeechSet) -> SpeechSet:
+    frames = replace(speech.frames, features_TD=np.array(speech.frames.features_TD))
+    return replace(speech, frames=frames,
+                   raw_TD=None if speech.raw_TD is None else np.array(speech.raw_TD))
+
+
+def _assembled(sharded: Mapping[str, Sequence[tuple[Part, Sequence[Shard]]]], config: FeatureConfig,
+               work: Path) -> Iterator[tuple[str, SpeechSet]]:
+    # the shards stay; a normalization that was stopped starts again in another folder
+    folder = Path(tempfile.mkdtemp(prefix="sets-", dir=work))
+    all_speech = None
+    for name, of_set in sharded.items():
+        found = assembly.read(of_set, work)
+        given = None
+        if config.cmvn == "given":
+            part = of_set[0][0]
+            given = data_dir.given_cmvn(part.listed, part.folder, found.dim)
+        speech = assembly.assemble(name, found, config, folder, given=given, all_speech=all_speech)
+        if config.cmvn == "online" and name == "train" and speech.cmvn:
+            all_speech = speech.cmvn.stats[cmvn.GLOBAL]
+        yield name, speech
 
 
 def _valid_folder(source: Path) -> str | None:
     return next((name for name in VALID_NAMES if (source / name).is_dir()), None)
-
-
-def _build(name: str, listed: Sequence[UtteranceEntry], folder: Path, config: FeatureConfig,
-           changes: AugmentConfig, more: Iterable[Utterance]) -> SpeechSet:
-    if config.kind == "given":
-        framed = list(data_dir.given(listed, folder))
-        units = data_dir.given_cmvn(listed, folder, framed[0].features_TD.shape[1]) if config.cmvn == "given" else None
-        return speech_set.assemble(framed, config, units)
-    said = augment.for_set(name, data_dir.spoken(listed, config), changes,
-                           sample_rate_hz=config.sample_rate_hz)
-    return speech_set.build(itertools.chain(said, more), config)
 
 
 def locate(data: DataConfig) -> Path:

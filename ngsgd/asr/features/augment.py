@@ -17,7 +17,7 @@ import re
 import wave
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,16 +53,27 @@ Mix = Callable[[FisherSample, npt.NDArray[np.bool_], np.random.Generator], Fishe
 
 def for_set(set_name: str, utterances: Iterable[Utterance], config: AugmentConfig, *,
             sample_rate_hz: int = SAMPLE_RATE_HZ,
-            silence_pdfs: Sequence[int] = (), mix: Mix | None = None) -> Iterable[Utterance]:
-    """Return the utterances of a set, augmented if it is "train"; for `mix` see `augmented`."""
+            silence_pdfs: Sequence[int] = (), mix: Mix | None = None,
+            is_checked: bool = False) -> Iterable[Utterance]:
+    """Return the utterances of a set, augmented if it is "train".
+
+    For `mix` and `is_checked` see `augmented`.
+    """
     if set_name != "train" or not config.changes_audio:
         return utterances
-    return augmented(utterances, config, sample_rate_hz=sample_rate_hz, silence_pdfs=silence_pdfs, mix=mix)
+    return augmented(utterances, config, sample_rate_hz=sample_rate_hz, silence_pdfs=silence_pdfs, mix=mix,
+                     is_checked=is_checked)
+
+
+def check(config: AugmentConfig, sample_rate_hz: int) -> None:
+    """Raise DataError if a folder of the settings, or a file in it, cannot be used."""
+    _Sounds(config, sample_rate_hz).check()
 
 
 def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *,
               sample_rate_hz: int = SAMPLE_RATE_HZ,
-              silence_pdfs: Sequence[int] = (), mix: Mix | None = None) -> Iterator[Utterance]:
+              silence_pdfs: Sequence[int] = (), mix: Mix | None = None,
+              is_checked: bool = False) -> Iterator[Utterance]:
     """Yield `augment.num_copies` copies of each utterance at each speed.
 
     Each copy has a separate room, noise and volume.
@@ -77,12 +88,14 @@ def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *,
         sample_rate_hz: sampling rate.
         silence_pdfs: states whose frames are ignored when noise is scaled relative to speech.
         mix: adds the noise of a corpus, after voice and room, to utterances that are not clean.
+        is_checked: whether `check` accepted the settings before.
 
     Raises:
         DataError: folders or files cannot be used; raised before the first utterance.
     """
     sounds = _Sounds(config, sample_rate_hz)
-    sounds.check()
+    if not is_checked:
+        sounds.check()
     for utterance in utterances:
         for copy in range(config.num_copies):
             random = _random(utterance.utt_id, copy)
@@ -267,12 +280,13 @@ class _Sounds:
 
     def check(self) -> None:
         """Raise DataError for a required folder that cannot be used."""
-        _ = self.config.reverb and self._responses
-        _ = self.config.noise and self._noises
+        for paths in (self.config.reverb and self._responses, self.config.noise and self._noises):
+            for path in paths or ():
+                read_wav(path, self.sample_rate_hz)
 
     def response(self, random: np.random.Generator) -> FisherSample:
         if self._responses:
-            return self._responses[int(random.integers(len(self._responses)))]
+            return self._read(self._responses[int(random.integers(len(self._responses)))])
         rt60_ms = float(np.exp(random.uniform(*np.log(RT60_MS))))
         return simulated_room(rt60_ms, self.sample_rate_hz, random)
 
@@ -282,20 +296,29 @@ class _Sounds:
             make: Callable[[int, np.random.Generator],
                            FisherSample] = noise.COLOURS[str(random.choice(list(noise.COLOURS)))]
             return make(num_samples, random)
-        recorded = self._noises[int(random.integers(len(self._noises)))]
+        recorded = self._read(self._noises[int(random.integers(len(self._noises)))])
         return np.resize(np.roll(recorded, -int(random.integers(len(recorded)))), num_samples)
 
-    @cached_property
-    def _responses(self) -> list[FisherSample]:
-        return _read_folder(self.config.rir_dir, "augment.rir_dir", self.sample_rate_hz)
+    def _read(self, path: Path) -> FisherSample:
+        return _recently_read(path, path.stat().st_mtime_ns, self.sample_rate_hz)
 
     @cached_property
-    def _noises(self) -> list[FisherSample]:
-        return _read_folder(self.config.noise_dir, "augment.noise_dir", self.sample_rate_hz)
+    def _responses(self) -> list[Path]:
+        return _files_of(self.config.rir_dir, "augment.rir_dir")
+
+    @cached_property
+    def _noises(self) -> list[Path]:
+        return _files_of(self.config.noise_dir, "augment.noise_dir")
 
 
-def _read_folder(folder: str, knob: str, sample_rate_hz: int) -> list[FisherSample]:
-    """Read the wav files under a folder, in the order of their names; none for an empty name."""
+# a collection of noises does not fit in the memory of each process
+@lru_cache(32)
+def _recently_read(path: Path, _time_ns: int, sample_rate_hz: int) -> FisherSample:
+    return read_wav(path, sample_rate_hz)
+
+
+def _files_of(folder: str, knob: str) -> list[Path]:
+    """Return the wav files under a folder, in the order of their names; none for an empty name."""
     if not folder:
         return []
     paths = sorted(path for path in Path(folder).rglob("*.wav") if path.is_file())
@@ -303,7 +326,7 @@ def _read_folder(folder: str, knob: str, sample_rate_hz: int) -> list[FisherSamp
         raise DataError(f"{knob} is {folder}, which "
                         f"{'contains no wav file' if Path(folder).is_dir() else 'is not a folder'}; "
                         "set it to a folder of mono 16-bit wav files, or leave it empty.")
-    return [read_wav(path, sample_rate_hz) for path in paths]
+    return paths
 
 
 def read_wav(path: Path, sample_rate_hz: int) -> FisherSample:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.data import mapped
 from ngsgd.errors import DataError
 
 Features = npt.NDArray[np.float32]
@@ -38,9 +39,16 @@ class CmvnStats:
 def statistics(frames_TD: npt.NDArray[np.floating]) -> Stats:
     """Return the statistics of these frames; sums in float64."""
     stats = np.zeros((2, frames_TD.shape[1] + 1))
-    stats[0, :-1], stats[0, -1] = frames_TD.sum(axis=0, dtype=np.float64), len(frames_TD)
-    stats[1, :-1] = np.square(frames_TD, dtype=np.float64).sum(axis=0)
+    stats[0, -1] = len(frames_TD)
+    for block_TD in mapped.blocks(frames_TD):
+        stats[0, :-1] = added(stats[0, :-1], block_TD)
+        stats[1, :-1] = added(stats[1, :-1], np.square(block_TD, dtype=np.float64))
     return stats
+
+
+def added(sum_D: Vector, frames_TD: npt.NDArray[np.floating]) -> Vector:
+    """Add frames to a sum one after the other: bitwise the sum of all frames at once."""
+    return np.asarray(np.concatenate([sum_D[None], frames_TD]).sum(axis=0))
 
 
 def check(stats: npt.NDArray[np.floating], where: str, dim: int | None = None) -> Stats:

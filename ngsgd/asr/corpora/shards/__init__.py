@@ -1,0 +1,1 @@
+"""Features of large corpora: shards on disk, computed in parallel processes."""

@@ -1,0 +1,140 @@
+"""Computation of shards in parallel processes.
+
+Several computers can share the work: the same command on each of them, with `data.cache_dir` on a
+common file system, computes every shard once. Files are locked while they are computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from ngsgd import files
+from ngsgd.asr.corpora.shards import shard_file
+from ngsgd.asr.corpora.shards.plan import SHARD_S, Shard
+from ngsgd.asr.corpora.shards.process import Answer
+from ngsgd.asr.features.audio import Reader
+from ngsgd.config import FeatureConfig
+
+# between two questions whether the shards of other processes are complete
+_WAIT_S = 0.5
+_MODULE = "ngsgd.asr.corpora.shards.process"
+
+
+def compute(shards: Sequence[Shard], config: FeatureConfig, folder: Path, *,
+            num_processes: int = 0, report: Callable[[str], None] = lambda _line: None) -> None:
+    """Compute all shards that do not exist in the folder.
+
+    Args:
+        shards: the shards.
+        config: the section `features`.
+        folder: folder of the files.
+        num_processes: number of processes. Default: one per core, and none for a single shard.
+        report: receives progress messages.
+
+    Raises:
+        DataError: audio or features are missing, damaged or inconsistent.
+        OSError: the disk is full.
+    """
+    files.remove_abandoned(folder)
+    pending = [shard for shard in shards if not shard_file.is_complete(folder / shard.file_name)]
+    # a process takes a second to start, as long as some minutes of speech
+    num_worth = math.ceil(sum(shard.seconds for shard in pending) / SHARD_S)
+    num_processes = min(num_processes or min(len(os.sched_getaffinity(0)), num_worth), len(pending))
+    if len(shards) > 1 and pending:
+        report(f"features: {len(shards)} shards, of which {len(shards) - len(pending)} exist "
+               f"already; {num_processes} processes")
+    with _processes(config, folder, num_processes if num_processes > 1 else 0) as idle:
+        while pending:
+            answers = _parallel(pending, idle, num_processes) if num_processes > 1 else \
+                [Answer.FAILED] * len(pending)
+            left = _left(pending, answers, config, folder)
+            if len(left) == len(pending):
+                time.sleep(_WAIT_S)
+            pending = left
+
+
+Processes = queue.SimpleQueue["subprocess.Popen[bytes]"]
+
+
+def _parallel(pending: Sequence[Shard], idle: Processes, num_threads: int) -> list[Answer]:
+    """Send each shard to a process; after a failure the others are skipped."""
+    stop = threading.Event()
+
+    def answer(shard: Shard) -> Answer:
+        if stop.is_set():
+            return Answer.BUSY
+        process = idle.get()
+        found = _ask(process, shard)
+        idle.put(process)
+        if found is Answer.FAILED:
+            stop.set()
+        return found
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        try:
+            return list(threads.map(answer, pending))
+        finally:
+            # after Ctrl-C
+            stop.set()
+
+
+def _left(pending: Sequence[Shard], answers: Sequence[Answer], config: FeatureConfig,
+          folder: Path) -> list[Shard]:
+    """Compute the failed shards in this process, for the error; return the busy ones."""
+    left = []
+    with contextlib.closing(Reader(config.sample_rate_hz)) as reader:
+        for shard, answer in zip(pending, answers, strict=True):
+            if answer is Answer.FAILED and shard_file.compute(shard, config, folder, reader):
+                continue
+            if answer is not Answer.DONE:
+                left.append(shard)
+    return left
+
+
+@contextmanager
+def _processes(config: FeatureConfig, folder: Path, number: int) -> Iterator[Processes]:
+    """Start processes, which end with the context."""
+    about = json.dumps({"features": asdict(config), "folder": str(folder)})
+    started: list[subprocess.Popen[bytes]] = []
+    idle: Processes = queue.SimpleQueue()
+    try:
+        for _ in range(number):
+            process = subprocess.Popen([sys.executable, "-m", _MODULE], stdin=subprocess.PIPE,
+                                       stdout=subprocess.PIPE)
+            started.append(process)
+            _send(process, about)
+            idle.put(process)
+        yield idle
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def _ask(process: subprocess.Popen[bytes], shard: Shard) -> Answer:
+    assert process.stdout is not None
+    _send(process, json.dumps(shard.to_json()))
+    line = process.stdout.readline().decode().strip()
+    # an empty line: it died
+    return Answer(line) if line else Answer.FAILED
+
+
+def _send(process: subprocess.Popen[bytes], line: str) -> None:
+    assert process.stdin is not None
+    # it died, which the missing answer shows
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(line.encode() + b"\n")
+        process.stdin.flush()

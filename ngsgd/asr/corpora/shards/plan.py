@@ -1,0 +1,140 @@
+"""Division of a set into shards: about ten minutes of speech each, in the order of recordings."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ngsgd.asr.corpora.data_dir import UtteranceEntry
+from ngsgd.asr.features.audio import Piece
+from ngsgd.asr.kaldi_io.tables import Entry
+from ngsgd.config import AugmentConfig, FeatureConfig
+
+SHARD_S = 600.0
+# assumed length of an utterance whose features are given
+_GIVEN_S = 10.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Utterances of a set that are changed alike.
+
+    Attributes:
+        name: unique name of the part, such as "train" or "train-added".
+        listed: the utterances, in the order of the set.
+        changes: augmentation. Default: none.
+        folder: folder of given features. Default: the working directory.
+    """
+
+    name: str
+    listed: Sequence[UtteranceEntry]
+    changes: AugmentConfig = field(default_factory=AugmentConfig)
+    folder: Path = Path()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Utterances whose features share a file.
+
+    Attributes:
+        part: the part of a set that has them.
+        number: number among the shards of the part.
+        at: positions of the utterances in the part, in the order of the file.
+        seconds: length of the speech, in part estimated from sizes of files.
+    """
+
+    part: Part
+    number: int
+    at: tuple[int, ...]
+    seconds: float
+
+    @property
+    def entries(self) -> list[UtteranceEntry]:
+        """The utterances, in the order of the file."""
+        return [self.part.listed[i] for i in self.at]
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file; other utterances have another name."""
+        utt_ids = "\n".join(one.utt_id for one in self.entries)
+        return (f"{self.part.name}-{self.number:05d}-"
+                f"{hashlib.sha256(utt_ids.encode()).hexdigest()[:8]}.safetensors")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the shard for another process; `of_json` reads it."""
+        part = {"name": self.part.name, "changes": asdict(self.part.changes),
+                "folder": str(self.part.folder),
+                "listed": [_to_json(one) for one in self.entries]}
+        return {"part": part, "number": self.number, "seconds": self.seconds}
+
+    @classmethod
+    def of_json(cls, tree: Mapping[str, Any]) -> Shard:
+        """Return the shard; its part has no other utterances."""
+        part = tree["part"]
+        listed = [_of_json(one) for one in part["listed"]]
+        return cls(Part(part["name"], listed, AugmentConfig(**part["changes"]),
+                        Path(part["folder"])), tree["number"], tuple(range(len(listed))),
+                   tree["seconds"])
+
+
+def shards(part: Part, config: FeatureConfig) -> list[Shard]:
+    """Divide a part into shards; the same data give the same shards.
+
+    Utterances are sorted by recording and time, so that one recording at a time is open.
+    """
+    order = sorted(range(len(part.listed)), key=lambda i: (*_place(part.listed[i]), i))
+    return [Shard(part, number, tuple(at), seconds) for number, (at, seconds) in
+            enumerate(_groups(order, part, config.sample_rate_hz))]
+
+
+def _groups(order: Sequence[int], part: Part,
+            sample_rate_hz: int) -> Iterator[tuple[list[int], float]]:
+    group: list[int] = []
+    length_s = 0.0
+    for i in order:
+        group.append(i)
+        length_s += _seconds(part.listed[i], sample_rate_hz)
+        if length_s >= SHARD_S:
+            yield group, length_s
+            group, length_s = [], 0.0
+    if group:
+        yield group, length_s
+
+
+def _place(one: UtteranceEntry) -> tuple[str, float]:
+    if isinstance(one.content, Piece):
+        return str(one.content.path), one.content.start_s
+    name, _, offset = one.content.value.partition(":")
+    digits = offset.partition("[")[0]
+    return name, float(digits) if digits.isdecimal() else 0.0
+
+
+def _seconds(one: UtteranceEntry, sample_rate_hz: int) -> float:
+    """Length of an utterance; that of a complete file is estimated from its size."""
+    if not isinstance(one.content, Piece):
+        return _GIVEN_S
+    if one.content.end_s is not None:
+        return one.content.end_s - one.content.start_s
+    try:
+        return one.content.path.stat().st_size / (2 * sample_rate_hz)
+    except OSError:
+        # reported when it is read
+        return 0.0
+
+
+def _to_json(one: UtteranceEntry) -> dict[str, Any]:
+    content = one.content
+    kind = {"start_s": content.start_s, "end_s": content.end_s, "path": str(content.path)} if \
+        isinstance(content, Piece) else {"value": content.value}
+    return {"utt_id": one.utt_id, "speaker": one.speaker, "words": one.words, "where": one.where,
+            "content": {"where": content.where, **kind}}
+
+
+def _of_json(tree: Mapping[str, Any]) -> UtteranceEntry:
+    content = tree["content"]
+    found = Entry(**content) if "value" in content else Piece(**{**content, "path": Path(content["path"])})
+    return UtteranceEntry(tree["utt_id"], tree["speaker"], tuple(tree["words"]), found,
+                          tree["where"])

@@ -1,0 +1,86 @@
+"""Work that several processes share on a file system: locks, and directories of results.
+
+A lock ends with its process. On a file system without locks each process works as if it was alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ngsgd.files import make_directories
+
+# suffix of locked files
+LOCK = ".lock"
+
+
+@contextmanager
+def lock(path: Path) -> Iterator[bool]:
+    """Lock a file while the context lasts; the value is False if another process has locked it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        is_mine = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_mine = False
+        except OSError:
+            pass
+        yield is_mine
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def work_directory(path: Path) -> Iterator[Path]:
+    """Provide a directory of intermediate results; its files are kept after an error.
+
+    Several processes may use it at once. After success the last of them removes it. Subdirectories
+    belong to one process each. Those of killed processes are removed.
+    """
+    descriptor = _locked_directory(path)
+    is_finished = False
+    try:
+        yield path
+        is_finished = True
+    finally:
+        # unless another process uses it
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_subdirectories(path)
+            for left in list(path.iterdir()):
+                if is_finished or left.suffix == LOCK:
+                    left.unlink()
+            # nothing remains of an attempt without results
+            path.rmdir()
+            path.parent.rmdir()
+        os.close(descriptor)
+
+
+def _remove_subdirectories(path: Path) -> None:
+    for left in list(path.iterdir()):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _locked_directory(path: Path) -> int:
+    """Make a directory and return its descriptor with a shared lock."""
+    while True:
+        make_directories(path)
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_subdirectories(path)
+            # a file system without locks does not share directories
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            # another process may have removed it before it was locked
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return descriptor
+            os.close(descriptor)
