@@ -72,11 +72,11 @@ class SpeechSet:
         return cmvn.restored(features_TD, self.cmvn.stats[self.cmvn.unit_of[utterance]]) if self.cmvn.stats else features_TD
 
     def only(self, utterance: int) -> SpeechSet:
-        """Return a set of one utterance, without copies and statistics."""
+        """Return a set of one utterance in memory, without statistics."""
         frames = self.frames
         rows = slice(*frames.offsets[utterance:utterance + 2])
-        one = FrameSet(frames.features_TD[rows], frames.pdf_T[rows], frames.offsets[utterance:utterance + 2] - rows.start,
-                       frames.utt_ids[utterance:utterance + 1],
+        one = FrameSet(mapped.copied(frames.features_TD[rows]), frames.pdf_T[rows],
+                       frames.offsets[utterance:utterance + 2] - rows.start, frames.utt_ids[utterance:utterance + 1],
                        side=frames.side and Side(frames.side.rows_RS, frames.side.row_T[rows]))
         return SpeechSet(one, (self.texts[utterance],), (self.speakers[utterance],))
 

@@ -56,6 +56,13 @@ def blocks(rows_TD: Matrix) -> Iterator[Matrix]:
         release(rows_TD)
 
 
+def copied(rows_TD: Matrix) -> Matrix:
+    """Copy a few rows of a map, and free its pages."""
+    found = np.array(rows_TD)
+    release(rows_TD)
+    return found
+
+
 def release(array: npt.NDArray[np.generic]) -> None:
     """Free the pages of a memory-mapped array; the next access reads them again.
 

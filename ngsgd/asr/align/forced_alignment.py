@@ -226,7 +226,7 @@ class Decorrelated(Mapping[str, Matrix]):
         if utt_id in self._kept:
             return self._kept[utt_id]
         frames, u = self._place[utt_id]
-        return self._axes.apply(frames.features_TD[slice(*frames.offsets[u:u + 2])])
+        return self._axes.apply(mapped.copied(frames.features_TD[slice(*frames.offsets[u:u + 2])]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._place)
@@ -242,8 +242,6 @@ class Decorrelated(Mapping[str, Matrix]):
             if sum(len(labels) for _, labels in group) >= mapped.BLOCK_ROWS:
                 yield _joined(group)
                 group = []
-                for speech in self._sets:
-                    mapped.release(speech.frames.features_TD)
         if group:
             yield _joined(group)
 
