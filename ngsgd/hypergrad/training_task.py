@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ngsgd.errors import ConfigError
+
 
 class MinibatchIndex(NamedTuple):
     """Index of a minibatch of a run; it determines the data and all random numbers.
@@ -78,6 +80,10 @@ class ModuleTask:
         validation: minibatches of the validation loss, the mean of `loss` with the module in eval
             mode.
 
+    Raises:
+        ConfigError: a batch norm has running statistics. They do not follow the reversible steps,
+            so the validation loss would use the initial ones.
+
     Example:
         >>> module = torch.nn.Linear(3, 2)
         >>> batch = (torch.randn(8, 3), torch.randn(8, 2))
@@ -89,6 +95,11 @@ class ModuleTask:
     def __init__(self, module: nn.Module, batch: Callable[[MinibatchIndex], Batch], loss: LossOf,
                  validation: Sequence[Batch],
                  seed: int = 0) -> None:
+        if running := [name for name, one in module.named_modules() if isinstance(one, nn.modules.batchnorm._NormBase)
+                       and one.track_running_stats and one.running_mean is not None and one.training]:
+            raise ConfigError(f"layer {running[0]} has running statistics, which do not follow reversible steps; use GroupNorm or "
+                              "LayerNorm, or create it with track_running_stats=False (statistics of the minibatch in "
+                              "validation, too).")
         self.module, self.batch, self._loss, self._validation, self.seed = module, batch, loss, validation, seed
 
     @cached_property

@@ -280,3 +280,16 @@ def test_an_operation_without_a_second_derivative_is_named() -> None:
     with pytest.raises(ConfigError, match="ctc_loss"):
         hypergradient(task,
                       HyperparameterPlan.constant(num_steps=2, num_layers=3, lr=0.1, momentum=0.5))
+
+
+def test_running_statistics_are_refused_and_statistics_of_the_minibatch_are_not() -> None:
+    batch = (torch.randn(8, 3), torch.randn(8, 3))
+
+    def make(**options: bool) -> ModuleTask:
+        module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, **options))
+        return ModuleTask(module, lambda place: batch, lambda y, b, _: (y - b[1]).square().mean(), [batch])
+
+    with pytest.raises(ConfigError):
+        make()
+    task = make(track_running_stats=False)
+    assert torch.equal(task.validation(task.start), task.loss(task.start, MinibatchIndex(0, 0, 0), None))
