@@ -132,6 +132,8 @@ def error_codes() -> Iterator[str]:
     for kind in sorted(tree, key=lambda kind: (kind.exit_code, kind.__name__)):
         about = (inspect.getdoc(kind) or "").partition("\n")[0]
         yield f"| {kind.exit_code} | `{kind.__name__}` | {_cell(about)} |"
+    yield ("| 1, 137, 143 | | The process was ended from outside: Ray ends it with 1 after the loss of its raylet, the system "
+           "with 137 (SIGKILL, no memory). |")
     yield "| 141 | | the reader of a pipe ended (`ngsgd ... \\| head`) |"
     yield ""
 

@@ -123,7 +123,7 @@ def threads(num_workers: int) -> Iterator[Finding]:
     if load > num_cores:
         yield Finding("warn", "load", f"{load:.1f} on {num_cores} cores: other programs compute",
                       "training is slower, mostly with Ray, whose workers have a low priority; set "
-                      "RAY_worker_niceness=0")
+                      "RAY_worker_niceness=0 before ray start")
 
 
 def memory() -> Iterator[Finding]:

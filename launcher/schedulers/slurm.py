@@ -14,6 +14,8 @@ from pathlib import PurePosixPath
 
 from ngsgd.errors import ConfigError
 
+# seconds before the time limit at which Slurm sends the warning
+WARN_S = 120
 # minutes, minutes:seconds, hours:minutes:seconds; days-hours, with minutes and seconds or without
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
@@ -137,7 +139,7 @@ class SlurmJob:
                      for option in options.sbatch if not option.startswith("-") or len(option.split()) != 1]
         if problems:
             raise ConfigError(problems)
-        return cls(name, options.nodes, options.cpus_per_node, options.gpus_per_node, options.time, 120, options.partition,
+        return cls(name, options.nodes, options.cpus_per_node, options.gpus_per_node, options.time, WARN_S, options.partition,
                    options.account, tuple(options.sbatch), tuple(options.setup))
 
 

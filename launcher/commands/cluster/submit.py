@@ -23,6 +23,8 @@ from ngsgd.launcher.schedulers import kubernetes, slurm
 if TYPE_CHECKING:
     from ngsgd.config import ClusterConfig
 
+# to save and to requeue, of the time between Slurm's warning and the limit
+_SAVE_S = 30
 # time to finish an outer iteration after a stop; Ray's default of 3 s is too short
 _STOP_WAIT_S = 60
 _PLACES = ("ray", "slurm", "kubernetes")
@@ -109,6 +111,8 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
     given = [word for word in options.overrides if not word.startswith(("output_dir=", "cluster=", "cluster.kind="))]
     to = options.to or kind
     given += [] if to == "ray" else _sizes(options, config.cluster)
+    if to == "slurm" and not any("grace_period_s=" in word for word in given):
+        given.append(f"failure.grace_period_s={slurm.WARN_S - _SAVE_S}")
     # the job starts in another folder
     return ["train", *extra, f"output_dir={os.path.abspath(config.output_dir)}", *given], to
 
