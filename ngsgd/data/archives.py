@@ -208,6 +208,8 @@ def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_c
                         f"examples need {num_bytes / 1e9:.1f} GB; free disk space, or choose "
                         "another folder with data.cache_dir=PATH.")
     entries = _write(source, config, directory)
+    # its order of the examples
+    del source
     files = {archive_name(index): entry.sha256 for index, entry in enumerate(entries)}
     for name, frames in (("train", train), ("valid", valid)):
         files[diagnostic_name(name)] = _write_diagnostic(frames, config, random,
@@ -331,6 +333,6 @@ def _write_diagnostic(frames: FrameSet, config: EgsConfig, random: np.random.Gen
                      begin_N1, end_N1 - 1)
     features_ND = _with_side(windows(frames.features_TD, row_NW).reshape(len(chosen_N), -1),
                              frames, chosen_N)
-    rest = {} if frames.weight_T is None else {"weight": frames.weight_T[chosen_N]}
+    rest = {} if frames.weight_T is None else {"weight": windows(frames.weight_T, chosen_N[:, None])[:, 0]}
     return write_arrays(path, "features", features_ND.shape, [features_ND],
-                        {**rest, "pdf": frames.pdf_T[chosen_N]})
+                        {**rest, "pdf": windows(frames.pdf_T, chosen_N[:, None])[:, 0]})

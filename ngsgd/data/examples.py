@@ -26,7 +26,7 @@ NO_FRAME = -1
 # bytes of features in memory at once; large enough for few seeks
 PIECE_BYTES = 1 << 25
 # a window of a mapped file brings 64 kB of pages into memory
-_WINDOWS_AT_ONCE = 1024
+_WINDOWS_AT_ONCE = 256
 
 Ints = npt.NDArray[np.int64]
 
