@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AdaptationConfig, RunConfig
+from ngsgd.data import mapped
 from ngsgd.phase import Phase
 
 # raise it when the same settings would give other features
@@ -101,12 +102,15 @@ def _by_speaker(speech: SpeechSet, values: Sequence[Any]) -> dict[str, list[Any]
 
 def _applied(adaptation: SpeakerAdaptation, speech: SpeechSet,
              transforms: Mapping[str, Matrix], name: str) -> SpeechSet:
-    adapted: list[Features] = []
-    for speaker, x_TD in zip(speech.speakers, speech.split_features(), strict=True):
-        z_TD = adaptation.project(x_TD)
-        w_DE = transforms.get(f"{name}/{speaker}")
-        adapted.append((z_TD if w_DE is None else fmllr.apply(w_DE, z_TD)).astype(np.float32))
-    return replace(speech, frames=replace(speech.frames, features_TD=np.concatenate(adapted)))
+    def adapted() -> Iterator[Features]:
+        for speaker, x_TD in zip(speech.speakers, speech.split_features(), strict=True):
+            z_TD = adaptation.project(mapped.copied(x_TD))
+            w_DE = transforms.get(f"{name}/{speaker}")
+            yield (z_TD if w_DE is None else fmllr.apply(w_DE, z_TD)).astype(np.float32)
+
+    source_TD = speech.frames.features_TD
+    features_TD = mapped.concatenated(adapted(), (len(source_TD), adaptation.dim), source_TD)
+    return replace(speech, frames=replace(speech.frames, features_TD=features_TD))
 
 
 def network_input(config: RunConfig, corpus: Corpus, cache_root: Path,

@@ -9,16 +9,17 @@ Letters: T frames, D features, P pdfs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr.adapt import fmllr, projections
+from ngsgd.asr.adapt import accumulation, fmllr, projections
 from ngsgd.asr.adapt.fmllr import FmllrStats
 from ngsgd.asr.adapt.mixtures import StateMixtures
+from ngsgd.data import mapped
 from ngsgd.errors import DataError
 
 Matrix = npt.NDArray[np.float64]
@@ -168,18 +169,35 @@ def train_projection(utterances: Sequence[npt.NDArray[np.floating]], pdf_T: Pdfs
     Raises:
         DataError: `dim` is larger than the number of spliced features.
     """
-    x_TS = np.concatenate([projections.splice(x_TD, context) for x_TD in utterances])
-    if dim > x_TS.shape[1]:
+    num_spliced = (2 * context + 1) * utterances[0].shape[1]
+    if dim > num_spliced:
         raise DataError(f"adaptation.lda_dim is {dim}, and {2 * context + 1} frames have "
-                        f"{x_TS.shape[1]} features; give a smaller adaptation.lda_dim or a larger "
+                        f"{num_spliced} features; give a smaller adaptation.lda_dim or a larger "
                         "adaptation.context.")
+    if len(pdf_T) > accumulation.FRAMES_AT_ONCE:
+        matrix_DS, mean_S = accumulation.projection(
+            lambda: _spliced(utterances, pdf_T, context), int(pdf_T.max()) + 1, dim)
+        return SpeakerAdaptation(context, _affine(matrix_DS, mean_S), num_silence)
+    x_TS = np.concatenate([projections.splice(x_TD, context) for x_TD in utterances])
     mean_S = x_TS.mean(axis=0)
     x_TS -= mean_S
     lda_DS = projections.lda(x_TS, pdf_T, dim)
     matrix_DS = projections.mllt(x_TS @ lda_DS.T, pdf_T) @ lda_DS
     matrix_DS /= (x_TS @ matrix_DS.T).std(axis=0)[:, None]
-    projection_DE = np.concatenate([matrix_DS, -(matrix_DS @ mean_S)[:, None]], axis=1)
-    return SpeakerAdaptation(context, projection_DE, num_silence)
+    return SpeakerAdaptation(context, _affine(matrix_DS, mean_S), num_silence)
+
+
+def _affine(matrix_DS: Matrix, mean_S: Matrix) -> Matrix:
+    """The matrix with the constant that subtracts the mean first."""
+    return np.concatenate([matrix_DS, -(matrix_DS @ mean_S)[:, None]], axis=1)
+
+
+def _spliced(utterances: Sequence[npt.NDArray[np.floating]], pdf_T: Pdfs,
+             context: int) -> Iterator[tuple[Matrix, Pdfs]]:
+    begin = 0
+    for x_TD in utterances:
+        yield projections.splice(mapped.copied(x_TD), context), pdf_T[begin:begin + len(x_TD)]
+        begin += len(x_TD)
 
 
 def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matrix]],

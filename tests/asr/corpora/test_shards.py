@@ -251,7 +251,12 @@ def test_each_recording_is_opened_once_for_all_its_segments(
     (data / "train" / "wav.scp").write_text(f"a {tmp_path / 'a.wav'}\nb {tmp_path / 'b.wav'}\n")
     opened: list[str] = []
     real = soundfile.SoundFile
-    monkeypatch.setattr(soundfile, "SoundFile", lambda path: opened.append(path) or real(path))
+
+    def counted(path: str) -> object:
+        opened.append(path)
+        return real(path)
+
+    monkeypatch.setattr(soundfile, "SoundFile", counted)
     kaldi_dirs.make(config(data), FEATURES, AugmentConfig(), tmp_path, num_processes=1)
     assert len(list(tmp_path.glob("train-*.safetensors"))) > 8
     assert sorted(Path(path).name for path in opened if "data" not in Path(path).parts) == ["a.wav", "b.wav"]
