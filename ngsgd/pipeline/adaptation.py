@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr import arrays
-from ngsgd.asr.adapt import fmllr, speakers
+from ngsgd.asr.adapt import accumulation, fmllr, speakers
 from ngsgd.asr.adapt.speakers import Features, Matrix, SpeakerAdaptation
 from ngsgd.asr.align.tied_states import with_tied_states
 from ngsgd.asr.corpora import cache
@@ -82,17 +82,34 @@ def _trained(config: RunConfig,
                                       num_silence=num_silence)
     if not settings.fmllr:
         return found, {}
-    projected = _by_speaker(train, [found.project(x_TD) for x_TD in train.split_features()])
+    projected: Mapping[str, Sequence[Matrix]] = _Projected(found, train)
+    if train.frames.num_frames <= accumulation.FRAMES_AT_ONCE:
+        projected = dict(projected)
     found, of_train = speakers.train_fmllr(found, projected, _by_speaker(train, train.split_pdfs()),
                                            corpus.num_pdfs)
     transforms = {f"train/{speaker}": w_DE for speaker, w_DE in of_train.items()}
     find_path = evaluation.first_pass(evaluation.build_graph(corpus.language, config.decode))
     for name in ("valid", "test"):
-        speech: SpeechSet = getattr(corpus, name)
-        z = [found.project(x_TD) for x_TD in speech.split_features()]
-        for speaker, utterances in _by_speaker(speech, z).items():
+        for speaker, utterances in _Projected(found, getattr(corpus, name)).items():
             transforms[f"{name}/{speaker}"] = found.transform_of(utterances, find_path)
     return found, transforms
+
+
+class _Projected(Mapping[str, Sequence[Matrix]]):
+    """Projected features of the utterances of each speaker, computed when they are read."""
+
+    def __init__(self, adaptation: SpeakerAdaptation, speech: SpeechSet) -> None:
+        self._adaptation, self._numbers = adaptation, speech.utterances_by_speaker()
+        self._features = speech.split_features()
+
+    def __getitem__(self, speaker: str) -> Sequence[Matrix]:
+        return [self._adaptation.project(mapped.copied(self._features[number])) for number in self._numbers[speaker]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
 
 def _by_speaker(speech: SpeechSet, values: Sequence[Any]) -> dict[str, list[Any]]:

@@ -48,7 +48,7 @@ def test_lists_are_read_item_by_item(indent: int | None) -> None:
     assert [name for name, _ in columns.read_json(json.dumps(LISTS))] == list(LISTS)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": [1}', '{"a": [1]', '{"a": [1 2]}', '{"a": [1]} x', '{"a": [1]'])
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', '{"a": [1}', '{"a": [1]', '{"a": [1 2]}', '{"a": [1]} x'])
 def test_other_json_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         [list(items) for _, items in columns.read_json(text)]

@@ -34,7 +34,7 @@ class _Moments:
     total_SS: Matrix
 
     @property
-    def within_SS(self) -> Matrix:
+    def within(self) -> Matrix:
         weighted_CS = self.mean_CS * np.sqrt(self.count_C / self.count_C.sum())[:, None]
         return np.asarray(self.total_SS - weighted_CS.T @ weighted_CS)
 
@@ -51,7 +51,7 @@ def projection(pieces: Callable[[], Iterable[Piece]], num_classes: int, dim: int
         D x S matrix, and the mean of the S features.
     """
     moments = _moments(pieces(), num_classes)
-    lda_DS = projections.lda_of_moments(moments.within_SS, moments.mean_CS, moments.count_C, dim)
+    lda_DS = projections.lda_of_moments(moments.within, moments.mean_CS, moments.count_C, dim)
     kept = projections.frequent(moments.count_C)
     centered = ((x_TS - moments.mean_S, class_T) for x_TS, class_T in pieces())
     square_CDD = _squares(((x_TS @ lda_DS.T, class_T) for x_TS, class_T in centered), kept, dim)
