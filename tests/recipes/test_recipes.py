@@ -41,7 +41,7 @@ def test_recipe_has_a_readme_and_a_command_for_its_results(recipe: str) -> None:
 
 
 def write_librispeech(folder: Path, *, num_utterances: int = 2) -> None:
-    """A chapter of each of four readers of each part, a lexicon with stress marks, a packed model."""
+    """A chapter of four readers for each part, a lexicon with stress marks, a packed model."""
     soundfile = pytest.importorskip("soundfile")
     rng = np.random.default_rng(0)
     for number, part in enumerate(("train-clean-5", "dev-clean-2")):

@@ -248,7 +248,7 @@ def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matr
 
 
 def _spread(counts: Sequence[int], most: int) -> list[Any]:
-    """The frames of each speaker that mixtures are fitted to: all, or at most `most` of all speakers."""
+    """The frames of each speaker that mixtures are fitted to; at most `most` of all speakers."""
     num_frames = sum(counts)
     if num_frames <= most:
         return [slice(None)] * len(counts)
