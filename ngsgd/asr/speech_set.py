@@ -1,4 +1,4 @@
-"""One of the three sets of a corpus, in memory."""
+"""One of the three sets of a corpus, in memory or mapped from files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ngsgd.asr.features.cmvn import CmvnStats
 from ngsgd.asr.utterance import UNALIGNED, FramedUtterance, PdfIds, Utterance, num_frames
 from ngsgd.config import FeatureConfig
 from ngsgd.data import mapped
+from ngsgd.data.columns import selected
 from ngsgd.data.frames import FrameSet, Side
 from ngsgd.errors import DataError
 
@@ -25,8 +26,8 @@ class SpeechSet:
 
     frames: FrameSet                     # normalized, not spliced
     # words of each utterance
-    texts: tuple[tuple[str, ...], ...]
-    speakers: tuple[str, ...]
+    texts: Sequence[tuple[str, ...]]
+    speakers: Sequence[str]
     # statistics of the normalization; empty: not normalized; None: unknown
     cmvn: CmvnStats | None = None
     # features before normalization, if `cmvn` cannot restore them
@@ -46,7 +47,7 @@ class SpeechSet:
     @property
     def is_aligned(self) -> bool:
         """Whether the state of every frame is known."""
-        return not (self.frames.pdf_T == UNALIGNED).any()
+        return not any((block_T == UNALIGNED).any() for block_T in mapped.blocks(self.frames.pdf_T))
 
     def utterances_by_speaker(self) -> dict[str, list[int]]:
         """Speaker -> numbers of the utterances."""
@@ -87,17 +88,18 @@ class SpeechSet:
     def labelled(self, pdf_T_by_utt: Mapping[str, PdfIds]) -> SpeechSet:
         """Return the set with other labels, without utterances that are not in the mapping."""
         keep = [u for u, utt_id in enumerate(self.frames.utt_ids) if utt_id in pdf_T_by_utt]
-        utt_ids = tuple(self.frames.utt_ids[u] for u in keep)
-        labels = [pdf_T_by_utt[utt_id] for utt_id in utt_ids]
+        utt_ids = selected(self.frames.utt_ids, keep)
+        lengths = np.fromiter((len(pdf_T_by_utt[utt_id]) for utt_id in utt_ids), np.int64, len(keep))
         side = self.frames.side
         if side and len(keep) < len(self.texts):
             row_T = side.row_T
             side = Side(side.rows_RS, np.concatenate([row_T[slice(*self.frames.offsets[u:u + 2])] for u in keep]))
-        pdf_T = np.concatenate(labels, dtype=np.int32, casting="same_kind")
+        labels = (pdf_T_by_utt[utt_id].astype(np.int32, casting="same_kind", copy=False) for utt_id in utt_ids)
+        pdf_T = mapped.concatenated(labels, (int(lengths.sum()),), self.frames.features_TD)
         frames = FrameSet(self._of(self.frames.features_TD, keep), pdf_T,
-                          np.cumsum([0, *map(len, labels)], dtype=np.int64), utt_ids, side=side)
-        units = self.cmvn and CmvnStats(self.cmvn.stats, tuple(self.cmvn.unit_of[u] for u in keep if self.cmvn.unit_of))
-        return SpeechSet(frames, tuple(self.texts[u] for u in keep), tuple(self.speakers[u] for u in keep), units,
+                          np.concatenate([[0], np.cumsum(lengths)]), utt_ids, side=side)
+        units = self.cmvn and CmvnStats(self.cmvn.stats, selected(self.cmvn.unit_of, keep) if self.cmvn.unit_of else ())
+        return SpeechSet(frames, selected(self.texts, keep), selected(self.speakers, keep), units,
                          None if self.raw_TD is None else self._of(self.raw_TD, keep))
 
     def _of(self, rows_TD: Features, keep: Sequence[int]) -> Features:

@@ -37,9 +37,9 @@ class ScoredSet:
         logliks: T x P of each, log posterior minus log prior.
     """
 
-    utt_ids: tuple[str, ...]
-    speakers: tuple[str, ...]
-    texts: tuple[tuple[str, ...], ...]
+    utt_ids: Sequence[str]
+    speakers: Sequence[str]
+    texts: Sequence[tuple[str, ...]]
     logliks: tuple[npt.NDArray[np.float32], ...]
 
 
@@ -72,7 +72,7 @@ def read(bundle: Bundle, folder: Path, find_path: FindPath | None = None) -> Sco
     return ScoredSet(speech.frames.utt_ids, speech.speakers, speech.texts, tuple(logliks))
 
 
-def _utterances(folder: Path, *, given_features: bool) -> list[UtteranceEntry]:
+def _utterances(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntry]:
     if not folder.is_dir():
         raise DataError(
             f"{folder} is not a folder; use a Kaldi data directory, or a folder with "

@@ -6,10 +6,13 @@ import bz2
 import gzip
 import io
 import lzma
+import math
+import shutil
 import tarfile
+import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
@@ -72,6 +75,24 @@ def _unpacked(file: BinaryIO, most: int) -> bytes:
 
 
 # Archives -----------------------------------------------------------------------------------------
+
+
+def _mapped_member(file: BinaryIO, name: str) -> npt.NDArray[Any]:
+    """Unpack a member of a .npz file and map it."""
+    with zipfile.ZipFile(file) as archive, archive.open(name) as packed, tempfile.TemporaryFile() as unpacked:
+        version = np.lib.format.read_magic(packed)
+        if version != (1, 0):
+            raise UnpackError(f"{name} has the version {version} of .npy")
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(packed)
+        if is_fortran or dtype.hasobject or min(shape, default=0) < 0:
+            raise UnpackError(f"{name} is not a plain array")
+        shutil.copyfileobj(packed, unpacked, _CHUNK_BYTES)
+        if unpacked.tell() < dtype.itemsize * math.prod(shape):
+            raise UnpackError("the file is truncated")
+        unpacked.flush()
+        if not math.prod(shape):
+            return np.zeros(shape, dtype)
+        return np.memmap(unpacked, dtype, "r", 0, shape)
 
 
 def members(path: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
@@ -148,8 +169,12 @@ class _Bounded:
         return self._file.tell()
 
 
-def load_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
+def load_npz(path: Path, *, mapped: Collection[str] = ()) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of a .npz file; Python objects are rejected.
+
+    Args:
+        path: the file.
+        mapped: names of arrays that are unpacked to an unnamed temporary file and mapped from it.
 
     Raises:
         OSError: the file cannot be read, is damaged, or expands beyond the limit.
@@ -163,7 +188,10 @@ def load_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
                     raise UnpackError(f"it expands to more than {most} bytes")
             file.seek(0)
             with np.load(file, allow_pickle=False) as arrays:
-                found = {name: arrays[name] for name in arrays.files}
+                found = {name: arrays[name] for name in arrays.files if name not in mapped}
+            for name in mapped:
+                file.seek(0)
+                found[name] = _mapped_member(file, f"{name}.npy")
         # NumPy returns a member that is not an array as bytes
         if foreign := [name for name, array in found.items() if not isinstance(array, np.ndarray)]:
             raise UnpackError(f"its member {foreign[0][:80]} is not an array")

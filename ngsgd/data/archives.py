@@ -11,6 +11,7 @@ Letters: T frames, D feature dimension, N rows.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -22,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.config import EgsConfig
-from ngsgd.data import mapped
+from ngsgd.data import columns, mapped
 from ngsgd.data.examples import NO_FRAME, ArchiveEntry, ExampleSource, shuffled, windows, write_archive
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.data.write_process import Target, write_in_processes
 from ngsgd.errors import DataError
-from ngsgd.files import read_json, sealed, sha256, shared_directory, unsealed, write_text
+from ngsgd.files import new_file, read_json, sealed, sha256, shared_directory, unsealed, write_text
 from ngsgd.phase import Phase
 
 __all__ = ["NO_FRAME", "EgsInfo", "archive_name", "diagnostic_name", "prepare_archives",
@@ -200,19 +201,21 @@ def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_c
     random = np.random.default_rng(0)
     source = shuffled(train, random, left_context=config.left_context,
                       right_context=config.right_context, frames_per_eg=config.frames_per_eg)
-    num_bytes = len(source.first_E) * source.example_bytes
+    num_bytes = len(source.order_E) * source.example_bytes
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
         raise DataError(f"{directory.parent} has {free / 1e9:.1f} GB free, but the archives of "
                         f"examples need {num_bytes / 1e9:.1f} GB; free disk space, or choose "
                         "another folder with data.cache_dir=PATH.")
     entries = _write(source, config, directory)
+    # its order of the examples
+    del source
     files = {archive_name(index): entry.sha256 for index, entry in enumerate(entries)}
     for name, frames in (("train", train), ("valid", valid)):
         files[diagnostic_name(name)] = _write_diagnostic(frames, config, random,
                                                          directory / diagnostic_name(name))
-    write_text(directory / UTTERANCES,
-               json.dumps({"utt_ids": train.utt_ids, "groups": list(groups)}))
+    with new_file(directory / UTTERANCES) as temporary, temporary.open("w", encoding="utf-8") as file:
+        columns.write_json(file, {"utt_ids": train.utt_ids, "groups": groups})
     files[UTTERANCES] = sha256(directory / UTTERANCES)
     num_rows = [entry.num_rows for entry in entries]
     info = EgsInfo(FORMAT_VERSION, len(entries), config.frames_per_eg, config.left_context,
@@ -254,8 +257,10 @@ def _with_side(spliced_NI: npt.NDArray[np.float32], frames: FrameSet,
 def _checked(frames: FrameSet, num_classes: int) -> FrameSet:
     if frames.num_frames == 0:
         raise DataError("there are no training frames; check the split and data.train_minutes.")
-    if frames.pdf_T.min() < 0 or frames.pdf_T.max() >= num_classes:
-        raise DataError(f"frame classes range from {frames.pdf_T.min()} to {frames.pdf_T.max()}, "
+    edges = [(int(block_T.min()), int(block_T.max())) for block_T in mapped.blocks(frames.pdf_T)]
+    low, high = min(edges)[0], max(edge for _, edge in edges)
+    if low < 0 or high >= num_classes:
+        raise DataError(f"frame classes range from {low} to {high}, "
                         f"but the alignment has {num_classes} classes; prepare the data again.")
     begin = 0
     for block_TD in mapped.blocks(frames.features_TD):
@@ -285,11 +290,10 @@ def _weighted(frames: FrameSet, silence_weight: float, silence_classes: Sequence
 
 
 def _write(source: ExampleSource, config: EgsConfig, directory: Path) -> list[ArchiveEntry]:
-    num_examples = len(source.first_E)
+    num_examples = len(source.order_E)
     num_archives = max(1, round(num_examples / config.samples_per_iter))
-    parts = np.array_split(np.arange(num_examples), num_archives)
-    targets = [Target(str(directory / archive_name(index)), int(part[0]), int(part[-1]) + 1)
-               for index, part in enumerate(parts)]
+    targets = [Target(str(directory / archive_name(index)), begin, end)
+               for index, (begin, end) in enumerate(itertools.pairwise(_bounds(num_examples, num_archives)))]
     num_writers = min(_num_writers(source, config.num_writers), num_archives)
     if num_writers == 1:
         return [write_archive(source, target.begin, target.end, Path(target.path))
@@ -302,12 +306,18 @@ def _write(source: ExampleSource, config: EgsConfig, directory: Path) -> list[Ar
         shutil.rmtree(scratch)
 
 
+def _bounds(number: int, num_parts: int) -> list[int]:
+    """Bounds of equal parts, as `np.array_split` divides."""
+    size, num_larger = divmod(number, num_parts)
+    return [part * size + min(part, num_larger) for part in range(num_parts + 1)]
+
+
 def _num_writers(source: ExampleSource, wanted: int) -> int:
     """Number of writing processes: as configured, else up to one per core for mapped features."""
     if wanted or not isinstance(source.features_TD, np.memmap):
         return wanted or 1
     return max(1, min(os.cpu_count() or 1,
-                      len(source.first_E) * source.example_bytes // _WORTH_A_PROCESS))
+                      len(source.order_E) * source.example_bytes // _WORTH_A_PROCESS))
 
 
 def _write_diagnostic(frames: FrameSet, config: EgsConfig, random: np.random.Generator,
@@ -323,6 +333,6 @@ def _write_diagnostic(frames: FrameSet, config: EgsConfig, random: np.random.Gen
                      begin_N1, end_N1 - 1)
     features_ND = _with_side(windows(frames.features_TD, row_NW).reshape(len(chosen_N), -1),
                              frames, chosen_N)
-    rest = {} if frames.weight_T is None else {"weight": frames.weight_T[chosen_N]}
+    rest = {} if frames.weight_T is None else {"weight": windows(frames.weight_T, chosen_N[:, None])[:, 0]}
     return write_arrays(path, "features", features_ND.shape, [features_ND],
-                        {**rest, "pdf": frames.pdf_T[chosen_N]})
+                        {**rest, "pdf": windows(frames.pdf_T, chosen_N[:, None])[:, 0]})

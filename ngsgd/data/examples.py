@@ -1,7 +1,7 @@
 """Conversion of frames to the arrays of an archive, in chunks.
 
-Memory: cutting takes 40 bytes per example in addition to the labels, of which 16 are kept. Features
-may be memory-mapped. At most PIECE_BYTES of them are copied at once, for any length of the archive.
+Memory: the order takes 8 bytes per example. Features and labels may be memory-mapped. At most
+PIECE_BYTES of features are copied at once, for any length of the archive.
 
 Letters: E examples, F frames per example, W window of an example with its context, D feature
 dimension, T frames. R side rows of S values (inputs besides the features), K those of an archive.
@@ -26,7 +26,7 @@ NO_FRAME = -1
 # bytes of features in memory at once; large enough for few seeks
 PIECE_BYTES = 1 << 25
 # a window of a mapped file brings 64 kB of pages into memory
-_WINDOWS_AT_ONCE = 1024
+_WINDOWS_AT_ONCE = 256
 
 Ints = npt.NDArray[np.int64]
 
@@ -49,14 +49,23 @@ class ExampleSource:
     pdf_T: npt.NDArray[np.int32]
     weight_T: npt.NDArray[np.float32] | None
     offsets: Ints           # of the utterances
-    first_E: Ints           # first frame
-    utterance_E: Ints
+    # numbers of the examples, which are counted in the order of the frames
+    order_E: Ints
+    # number of the first example of each utterance, and the number of all
+    begin_U: Ints
     left_context: int
     right_context: int
     frames_per_eg: int
     # see `Side`
     side_RS: npt.NDArray[np.float32] | None = None
     side_T: npt.NDArray[np.int32] | None = None
+
+    def place(self, begin: int, end: int) -> tuple[Ints, Ints]:
+        """First frame and utterance of the examples from `begin` to `end`."""
+        example_E = mapped.copied(self.order_E[begin:end])
+        utterance_E = np.searchsorted(self.begin_U, example_E, "right") - 1
+        first_E = self.offsets[utterance_E] + (example_E - self.begin_U[utterance_E]) * self.frames_per_eg
+        return first_E, utterance_E
 
     @property
     def window(self) -> int:
@@ -75,17 +84,16 @@ class ExampleSource:
 def shuffled(frames: FrameSet, random: np.random.Generator, *, left_context: int, right_context: int,
              frames_per_eg: int) -> ExampleSource:
     """Return all examples of these frames in random order."""
-    firsts, utterances = [], []
-    for utterance, (first, end) in enumerate(zip(frames.offsets[:-1], frames.offsets[1:], strict=True)):
-        starts = np.arange(first, end, frames_per_eg)
-        firsts.append(starts)
-        utterances.append(np.full(len(starts), utterance))
-    first_E, utterance_E = np.concatenate(firsts), np.concatenate(utterances)
-    order_E = random.permutation(len(first_E))
+    begin_U = begins(frames.offsets, frames_per_eg)
     side_RS, side_T = (frames.side.rows_RS, frames.side.row_T) if frames.side else (None, None)
-    return ExampleSource(frames.features_TD, frames.pdf_T, frames.weight_T, frames.offsets, first_E[order_E],
-                         utterance_E[order_E], left_context, right_context, frames_per_eg,
+    return ExampleSource(frames.features_TD, frames.pdf_T, frames.weight_T, frames.offsets,
+                         random.permutation(int(begin_U[-1])), begin_U, left_context, right_context, frames_per_eg,
                          side_RS, side_T)
+
+
+def begins(offsets: Ints, frames_per_eg: int) -> Ints:
+    """Number of the first example of each utterance, and the number of all examples."""
+    return np.concatenate([[0], np.cumsum(-(-np.diff(offsets) // frames_per_eg))])
 
 
 def write_archive(source: ExampleSource, begin: int, end: int, path: Path) -> ArchiveEntry:
@@ -98,14 +106,14 @@ def write_archive(source: ExampleSource, begin: int, end: int, path: Path) -> Ar
         side      K x S       float32, only if the source has side rows
         side_row  E x F       int32, index into side, only with side
     """
-    first_E, utterance_E = source.first_E[begin:end], source.utterance_E[begin:end]
+    first_E, utterance_E = source.place(begin, end)
     begin_E1, end_E1 = source.offsets[utterance_E][:, None], source.offsets[utterance_E + 1][:, None]
     frame_EF = first_E[:, None] + np.arange(source.frames_per_eg)
     inside_EF, at_EF = frame_EF < end_E1, np.minimum(frame_EF, end_E1 - 1)
     rest: dict[str, npt.NDArray[Any]] = {}
     if source.weight_T is not None:
-        rest["weight"] = np.where(inside_EF, source.weight_T[at_EF], 0.0).astype(np.float32)
-    rest["pdf"] = np.where(inside_EF, source.pdf_T[at_EF], NO_FRAME).astype(np.int32)
+        rest["weight"] = np.where(inside_EF, windows(source.weight_T, at_EF), 0.0).astype(np.float32)
+    rest["pdf"] = np.where(inside_EF, windows(source.pdf_T, at_EF), NO_FRAME).astype(np.int32)
     rest["utterance"] = utterance_E.astype(np.int32)
     if source.side_RS is not None and source.side_T is not None:
         used_K, row_EF = np.unique(source.side_T[at_EF], return_inverse=True)
@@ -122,14 +130,14 @@ def is_row(pdf: npt.NDArray[np.int32], weight: npt.NDArray[np.float32] | None) -
     return np.asarray(has_class if weight is None else has_class & (weight > 0.0))
 
 
-def windows(features_TD: npt.NDArray[np.float32], row_EW: Ints) -> npt.NDArray[np.float32]:
-    """E x W x D windows; the features are read in increasing order, which is faster on disks."""
+def windows(rows: npt.NDArray[Any], row_EW: Ints) -> npt.NDArray[Any]:
+    """E x W windows of features or labels, read in increasing order, which is faster on disks."""
     order_E = np.argsort(row_EW[:, 0], kind="stable")
-    found = np.empty((*row_EW.shape, features_TD.shape[1]), np.float32)
+    found = np.empty((*row_EW.shape, *rows.shape[1:]), rows.dtype)
     for begin in range(0, len(order_E), _WINDOWS_AT_ONCE):
         part = order_E[begin:begin + _WINDOWS_AT_ONCE]
-        found[part] = features_TD[row_EW[part]]
-        mapped.release(features_TD)
+        found[part] = rows[row_EW[part]]
+        mapped.release(rows)
     return found
 
 

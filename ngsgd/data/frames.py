@@ -5,6 +5,7 @@ Letters: T frames, D feature dimension, U utterances; R side rows of S values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +37,7 @@ class FrameSet:
     pdf_T: npt.NDArray[np.int32]
     # U + 1 entries; utterance u is rows offsets[u]:offsets[u + 1]
     offsets: npt.NDArray[np.int64]
-    utt_ids: tuple[str, ...]
+    utt_ids: Sequence[str]
     # weight of each frame in the objf; 0 masks a frame; None: all weights are 1
     weight_T: npt.NDArray[np.float32] | None = None
     side: Side | None = None

@@ -23,7 +23,7 @@ from ngsgd.data import mapped
 from ngsgd.data.examples import ArchiveEntry, ExampleSource, write_archive
 from ngsgd.errors import DataError
 
-_ARRAYS = ("features_TD", "pdf_T", "weight_T", "offsets", "first_E", "utterance_E", "side_RS",
+_ARRAYS = ("features_TD", "pdf_T", "weight_T", "offsets", "order_E", "begin_U", "side_RS",
            "side_T")
 
 

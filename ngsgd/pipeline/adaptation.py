@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr import arrays
-from ngsgd.asr.adapt import fmllr, speakers
+from ngsgd.asr.adapt import accumulation, fmllr, speakers
 from ngsgd.asr.adapt.speakers import Features, Matrix, SpeakerAdaptation
 from ngsgd.asr.align.tied_states import with_tied_states
 from ngsgd.asr.corpora import cache
@@ -21,6 +21,7 @@ from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AdaptationConfig, RunConfig
+from ngsgd.data import mapped
 from ngsgd.phase import Phase
 
 # raise it when the same settings would give other features
@@ -81,17 +82,34 @@ def _trained(config: RunConfig,
                                       num_silence=num_silence)
     if not settings.fmllr:
         return found, {}
-    projected = _by_speaker(train, [found.project(x_TD) for x_TD in train.split_features()])
+    projected: Mapping[str, Sequence[Matrix]] = _Projected(found, train)
+    if train.frames.num_frames <= accumulation.FRAMES_AT_ONCE:
+        projected = dict(projected)
     found, of_train = speakers.train_fmllr(found, projected, _by_speaker(train, train.split_pdfs()),
                                            corpus.num_pdfs)
     transforms = {f"train/{speaker}": w_DE for speaker, w_DE in of_train.items()}
     find_path = evaluation.first_pass(evaluation.build_graph(corpus.language, config.decode))
     for name in ("valid", "test"):
-        speech: SpeechSet = getattr(corpus, name)
-        z = [found.project(x_TD) for x_TD in speech.split_features()]
-        for speaker, utterances in _by_speaker(speech, z).items():
+        for speaker, utterances in _Projected(found, getattr(corpus, name)).items():
             transforms[f"{name}/{speaker}"] = found.transform_of(utterances, find_path)
     return found, transforms
+
+
+class _Projected(Mapping[str, Sequence[Matrix]]):
+    """Projected features of the utterances of each speaker, computed when they are read."""
+
+    def __init__(self, adaptation: SpeakerAdaptation, speech: SpeechSet) -> None:
+        self._adaptation, self._numbers = adaptation, speech.utterances_by_speaker()
+        self._features = speech.split_features()
+
+    def __getitem__(self, speaker: str) -> Sequence[Matrix]:
+        return [self._adaptation.project(mapped.copied(self._features[number])) for number in self._numbers[speaker]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
 
 def _by_speaker(speech: SpeechSet, values: Sequence[Any]) -> dict[str, list[Any]]:
@@ -101,12 +119,15 @@ def _by_speaker(speech: SpeechSet, values: Sequence[Any]) -> dict[str, list[Any]
 
 def _applied(adaptation: SpeakerAdaptation, speech: SpeechSet,
              transforms: Mapping[str, Matrix], name: str) -> SpeechSet:
-    adapted: list[Features] = []
-    for speaker, x_TD in zip(speech.speakers, speech.split_features(), strict=True):
-        z_TD = adaptation.project(x_TD)
-        w_DE = transforms.get(f"{name}/{speaker}")
-        adapted.append((z_TD if w_DE is None else fmllr.apply(w_DE, z_TD)).astype(np.float32))
-    return replace(speech, frames=replace(speech.frames, features_TD=np.concatenate(adapted)))
+    def adapted() -> Iterator[Features]:
+        for speaker, x_TD in zip(speech.speakers, speech.split_features(), strict=True):
+            z_TD = adaptation.project(mapped.copied(x_TD))
+            w_DE = transforms.get(f"{name}/{speaker}")
+            yield (z_TD if w_DE is None else fmllr.apply(w_DE, z_TD)).astype(np.float32)
+
+    source_TD = speech.frames.features_TD
+    features_TD = mapped.concatenated(adapted(), (len(source_TD), adaptation.dim), source_TD)
+    return replace(speech, frames=replace(speech.frames, features_TD=features_TD))
 
 
 def network_input(config: RunConfig, corpus: Corpus, cache_root: Path,

@@ -80,7 +80,7 @@ class DataResult:
     first_pass: WordErrors | None
     unknown: UnknownWords
     rows: tuple[UtteranceErrors, ...]
-    speakers: tuple[str, ...]
+    speakers: Sequence[str]
     hypotheses: tuple[Hypothesis, ...]
     calibration: Calibration
     reliability: tuple[ReliabilityBin, ...]

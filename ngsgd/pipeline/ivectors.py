@@ -20,9 +20,10 @@ from ngsgd.asr.corpora import cache
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.ivectors import model as extractor_file
 from ngsgd.asr.ivectors.model import IvectorModel
-from ngsgd.asr.ivectors.training import TRAIN_UTTERANCES, extract, train
+from ngsgd.asr.ivectors.training import TRAIN_UTTERANCES, extract_each, train
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import RunConfig, with_removed
+from ngsgd.data import mapped
 from ngsgd.data.frames import Side
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
@@ -81,8 +82,10 @@ def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root
 def _store(folder: Path, corpus: Corpus, model: IvectorModel) -> None:
     with files.shared_directory(folder, _INDEX) as new:
         for name in _SETS:
-            rows = extract(getattr(corpus, name), model, most_utterances=_UTTERANCES[name])
-            np.save(new / f"{name}.npy", np.concatenate(rows))
+            speech: SpeechSet = getattr(corpus, name)
+            num_rows = int(_num_rows(speech, model.front.config.period).sum())
+            mapped.write_rows(new / f"{name}.npy", (num_rows, model.front.config.dim),
+                              extract_each(speech, model, most_utterances=_UTTERANCES[name]))
         index = files.sealed({"sha256": {name: files.sha256(new / f"{name}.npy") for name in _SETS}})
         (new / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
@@ -112,6 +115,10 @@ def _check(folder: Path, corpus: Corpus, config: RunConfig) -> None:
         rows_RS = np.load(folder / f"{name}.npy", mmap_mode="r")
         if rows_RS.shape != (int((-(-lengths // config.ivectors.period)).sum()), config.ivectors.dim):
             raise ValueError(f"{name}.npy has the shape {rows_RS.shape}")
+
+
+def _num_rows(speech: SpeechSet, period: int) -> npt.NDArray[np.int64]:
+    return np.asarray(-(-np.diff(speech.frames.offsets) // period))
 
 
 def _with_rows(speech: SpeechSet, rows_RS: npt.NDArray[np.float32], period: int) -> SpeechSet:

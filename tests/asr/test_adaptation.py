@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngsgd.asr.adapt import fmllr, projections, speakers
+from ngsgd.asr.adapt import accumulation, fmllr, projections, speakers
 from ngsgd.asr.adapt.fmllr import FmllrStats
 from ngsgd.asr.adapt.mixtures import StateMixtures
 from ngsgd.asr.adapt.speakers import SpeakerAdaptation
@@ -124,6 +124,21 @@ def test_lda_directions_solve_the_generalized_eigenproblem() -> None:
     np.testing.assert_allclose(found @ within @ found.T, np.eye(3), atol=1e-9)
     values = np.sort(np.linalg.eigvals(np.linalg.inv(within) @ between).real)[::-1]
     np.testing.assert_allclose(found @ between @ found.T, np.diag(values[:3]), atol=1e-9)
+
+
+def test_sums_over_utterances_give_the_projection_of_all_frames() -> None:
+    """Rounding of sums of products in another order is about 1e-13 of them."""
+    rng = np.random.default_rng(3)
+    mixing, centers = rng.standard_normal((6, 6)), rng.standard_normal((5, 6))
+    pdfs = [rng.integers(5, size=length) for length in (400, 300, 1, 500, 700)]
+    utterances = [(3 * centers[pdf_T] + rng.standard_normal((len(pdf_T), 6))) @ mixing + 0.5 for pdf_T in pdfs]
+    whole = speakers.train_projection(utterances, np.concatenate(pdfs), context=1, dim=4, num_silence=1).projection_DE
+    matrix_DS, mean_S = accumulation.projection(
+        lambda: [(projections.splice(x_TD, 1), pdf_T) for x_TD, pdf_T in zip(utterances, pdfs, strict=True)], 7, 4)
+    # the sign of a direction is arbitrary
+    sign_D1 = np.sign((matrix_DS * whole[:, :-1]).sum(axis=1))[:, None]
+    np.testing.assert_allclose(sign_D1 * matrix_DS, whole[:, :-1], rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(-(matrix_DS @ mean_S) * sign_D1[:, 0], whole[:, -1], rtol=1e-6, atol=1e-8)
 
 
 def test_mllt_makes_the_covariances_of_classes_diagonal() -> None:

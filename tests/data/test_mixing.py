@@ -12,7 +12,7 @@ import pytest
 from ngsgd.config import EgsConfig
 from ngsgd.data import archives
 from ngsgd.data.archives import prepare_archives
-from ngsgd.data.examples import ExampleSource
+from ngsgd.data.examples import ExampleSource, begins
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.reader import EgsReader
 from ngsgd.data.shuffle_quality import measure_one, mixing
@@ -32,10 +32,9 @@ def prepare(folder: Path, num_frames: int = 20_000) -> EgsReader:
 
 def in_order(frames: FrameSet, random: np.random.Generator, **numbers: Any) -> ExampleSource:
     """What an archive would hold if nobody shuffled."""
-    first_E = np.concatenate([np.arange(a, b, numbers["frames_per_eg"]) for a, b in zip(frames.offsets, frames.offsets[1:],
-                                                                                         strict=False)])
-    utterance_E = np.searchsorted(frames.offsets, first_E, "right") - 1
-    return ExampleSource(frames.features_TD, frames.pdf_T, frames.weight_T, frames.offsets, first_E, utterance_E, **numbers)
+    begin_U = begins(frames.offsets, numbers["frames_per_eg"])
+    return ExampleSource(frames.features_TD, frames.pdf_T, frames.weight_T, frames.offsets, np.arange(begin_U[-1]), begin_U,
+                         **numbers)
 
 
 def test_the_expectation_is_the_mean_and_spread_over_random_orders() -> None:

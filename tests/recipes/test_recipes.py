@@ -15,7 +15,9 @@ import yaml
 from ngsgd.asr.corpora import kaldi_dirs
 from ngsgd.config import FeatureConfig
 from ngsgd.launcher.config.compose import compose, conf_dir
-from tests.asr.made_up_speech import say
+from ngsgd.pipeline.recipes import recipe
+from ngsgd.pipeline.run import build_run
+from tests.asr.made_up_speech import draw_words, say
 
 ROOT = Path(__file__).parents[2]
 PREPARE = ROOT / "recipes/mini_librispeech/local/prepare.py"
@@ -38,8 +40,8 @@ def test_recipe_has_a_readme_and_a_command_for_its_results(recipe: str) -> None:
     assert re.search("ngsgd train|make train", (folder / "RESULTS.md").read_text())
 
 
-def write_librispeech(folder: Path) -> None:
-    """A chapter of two utterances for each part, a lexicon with stress marks, a packed model."""
+def write_librispeech(folder: Path, *, num_utterances: int = 2) -> None:
+    """A chapter of four readers for each part, a lexicon with stress marks, a packed model."""
     soundfile = pytest.importorskip("soundfile")
     rng = np.random.default_rng(0)
     for number, part in enumerate(("train-clean-5", "dev-clean-2")):
@@ -47,10 +49,11 @@ def write_librispeech(folder: Path) -> None:
             chapter = folder / "LibriSpeech" / part / str(speaker) / "7"
             chapter.mkdir(parents=True)
             lines = []
-            for utterance in range(2):
+            for utterance in range(num_utterances):
                 utt_id = f"{speaker}-7-{utterance:04d}"
-                soundfile.write(chapter / f"{utt_id}.flac", say(["YES", "NO"], rng, 16000), 16000)
-                lines.append(f"{utt_id} YES NO")
+                words = ["YES", "NO"] if num_utterances == 2 else draw_words(rng)
+                soundfile.write(chapter / f"{utt_id}.flac", say(words, rng, 16000), 16000)
+                lines.append(f"{utt_id} {' '.join(words)}")
             (chapter / f"{speaker}-7.trans.txt").write_text("\n".join(lines) + "\n")
     (folder / "librispeech-lexicon.txt").write_text("NO\tN OW1\nYES\tY EH1 S\nYES\tY EH0 S\n")
     (folder / "3-gram.pruned.3e-7.arpa.gz").write_bytes(gzip.compress(ARPA.encode()))
@@ -72,6 +75,26 @@ def test_prepared_mini_librispeech_is_read_by_its_recipe(tmp_path: Path) -> None
     assert language.arpa == ARPA.replace("\n\n", "\n")
     again = prepare(tmp_path / "downloaded", tmp_path / "prepared")
     assert again.stdout.count("is there already") == 4
+
+
+@pytest.mark.end_to_end
+def test_mini_librispeech_runs_to_a_word_error_rate(tmp_path: Path) -> None:
+    """Layout of OpenSLR, data directories, labels, network and decoding with the given model."""
+    for module in ("kaldi_decoder", "kaldi_native_fbank", "kaldialign"):
+        pytest.importorskip(module)
+    write_librispeech(tmp_path / "downloaded", num_utterances=8)
+    done = prepare(tmp_path / "downloaded", tmp_path / "prepared")
+    assert done.returncode == 0, done.stderr
+    config = recipe(
+        "mini_librispeech", output_dir=tmp_path / "runs", data={"source": tmp_path / "prepared"},
+        cluster={"kind": "in_process", "num_workers": 1},
+        align={"hidden_dim": 32, "num_layers": 1, "num_passes": 1, "samples_per_iter": 4000},
+        egs={"left_context": 4, "right_context": 4, "samples_per_iter": 4000},
+        model={"hidden_dim": 32, "num_layers": 1}, schedule={"num_epochs": 2})
+    run = build_run(config)
+    run.train()
+    # chords in little noise; valid is one of the readers
+    assert float(run.metrics["test"].split()[1]) <= 20.0
 
 
 def test_broken_download_is_named_and_leaves_no_half_of_a_set(tmp_path: Path) -> None:

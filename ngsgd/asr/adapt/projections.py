@@ -37,7 +37,12 @@ def lda(x_TS: Matrix, class_T: npt.NDArray[np.integer], dim: int) -> Matrix:
     """
     mean_CS, count_C = _means(x_TS, class_T)
     within_SS = _second_moment(x_TS - mean_CS[class_T]) / len(x_TS)
-    centered_CS = (mean_CS - x_TS.mean(axis=0)) * np.sqrt(count_C / len(x_TS))[:, None]
+    return lda_of_moments(within_SS, mean_CS - x_TS.mean(axis=0), count_C, dim)
+
+
+def lda_of_moments(within_SS: Matrix, mean_CS: Matrix, count_C: Matrix, dim: int) -> Matrix:
+    """Return `lda` from the covariance within classes, and their means minus that of all frames."""
+    centered_CS = mean_CS * np.sqrt(count_C / count_C.sum())[:, None]
     whitening_SS = np.linalg.inv(np.linalg.cholesky(within_SS))
     _, axes_SS = np.linalg.eigh(_second_moment(centered_CS @ whitening_SS.T))
     return np.asarray(axes_SS[:, ::-1][:, :dim].T @ whitening_SS)
@@ -60,10 +65,14 @@ def mllt(x_TD: Matrix, class_T: npt.NDArray[np.integer], *, num_iters: int = 20)
     """
     mean_CD, count_C = _means(x_TD, class_T)
     x_TD = x_TD - mean_CD[class_T]
-    kept = np.flatnonzero(count_C >= _MIN_FRAMES)
-    kept = kept if len(kept) else np.array([count_C.argmax()])
+    kept = frequent(count_C)
     covariance_CDD = np.stack([_second_moment(x_TD[class_T == c]) / count_C[c] for c in kept])
-    count_C, transform_DD = count_C[kept], np.eye(x_TD.shape[1])
+    return mllt_of_covariances(covariance_CDD, count_C[kept], num_iters=num_iters)
+
+
+def mllt_of_covariances(covariance_CDD: Matrix, count_C: Matrix, *, num_iters: int = 20) -> Matrix:
+    """Return `mllt` from the covariances and numbers of frames of the classes."""
+    transform_DD = np.eye(covariance_CDD.shape[1])
     for _ in range(num_iters):
         variance_CD = np.einsum("da,cab,db->cd", transform_DD, covariance_CDD, transform_DD,
                                 optimize=True)
@@ -75,6 +84,12 @@ def mllt(x_TD: Matrix, class_T: npt.NDArray[np.integer], *, num_iters: int = 20)
             scale = np.sqrt(count_C.sum() / (cofactors_D @ direction_D))
             transform_DD[row] = scale * direction_D
     return transform_DD
+
+
+def frequent(count_C: Matrix) -> npt.NDArray[np.int64]:
+    """Return the classes with enough frames for a covariance, or the largest one."""
+    kept = np.flatnonzero(count_C >= _MIN_FRAMES)
+    return kept if len(kept) else np.array([count_C.argmax()])
 
 
 def _means(x_TD: Matrix, class_T: npt.NDArray[np.integer]) -> tuple[Matrix, Matrix]:

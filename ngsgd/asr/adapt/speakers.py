@@ -9,16 +9,19 @@ Letters: T frames, D features, P pdfs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr.adapt import fmllr, projections
+from ngsgd.asr.adapt import accumulation, fmllr, projections
 from ngsgd.asr.adapt.fmllr import FmllrStats
 from ngsgd.asr.adapt.mixtures import StateMixtures
+from ngsgd.data import mapped
+from ngsgd.data.columns import Column, Spool
 from ngsgd.errors import DataError
 
 Matrix = npt.NDArray[np.float64]
@@ -168,18 +171,35 @@ def train_projection(utterances: Sequence[npt.NDArray[np.floating]], pdf_T: Pdfs
     Raises:
         DataError: `dim` is larger than the number of spliced features.
     """
-    x_TS = np.concatenate([projections.splice(x_TD, context) for x_TD in utterances])
-    if dim > x_TS.shape[1]:
+    num_spliced = (2 * context + 1) * utterances[0].shape[1]
+    if dim > num_spliced:
         raise DataError(f"adaptation.lda_dim is {dim}, and {2 * context + 1} frames have "
-                        f"{x_TS.shape[1]} features; give a smaller adaptation.lda_dim or a larger "
+                        f"{num_spliced} features; give a smaller adaptation.lda_dim or a larger "
                         "adaptation.context.")
+    if len(pdf_T) > accumulation.FRAMES_AT_ONCE:
+        matrix_DS, mean_S = accumulation.projection(
+            lambda: _spliced(utterances, pdf_T, context), int(pdf_T.max()) + 1, dim)
+        return SpeakerAdaptation(context, _affine(matrix_DS, mean_S), num_silence)
+    x_TS = np.concatenate([projections.splice(x_TD, context) for x_TD in utterances])
     mean_S = x_TS.mean(axis=0)
     x_TS -= mean_S
     lda_DS = projections.lda(x_TS, pdf_T, dim)
     matrix_DS = projections.mllt(x_TS @ lda_DS.T, pdf_T) @ lda_DS
     matrix_DS /= (x_TS @ matrix_DS.T).std(axis=0)[:, None]
-    projection_DE = np.concatenate([matrix_DS, -(matrix_DS @ mean_S)[:, None]], axis=1)
-    return SpeakerAdaptation(context, projection_DE, num_silence)
+    return SpeakerAdaptation(context, _affine(matrix_DS, mean_S), num_silence)
+
+
+def _affine(matrix_DS: Matrix, mean_S: Matrix) -> Matrix:
+    """The matrix with the constant that subtracts the mean first."""
+    return np.concatenate([matrix_DS, -(matrix_DS @ mean_S)[:, None]], axis=1)
+
+
+def _spliced(utterances: Sequence[npt.NDArray[np.floating]], pdf_T: Pdfs,
+             context: int) -> Iterator[tuple[Matrix, Pdfs]]:
+    begin = 0
+    for x_TD in utterances:
+        yield projections.splice(mapped.copied(x_TD), context), pdf_T[begin:begin + len(x_TD)]
+        begin += len(x_TD)
 
 
 def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matrix]],
@@ -189,31 +209,71 @@ def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matr
 
     Args:
         plain: the projection.
-        by_speaker: projected features of each speaker's utterances.
+        by_speaker: projected features of each speaker's utterances; read several times.
         pdfs: pdfs of their frames.
         num_pdfs: number of pdfs.
 
     Returns:
         The adaptation with mixtures, and each training speaker's transform.
     """
-    z = {speaker: np.concatenate(utterances) for speaker, utterances in by_speaker.items()}
-    pdf = {speaker: np.concatenate(pdfs[speaker]) for speaker in z}
-    all_pdf_T = np.concatenate(list(pdf.values()))
-    first = mixtures = StateMixtures.fit(np.concatenate(list(z.values())), all_pdf_T, num_pdfs)
-    adapted = z
+    names, counts = list(by_speaker), [sum(map(len, pdfs[speaker])) for speaker in by_speaker]
+    chosen = dict(zip(names, _spread(counts, accumulation.FRAMES_AT_ONCE), strict=True))
+    transforms: dict[str, Matrix] = {}
+
+    def frames_of(speaker: str) -> tuple[Matrix, Matrix, Pdfs]:
+        """Projected and adapted frames, and their pdfs."""
+        z_TD = np.concatenate(by_speaker[speaker])
+        y_TD = fmllr.apply(transforms[speaker], z_TD) if transforms else z_TD
+        return z_TD, y_TD, np.concatenate(pdfs[speaker])
+
+    def fitted() -> StateMixtures:
+        some = [(y_TD[chosen[speaker]], pdf_T[chosen[speaker]])
+                for speaker in names for _, y_TD, pdf_T in (frames_of(speaker),)]
+        x_TD, pdf_T = (np.concatenate(column) for column in zip(*some, strict=True))
+        return StateMixtures.fit(x_TD, pdf_T, num_pdfs)
+
+    first = mixtures = fitted()
     for _ in range(_TRAINING_ROUNDS):
-        stats = {speaker: _sums(mixtures, z[speaker], adapted[speaker], pdf[speaker],
-                                plain.num_silence) for speaker in z}
+        stats = _StatsOfSpeakers(plain.dim, (_sums(mixtures, *frames_of(speaker), plain.num_silence)
+                                             for speaker in names))
         prior = FmllrStats.zero(plain.dim)
-        for one in stats.values():
+        for one in stats:
             prior = prior.plus(one)
         prior = FmllrStats.zero(plain.dim).plus(prior, _PRIOR_FRAMES / max(prior.count, 1.0))
-        transforms = {speaker: one.plus(prior).estimate() for speaker, one in stats.items()}
-        adapted = {speaker: fmllr.apply(w_DE, z[speaker]) for speaker, w_DE in transforms.items()}
-        mixtures = StateMixtures.fit(np.concatenate(list(adapted.values())), all_pdf_T, num_pdfs)
+        transforms = {speaker: one.plus(prior).estimate() for speaker, one in zip(names, stats, strict=True)}
+        mixtures = fitted()
     found = SpeakerAdaptation(plain.context, plain.projection_DE, plain.num_silence, first,
                               mixtures, prior)
     return found, transforms
+
+
+def _spread(counts: Sequence[int], most: int) -> list[Any]:
+    """The frames of each speaker that mixtures are fitted to; at most `most` of all speakers."""
+    num_frames = sum(counts)
+    if num_frames <= most:
+        return [slice(None)] * len(counts)
+    chosen_N = np.linspace(0, num_frames - 1, most).astype(np.int64)
+    bounds = np.cumsum([0, *counts])
+    return [chosen_N[slice(*np.searchsorted(chosen_N, [begin, end]))] - begin
+            for begin, end in itertools.pairwise(bounds)]
+
+
+class _StatsOfSpeakers(Column[FmllrStats]):
+    """Sums of each speaker in a temporary file; those of 40 features are half a megabyte."""
+
+    def __init__(self, dim: int, stats: Iterable[FmllrStats]) -> None:
+        self._zero = FmllrStats.zero(dim)
+        self._records = Spool(np.concatenate([[one.count], one.linear_DE.ravel(), one.square_DEE.ravel()]).tobytes()
+                              for one in stats)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def _item(self, at: int) -> FmllrStats:
+        values = np.frombuffer(self._records[at])
+        linear, square = self._zero.linear_DE, self._zero.square_DEE
+        return FmllrStats(float(values[0]), values[1:1 + linear.size].reshape(linear.shape),
+                          values[1 + linear.size:].reshape(square.shape))
 
 
 def _sums(mixtures: StateMixtures, z_TD: Matrix, y_TD: Matrix, pdf_T: Pdfs,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +19,8 @@ from ngsgd.asr.kaldi_io import tables
 from ngsgd.asr.kaldi_io.transition_model import TransitionModel
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import PdfIds
+from ngsgd.data import mapped
+from ngsgd.data.columns import Index, Strings
 from ngsgd.errors import DataError
 from ngsgd.files import new_file
 
@@ -62,7 +67,50 @@ class Alignment:
             if len(pdfs) and not 0 <= pdfs.min() <= pdfs.max() < len(table_P):
                 raise DataError(f"{self.path} has a state in {utt_id} that its {PDF_TABLE} lacks; "
                                 "use both from one export.")
-        return Alignment({utt_id: table_P[pdfs] for utt_id, pdfs in self.pdf_T.items()}, self.path, pdf_names)
+        return Alignment(Labels((utt_id, table_P[pdfs]) for utt_id, pdfs in self.pdf_T.items()), self.path, pdf_names)
+
+
+class Labels(Mapping[str, PdfIds]):
+    """Labels of utterances in an unnamed temporary file; 40 bytes of memory for each.
+
+    Args:
+        labels: names and labels, read once.
+
+    Raises:
+        OSError: the disk is full.
+    """
+
+    def __init__(self, labels: Iterable[tuple[str, PdfIds]]) -> None:
+        # closed, and therefore removed, with this object
+        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        ends, hashes = array("q", [0]), array("q")
+
+        def names() -> Iterator[str]:
+            for utt_id, pdf_T in labels:
+                self._file.write(np.ascontiguousarray(pdf_T, np.int32).data)
+                ends.append(ends[-1] + len(pdf_T))
+                hashes.append(hash(utt_id))
+                yield utt_id
+
+        self._utt_ids, self._ends = Strings(names()), ends
+        self._file.flush()
+        self._index = Index(hashes, self._utt_ids.__getitem__)
+
+    def __getitem__(self, utt_id: str) -> PdfIds:
+        at = self._index.find(utt_id)
+        if at is None:
+            raise KeyError(utt_id)
+        begin, end = 4 * self._ends[at], 4 * self._ends[at + 1]
+        return np.frombuffer(os.pread(self._file.fileno(), end - begin, begin), np.int32)
+
+    def __contains__(self, utt_id: object) -> bool:
+        return isinstance(utt_id, str) and self._index.find(utt_id) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._utt_ids)
+
+    def __len__(self) -> int:
+        return len(self._utt_ids)
 
 
 def read(path: Path) -> Alignment:
@@ -127,16 +175,42 @@ def attach(alignment: Alignment, name: str, speech: SpeechSet, num_pdfs: int) ->
 
     An augmented copy of an utterance without labels gets those of the original, at its speed.
     """
-    lengths = dict(zip(speech.frames.utt_ids, np.diff(speech.frames.offsets).tolist(), strict=True))
-    pdf_T = {utt_id: labels for utt_id, length in lengths.items() if (labels := _labels(alignment, utt_id, length)) is not None}
-    missing = [utt_id for utt_id in lengths if utt_id not in pdf_T]
+    lengths = np.diff(speech.frames.offsets)
+    found = _Attached(alignment, speech.frames.utt_ids, lengths)
+    missing = [utt_id for utt_id in speech.frames.utt_ids if utt_id not in found]
     if len(missing) > MOST_MISSING * len(lengths):
         raise DataError(f"{alignment.path} has no states for {len(missing)} of the {len(lengths)} "
                         f"utterances of {name}, the first is {missing[0]}; use the alignment of "
                         "this data, or data.alignment=flat.")
-    for utt_id, labels in pdf_T.items():
-        check(labels, utt_id, lengths[utt_id], num_pdfs, alignment.path)
-    return speech.labelled(pdf_T), missing
+    for utt_id, length in zip(speech.frames.utt_ids, lengths.tolist(), strict=True):
+        if utt_id in found:
+            check(found[utt_id], utt_id, length, num_pdfs, alignment.path)
+    return speech.labelled(found), missing
+
+
+class _Attached(Mapping[str, PdfIds]):
+    """Labels of the utterances of a set, computed when they are read."""
+
+    def __init__(self, alignment: Alignment, utt_ids: Sequence[str], lengths: npt.NDArray[np.int64]) -> None:
+        self._alignment, self._utt_ids, self._lengths = alignment, utt_ids, lengths
+        self._index = Index(array("q", map(hash, utt_ids)), utt_ids.__getitem__)
+
+    def __getitem__(self, utt_id: str) -> PdfIds:
+        at = self._index.find(utt_id)
+        labels = None if at is None else _labels(self._alignment, utt_id, int(self._lengths[at]))
+        if labels is None:
+            raise KeyError(utt_id)
+        return labels
+
+    def __contains__(self, utt_id: object) -> bool:
+        return isinstance(utt_id, str) and (utt_id in self._alignment.pdf_T
+                                            or augment.original(utt_id)[0] in self._alignment.pdf_T)
+
+    def __iter__(self) -> Iterator[str]:
+        return (utt_id for utt_id in self._utt_ids if utt_id in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _labels(alignment: Alignment, utt_id: str, num_frames: int) -> PdfIds | None:
@@ -161,13 +235,14 @@ def check(pdf_T: PdfIds, utt_id: str, num_frames: int, num_pdfs: int, path: Path
                         "made with, or data.graph.")
 
 
-def _read_npz(path: Path) -> dict[str, PdfIds]:
+def _read_npz(path: Path) -> Mapping[str, PdfIds]:
     try:
-        arrays = unpacking.load_npz(path)
+        arrays = unpacking.load_npz(path, mapped=("pdf",))
         pdf_N, offsets, utt_ids = arrays["pdf"], arrays["offsets"], arrays["utt_ids"]
         if not _fit(pdf_N, offsets, utt_ids):
             raise ValueError("its arrays are inconsistent")
-        return dict(zip(utt_ids.tolist(), np.split(pdf_N.astype(np.int32), offsets[1:-1]), strict=True))
+        return Labels((str(utt_id), mapped.copied(pdf_N[first:end]).astype(np.int32, copy=False))
+                      for utt_id, first, end in zip(utt_ids, offsets[:-1], offsets[1:], strict=True))
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} is not an alignment of ngsgd align ({error}); create it "
                         "again.") from error
@@ -178,28 +253,33 @@ def _fit(pdf_N: npt.NDArray[Any], offsets: npt.NDArray[Any], utt_ids: npt.NDArra
     if not (pdf_N.ndim == offsets.ndim == utt_ids.ndim == 1 and pdf_N.dtype.kind in "iu" and offsets.dtype.kind in "iu"
             and utt_ids.dtype.kind == "U" and len(offsets) == len(utt_ids) + 1):
         return False
-    in_range = len(pdf_N) == 0 or (int(pdf_N.min()) >= -2**31 and int(pdf_N.max()) < 2**31)
+    in_range = all(int(block_N.min()) >= -2**31 and int(block_N.max()) < 2**31
+                   for block_N in mapped.blocks(pdf_N))
     return bool(in_range and offsets[0] == 0 and offsets[-1] == len(pdf_N) and (np.diff(offsets.astype(np.int64)) >= 0).all())
 
 
-def _read_folder(folder: Path) -> dict[str, PdfIds]:
+def _read_folder(folder: Path) -> Mapping[str, PdfIds]:
     archives = sorted([*folder.glob("ali.*.gz"), *folder.glob("ali.*.ark"), *folder.glob("ali.ark")])
     if not archives:
         raise DataError(f"{folder} contains neither ali.*.gz nor ali.*.ark; use the folder written "
                         "by align_si.sh of Kaldi.")
-    found: dict[str, PdfIds] = {}
-    for archive in archives:
-        found |= tables.read_int_vectors(archive)
+    # the archives of one job after the other
+    found = (one for archive in archives for one in tables.read_int_vectors(archive).items())
     path = transitions_file(folder)
     if not path.exists() or (path.name == _MODEL and (folder / PDF_TABLE).exists()):
-        return found
-    pdf_of = read_tid2pdf(path)
-    for utt_id, tids in found.items():
-        if len(tids) and (tids.min() < 1 or tids.max() > len(pdf_of)):
-            raise DataError(f"{folder} has the transition {tids.max()} in {utt_id}, but its "
-                            f"{path.name} ranges from 1 to {len(pdf_of)}; use both from one model.")
+        return Labels(found)
+    return Labels(_translated(found, read_tid2pdf(path), path))
+
+
+def _translated(found: Iterable[tuple[str, npt.NDArray[np.int32]]], pdf_of: Sequence[int],
+                path: Path) -> Iterator[tuple[str, PdfIds]]:
+    """Replace transition ids with pdfs."""
     table = np.array([-1, *pdf_of], dtype=np.int32)
-    return {utt_id: table[tids] for utt_id, tids in found.items()}
+    for utt_id, tids in found:
+        if len(tids) and (tids.min() < 1 or tids.max() > len(pdf_of)):
+            raise DataError(f"{path.parent} has the transition {tids.max()} in {utt_id}, but its "
+                            f"{path.name} ranges from 1 to {len(pdf_of)}; use both from one model.")
+        yield utt_id, table[tids]
 
 
 def transitions_file(folder: Path) -> Path:

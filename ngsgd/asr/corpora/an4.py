@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -56,9 +56,9 @@ def make(data: DataConfig, feature_config: FeatureConfig) -> tuple[dict[str, Spe
         if (found := files.sha256(folder / name)) != expected:
             raise DataError(f"{folder / name} has the SHA-256 {found[:16]}..., but the supported "
                             f"release has {expected[:16]}...; {WHERE}.")
-    train, test = (_read_set(folder, name) for name in ("train", "test"))
-    train, valid = hold_out(train, share=data.valid_fraction)
-    sets = {"train": train, "valid": valid, "test": test}
+    every, test = (_read_set(folder, name) for name in ("train", "test"))
+    train, valid = hold_out(every, share=data.valid_fraction)
+    sets: dict[str, Sequence[FramedUtterance]] = {"train": train, "valid": valid, "test": test}
     return {name: speech_set.assemble(utterances, feature_config)
             for name, utterances in sets.items()}, _language(folder)
 

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from ngsgd import files
 from ngsgd.asr.features.cmvn import CmvnStats
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.data import columns
+from ngsgd.data.columns import Selected, Strings, WordLists
 from ngsgd.data.frames import FrameSet
 from ngsgd.errors import DataError
 
@@ -34,6 +36,10 @@ MANIFEST = "manifest.json"
 LANGUAGE_FILES = ("lm.arpa", "HCLG.fst")
 ARRAYS = ("features_TD", "pdf_T", "offsets")
 _CMVN = ".cmvn.npz"
+# lists of train.json and so on
+_COLUMN_OF: Mapping[str, Callable[[Iterable[Any]], Sequence[Any]]] = {"utt_ids": Strings, "texts": WordLists, "speakers": Strings}
+# names and words of a set
+_MAX_NAMES_BYTES = 1 << 34
 
 
 class DamagedError(Exception):
@@ -56,7 +62,8 @@ def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, ma
             if speech.cmvn is not None:
                 np.savez(new / f"{name}{_CMVN}", **_arrays_of(speech.cmvn))
             words = {"utt_ids": speech.frames.utt_ids, "texts": speech.texts, "speakers": speech.speakers}
-            (new / f"{name}.json").write_text(json.dumps(words), encoding="utf-8")
+            with (new / f"{name}.json").open("w", encoding="utf-8") as file:
+                columns.write_json(file, words)
         for name, content in language.files().items():
             (new / name).write_bytes(content)
         checksums = {path.name: files.sha256(path) for path in sorted(new.iterdir())}
@@ -120,12 +127,13 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _load_set(folder: Path, name: str, listed: Mapping[str, str]) -> SpeechSet:
-    words = files.read_json(folder / f"{name}.json")
+    words = {key: _COLUMN_OF[key](items) for key, items in
+             columns.read_json(files.read_regular_text(folder / f"{name}.json", _MAX_NAMES_BYTES))}
     features_TD, pdf_T, offsets = (np.load(folder / f"{name}.{array}.npy", mmap_mode="r") for array in ARRAYS)
-    frames = FrameSet(features_TD=features_TD, pdf_T=pdf_T, offsets=np.array(offsets), utt_ids=tuple(words["utt_ids"]))
+    frames = FrameSet(features_TD=features_TD, pdf_T=pdf_T, offsets=np.array(offsets), utt_ids=words["utt_ids"])
     raw, statistics = folder / f"{name}.raw_TD.npy", folder / f"{name}{_CMVN}"
     # only files with verified checksums
-    return SpeechSet(frames, tuple(map(tuple, words["texts"])), tuple(words["speakers"]),
+    return SpeechSet(frames, words["texts"], words["speakers"],
                      _units_of(statistics) if statistics.name in listed else None,
                      np.load(raw, mmap_mode="r") if raw.name in listed else None)
 
@@ -140,4 +148,4 @@ def _arrays_of(units: CmvnStats) -> dict[str, Any]:
 def _units_of(path: Path) -> CmvnStats:
     with np.load(path) as arrays:
         names = arrays["names"].tolist()
-        return CmvnStats(dict(zip(names, arrays["stats"], strict=True)), tuple(names[at] for at in arrays["unit_U"]))
+        return CmvnStats(dict(zip(names, arrays["stats"], strict=True)), Selected(names, map(int, arrays["unit_U"])))

@@ -47,6 +47,7 @@ from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig, with_removed
+from ngsgd.data import mapped
 from ngsgd.errors import DataError
 from ngsgd.phase import Phase
 
@@ -170,7 +171,7 @@ def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
         sets = {name: speech_set.normalized_online(speech, all_speech) for name, speech in sets.items()}
     for name, speech in sets.items():
         report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {len(speech.texts)} "
-               f"utterances, {speech.num_words} words, {len(np.unique(speech.speakers))} voices")
+               f"utterances, {speech.num_words} words, {len(set(speech.speakers))} voices")
     report(Phase("storing the prepared corpus"))
     cache.store(folder, sets, language, made_from=key)
 
@@ -285,7 +286,8 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
                    f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
     digest = hashlib.sha256(corpus.digest.encode())
     for speech in sets.values():
-        digest.update(np.ascontiguousarray(speech.frames.pdf_T).data)
+        for block_T in mapped.blocks(speech.frames.pdf_T):
+            digest.update(np.ascontiguousarray(block_T).data)
     return replace(corpus, **sets, digest=digest.hexdigest())
 
 

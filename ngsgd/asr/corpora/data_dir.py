@@ -12,10 +12,13 @@ The checks are those of validate_data_dir.sh. Each error message names the file 
 
 from __future__ import annotations
 
+import functools
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +29,7 @@ from ngsgd.asr.kaldi_io import tables
 from ngsgd.asr.kaldi_io.tables import Entry
 from ngsgd.asr.utterance import FramedUtterance, Utterance, num_frames, unaligned
 from ngsgd.config import FeatureConfig
+from ngsgd.data.columns import Column, Spool
 from ngsgd.errors import DataError
 
 Table = Mapping[str, Entry]
@@ -44,23 +48,58 @@ class UtteranceEntry:
     where: str
 
 
-def read(folder: Path, *, given_features: bool) -> list[UtteranceEntry]:
+class Listing(Column[UtteranceEntry]):
+    """Utterances in an unnamed temporary file; they are created when they are read.
+
+    Args:
+        entries: the utterances; read once.
+    """
+
+    def __init__(self, entries: Iterable[UtteranceEntry]) -> None:
+        self._records = Spool(json.dumps(to_json(one)).encode() for one in entries)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def _item(self, at: int) -> UtteranceEntry:
+        return of_json(json.loads(self._records[at]))
+
+
+def to_json(one: UtteranceEntry) -> dict[str, Any]:
+    """Return the utterance for a file or another process; `of_json` reads it."""
+    content = one.content
+    kind = {"start_s": content.start_s, "end_s": content.end_s, "path": str(content.path)} if \
+        isinstance(content, Piece) else {"value": content.value}
+    return {"utt_id": one.utt_id, "speaker": one.speaker, "words": one.words, "where": one.where,
+            "content": {"where": content.where, **kind}}
+
+
+def of_json(tree: Mapping[str, Any]) -> UtteranceEntry:
+    """Return the utterance."""
+    content = tree["content"]
+    found = Entry(**content) if "value" in content else Piece(**{**content, "path": Path(content["path"])})
+    return UtteranceEntry(tree["utt_id"], tree["speaker"], tuple(tree["words"]), found,
+                          tree["where"])
+
+
+def read(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntry]:
     """Read the tables of a data directory; the utterances are in the order of `text`."""
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; create it, or set data.source to another "
                         "folder.")
     texts, speakers = tables.read_table(folder / "text"), tables.read_table(folder / "utt2spk")
-    contents: Mapping[str, Piece | Entry]
-    contents = tables.read_table(folder / "feats.scp") if given_features else _pieces(folder)
     source = folder / ("feats.scp" if given_features else "segments" if (folder / "segments").exists() else "wav.scp")
+    contents = tables.read_table(source)
+    content_of = _contents(folder, source.name, contents)
     _same_keys(texts, speakers, folder / "utt2spk")
     _same_keys(texts, contents, source)
     for utt_id, speaker in speakers.items():
         if len(speaker.value.split()) != 1:
             raise DataError(f"{speaker.where}: {utt_id} has no speaker, or a name with spaces; "
                             "write one word.")
-    return [UtteranceEntry(utt_id, speakers[utt_id].value, tuple(text.value.split()), contents[utt_id], text.where)
-            for utt_id, text in texts.items()]
+    return Listing(UtteranceEntry(utt_id, speakers[utt_id].value, tuple(text.value.split()),
+                                  content_of(utt_id, contents[utt_id]), text.where)
+                   for utt_id, text in texts.items())
 
 
 def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object], lexicon: Path) -> None:
@@ -148,26 +187,35 @@ def spoken(utterances: Sequence[UtteranceEntry], config: FeatureConfig,
         reader.close()
 
 
-def _pieces(folder: Path) -> dict[str, Piece]:
-    recordings = {key: _file(entry, folder) for key, entry in tables.read_table(folder / "wav.scp").items()}
-    if not (folder / "segments").exists():
-        return recordings
-    return {utt_id: _segment(utt_id, entry, recordings, folder)
-            for utt_id, entry in tables.read_table(folder / "segments").items()}
+def _contents(folder: Path, source: str, contents: Table) -> Callable[[str, Entry], Piece | Entry]:
+    """Return a function of the name and the entry of an utterance in the file `source`."""
+    if source == "feats.scp":
+        return lambda _utt_id, entry: entry
+    recordings = contents if source == "wav.scp" else tables.read_table(folder / "wav.scp")
+    for entry in recordings.values():
+        _check_is_file(entry)
+    if source == "wav.scp":
+        return lambda _utt_id, entry: _file(entry, folder)
+    # segments of a recording follow each other
+    find = functools.lru_cache(1)(lambda recording: _file(recordings[recording], folder))
+    return lambda utt_id, entry: _segment(utt_id, entry, recordings, find, folder)
 
 
-def _file(entry: Entry, folder: Path) -> Piece:
+def _check_is_file(entry: Entry) -> None:
     if entry.value.endswith("|") or entry.value.startswith("|"):
         raise DataError(f"{entry.where}: {entry.value[:40]!r} is a command, which ngsgd never runs "
                         "from data files; convert the audio to wav or flac and write the name of "
                         "the file.")
     if "\0" in entry.value:
         raise DataError(f"{entry.where}: the file name has a zero byte; write the name of the audio file.")
+
+
+def _file(entry: Entry, folder: Path) -> Piece:
     path = Path(entry.value).expanduser()
     return Piece(path if path.exists() or path.is_absolute() else folder / path, entry.where)
 
 
-def _segment(utt_id: str, entry: Entry, recordings: Mapping[str, Piece], folder: Path) -> Piece:
+def _segment(utt_id: str, entry: Entry, recordings: Table, find: Callable[[str], Piece], folder: Path) -> Piece:
     try:
         recording, start, end = entry.value.split()
         start_s, end_s = float(start), float(end)
@@ -179,10 +227,10 @@ def _segment(utt_id: str, entry: Entry, recordings: Mapping[str, Piece], folder:
     if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
         raise DataError(f"{entry.where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write "
                         "increasing times from 0.")
-    return Piece(recordings[recording].path, entry.where, start_s, end_s)
+    return Piece(find(recording).path, entry.where, start_s, end_s)
 
 
-def _same_keys(texts: Table, others: Mapping[str, Piece | Entry], path: Path) -> None:
+def _same_keys(texts: Table, others: Table, path: Path) -> None:
     for utt_id, text in texts.items():
         if utt_id not in others:
             raise DataError(f"{text.where}: {utt_id} has a transcript but no line in {path}; add it, or remove the transcript.")

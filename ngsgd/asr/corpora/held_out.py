@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+from ngsgd.data.columns import Selected
 from ngsgd.errors import DataError
 
 # with fewer speakers, holding out a speaker removes too much training data
@@ -24,7 +27,7 @@ class _HasSpeaker(Protocol):
 SomeUtterance = TypeVar("SomeUtterance", bound=_HasSpeaker)
 
 
-def hold_out(train: Sequence[SomeUtterance], *, share: float) -> tuple[list[SomeUtterance], list[SomeUtterance]]:
+def hold_out(train: Sequence[SomeUtterance], *, share: float) -> tuple[Sequence[SomeUtterance], Sequence[SomeUtterance]]:
     """Split into (train, valid): complete speakers until `share` of the utterances is reached.
 
     With few speakers, single utterances are held out. The selection depends on the names alone, in
@@ -32,16 +35,17 @@ def hold_out(train: Sequence[SomeUtterance], *, share: float) -> tuple[list[Some
     independent of added or removed speakers.
     """
     by_speaker = len({one.speaker for one in train}) >= _FEWEST_SPEAKERS
-    unit = [one.speaker if by_speaker else one.utt_id for one in train]
+    count = Counter(one.speaker if by_speaker else one.utt_id for one in train)
     held: set[str] = set()
     num_held = 0
-    for name in sorted(set(unit), key=lambda name: hashlib.sha256(name.encode()).digest()):
+    for name in sorted(count, key=lambda name: hashlib.sha256(name.encode()).digest()):
         if num_held >= share * len(train):
             break
         held.add(name)
-        num_held += unit.count(name)
+        num_held += count[name]
     if num_held >= len(train):
         raise DataError(f"The training set has {len(train)} utterance(s), too few to hold any out "
                         "for validation; add data, or a validation set.")
-    return ([one for one, name in zip(train, unit, strict=True) if name not in held],
-            [one for one, name in zip(train, unit, strict=True) if name in held])
+    is_held = array("b", ((one.speaker if by_speaker else one.utt_id) in held for one in train))
+    return (Selected(train, (u for u, flag in enumerate(is_held) if not flag)),
+            Selected(train, (u for u, flag in enumerate(is_held) if flag)))

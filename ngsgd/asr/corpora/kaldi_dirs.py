@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tempfile
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
+from ngsgd.data.columns import Index
 from ngsgd.errors import DataError
 from ngsgd.phase import Phase
 
@@ -89,7 +91,8 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
 
 
 def _in_memory(speech: SpeechSet) -> SpeechSet:
-    frames = replace(speech.frames, features_TD=np.array(speech.frames.features_TD))
+    frames = replace(speech.frames, features_TD=np.array(speech.frames.features_TD),
+                     pdf_T=np.array(speech.frames.pdf_T))
     return replace(speech, frames=frames,
                    raw_TD=None if speech.raw_TD is None else np.array(speech.raw_TD))
 
@@ -127,7 +130,7 @@ def locate(data: DataConfig) -> Path:
     return source
 
 
-def read_sets(data: DataConfig, feature_config: FeatureConfig) -> dict[str, list[UtteranceEntry]]:
+def read_sets(data: DataConfig, feature_config: FeatureConfig) -> dict[str, Sequence[UtteranceEntry]]:
     """Read the folders or manifests of train, test and, if it exists, valid."""
     source = locate(data)
     if data.corpus == "lhotse":
@@ -161,7 +164,7 @@ def fingerprint(data: DataConfig, feature_config: FeatureConfig) -> dict[str, An
 
 
 def _with_known_words(utterances: Sequence[UtteranceEntry], data: DataConfig, topology: Topology,
-                      source: Path) -> list[UtteranceEntry]:
+                      source: Path) -> Sequence[UtteranceEntry]:
     path = lexicon.locate(data.lexicon, source)
     if data.oov_word and data.oov_word not in topology.lexicon:
         raise DataError(f"data.oov_word is {data.oov_word}, which is not in the lexicon {path}; "
@@ -171,18 +174,23 @@ def _with_known_words(utterances: Sequence[UtteranceEntry], data: DataConfig, to
     else:
         data_dir.check_words(utterances,
                              dict.fromkeys(word for one in utterances for word in one.words), path)
-    return list(utterances)
+    return utterances
 
 
-def _check_disjoint(listed: dict[str, list[UtteranceEntry]]) -> None:
-    seen: dict[str, str] = {}
-    for utterances in listed.values():
-        for one in utterances:
-            if one.utt_id in seen:
-                raise DataError(f"{one.where}: {one.utt_id} is also in another set "
-                                f"({seen[one.utt_id]}); give every utterance a unique name, or "
-                                "remove it from one of them.")
-            seen[one.utt_id] = one.where
+def _check_disjoint(listed: Mapping[str, Sequence[UtteranceEntry]]) -> None:
+    every = list(listed.values())
+    begins = np.cumsum([0, *map(len, every)])
+
+    def at(number: int) -> UtteranceEntry:
+        of_set = int(np.searchsorted(begins, number, "right")) - 1
+        return every[of_set][number - int(begins[of_set])]
+
+    hashes = array("q", (hash(one.utt_id) for utterances in every for one in utterances))
+    if twice := Index(hashes, lambda number: at(number).utt_id).duplicate():
+        first, second = map(at, twice)
+        raise DataError(f"{second.where}: {second.utt_id} is also in another set "
+                        f"({first.where}); give every utterance a unique name, or "
+                        "remove it from one of them.")
 
 
 def _given_graph(folder: Path) -> GivenGraph:

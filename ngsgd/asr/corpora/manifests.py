@@ -9,13 +9,15 @@ contain "recordings" or "supervisions" and the name of the set, as in recipes of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ngsgd.asr import unpacking
-from ngsgd.asr.corpora.data_dir import UtteranceEntry
+from ngsgd.asr.corpora.data_dir import Listing, UtteranceEntry
 from ngsgd.asr.features.audio import Piece
+from ngsgd.data.columns import Index
 from ngsgd.errors import DataError
 from ngsgd.files import parse_json, read_regular_bytes
 
@@ -24,7 +26,7 @@ _MAX_MANIFEST_BYTES = 1 << 32
 _SUFFIXES = (".jsonl.gz", ".jsonl")
 
 
-def read_sets(source: Path) -> dict[str, list[UtteranceEntry]]:
+def read_sets(source: Path) -> dict[str, Sequence[UtteranceEntry]]:
     """Read the utterances of train, test and, if it exists, valid."""
     sets = {}
     for name, folders in _NAMES.items():
@@ -38,7 +40,7 @@ def read_sets(source: Path) -> dict[str, list[UtteranceEntry]]:
     return sets
 
 
-def read_folder(folder: Path) -> list[UtteranceEntry] | None:
+def read_folder(folder: Path) -> Sequence[UtteranceEntry] | None:
     """Read the utterances of `recordings` and `supervisions` in a folder; None without these
     files.
     """
@@ -65,18 +67,23 @@ def _find(source: Path, kind: str, names: tuple[str, ...]) -> Path | None:
     return None
 
 
-def _read_set(recordings: Path, supervisions: Path) -> list[UtteranceEntry]:
+def _read_set(recordings: Path, supervisions: Path) -> Sequence[UtteranceEntry]:
     files = {str(item["id"]): _file(item, where) for where, item in _lines(recordings)}
-    found: dict[str, UtteranceEntry] = {}
-    for where, item in _lines(supervisions):
-        one = _utterance(item, where, files, recordings)
-        if one.utt_id in found:
-            raise DataError(f"{where}: {one.utt_id} is a duplicate, first in "
-                            f"{found[one.utt_id].where}; remove one of them.")
-        found[one.utt_id] = one
+    hashes = array("q")
+
+    def every() -> Iterator[UtteranceEntry]:
+        for where, item in _lines(supervisions):
+            yield _utterance(item, where, files, recordings)
+            hashes.append(hash(str(item["id"])))
+
+    found = Listing(every())
+    if twice := Index(hashes, lambda at: found[at].utt_id).duplicate():
+        first, second = (found[at] for at in twice)
+        raise DataError(f"{second.where}: {second.utt_id} is a duplicate, first in "
+                        f"{first.where}; remove one of them.")
     if not found:
         raise DataError(f"{supervisions} is empty; add utterances, or remove it.")
-    return list(found.values())
+    return found
 
 
 def _file(item: dict[str, Any], where: str) -> Path:

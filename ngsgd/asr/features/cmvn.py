@@ -33,7 +33,7 @@ class CmvnStats:
     """The statistics of a set of utterances, by speaker, by utterance or global."""
 
     stats: Mapping[str, Stats]
-    unit_of: tuple[str, ...]       # unit of each utterance
+    unit_of: Sequence[str]         # unit of each utterance
 
 
 def statistics(frames_TD: npt.NDArray[np.floating]) -> Stats:

@@ -23,6 +23,7 @@ from ngsgd.asr.ivectors.online import IvectorStream, SpeakerState
 from ngsgd.asr.ivectors.ubm import DiagonalMixture
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import IvectorConfig
+from ngsgd.data import mapped
 from ngsgd.errors import DataError
 
 # maximum: retained dimensions of the spliced frames, frames for the background model (Kaldi:
@@ -53,7 +54,7 @@ class SpeakerMemory(Generic[State]):
 
 def train(speech: SpeechSet, config: IvectorConfig, report: Callable[[str], None]) -> IvectorModel:
     """Train the model on a training set; deterministic in its arguments."""
-    all_speech = np.sum([cmvn.statistics(speech.raw(u)) for u in range(len(speech.texts))], axis=0)
+    all_speech = np.sum([cmvn.statistics(mapped.copied(speech.raw(u))) for u in range(len(speech.texts))], axis=0)
     num_frames = speech.frames.num_frames
     spread_T = np.linspace(0, num_frames - 1, min(UBM_FRAMES, num_frames))
     chosen_T = np.unique(spread_T.round().astype(np.int64))
@@ -112,7 +113,7 @@ def _heard(speech: SpeechSet, front: FrontEnd) -> Iterator[tuple[int, tuple[npt.
     """Yield (utterance, (frames after online mean subtraction, raw frames)), as in training."""
     turns: SpeakerMemory[CmnState] = SpeakerMemory(TRAIN_UTTERANCES)
     for u, speaker in enumerate(speech.speakers):
-        raw_TD, mean = speech.raw(u), front.mean(turns.before(speaker))
+        raw_TD, mean = mapped.copied(speech.raw(u)), front.mean(turns.before(speaker))
         yield u, (raw_TD - mean.accept(raw_TD), raw_TD)
         turns.after(speaker, mean.heard())
 
@@ -160,11 +161,15 @@ def extract(speech: SpeechSet, model: IvectorModel, *,
     The state of speakers is kept over `most_utterances` consecutive utterances in the order of the
     set.
     """
+    return list(extract_each(speech, model, most_utterances=most_utterances))
+
+
+def extract_each(speech: SpeechSet, model: IvectorModel, *,
+                 most_utterances: int) -> Iterator[npt.NDArray[np.float32]]:
+    """Yield the rows of `extract`, utterance by utterance."""
     turns: SpeakerMemory[SpeakerState] = SpeakerMemory(most_utterances)
-    found = []
     for u, speaker in enumerate(speech.speakers):
         stream = IvectorStream(model, turns.before(speaker))
-        stream.accept(speech.raw(u))
+        stream.accept(mapped.copied(speech.raw(u)))
         turns.after(speaker, stream.finish())
-        found.append(stream.rows())
-    return found
+        yield stream.rows()

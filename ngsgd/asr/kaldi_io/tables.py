@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import struct
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import numpy.typing as npt
 from ngsgd import files
 from ngsgd.asr import unpacking
 from ngsgd.asr.features import cmvn
+from ngsgd.data.columns import Index, Spool
 from ngsgd.data.kaldi_objects import (
     Array,
     KaldiFormatError,
@@ -37,10 +41,73 @@ class Entry:
     where: str      # file:line
 
 
+class Table(Mapping[str, Entry]):
+    """Lines "key value ..." of a file by key, in the order of the file.
+
+    The lines are kept in an unnamed temporary file, so that memory is 30 bytes per line.
+
+    Raises:
+        DataError: the file is missing, damaged or empty, or a key is a duplicate.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._numbers = path, array("q")
+        hashes = array("q")
+        self._lines = Spool(self._records(hashes))
+        self._index = Index(hashes, lambda at: self._at(at)[0])
+        twice = self._index.duplicate()
+        if twice:
+            key, entry = self._at(twice[1])
+            raise DataError(f"{entry.where}: {key} is a duplicate, first in "
+                            f"{self._at(twice[0])[1].where}; remove one of them.")
+        if not self._lines:
+            raise DataError(f"{path} is empty; add lines, or remove its folder.")
+
+    def _records(self, hashes: array[int]) -> Iterator[bytes]:
+        for number, line in _numbered(self._path):
+            key, _, value = line.replace("\t", " ").partition(" ")
+            self._numbers.append(number)
+            hashes.append(hash(key))
+            yield f"{key} {value.strip()}".encode()
+
+    def _at(self, at: int) -> tuple[str, Entry]:
+        key, _, value = self._lines[at].decode().partition(" ")
+        return key, Entry(value, f"{self._path}:{self._numbers[at]}")
+
+    def __getitem__(self, key: str) -> Entry:
+        at = self._index.find(key)
+        if at is None:
+            raise KeyError(key)
+        return self._at(at)[1]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._index.find(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._at(at)[0] for at in range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield (file:line, text) of every nonempty line."""
+    return ((f"{path}:{number}", line) for number, line in _numbered(path))
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the number and the text of every nonempty line; one line at a time is in memory."""
+    number = 0
     try:
-        text = files.read_regular_text(path, _MAX_TABLE_BYTES)
+        with files.open_regular(path) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
+            if os.fstat(file.fileno()).st_size > _MAX_TABLE_BYTES:
+                raise OSError(errno.EFBIG, f"larger than the limit of {_MAX_TABLE_BYTES} bytes")
+            for lines in text:
+                # other separators of Unicode
+                for line in lines.splitlines():
+                    number += 1
+                    if line.strip():
+                        yield number, line.strip()
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; create it, or set data.source to another "
                         "folder.") from error
@@ -48,23 +115,11 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
         raise DataError(f"{path} cannot be read ({error.strerror}); replace it or fix its permissions.") from error
     except UnicodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error}); convert it.") from error
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            yield f"{path}:{number}", line.strip()
 
 
-def read_table(path: Path) -> dict[str, Entry]:
+def read_table(path: Path) -> Table:
     """Read lines "key value ..." by key, in the order of the file; duplicate keys are errors."""
-    table: dict[str, Entry] = {}
-    for where, line in read_lines(path):
-        key, _, value = line.replace("\t", " ").partition(" ")
-        if key in table:
-            raise DataError(f"{where}: {key} is a duplicate, first in {table[key].where}; remove "
-                            "one of them.")
-        table[key] = Entry(value.strip(), where)
-    if not table:
-        raise DataError(f"{path} is empty; add lines, or remove its folder.")
-    return table
+    return Table(path)
 
 
 def read_ark(path: Path) -> dict[str, npt.NDArray[np.floating]]:
@@ -135,13 +190,13 @@ def read_int_vectors(path: Path) -> dict[str, npt.NDArray[np.int32]]:
 
 def _by_key(source: Source, num_dims: int, dtype: type[np.int32] | None = None) -> dict[str, Array]:
     found: dict[str, Array] = {}
-    for key, array in read_archive(source):
-        if array.ndim != num_dims or (array.dtype == np.int32) != (dtype is np.int32):
+    for key, one in read_archive(source):
+        if one.ndim != num_dims or (one.dtype == np.int32) != (dtype is np.int32):
             kind = "vector of integers" if dtype is np.int32 else "matrix"
             raise KaldiFormatError(f"{key[:80]}: it is not a {kind}")
         if key in found:
             raise KaldiFormatError(f"duplicate key {key[:80]}")
-        found[key] = array
+        found[key] = one
     return found
 
 

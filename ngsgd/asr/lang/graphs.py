@@ -94,8 +94,8 @@ def build(language: Language, *, silence_prob: float, rules: Grammar | None = No
         kaldifst.arcsort(states, "olabel")
     fst = kaldifst.compose(states, fst)
     _determinize(fst)
-    fst = _rewritten(fst, lambda arc: arc if arc.input <= language.num_pdfs
-                     else arc._replace(input=EPSILON))
+    num_pdfs = language.num_pdfs
+    fst = _rewritten(fst, lambda label, output, cost: (label if label <= num_pdfs else EPSILON, output, cost))
     kaldifst.minimize_encoded(fst, delta=_PRECISION)
     return Graph(_with_self_loops(fst), topology.words, topology, language.phone_states())
 
@@ -153,7 +153,7 @@ def with_word_penalty(graph: Graph, word_penalty: float) -> Graph:
     """Add `word_penalty` to the cost of every word."""
     return replace(graph, fst=_rewritten(
         graph.fst,
-        lambda arc: arc._replace(cost=arc.cost + word_penalty) if arc.output else arc))
+        lambda label, output, cost: (label, output, cost + word_penalty if output else cost)))
 
 
 def arcs(graph: Graph) -> Iterator[Arc]:
@@ -383,36 +383,37 @@ def _reason(said: str) -> str:
 
 def _with_self_loops(fst: Any) -> Any:
     """Split states by the pdf that leads into them, each with a loop on that pdf."""
-    looped = _new()
+    looped, kaldifst = _new(), _kaldifst()
+    # these loops run for every arc of a graph, up to millions of times
+    iterator, new_arc, add = kaldifst.ArcIterator, kaldifst.StdArc, looped.add_arc
     numbers = {(fst.start, EPSILON): looped.start}
     todo = [(fst.start, EPSILON)]
-    arcs = _arcs_by_source(fst)
     while todo:
         state, pdf_label = todo.pop()
         source = numbers[state, pdf_label]
         if pdf_label:
-            _add(looped, Arc(source, source, pdf_label, EPSILON, 0.0))
+            add(source, new_arc(pdf_label, EPSILON, 0.0, source))
         looped.set_final(source, fst.final(state))
-        for arc in arcs.get(state, ()):
-            target = (arc.target, arc.input)
+        for arc in iterator(fst, state):
+            target = (arc.nextstate, arc.ilabel)
             if target not in numbers:
                 numbers[target] = looped.add_state()
                 todo.append(target)
-            _add(looped, arc._replace(source=source, target=numbers[target]))
+            add(source, new_arc(arc.ilabel, arc.olabel, arc.weight, numbers[target]))
     return looped
 
 
-def _rewritten(fst: Any, change: Callable[[Arc], Arc]) -> Any:
-    """Return a copy with changed arcs; states keep their numbers."""
-    copy = _kaldifst().StdVectorFst()
+def _rewritten(fst: Any, change: Callable[[int, int, float], tuple[int, int, float]]) -> Any:
+    """Return a copy with other labels and costs of the arcs; states keep their numbers."""
+    kaldifst = _kaldifst()
+    copy, iterator, new_arc = kaldifst.StdVectorFst(), kaldifst.ArcIterator, kaldifst.StdArc
     for _ in range(fst.num_states):
         copy.add_state()
     copy.start = fst.start
     for state in range(fst.num_states):
         copy.set_final(state, fst.final(state))
-    for arcs in _arcs_by_source(fst).values():
-        for arc in arcs:
-            _add(copy, change(arc))
+        for arc in iterator(fst, state):
+            copy.add_arc(state, new_arc(*change(arc.ilabel, arc.olabel, arc.weight.value), arc.nextstate))
     return copy
 
 

@@ -1,11 +1,13 @@
 """Preparation of Kaldi data directories in shards: same bits, kills, damage and memory."""
 
+import gc
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from ngsgd.data.storage import write_arrays
 from ngsgd.errors import DataError
 from tests.asr.made_up_speech import write_data
 
-pytest.importorskip("soundfile")
+soundfile = pytest.importorskip("soundfile")
 kaldiio = pytest.importorskip("kaldiio")
 pytest.importorskip("kaldi_native_fbank")
 
@@ -235,6 +237,32 @@ def test_shards_are_in_the_order_of_recordings_and_time(tmp_path: Path) -> None:
     assert [[one.utt_id for one in shard.entries] for shard in plan.shards(part, FEATURES)] == [["u1", "u0"], ["u3", "u2"]]
 
 
+def test_each_recording_is_opened_once_for_all_its_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = write_data(tmp_path / "data", num_utterances=2)
+    rng = np.random.default_rng(0)
+    for recording in ("a", "b"):
+        soundfile.write(tmp_path / f"{recording}.wav", rng.integers(-99, 99, 16000 * 30, np.int16), 16000)
+    names = [f"{'ab'[i % 2]}-{i:03d}" for i in range(60)]
+    for table, value in {"text": "YES", "utt2spk": "s1"}.items():
+        (data / "train" / table).write_text("".join(f"{name} {value}\n" for name in names))
+    (data / "train" / "segments").write_text(
+        "".join(f"{name} {name[0]} {i // 2} {i // 2 + 0.9}\n" for i, name in enumerate(names)))
+    (data / "train" / "wav.scp").write_text(f"a {tmp_path / 'a.wav'}\nb {tmp_path / 'b.wav'}\n")
+    opened: list[str] = []
+    real = soundfile.SoundFile
+
+    def counted(path: str) -> object:
+        opened.append(path)
+        return real(path)
+
+    monkeypatch.setattr(soundfile, "SoundFile", counted)
+    kaldi_dirs.make(config(data), FEATURES, AugmentConfig(), tmp_path, num_processes=1)
+    assert len(list(tmp_path.glob("train-*.safetensors"))) > 8
+    assert sorted(Path(path).name for path in opened if "data" not in Path(path).parts) == ["a.wav", "b.wav"]
+
+
 # memory
 
 MEASURED = """
@@ -281,6 +309,30 @@ def test_memory_does_not_grow_with_the_features(tmp_path: Path) -> None:
     large, size_of_large = peak_bytes(tmp_path / "large", 420)
     # blocks and shards fill up to about 30 MB. Labels and indexes, a tenth of the features, do grow
     assert large - small < 0.35 * (size_of_large - size_of_small)
+
+
+def test_tables_take_few_bytes_per_utterance(tmp_path: Path) -> None:
+    """As Python objects a line of the three tables takes 1,400 bytes."""
+    number = 1000
+    names = [f"recording{i // 100:03d}-{i:06d}" for i in range(number)]
+    write_table = {"text": "seven three nine zero", "utt2spk": "speaker", "segments": "recording 0.5 3.25"}
+    for table, value in write_table.items():
+        (tmp_path / table).write_text("".join(f"{name} {value}\n" for name in names))
+    (tmp_path / "wav.scp").write_text("recording recording.wav\n")
+    # the table of interned strings of Python may grow once, by megabytes
+    assert min(traced_bytes(tmp_path, number) for _ in range(2)) < 250 * number
+
+
+def traced_bytes(folder: Path, number: int) -> int:
+    """Peak memory of reading and dividing a data directory."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        part = plan.Part("train", data_dir.read(folder, given_features=False))
+        assert sum(len(shard.at) for shard in plan.shards(part, FEATURES)) == number
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_plan_survives_the_way_to_another_process(mine: Path) -> None:

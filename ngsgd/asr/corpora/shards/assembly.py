@@ -9,6 +9,7 @@ Letters: U utterances, copies included, T frames, D feature dimension.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,7 @@ from ngsgd.asr.speech_set import SpeechSet, online_normalized
 from ngsgd.asr.utterance import unaligned
 from ngsgd.config import FeatureConfig
 from ngsgd.data import mapped
+from ngsgd.data.columns import Strings, WordLists
 from ngsgd.data.frames import FrameSet
 from ngsgd.errors import DataError
 
@@ -37,21 +39,21 @@ Normalize = Callable[[int, Features], Features]
 
 
 @dataclass(frozen=True)
-class Position:
-    """Place of an utterance: its number in a shard."""
-
-    path: Path
-    u: int
-
-
-@dataclass(frozen=True)
 class ShardedSet:
-    """The utterances of a set in shards, in the order of the data; copies follow each other."""
+    """The utterances of a set in shards, in the order of the data; copies follow each other.
 
-    positions: Sequence[Position]
-    utt_ids: tuple[str, ...]
-    speakers: tuple[str, ...]
-    texts: tuple[tuple[str, ...], ...]
+    Attributes:
+        paths: the shards.
+        shard_U: number of the shard of each utterance.
+        place_U: number of each utterance in its shard.
+    """
+
+    paths: Sequence[Path]
+    shard_U: npt.NDArray[np.int32]
+    place_U: npt.NDArray[np.int32]
+    utt_ids: Sequence[str]
+    speakers: Sequence[str]
+    texts: Sequence[tuple[str, ...]]
     offsets: npt.NDArray[np.int64]
     dim: int
 
@@ -62,18 +64,24 @@ class ShardedSet:
 
     def features(self) -> Iterator[Features]:
         """Yield the features of each utterance, not normalized."""
-        opened = lru_cache(_OPEN_SHARDS)(ShardFile)
-        for one in self.positions:
-            yield opened(one.path).features(one.u)
+        return (file.features(u) for file, u in _opened(self.paths, self.shard_U, self.place_U))
 
     def units(self, names: Sequence[str]) -> CmvnStats:
         """Add the statistics of the utterances, grouped by the names of their units."""
-        opened = lru_cache(_OPEN_SHARDS)(ShardFile)
         stats: dict[str, cmvn.Stats] = {}
-        for one, name in zip(self.positions, names, strict=True):
-            found = opened(one.path).stats(one.u)
+        files = _opened(self.paths, self.shard_U, self.place_U)
+        for (file, u), name in zip(files, names, strict=True):
+            found = file.stats(u)
             stats[name] = stats[name] + found if name in stats else found
-        return CmvnStats(stats, tuple(names))
+        return CmvnStats(stats, names)
+
+
+def _opened(paths: Sequence[Path], shard_U: npt.NDArray[np.int32],
+            place_U: npt.NDArray[np.int32]) -> Iterator[tuple[ShardFile, int]]:
+    """Yield the shard of each utterance and its number there; few shards are open."""
+    opened = lru_cache(_OPEN_SHARDS)(lambda number: ShardFile(paths[number]))
+    for number, u in zip(shard_U, place_U, strict=True):
+        yield opened(int(number)), int(u)
 
 
 def read(parts: Sequence[tuple[Part, Sequence[Shard]]], folder: Path) -> ShardedSet:
@@ -83,27 +91,40 @@ def read(parts: Sequence[tuple[Part, Sequence[Shard]]], folder: Path) -> Sharded
         DataError: the shards have different numbers of features.
         OSError: a shard cannot be read.
     """
-    found: list[tuple[Position, str, str, tuple[str, ...], int]] = []
+    paths: list[Path] = []
+    # number of the utterance in all parts, shard, number in the shard, number of frames
+    found: list[npt.NDArray[np.int64]] = []
     dims: dict[int, Path] = {}
+    begin = 0
     for part, shards in parts:
-        of_entry: list[list[tuple[Position, str, str, tuple[str, ...], int]]] = [[] for _ in part.listed]
         for shard in shards:
-            path = folder / shard.file_name
-            file = ShardFile(path)
-            dims.setdefault(file.dim, path)
-            copies = len(file.utt_ids) // len(shard.at)
-            lengths = np.diff(file.offsets).tolist()
-            for u, (utt_id, speaker) in enumerate(zip(file.utt_ids, file.speakers, strict=True)):
-                entry = shard.at[u // copies]
-                of_entry[entry].append((Position(path, u), utt_id, speaker,
-                                        part.listed[entry].words, lengths[u]))
-        found += [one for group in of_entry for one in group]
+            file = ShardFile(folder / shard.file_name)
+            dims.setdefault(file.dim, folder / shard.file_name)
+            num = len(file.utt_ids)
+            entry_U = begin + np.repeat(np.asarray(shard.at, np.int64), num // len(shard.at))
+            found.append(np.stack([entry_U, np.full(num, len(paths)), np.arange(num), np.diff(file.offsets)]))
+            paths.append(folder / shard.file_name)
+        begin += len(part.listed)
     if len(dims) > 1:
         raise DataError(f"the utterances have {' or '.join(map(str, sorted(dims)))} features per "
                         "frame; use features of one kind.")
-    positions, utt_ids, speakers, texts, num_frames = zip(*found, strict=True)
-    return ShardedSet(positions, utt_ids, speakers, texts,
-                      np.cumsum([0, *num_frames], dtype=np.int64), *dims)
+    entry_U, shard_U, place_U, length_U = np.concatenate(found, axis=1)
+    # copies of an utterance are in one shard and stay in their order
+    order_U = np.argsort(entry_U, kind="stable")
+    shard_U, place_U = shard_U[order_U].astype(np.int32), place_U[order_U].astype(np.int32)
+    return ShardedSet(paths, shard_U, place_U,
+                      Strings(file.utt_ids[u] for file, u in _opened(paths, shard_U, place_U)),
+                      Strings(file.speakers[u] for file, u in _opened(paths, shard_U, place_U)),
+                      WordLists(_texts(parts, np.bincount(entry_U, minlength=begin))),
+                      np.concatenate([[0], np.cumsum(length_U[order_U])]), *dims)
+
+
+def _texts(parts: Sequence[tuple[Part, Sequence[Shard]]],
+           copies: npt.NDArray[np.int64]) -> Iterator[tuple[str, ...]]:
+    """Yield the words of each utterance as often as it has copies."""
+    every = itertools.chain.from_iterable(part.listed for part, _ in parts)
+    for one, number in zip(every, copies, strict=True):
+        yield from itertools.repeat(one.words, int(number))
 
 
 def assemble(name: str, found: ShardedSet, config: FeatureConfig, folder: Path, *,
@@ -135,7 +156,9 @@ def assemble(name: str, found: ShardedSet, config: FeatureConfig, folder: Path, 
     else:
         normal = found.features()
     features_TD = mapped.write_rows(folder / f"{name}.features_TD.npy", found.shape, normal)
-    frames = FrameSet(features_TD, unaligned(len(features_TD)), found.offsets, found.utt_ids)
+    pdf_T = mapped.write_array(folder / f"{name}.pdf_T.npy", found.shape[:1],
+                               map(unaligned, np.diff(found.offsets).tolist()), np.dtype(np.int32))
+    frames = FrameSet(features_TD, pdf_T, found.offsets, found.utt_ids)
     return SpeechSet(frames, found.texts, found.speakers, units, raw_TD)
 
 
@@ -147,7 +170,7 @@ def _by_utterance(found: ShardedSet, config: FeatureConfig) -> Iterator[Features
 def _by_speaker(found: ShardedSet) -> Iterator[Features]:
     """Normalize to zero mean and unit variance per speaker; three passes over the shards."""
     place = {speaker: s for s, speaker in enumerate(dict.fromkeys(found.speakers))}
-    speaker_U = [place[speaker] for speaker in found.speakers]
+    speaker_U = np.fromiter((place[speaker] for speaker in found.speakers), np.int32, len(found.speakers))
     count_S1 = np.zeros((len(place), 1))
     sum_SD, square_SD = np.zeros((2, len(place), found.dim))
     for s, raw in zip(speaker_U, found.features(), strict=True):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ngsgd.asr.corpora import data_dir
 from ngsgd.asr.corpora.data_dir import UtteranceEntry
 from ngsgd.asr.features.audio import Piece
-from ngsgd.asr.kaldi_io.tables import Entry
 from ngsgd.config import AugmentConfig, FeatureConfig
 
 SHARD_S = 600.0
@@ -48,7 +52,7 @@ class Shard:
 
     part: Part
     number: int
-    at: tuple[int, ...]
+    at: Sequence[int]
     seconds: float
 
     @property
@@ -56,7 +60,7 @@ class Shard:
         """The utterances, in the order of the file."""
         return [self.part.listed[i] for i in self.at]
 
-    @property
+    @functools.cached_property
     def file_name(self) -> str:
         """Name of the file; other utterances have another name."""
         utt_ids = "\n".join(one.utt_id for one in self.entries)
@@ -67,14 +71,14 @@ class Shard:
         """Return the shard for another process; `of_json` reads it."""
         part = {"name": self.part.name, "changes": asdict(self.part.changes),
                 "folder": str(self.part.folder),
-                "listed": [_to_json(one) for one in self.entries]}
+                "listed": [data_dir.to_json(one) for one in self.entries]}
         return {"part": part, "number": self.number, "seconds": self.seconds}
 
     @classmethod
     def of_json(cls, tree: Mapping[str, Any]) -> Shard:
         """Return the shard; its part has no other utterances."""
         part = tree["part"]
-        listed = [_of_json(one) for one in part["listed"]]
+        listed = [data_dir.of_json(one) for one in part["listed"]]
         return cls(Part(part["name"], listed, AugmentConfig(**part["changes"]),
                         Path(part["folder"])), tree["number"], tuple(range(len(listed))),
                    tree["seconds"])
@@ -85,21 +89,35 @@ def shards(part: Part, config: FeatureConfig) -> list[Shard]:
 
     Utterances are sorted by recording and time, so that one recording at a time is open.
     """
-    order = sorted(range(len(part.listed)), key=lambda i: (*_place(part.listed[i]), i))
-    return [Shard(part, number, tuple(at), seconds) for number, (at, seconds) in
-            enumerate(_groups(order, part, config.sample_rate_hz))]
+    return [Shard(part, number, at, seconds) for number, (at, seconds) in
+            enumerate(_groups(_order(part.listed), part, config.sample_rate_hz))]
 
 
-def _groups(order: Sequence[int], part: Part,
-            sample_rate_hz: int) -> Iterator[tuple[list[int], float]]:
-    group: list[int] = []
+def _order(listed: Sequence[UtteranceEntry]) -> Iterable[int]:
+    """Sort utterances by recording and time; a few bytes of memory for each."""
+    number_of: dict[str, int] = {}
+    recordings, starts = array("q"), array("d")
+    for one in listed:
+        recording, start = _place(one)
+        recordings.append(number_of.setdefault(recording, len(number_of)))
+        starts.append(start)
+    names = list(number_of)
+    rank = np.empty(len(names), np.int64)
+    rank[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+    # utterances with equal keys stay in the order of the set
+    return map(int, np.lexsort((np.array(starts), rank[np.array(recordings, np.int64)])))
+
+
+def _groups(order: Iterable[int], part: Part,
+            sample_rate_hz: int) -> Iterator[tuple[Sequence[int], float]]:
+    group = array("q")
     length_s = 0.0
     for i in order:
         group.append(i)
         length_s += _seconds(part.listed[i], sample_rate_hz)
         if length_s >= SHARD_S:
             yield group, length_s
-            group, length_s = [], 0.0
+            group, length_s = array("q"), 0.0
     if group:
         yield group, length_s
 
@@ -123,18 +141,3 @@ def _seconds(one: UtteranceEntry, sample_rate_hz: int) -> float:
     except OSError:
         # reported when it is read
         return 0.0
-
-
-def _to_json(one: UtteranceEntry) -> dict[str, Any]:
-    content = one.content
-    kind = {"start_s": content.start_s, "end_s": content.end_s, "path": str(content.path)} if \
-        isinstance(content, Piece) else {"value": content.value}
-    return {"utt_id": one.utt_id, "speaker": one.speaker, "words": one.words, "where": one.where,
-            "content": {"where": content.where, **kind}}
-
-
-def _of_json(tree: Mapping[str, Any]) -> UtteranceEntry:
-    content = tree["content"]
-    found = Entry(**content) if "value" in content else Piece(**{**content, "path": Path(content["path"])})
-    return UtteranceEntry(tree["utt_id"], tree["speaker"], tuple(tree["words"]), found,
-                          tree["where"])
