@@ -118,13 +118,13 @@ def history_of(folder: RunFolder) -> RunHistory:
     Raises:
         ConfigError: Its process has not written anything yet.
     """
-    from ngsgd.launcher.commands.info import state_of
     from ngsgd.launcher.reports.comparison import interval_in
     from ngsgd.launcher.reports.history import RunHistory
+    from ngsgd.launcher.run_state import state_of
     from ngsgd.pipeline.runs.saved_config import read_config
 
     config, events = read_config(folder.config), read_events(folder.events)
-    if not events:
+    if all(event["event"] == "opened" for event in events):
         raise ConfigError(
             f"{folder.path} has no event yet, so there is nothing to report; wait for its first "
             "outer iteration."

@@ -28,13 +28,13 @@ from ngsgd.training.job import Job, JobResult
 from ngsgd.training.job_init import JobInitializer
 from ngsgd.training.partitioning import EqualPartitioner, make_partitioner
 from ngsgd.training.planning import Plan, Progress, next_plan
-from ngsgd.training.records import Incident, JobRecord, OuterIterationRecord, SubsetScore
+from ngsgd.training.records import NOT_THE_BEST, Incident, JobRecord, OuterIterationRecord, SubsetScore
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.task import Task
 from ngsgd.training.tracking import Tracker
-from ngsgd.training.validation.acceptance import NOT_THE_BEST, Verdicts
+from ngsgd.training.validation.acceptance import Verdicts
 from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
 
 # maximum consecutive roll-backs of an outer iteration; three halve the learning rate eightfold

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+# reason of a sound result that is not averaged
+NOT_THE_BEST = "only the best job of an early outer iteration is kept (schedule.early_rules)"
+
 
 @dataclass(frozen=True)
 class JobRecord:
