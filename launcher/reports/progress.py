@@ -12,6 +12,7 @@ from typing import TextIO
 
 from ngsgd.launcher.screen import SCREEN, Screen, Status
 from ngsgd.launcher.text import duration
+from ngsgd.launcher.timeline.efficiency import of_file
 from ngsgd.phase import Phase
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
@@ -165,6 +166,8 @@ def final_lines(report: FinalReport, output_dir: Path | str | None = None) -> li
         lines += [f"objf   valid {report.valid.objf:.3f}, train {report.train.objf:.3f}; "
                   f"frame accuracy {100 * report.valid.accuracy:.1f}%"]
     lines.append(f"used   {trained}")
+    if "events" in report.files and (efficiency := of_file(Path(report.files["events"]))).num_possible:
+        lines.append(f"       {efficiency.text}")
     if "final model" in report.files:
         lines.append(f"model  {short_path(report.files['final model'])}")
     commands = enumerate(_next_commands(report, output_dir))

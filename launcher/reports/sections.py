@@ -14,6 +14,7 @@ from ngsgd.launcher.reports.charts import Chart
 from ngsgd.launcher.reports.checks import Check, Verdict, user_settings
 from ngsgd.launcher.reports.history import LayerRow, RunHistory, errors_by_speaker
 from ngsgd.launcher.text import duration, masked
+from ngsgd.launcher.timeline.efficiency import efficiency_of
 
 _WORST = 10
 _WRONG = ("reference", "hypothesis", "count")
@@ -39,12 +40,15 @@ def summary(run: RunHistory, verdict: Verdict, checks: Sequence[Check]) -> Itera
         else []
     )
     if run.iterations:
+        efficiency = efficiency_of(run.iterations)
         tiles += [
             ("outer iterations", f"{state['outer_iter']} / {state['num_outer_iters']}"),
             ("epochs", f"{state['epoch']:.2f}"),
             (f"{run.curve.example}s processed", f"{state['frames_processed']:,}"),
             ("training", duration(run.iterations[-1]["elapsed_s"])),
             ("workers", f"{len(run.workers())}"),
+            ("participation", f"{100 * efficiency.participation:.4g}%"),
+            ("effective training time", f"{100 * efficiency.effective_share:.3g}%"),
         ]
     yield html.tiles(tiles)
 

@@ -45,6 +45,8 @@ _OF_WORKER: tuple[tuple[str, Cause], ...] = (
     (r"\bMemoryError\b|OutOfMemory|allocate memory|out of memory",
      Cause("memory", INFRASTRUCTURE, MAY_HELP, "A worker had too little memory.",
            "use fewer cluster.num_workers, a smaller model or a larger machine")),
+    (r"could not start \((\w+Error|\w+Exception)\b",
+     Cause("code", WORKLOAD, UNKNOWN, "A worker could not start because of an exception.", _LOOK)),
     (r"could not start", Cause("worker", WORKLOAD, UNKNOWN, "A worker could not start.", _LOOK)),
     (r"killed by SIGKILL", Cause("worker", INFRASTRUCTURE, MAY_HELP,
                                  "A worker process was killed from outside: by a scheduler, a user or the out-of-memory killer.",
