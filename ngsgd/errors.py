@@ -58,6 +58,10 @@ class DamagedArchiveError(DataError):
         return str(self.args[0])
 
 
+class BadBatchError(DataError):
+    """A minibatch has a non-finite loss or gradient, and failure.on_bad_batch is stop."""
+
+
 class DivergenceError(NgsgdError):
     """Parameters or losses are not finite, or every job of an outer iteration was rejected."""
 

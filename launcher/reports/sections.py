@@ -15,6 +15,7 @@ from ngsgd.launcher.reports.checks import Check, Verdict, user_settings
 from ngsgd.launcher.reports.history import LayerRow, RunHistory, errors_by_speaker
 from ngsgd.launcher.text import duration, masked
 from ngsgd.launcher.timeline.efficiency import efficiency_of
+from ngsgd.launcher.why.faults import bad_examples
 
 _WORST = 10
 _WRONG = ("reference", "hypothesis", "count")
@@ -194,6 +195,11 @@ def interruptions(run: RunHistory) -> Iterator[str]:
         yield html.note("Nothing: no stop, no fault.")
         return
     yield html.bullets([text for *_, text in found[-_MOST_INCIDENTS:]])
+    if bad := bad_examples(run.events):
+        yield html.heading("Examples with a loss or gradient that is not finite", level=3)
+        yield html.table(("example", "reason"), [*bad.items()][:_MOST_INCIDENTS])
+        if len(bad) > _MOST_INCIDENTS:
+            yield html.note(f"The first {_MOST_INCIDENTS} of {len(bad)}; ngsgd why --json lists all.")
     if len(found) > _MOST_INCIDENTS:
         yield html.note(f"The last {_MOST_INCIDENTS} of {len(found)}; all are in events.jsonl.")
 

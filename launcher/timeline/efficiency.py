@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from ngsgd.training.records import NOT_THE_BEST, OuterIterationRecord
-from ngsgd.training.storage.event_log import read_events
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,3 @@ def of_record(record: OuterIterationRecord, before_s: float = 0.0) -> Efficiency
     one = efficiency_of([{"event": "outer_iteration", **asdict(record)}])
     since = before_s if before_s < record.elapsed_s else 0.0
     return Efficiency(one.num_counted, one.num_possible, one.minibatch_s, record.elapsed_s - since, one.num_workers)
-
-
-def of_file(events: Path) -> Efficiency:
-    """The same of the events.jsonl of a run."""
-    return efficiency_of(read_events(events))

@@ -96,6 +96,8 @@ _OF_KIND = {
     "DamagedArchiveError": Cause("archive", INFRASTRUCTURE, CANNOT_HELP, "An archive of examples is missing or damaged.",
                                  "restore the archive, then {resume}"),
     "DivergenceError": _RATE, "ConfigError": _SETTINGS, "ArgumentError": _SETTINGS, "DataError": _DATA,
+    "BadBatchError": Cause("data", WORKLOAD, CANNOT_HELP, "Examples give a loss or gradient that is not finite.",
+                           "correct the examples that the evidence names, or set failure.on_bad_batch=quarantine"),
     "FingerprintError": Cause("numeric fingerprint", INFRASTRUCTURE, CANNOT_HELP,
                               "This machine or installation computes other bits than the run so far.",
                               "{resume} on the earlier kind of machine, or with --allow-other-bits"),

@@ -17,11 +17,15 @@ from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.text import masked
 from ngsgd.launcher.why.causes import KILLED, WORKLOAD, of_error, of_worker
 from ngsgd.launcher.why.facts import Evidence, Line, cut, lines_of, log_tail, quoted, setting
-from ngsgd.launcher.why.faults import INTERRUPTED, LOST_WORK, Fault, faults_of
+from ngsgd.launcher.why.faults import INTERRUPTED, LOST_WORK, Fault, bad_examples, faults_of
 from ngsgd.pipeline.runs.failure_record import failed_command_path, read_record
 from ngsgd.pipeline.runs.run_folder import RunFolder
 
 _MAX_EVIDENCE = 8
+# in the message of an incident "bad_batch": diverging training does not change inputs
+_NOT_FINITE = "an input is not finite"
+# bad examples that the text lists; JSON has all
+_MAX_BAD = 20
 _NOTHING = "nothing to do: the run recovered"
 _ENDED = ("FAILED", "STOPPED")
 
@@ -46,6 +50,8 @@ class Answer:
     next: str = ""
     # all recorded faults: culprit -> number
     faults: dict[str, int] = field(default_factory=dict)
+    # utterance ids or indices of examples with a non-finite loss or gradient -> reason
+    bad_examples: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -78,7 +84,8 @@ def explain(run: Path) -> Answer:
     evidence = _unique([*fault.evidence, *log_tail(folder, fault.workers)])
     return Answer(str(run), state["state"], fault.cause.culprit, fault.cause.domain, fault.cause.outlook,
                   _sentence(fault), evidence[:_MAX_EVIDENCE],
-                  _step(fault, state).format(**values) if needs_action else _NOTHING, counts)
+                  _step(fault, state).format(**values) if needs_action else _NOTHING, counts,
+                  bad_examples(line.fields for line in events))
 
 
 def explain_command(output_dir: Path) -> Answer | None:
@@ -155,6 +162,9 @@ def _behind_divergence(found: Fault, ledger: Sequence[Line], faults: Sequence[Fa
     last = max((line.job[0] for line in ledger if line.event == "planned"), default=-1)
     lines = [line for line in ledger if line.job[0] == last and line.event in ("rejected", "dropped", "quarantined", "rolled_back")]
     evidence = (*found.evidence, *map(quoted, lines))
+    data = [fault for fault in faults if any(_NOT_FINITE in one.text for one in fault.evidence)]
+    if data:
+        return Fault(INTERRUPTED, data[0].cause, (*found.evidence, *data[0].evidence, *data[-1].evidence), data[0].workers)
     lost = {line.source for line in lines if line.event in ("dropped", "quarantined")}
     behind = [fault for fault in faults if any(one.source in lost for one in fault.evidence)]
     if behind and not any(line.event == "rejected" for line in lines):
@@ -200,6 +210,12 @@ def _after_calm(state: Mapping[str, Any]) -> str:
     return f"ngsgd logs {state['run']} --follow" if state["state"] in ("RUNNING", "PENDING") else ""
 
 
+def bad_lines(found: Mapping[str, str]) -> list[str]:
+    """Bad examples, a line each; the rest as a number."""
+    lines = [f"{name}: {reason}" for name, reason in [*found.items()][:_MAX_BAD]]
+    return [*lines, f"and {len(found) - _MAX_BAD} more"] if len(found) > _MAX_BAD else lines
+
+
 def lines_about(answer: Answer) -> list[str]:
     """The answer as lines of text."""
     lines = [f"run        {answer.run}", f"state      {answer.state}"]
@@ -209,4 +225,6 @@ def lines_about(answer: Answer) -> list[str]:
     lines += [f"{'evidence' if not index else '':10} {one.source}: {one.text}" for index, one in enumerate(answer.evidence)]
     if len(answer.faults) > 1 or any(number > 1 for number in answer.faults.values()):
         lines.append(f"faults     {', '.join(f'{culprit} {number}' for culprit, number in answer.faults.items())}")
+    if answer.bad_examples:
+        lines += [f"{'examples' if not index else '':10} {line}" for index, line in enumerate(bad_lines(answer.bad_examples))]
     return [*lines, f"next       {answer.next}"] if answer.next else lines

@@ -4,8 +4,9 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ngsgd.launcher.why.causes import (
     CANNOT_HELP,
@@ -45,6 +46,8 @@ _INCIDENTS = {
     "rolled_back": (LOST_WORK, Cause("learning rate", WORKLOAD, CANNOT_HELP,
                                      "An outer iteration diverged and was repeated at half the learning rate.",
                                      "start the next run with schedule.lr_initial={half_lr}")),
+    "bad_batch": (LOST_WORK, Cause("data", WORKLOAD, CANNOT_HELP, "Examples give a loss or gradient that is not finite.",
+                                   "correct the examples that the evidence names, or set failure.on_bad_batch=quarantine")),
     "exchange_failed": (RETRIED, Cause("transfer", INFRASTRUCTURE, MAY_HELP, "Averaging among the workers failed.",
                                        "check the network between the workers")),
 }
@@ -58,6 +61,18 @@ class Fault:
     cause: Cause
     evidence: tuple[Evidence, ...]
     workers: tuple[int, ...] = ()
+
+
+def bad_examples(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Examples with a non-finite loss or gradient -> reason and number of times."""
+    found: dict[str, list[str]] = {}
+    for event in events:
+        jobs = event.get("jobs") if event.get("event") == "outer_iteration" else None
+        for job in jobs if isinstance(jobs, list) else ():
+            for name, reason in (job.get("bad_examples") or {}).items():
+                found.setdefault(name, []).append(str(reason))
+    return {name: f"{reasons[-1]}, {len(reasons)} times" if len(reasons) > 1 else reasons[-1]
+            for name, reasons in sorted(found.items())}
 
 
 def faults_of(events: Sequence[Line], ledger: Sequence[Line], *, is_alive: bool) -> list[Fault]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ngsgd.config import RunConfig
-from ngsgd.errors import CheckpointError, RunInterrupted
+from ngsgd.errors import CheckpointError, ConfigError, RunInterrupted
 from ngsgd.optim.outer import make_rule
 from ngsgd.phase import Phase
 from ngsgd.pipeline.model_summary import summary
@@ -153,6 +153,8 @@ class BaseRun(ABC):
         config, folder = self.config, self.folder
         spec = self._spec()
         task = spec.task(torch.device("cpu"))
+        if config.failure.on_bad_batch == "quarantine" and not task.names_examples:
+            raise ConfigError("failure.on_bad_batch is quarantine, but this task does not name its examples; choose skip or stop.")
         schedule = task.shards().schedule(config.schedule)
         model = seeded_model(task, config.seed)
         for line in summary(model):

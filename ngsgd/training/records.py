@@ -49,6 +49,8 @@ class JobRecord:
     host: str = ""
     # load of that machine at the end of the job
     machine: dict[str, float] = field(default_factory=dict)
+    # examples of minibatches with a non-finite loss or gradient -> reason
+    bad_examples: dict[str, str] = field(default_factory=dict)
 
     @property
     def frames_per_second(self) -> float:

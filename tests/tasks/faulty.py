@@ -6,12 +6,10 @@ import os
 import signal
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from ngsgd.tasks import DatasetTask
-from tests.tasks import blobs
+from tests.tasks import blobs, spoilt
 
 # minibatches of a job before its process receives a signal
 _QUIET = 40
@@ -19,16 +17,11 @@ _calls = {"loss": 0}
 
 
 def make_task(fault: str) -> DatasetTask:
-    """The task of `blobs` with a fault: a name of this module's loss functions, or "nan"."""
+    """The task of `blobs` with a fault: a name of this module's loss functions, or "not_finite"."""
     _calls["loss"] = 0
-    data = blobs.dataset()
-    if fault == "nan":
-        x_ND, y_N = data.tensors
-        x_ND = x_ND.clone()
-        x_ND[::2] = torch.nan
-        data = TensorDataset(x_ND, y_N)
-        fault = "plain"
-    return DatasetTask(data, blobs.make_model, _LOSSES[fault], shard_size=240, num_eval_examples=50)
+    if fault == "not_finite":
+        return spoilt.make_task("input")
+    return DatasetTask(blobs.dataset(), blobs.make_model, _LOSSES[fault], shard_size=240, num_eval_examples=50)
 
 
 def plain(model: nn.Module, batch: Any) -> Tensor:
