@@ -315,6 +315,8 @@ def how_it_ended(error: RayError) -> str:
     text = str(error)
     if "SIGKILL" in text or "signal 9" in text:
         return "killed by SIGKILL"
+    if "its node has died" in text or "node failure" in text:
+        return "its node was lost"
     if isinstance(error, RayActorError):
         return "its process ended"
     return _first_line(error)

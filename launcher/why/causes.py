@@ -56,7 +56,9 @@ _OF_WORKER: tuple[tuple[str, Cause], ...] = (
     (r"killed by SIG", Cause("worker", UNKNOWN, UNKNOWN, "A worker process crashed in compiled code.", _LOOK)),
     (r"made no progress|gave no answer|was not ready",
      Cause("worker", UNKNOWN, UNKNOWN, "A worker hung and was killed.", _LOOK)),
-    (r"its process ended|node .*(died|dead|lost)|raylet|NodeDied",
+    # Ray does not report how; an exception or exit of a job has another reason
+    (r"its process ended", Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker process ended under Ray.", _LOOK)),
+    (r"node (was lost|has died)|raylet|NodeDied",
      Cause("node", INFRASTRUCTURE, MAY_HELP, "A worker was lost with its machine or its Ray process.", "ray status")),
     (r"ended with code", Cause("worker", WORKLOAD, UNKNOWN, "A worker process exited by itself.", _LOOK)),
     (r"^(OSError|IOError|ConnectionError|ConnectionResetError|TimeoutError|BlockingIOError)\b",
