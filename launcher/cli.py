@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.console import run_guarded, version
@@ -25,7 +26,7 @@ _COMMANDS = {
     "resume": "hydra_app:resume", "stop": "cluster.jobs:stop", "tune": "tune", "align": "align",
     "transcribe": "transcribe", "decode": "decode:decode", "evaluate": "decode:evaluate",
     "status": "cluster.jobs:status", "logs": "cluster.jobs:logs", "report": "report", "compare": "compare", "ui": "ui",
-    "info": "info", "settings": "settings",
+    "info": "info", "why": "why", "settings": "settings",
     "submit": "cluster.submit", "doctor": "cluster.doctor", "plan": "cluster.plan", "simulate": "cluster.simulate",
     "export": "kaldi:export", "import": "kaldi:import_",
 }
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         rest = [word for word in own if word != "--debug"] + arguments[len(own):]
-        code = run_guarded(lambda: _dispatch(rest, debug), debug=debug)
+        code = run_guarded(lambda: _dispatch(rest, debug), debug=debug, on_error=partial(_keep_error, rest))
         SCREEN.close()
         sys.stdout.flush()
     except BrokenPipeError:
@@ -51,6 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE
     return code
+
+
+def _keep_error(arguments: Sequence[str], error: BaseException) -> None:
+    """Record the error of a command for `ngsgd why`."""
+    from ngsgd.launcher.why import failed_commands
+
+    failed_commands.keep(arguments, error)
 
 
 def _dispatch(arguments: list[str], debug: bool) -> int:

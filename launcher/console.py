@@ -5,6 +5,7 @@ Nothing heavy is imported at the top, so that `ngsgd --help` starts fast.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -39,8 +40,16 @@ _EXTRAS = {
 # Errors -------------------------------------------------------------------------------------------
 
 
-def run_guarded(action: Callable[[], int], *, debug: bool = False) -> int:
-    """Run an action and return its exit code; errors become messages on stderr."""
+def _ignore(_error: BaseException) -> None:
+    pass
+
+
+def run_guarded(action: Callable[[], int], *, debug: bool = False,
+                on_error: Callable[[BaseException], None] = _ignore) -> int:
+    """Run an action and return its exit code; errors become messages on stderr.
+
+    `on_error` receives the typed error, or the exception itself if it is of no known kind.
+    """
     try:
         return action()
     except SystemExit as end:
@@ -55,6 +64,11 @@ def run_guarded(action: Callable[[], int], *, debug: bool = False) -> int:
         if debug:
             print(printable(masked(traceback.format_exc())), file=sys.stderr, end="")
         known = _as_ngsgd_error(error)
+        if known is not None and known is not error:
+            known.__cause__ = error
+        # the record of an error must not hide the error
+        with contextlib.suppress(Exception):
+            on_error(known or error)
         if known is None:
             hint = "" if debug else " Run again with --debug to see where."
             _say([f"{type(error).__name__}: {_first_line(error).rstrip('.')}.{hint}"])

@@ -24,6 +24,8 @@ class SignalStop:
         self.grace_s = grace_s
         self._on_request = on_request
         self._count = 0
+        # the first signal, such as "SIGTERM"; empty before it
+        self.signal_name = ""
         self._deadline = float("inf")
 
     def requested(self) -> bool:
@@ -35,8 +37,9 @@ class SignalStop:
     def handle(self, signum: int, frame: FrameType | None) -> None:
         self._count += 1
         if self._count == 1:
+            self.signal_name = signal.Signals(signum).name
             self._deadline = time.monotonic() + self.grace_s
-            self._on_request(f"{signal.Signals(signum).name}: finishing this outer iteration for up to "
+            self._on_request(f"{self.signal_name}: finishing this outer iteration for up to "
                              f"{self.grace_s:g} s; a second signal stops at once.")
 
 
@@ -64,7 +67,7 @@ def sigterm_interrupts() -> Iterator[Callable[[], None]]:
         if os.getpid() != owner:
             # a forked process ends as it would without this handler
             os._exit(128 + signum)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(signal.Signals(signum).name)
 
     def install() -> None:
         signal.signal(signal.SIGTERM, interrupt)

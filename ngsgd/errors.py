@@ -30,6 +30,10 @@ class ConfigError(NgsgdError):
         super().__init__("\n".join(self.problems))
 
 
+class PortInUseError(ConfigError):
+    """Another program listens on the port of a server to be started."""
+
+
 class ArgumentError(ConfigError, ValueError, TypeError):
     """An argument of a call from Python has a wrong type or value.
 
@@ -52,6 +56,10 @@ class DamagedArchiveError(DataError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class BadBatchError(DataError):
+    """A minibatch has a non-finite loss or gradient, and failure.on_bad_batch is stop."""
 
 
 class DivergenceError(NgsgdError):
@@ -81,6 +89,18 @@ class ClusterError(NgsgdError):
     exit_code = 5
 
 
+class WorkerFingerprintError(ClusterError):
+    """Workers would not compute results that are bitwise identical to those of the run."""
+
+
+class ClusterTokenError(ClusterError):
+    """A Ray head answers, but rejects the token or the version of this process."""
+
+
+class CrashingShardError(ClusterError):
+    """A shard of data ended every worker that tried it, and the settings stop the run."""
+
+
 class CheckpointError(NgsgdError):
     """A checkpoint is missing, damaged, or belongs to another model."""
 
@@ -89,6 +109,14 @@ class CheckpointError(NgsgdError):
 
 class OptimizerStateError(CheckpointError, ValueError):
     """The state of an optimizer belongs to another model or another kind of optimizer."""
+
+
+class FingerprintError(CheckpointError):
+    """This machine would not compute results that are bitwise identical to those of the run."""
+
+
+class ConfigChangedError(CheckpointError):
+    """config.yaml of the run was changed since its start."""
 
 
 class RunLockedError(CheckpointError):

@@ -110,7 +110,9 @@ class Run:
         """From the newest checkpoint, or from the start."""
         pool = pool or self.in_process()
         layout = self.store.layout
-        latest, _ = self.store.latest()
+        latest, problems = self.store.latest()
+        for problem in problems:
+            self.recorder.incident(Incident("checkpoint_skipped", problem, latest.progress.outer_iter if latest else -1))
         if latest and any(record.outer_iter == latest.progress.outer_iter for record in self.recorder.records):
             latest = replace(latest, record=None)
         fresh = model_for(self.config, self.reader)

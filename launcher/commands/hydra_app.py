@@ -21,6 +21,7 @@ from ngsgd.launcher.console import run_guarded
 from ngsgd.launcher.ray.probe import require_cluster
 from ngsgd.launcher.screen import SCREEN
 from ngsgd.launcher.text import masked
+from ngsgd.launcher.why import failed_commands
 from ngsgd.pipeline.runs.run_folder import find_run, run_to_continue
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, verbose: bool, debug:
                                      allow_other_bits=allow_other_bits))
         return EXIT_OK
 
-    code = run_guarded(run, debug=debug)
+    code = run_guarded(run, debug=debug, on_error=lambda error: failed_commands.keep(["train", *sys.argv[1:]], error))
     # a job on another machine cannot write the file, and its code is not needed
     with contextlib.suppress(OSError), codes.open("a") as file:
         file.write(f"{code}\n")

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import socket
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngsgd import process_identity
-from ngsgd.config import TaskConfig
 from ngsgd.errors import EXIT_OK
-from ngsgd.files import read_json, read_regular_text, unsealed
 from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.console import version
+from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.text import duration, masked, printable
-from ngsgd.pipeline.runs.run_folder import RunFolder, find_run, resume_command
-from ngsgd.training.storage.event_log import read_events
-from ngsgd.training.storage.lock import holder_of
+from ngsgd.pipeline.runs.run_folder import find_run
 
-# MLflow's state of a run -> that of a Ray job
-_STATES = {"FINISHED": "SUCCEEDED", "FAILED": "FAILED", "KILLED": "STOPPED"}
+__all__ = ["command", "describe_run", "end_lines", "examples", "progress_line", "state_of"]
+
 _PACKAGES = ("ngsgd", "torch", "numpy", "ray", "hydra-core", "mlflow", "kaldi-native-fbank",
              "kaldi-decoder", "espeakng-loader")
-# a run of another machine counts as lost after this time without an event
-_ALIVE_S = 600.0
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -48,34 +39,6 @@ def command(arguments: Sequence[str]) -> int:
         lines = [f"{package:20}{found}" for package, found in about.items()]
     print(masked(json.dumps(about, indent=1) if options.json else printable("\n".join(lines))))
     return EXIT_OK
-
-
-def state_of(run_dir: Path) -> dict[str, Any]:
-    """Return state and progress of a run from the files in its folder; unknown figures are None."""
-    folder = RunFolder(run_dir)
-    events = read_events(folder.events)
-    nothing: dict[str, Any] = {}
-    last = next((event for event in reversed(events) if event.get("event") == "outer_iteration"),
-                nothing)
-    end = next((event for event in reversed(events) if event.get("event") == "finished"), nothing)
-    incidents = [str(event.get("message")) for event in events if event.get("event") == "incident"]
-    valid, task = last.get("valid", {}), _task_of(folder)
-    return {
-        "run": str(run_dir), "state": _state(folder, events), "process": _process(folder),
-        "silent_s": _silent_s(folder),
-        "outer_iter": last["outer_iter"] + 1 if last else 0,
-        "num_outer_iters": last.get("num_outer_iters"),
-        "epoch": last.get("epoch", 0.0), "num_epochs": last.get("num_epochs"),
-        "frames_processed": last.get("frames_processed", 0),
-        "metrics": end.get("metrics") or None, "is_speech": not task._target_,
-        "valid_objf": valid.get("objf"), "valid_accuracy": valid.get("accuracy"),
-        "left_s": last.get("left_s"),
-        "wer": end.get("wer") or None,
-        "wer_percent": end.get("wer_percent") if end.get("wer") else None,
-        "fingerprint": _fingerprint(folder),
-        "error": folder.last_error() or None, "resume": resume_command(task, run_dir),
-        "is_finished": bool(end), "examples": _examples_of(folder),
-        "num_incidents": len(incidents), "incidents": incidents[-5:]}
 
 
 def describe_run(state: Mapping[str, Any]) -> list[str]:
@@ -118,35 +81,6 @@ def progress_line(state: Mapping[str, Any]) -> str:
             f"{100 * accuracy:.1f}%")
 
 
-def _task_of(folder: RunFolder) -> TaskConfig:
-    """The custom task of a run; config.yaml is not parsed completely, which is slow."""
-    try:
-        text = read_regular_text(folder.config)
-    except (OSError, ValueError):
-        return TaskConfig()
-    found = re.search(r"^task:\n  _target_: (?:''|[\"']?([^\"'\n]*)[\"']?)$", text, re.MULTILINE)
-    return TaskConfig(_target_=found[1] or "") if found else TaskConfig()
-
-
-def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:
-    """The state in Ray's terms; LOST: the process ended without a final event; UNKNOWN: unclear."""
-    process = _process(folder)
-    if process_identity.is_alive(process):
-        return "RUNNING" if events else "PENDING"
-    if not events:
-        return ("UNKNOWN"
-                if may_be_alive(process) else "LOST") if folder.process.exists() else "PENDING"
-    status = events[-1].get("status")
-    if status in _STATES:
-        return _STATES[status]
-    if _silent_s(folder) <= _ALIVE_S:
-        if is_elsewhere(process):
-            return "RUNNING"
-        if may_be_alive(process):
-            return "UNKNOWN"
-    return "LOST"
-
-
 def _state_line(state: Mapping[str, Any]) -> str:
     if state["state"] == "LOST":
         return ("LOST: its process ended without a result, last event "
@@ -156,65 +90,6 @@ def _state_line(state: Mapping[str, Any]) -> str:
                 "start time, so that it may be another program; last event "
                 f"{duration(state['silent_s'])} ago")
     return f"{state['state']}{' (no event yet)' if state['state'] == 'PENDING' else ''}"
-
-
-def _process(folder: RunFolder) -> dict[str, Any]:
-    """The identity of the process that trains; empty if there is none."""
-    held = holder_of(folder.lock)
-    if held and held.get("purpose") != "decode":
-        return _as_identity(held.get("holder"))
-    try:
-        return _as_identity(read_json(folder.process))
-    except (OSError, ValueError):
-        return {}
-
-
-def _as_identity(stored: object) -> dict[str, Any]:
-    return stored if isinstance(stored, dict) and stored.keys() >= {"host", "process_id"} else {}
-
-
-def is_elsewhere(process: Mapping[str, Any]) -> bool:
-    """Return whether a process belongs to another machine or container."""
-    if not process:
-        return False
-    if process["host"] != socket.gethostname():
-        return True
-    # a container on this machine; a process of another boot has ended
-    return (process_identity.is_complete(process)
-            and process["boot_id"] == process_identity.current()["boot_id"]
-            and not process_identity.is_here(process))
-
-
-def may_be_alive(process: Mapping[str, Any]) -> bool:
-    """Return whether a process of this machine has the id of a record without a start time.
-
-    It may be another process.
-    """
-    process_id = process.get("process_id")
-    if not process or is_elsewhere(process) or process_identity.is_complete(process) or type(process_id) is not int:
-        return False
-    return process_id > 1 and process_identity.exists(process_id)
-
-
-def _silent_s(folder: RunFolder) -> float:
-    return max(0.0, time.time() - folder.events.stat().st_mtime) if folder.events.is_file() else 0.0
-
-
-def _examples_of(folder: RunFolder) -> str | None:
-    try:
-        return str(read_json(folder.data)["egs"])
-    except (OSError, ValueError, KeyError, TypeError):
-        # the run has not started
-        return None
-
-
-def _fingerprint(folder: RunFolder) -> dict[str, Any] | None:
-    """The stored numeric fingerprint; the module that compares it imports torch."""
-    try:
-        return dict(unsealed(read_json(folder.fingerprint))[0]["history"][-1]["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        # the run has not started, or is of an earlier version
-        return None
 
 
 def _fingerprint_lines(found: Mapping[str, Any]) -> list[str]:

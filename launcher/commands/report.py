@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,11 @@ def command(arguments: Sequence[str]) -> int:
         help="also write the charts as PNG into a folder next to the page",
     )
     parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write a trace of jobs, averaging and faults, for https://ui.perfetto.dev, instead of the page",
+    )
+    parser.add_argument(
         "--mlflow",
         action="store_true",
         help="also add the page to the artifacts of the run in MLflow",
@@ -55,6 +61,9 @@ def command(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(list(arguments))
     folder = RunFolder.open(find_run(options.run))
+    if options.trace:
+        _write_trace(folder, Path(options.trace))
+        return EXIT_OK
     target = Path(options.output) if options.output else folder.report
     say: Callable[[str], None] = (lambda _: None) if options.quiet else print
     say(write(folder, target, say, with_spectra=options.spectra, with_pictures=options.pictures))
@@ -62,6 +71,16 @@ def command(arguments: Sequence[str]) -> int:
         _send(folder, target, with_pictures=options.pictures)
     print(target)
     return EXIT_OK
+
+
+def _write_trace(folder: RunFolder, path: Path) -> None:
+    from ngsgd.launcher.timeline.trace import trace_of
+
+    events = read_events(folder.events)
+    if not any(event["event"] == "outer_iteration" for event in events):
+        raise ConfigError(f"{folder.path} has no complete outer iteration yet, so there is nothing to trace.")
+    write_text(path, json.dumps(trace_of(folder.path.name, events)))
+    print(path)
 
 
 def _send(folder: RunFolder, page: Path, *, with_pictures: bool) -> None:
@@ -118,13 +137,13 @@ def history_of(folder: RunFolder) -> RunHistory:
     Raises:
         ConfigError: Its process has not written anything yet.
     """
-    from ngsgd.launcher.commands.info import state_of
     from ngsgd.launcher.reports.comparison import interval_in
     from ngsgd.launcher.reports.history import RunHistory
+    from ngsgd.launcher.run_state import state_of
     from ngsgd.pipeline.runs.saved_config import read_config
 
     config, events = read_config(folder.config), read_events(folder.events)
-    if not events:
+    if all(event["event"] == "opened" for event in events):
         raise ConfigError(
             f"{folder.path} has no event yet, so there is nothing to report; wait for its first "
             "outer iteration."

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ngsgd.errors import EXIT_OK, ConfigError, MissingExtraError, NgsgdError
+from ngsgd.errors import EXIT_OK, ConfigError, MissingExtraError, NgsgdError, PortInUseError
 from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.mlflow.metrics import COLUMNS
 from ngsgd.launcher.mlflow.store import read_tracking, sqlite_uri
@@ -127,7 +127,8 @@ def require_usable(output_dir: Path, host: str, port: int) -> None:
     if problem := _port_problem(host, port):
         problems.append(problem)
     if problems:
-        raise ConfigError(problems)
+        is_in_use = len(problems) == 1 and problems[0].startswith(f"port {port} of")
+        raise (PortInUseError if is_in_use else ConfigError)(problems)
     if importlib.util.find_spec("mlflow") is None:
         raise MissingExtraError("mlflow", "service", "ngsgd ui")
 

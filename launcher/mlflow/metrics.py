@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 
+from ngsgd.launcher.timeline.efficiency import of_record
 from ngsgd.training.records import JobRecord, OuterIterationRecord
 
 # columns of the table of runs
@@ -47,11 +48,17 @@ def run_metrics(record: OuterIterationRecord, *, is_speech: bool = True, before_
         "time/compute_s": record.compute_s, "time/average_s": record.average_s,
         "time/checkpoint_s": record.checkpoint_s, "time/diagnostics_s": record.diagnostics_s,
         "time/elapsed_s": record.elapsed_s, "progress/epoch": record.epoch,
+        **_efficiency(record, before_s),
         "workers/jobs_planned": record.num_jobs, "workers/jobs_accepted": record.num_accepted,
         "workers/skew": record.skew, "workers/alive": record.workers_alive,
         "workers/deaths": record.num_deaths, "workers/jobs_deferred": record.num_deferred,
         "workers/results_discarded": record.num_discarded,
     }
+
+
+def _efficiency(record: OuterIterationRecord, before_s: float) -> dict[str, float]:
+    one = of_record(record, before_s)
+    return {"workers/participation": one.participation, "workers/effective_training_time": one.effective_share}
 
 
 def _diagnostics(record: OuterIterationRecord, *, is_speech: bool) -> dict[str, float]:

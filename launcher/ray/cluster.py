@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ngsgd.config import ClusterConfig
-from ngsgd.errors import ClusterError, NgsgdError
+from ngsgd.errors import ClusterError, ClusterTokenError, NgsgdError
 from ngsgd.launcher.ray.logs import divert
 from ngsgd.launcher.ray.probe import require_head, require_version
 from ngsgd.launcher.ray.session import PrivateFolder
@@ -147,7 +147,7 @@ def connect(config: ClusterConfig) -> bool:
     except (RayError, OSError, ValueError, RuntimeError, ConnectionError) as error:
         if config.address:
             # a head answered a moment ago: that is no question of the address
-            raise ClusterError(f"the Ray cluster at {config.address} could not be joined: its head answers, but rejects this "
+            raise ClusterTokenError(f"the Ray cluster at {config.address} could not be joined: its head answers, but rejects this "
                                f"process ({_first_line(error)}). {_why_rejected()}") from error
         raise ClusterError(f"Ray could not be started ({_first_line(error)}); use cluster=local instead.") from error
 
@@ -315,6 +315,8 @@ def how_it_ended(error: RayError) -> str:
     text = str(error)
     if "SIGKILL" in text or "signal 9" in text:
         return "killed by SIGKILL"
+    if "its node has died" in text or "node failure" in text:
+        return "its node was lost"
     if isinstance(error, RayActorError):
         return "its process ended"
     return _first_line(error)

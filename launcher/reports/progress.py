@@ -12,9 +12,14 @@ from typing import TextIO
 
 from ngsgd.launcher.screen import SCREEN, Screen, Status
 from ngsgd.launcher.text import duration
+from ngsgd.launcher.timeline.efficiency import efficiency_of
+from ngsgd.launcher.why.faults import bad_examples
 from ngsgd.phase import Phase
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
+from ngsgd.training.storage.event_log import read_events
 
+# examples with a non-finite loss or gradient in the summary
+_MOST_BAD = 5
 # columns of a line of a log
 WIDTH = 100
 LEGEND = ("train, valid: objective in nats per frame, on fixed frames of the training and",
@@ -165,10 +170,21 @@ def final_lines(report: FinalReport, output_dir: Path | str | None = None) -> li
         lines += [f"objf   valid {report.valid.objf:.3f}, train {report.train.objf:.3f}; "
                   f"frame accuracy {100 * report.valid.accuracy:.1f}%"]
     lines.append(f"used   {trained}")
+    lines += _of_events(Path(report.files["events"])) if "events" in report.files else []
     if "final model" in report.files:
         lines.append(f"model  {short_path(report.files['final model'])}")
     commands = enumerate(_next_commands(report, output_dir))
     return [*lines, *(f"{'' if index else 'next':5}  {command}" for index, command in commands)]
+
+
+def _of_events(path: Path) -> list[str]:
+    """Efficiency and bad examples of a run, from its event log."""
+    events = read_events(path)
+    efficiency, bad = efficiency_of(events), bad_examples(events)
+    lines = [f"       {efficiency.text}"] if efficiency.num_possible else []
+    shown = [f"{name} ({reason})" for name, reason in [*bad.items()][:_MOST_BAD]]
+    more = f" and {len(bad) - _MOST_BAD} more (ngsgd why)" if len(bad) > _MOST_BAD else ""
+    return [*lines, *([f"bad    {', '.join(shown)}{more}"] if bad else [])]
 
 
 def _next_commands(report: FinalReport, output_dir: Path | str | None) -> list[str]:

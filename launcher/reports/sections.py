@@ -14,6 +14,8 @@ from ngsgd.launcher.reports.charts import Chart
 from ngsgd.launcher.reports.checks import Check, Verdict, user_settings
 from ngsgd.launcher.reports.history import LayerRow, RunHistory, errors_by_speaker
 from ngsgd.launcher.text import duration, masked
+from ngsgd.launcher.timeline.efficiency import efficiency_of
+from ngsgd.launcher.why.faults import bad_examples
 
 _WORST = 10
 _WRONG = ("reference", "hypothesis", "count")
@@ -39,12 +41,15 @@ def summary(run: RunHistory, verdict: Verdict, checks: Sequence[Check]) -> Itera
         else []
     )
     if run.iterations:
+        efficiency = efficiency_of(run.iterations)
         tiles += [
             ("outer iterations", f"{state['outer_iter']} / {state['num_outer_iters']}"),
             ("epochs", f"{state['epoch']:.2f}"),
             (f"{run.curve.example}s processed", f"{state['frames_processed']:,}"),
             ("training", duration(run.iterations[-1]["elapsed_s"])),
             ("workers", f"{len(run.workers())}"),
+            ("participation", f"{100 * efficiency.participation:.4g}%"),
+            ("effective training time", f"{100 * efficiency.effective_share:.3g}%"),
         ]
     yield html.tiles(tiles)
 
@@ -190,6 +195,11 @@ def interruptions(run: RunHistory) -> Iterator[str]:
         yield html.note("Nothing: no stop, no fault.")
         return
     yield html.bullets([text for *_, text in found[-_MOST_INCIDENTS:]])
+    if bad := bad_examples(run.events):
+        yield html.heading("Examples with a loss or gradient that is not finite", level=3)
+        yield html.table(("example", "reason"), [*bad.items()][:_MOST_INCIDENTS])
+        if len(bad) > _MOST_INCIDENTS:
+            yield html.note(f"The first {_MOST_INCIDENTS} of {len(bad)}; ngsgd why --json lists all.")
     if len(found) > _MOST_INCIDENTS:
         yield html.note(f"The last {_MOST_INCIDENTS} of {len(found)}; all are in events.jsonl.")
 

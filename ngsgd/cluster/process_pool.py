@@ -189,7 +189,9 @@ class ProcessPool:
 
     def kill(self, worker: int, reason: str) -> None:
         slot = self._slots[worker]
-        slot.ended_because = reason
+        # a signal from outside is no fault of the job: SIGSTOP, or a debugger
+        stopped = slot.killed is None and _is_stopped(slot.process.pid)
+        slot.ended_because = f"was stopped by a signal, {reason}" if stopped else reason
         slot.killed = self._clock.now if slot.killed is None else slot.killed
         slot.process.kill()
 
@@ -324,6 +326,7 @@ class ProcessPool:
                 slot.leaving = bool(message.remainder) and not slot.told_to_stop
                 # its partial result is here, and its machine is needed elsewhere
                 if slot.leaving:
+                    slot.ended_because = "was asked to end by a signal"
                     slot.process.kill()
             slot.job, slot.places = None, ()
         elif isinstance(message, NgsgdError):
@@ -349,6 +352,10 @@ class ProcessPool:
                 raise ClusterError(f"worker {slot.index} died {len(deaths)} times while starting "
                                    f"({reason}); fix the cause and resume{self._tail(slot.index)}.")
         self._slots[slot.index] = self._successor(slot, deaths, reason)
+        if job is None and not slot.refused and not self._slots[slot.index].retired:
+            when = "while it was idle" if slot.ready else "while it started"
+            self._restarts.report("worker_replaced", slot.index,
+                                  f"worker {slot.index} ended {when} ({reason}) and is replaced; no job is lost")
         if job is not None:
             from_outside = slot.killed is not None or slot.process.is_orphan
             self._outcomes.append(JobFailure(job, slot.index, reason, True,
@@ -428,6 +435,15 @@ class ProcessPool:
 
 def _is_there(slot: _Slot) -> bool:
     return not slot.retired
+
+
+def _is_stopped(process_id: int | None) -> bool:
+    """Whether a process of this machine is stopped (state T of /proc/PID/stat)."""
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in ("T", "t")
 
 
 def _how_it_ended(process: ForkedProcess) -> str:

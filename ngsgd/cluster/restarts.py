@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ngsgd.cluster.exchange.collective_client import Exchange
 from ngsgd.cluster.fingerprint import OVERRIDE, Agreement, Fingerprint
-from ngsgd.errors import ClusterError
+from ngsgd.errors import ClusterError, WorkerFingerprintError
 from ngsgd.training.worker_pool import Retired
 
 _HOUR_S = 3600.0
@@ -89,8 +89,8 @@ def check_fingerprint(worker: int, found: Fingerprint, agreement: Agreement, res
     return differences
 
 
-def none_agrees(differences: str) -> ClusterError:
+def none_agrees(differences: str) -> WorkerFingerprintError:
     """Return the error for a run whose workers would not compute bitwise identical results."""
-    return ClusterError("no worker would compute bitwise identical results of this run "
+    return WorkerFingerprintError("no worker would compute bitwise identical results of this run "
                         f"({differences}); install the same versions, compiler and settings on "
                         f"every machine, then resume, or accept other results with {OVERRIDE}.")

@@ -61,6 +61,8 @@ class JobAssignment:
     places: tuple[SharedRef, ...]
 
 
+# 128 + SIGTERM, the convention of the shell: distinguishes a request from an exit of the job's code
+_EXIT_TERMINATED = 143
 # request to end the job after the current minibatch
 STOP = "stop"
 
@@ -106,7 +108,7 @@ class WorkerProcess:
         self._should_end = True
         # nothing to finish, and the blocking receive would resume after this handler
         if self._is_idle:
-            sys.exit(0)
+            sys.exit(_EXIT_TERMINATED)
 
     def run(self) -> None:
         try:
@@ -115,7 +117,7 @@ class WorkerProcess:
             self.messages.send(error)
             return
         if self._should_end:
-            return
+            sys.exit(_EXIT_TERMINATED)
         fingerprint = Fingerprint.of_this_process(torch.get_num_threads(), worker.device,
                                                   self.setup.spec.settings.cluster.precision)
         self.messages.send(Ready(os.getpid(), fingerprint))
@@ -131,6 +133,7 @@ class WorkerProcess:
                 self.messages.send(self._member.average(message))
             elif isinstance(message, FetchRequest):
                 self.messages.send(self._member.fetch(message.identity))
+        sys.exit(_EXIT_TERMINATED)
 
     def _may_wait(self) -> bool:
         """Return False if the process was asked to end; from now on `terminate` exits

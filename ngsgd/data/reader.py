@@ -110,6 +110,13 @@ class EgsReader:
                 yield minibatch
         return ahead(made(), prefetch)
 
+    def utterances_of_pass(self, shard: Shard, *, seed: int, outer_iter: int, job: int) -> npt.NDArray[np.str_]:
+        """Return the utterance id of each row of `minibatches` with the same arguments."""
+        file = self._archive(shard.archive)
+        at_N = _Rows(file, shard.frame, self.info).at_N
+        order_N = at_N[np.random.default_rng((seed, outer_iter, job)).permutation(len(at_N))]
+        return np.array(self._utterances()["utt_ids"])[file["utterance"][order_N]]
+
     def example(self, archive: int, index: int) -> Example:
         """Return an example of an archive; only its data are read after the first checksum."""
         if not (0 <= archive < self.info.num_archives and 0 <= index < self.info.num_examples[archive]):

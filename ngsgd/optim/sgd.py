@@ -165,6 +165,8 @@ class SGD(torch.optim.Optimizer):
         self._warned = set[str]()
         # in the last warning
         self._num_skipped_reported = 0
+        # 0-d norm of the last proposed update, on the device; NaN if the step was skipped
+        self.last_update: Tensor | None = None
         self.reset_activity()
         if fast_gemm:
             owner = object()
@@ -414,6 +416,7 @@ class SGD(torch.optim.Optimizer):
 
     def _count(self, limits: Limits, indices: list[int]) -> None:
         self._num_steps += 1
+        self.last_update = limits.total
         if self._uncounted and (self._uncounted[0][0] != indices
                                 or len(self._uncounted) >= _MANY_UNCOUNTED):
             self._count_all()
@@ -423,6 +426,7 @@ class SGD(torch.optim.Optimizer):
     def _count_without_limits(self, is_skipped: Tensor) -> None:
         """Count a step in which no update has a limit."""
         self._num_steps += 1
+        self.last_update = torch.where(is_skipped, math.nan, 0.0)
         self._counts = self._counts.to(is_skipped.device)
         self._counts[0] += is_skipped
         self._look_at_activity([])

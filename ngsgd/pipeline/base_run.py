@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from ngsgd.config import RunConfig
-from ngsgd.errors import CheckpointError, RunInterrupted
+from ngsgd.errors import CheckpointError, ConfigError, RunInterrupted
 from ngsgd.optim.outer import make_rule
 from ngsgd.phase import Phase
 from ngsgd.pipeline.model_summary import summary
@@ -32,6 +33,10 @@ from ngsgd.training.task import Task, TaskSpec, seeded_model
 from ngsgd.training.tracking import Trackers
 
 
+def _ignore(_about: Mapping[str, Any]) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Training:
     """A run that holds its lock and is ready to train."""
@@ -41,6 +46,7 @@ class Training:
     checkpoints: CheckpointStore
     latest: Checkpoint | None
     trackers: Trackers
+    events: EventLog
 
 
 class BaseRun(ABC):
@@ -118,7 +124,8 @@ class BaseRun(ABC):
             status = "FAILED"
             try:
                 # recorded before the trackers are closed, so that MLflow receives it as well
-                with self._errors(), self.folder.marked_as_running():
+                with self._errors(training.events), self.folder.marked_as_running():
+                    training.events.opened(self._purpose)
                     yield training
                 status = "FINISHED"
             except RunInterrupted:
@@ -128,11 +135,12 @@ class BaseRun(ABC):
                 training.trackers.close(status)
 
     @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _errors(self, events: EventLog | None = None) -> Iterator[None]:
         """Record an error in the run folder; interrupts and errors of the disk become one message.
         """
         resume = resume_command(self.config.task, self.folder.path)
-        with self.folder.error_recorded():
+        signal_name = partial(getattr, self.services.stop, "signal_name", "")
+        with self.folder.error_recorded(signal_name, events.failed if events else _ignore):
             try:
                 yield
             except (RunInterrupted, KeyboardInterrupt) as interrupt:
@@ -145,6 +153,8 @@ class BaseRun(ABC):
         config, folder = self.config, self.folder
         spec = self._spec()
         task = spec.task(torch.device("cpu"))
+        if config.failure.on_bad_batch == "quarantine" and not task.names_examples:
+            raise ConfigError("failure.on_bad_batch is quarantine, but this task does not name its examples; choose skip or stop.")
         schedule = task.shards().schedule(config.schedule)
         model = seeded_model(task, config.seed)
         for line in summary(model):
@@ -158,8 +168,6 @@ class BaseRun(ABC):
             reason = problems[0] if problems else f"{folder.checkpoints} has no checkpoint."
             raise CheckpointError(f"{folder.path} was trained before, and no checkpoint of it can be used. {reason} Nothing was "
                                   "changed; to train from the beginning, start a new run.")
-        for problem in problems:
-            self.services.report(problem)
         events = EventLog(folder.events, latest.progress.outer_iter if latest else -1, is_speech=not config.task._target_)
         if latest and events.has(latest.progress.outer_iter):
             latest = replace(latest, record=None)
@@ -171,7 +179,10 @@ class BaseRun(ABC):
                                f"{schedule.num_epochs:g}: the data is too small for so many jobs; lower cluster.num_workers or "
                                "egs.samples_per_iter")
         trackers = Trackers([events, ClippedUpdates(self.services.warn), *self.services.make_trackers(config, folder, job_counts)])
-        return Training(spec, task, checkpoints, latest, trackers)
+        here = latest.progress.outer_iter if latest else -1
+        for problem in problems:
+            trackers.incident(Incident("checkpoint_skipped", problem, here, elapsed_s=latest.progress.elapsed_s if latest else 0.0))
+        return Training(spec, task, checkpoints, latest, trackers, events)
 
     def _iterate(self, training: Training) -> Checkpoint:
         """Run the remaining outer iterations on the workers that the services provide."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -81,6 +81,8 @@ class DatasetTask(FunctionTask):
     """
 
     starts_anywhere = True
+    names_examples = True
+    _excluded: frozenset[int] = frozenset()
 
     def __init__(self, dataset: Dataset[Any], model_fn: ModelFunction, loss_fn: LossFunction, *,
                  valid: Dataset[Any] | float = 0.05,
@@ -130,7 +132,26 @@ class DatasetTask(FunctionTask):
         for number in range(first, count if stop is None else stop):
             # sizes differ by at most one: a last minibatch of one example would break batch norms
             rows = order.at(number * length // count, (number + 1) * length // count)
-            yield Batch(self._train_batch(division.of(begin + rows)), len(rows))
+            examples = self._without_excluded(division.of(begin + rows))
+            yield Batch(self._train_batch(examples), len(examples))
+
+    def example_ids(self, shard: Shard, size: int, *, seed: tuple[int, int, int], number: int) -> list[str]:
+        """Indices in the dataset, such as "17"."""
+        begin, end = self._range(shard)
+        length, count = end - begin, self.num_batches(shard, size)
+        rows = Permutation(length, (*seed, shard.archive)).at(number * length // count, (number + 1) * length // count)
+        examples = self._without_excluded(Permutation(self.num_examples, (seed[0],)).of(begin + rows))
+        return [str(index) for index in self._indices(examples).tolist()]
+
+    def exclude(self, examples: Sequence[str]) -> None:
+        self._excluded = frozenset(map(int, examples))
+
+    def _without_excluded(self, examples: Indices) -> Indices:
+        """Drop examples in quarantine, unless none would be left."""
+        if not self._excluded:
+            return examples
+        kept = examples[[index not in self._excluded for index in self._indices(examples).tolist()]]
+        return kept if len(kept) else examples
 
     @torch.no_grad()
     def wrong_reduction(self, model: nn.Module) -> str:
@@ -155,10 +176,12 @@ class DatasetTask(FunctionTask):
         return (shard.archive * self.num_examples // count,
                 (shard.archive + 1) * self.num_examples // count)
 
+    def _indices(self, examples: Indices) -> Indices:
+        """Indices in the dataset of training examples."""
+        return examples if self._split is None else self._split.of(examples + self.num_valid)
+
     def _train_batch(self, examples: Indices) -> Any:
-        if self._split is not None:
-            examples = self._split.of(examples + self.num_valid)
-        return _fetch(self.dataset, examples, self.collate_fn)
+        return _fetch(self.dataset, self._indices(examples), self.collate_fn)
 
     def _valid_batch(self, examples: Indices) -> Any:
         if self._split is not None:

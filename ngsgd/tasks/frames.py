@@ -6,7 +6,7 @@ Letters: N rows (frames), D inputs, P classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -92,6 +92,9 @@ class FrameClassification(Task):
         self.chance_objf = -math.log(frames.info.num_classes)
         # the forward pass of a custom module may change its parameters
         self.has_bounded_updates = not config.model._target_
+        self._excluded: frozenset[str] = frozenset()
+        # (shard, seed) of the last pass whose rows were named, and their utterance ids
+        self._ids: tuple[object, list[str]] | None = None
 
     def model(self) -> nn.Module:
         return model_for(self.config, self.frames)
@@ -109,8 +112,44 @@ class FrameClassification(Task):
             shard, size, seed=run_seed, outer_iter=outer_iter, job=job, first=first, stop=stop,
             augment=self.config.augment, prefetch=resolve_prefetch(self.config.egs.prefetch, self.device),
             pin_memory=self.device.type == "cuda")
-        for minibatch in minibatches:
-            yield Batch(minibatch, len(minibatch.pdf_N))
+        if not self._excluded:
+            for minibatch in minibatches:
+                yield Batch(minibatch, len(minibatch.pdf_N))
+            return
+        for number, minibatch in enumerate(minibatches, first):
+            kept = self._without_excluded(minibatch, self._row_ids(shard, size, seed, number))
+            yield Batch(kept, len(kept.pdf_N))
+
+    @property
+    def names_examples(self) -> bool:  # type: ignore[override]
+        """Whether the shards are archives of frames, whose rows have utterances."""
+        return isinstance(self.reader, EgsReader)
+
+    def example_ids(self, shard: Shard, size: int, *, seed: tuple[int, int, int], number: int) -> list[str]:
+        """Utterance ids."""
+        ids = self._row_ids(shard, size, seed, number)
+        return [name for name in ids if name not in self._excluded] or ids
+
+    def _row_ids(self, shard: Shard, size: int, seed: tuple[int, int, int], number: int) -> list[str]:
+        """Utterance ids of the rows of a minibatch, before any is omitted."""
+        if not isinstance(self.reader, EgsReader):
+            return []
+        key = (shard, seed)
+        if self._ids is None or self._ids[0] != key:
+            run_seed, outer_iter, job = seed
+            self._ids = key, self.reader.utterances_of_pass(shard, seed=run_seed, outer_iter=outer_iter, job=job).tolist()
+        return self._ids[1][number * size:(number + 1) * size]
+
+    def exclude(self, examples: Sequence[str]) -> None:
+        self._excluded = frozenset(examples)
+
+    def _without_excluded(self, minibatch: Any, ids: Sequence[str]) -> Any:
+        """Drop the rows of utterances in quarantine, unless none would be left."""
+        rows = [row for row, name in enumerate(ids) if name not in self._excluded]
+        if len(rows) in (0, len(ids)):
+            return minibatch
+        chosen = torch.tensor(rows)
+        return type(minibatch)(*(None if part is None else part[chosen] for part in minibatch))
 
     def loss(self, model: nn.Module, data: Any) -> BatchLoss:
         logits_NP = model(data.x_ND)

@@ -28,13 +28,14 @@ from ngsgd.training.job import Job, JobResult
 from ngsgd.training.job_init import JobInitializer
 from ngsgd.training.partitioning import EqualPartitioner, make_partitioner
 from ngsgd.training.planning import Plan, Progress, next_plan
-from ngsgd.training.records import Incident, JobRecord, OuterIterationRecord, SubsetScore
+from ngsgd.training.records import NOT_THE_BEST, Incident, JobRecord, OuterIterationRecord, SubsetScore
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.task import Task
 from ngsgd.training.tracking import Tracker
-from ngsgd.training.validation.acceptance import NOT_THE_BEST, Verdicts
+from ngsgd.training.validation import bad_batches
+from ngsgd.training.validation.acceptance import Verdicts
 from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
 
 # maximum consecutive roll-backs of an outer iteration; three halve the learning rate eightfold
@@ -184,7 +185,8 @@ class Coordinator:
             progress=min(1.0, iteration.passes_done / self.schedule.num_passes),
             returns=self._job_init.returns, send=self._job_init.fragment(plan.outer_iter),
             keep_own=self._job_init.need_own,
-            keep_fisher=self.settings.keeps_fisher, layer_rates=plan.layer_rates)
+            keep_fisher=self.settings.keeps_fisher, layer_rates=plan.layer_rates,
+            excluded=plan.excluded)
 
     # End of an outer iteration ------------------------------------------------------------------
 
@@ -217,6 +219,12 @@ class Coordinator:
     def _record_verdicts(self, state: OuterIterationState, verdicts: Verdicts) -> None:
         for result, reason in verdicts:
             self.storage.ledger.judged(result, reason)
+            for bad in result.bad_batches:
+                outer_iter, job = state.plan.outer_iter, result.job.job
+                self._emit_incident("bad_batch",
+                                    bad_batches.message(bad, job, outer_iter, result.worker,
+                                                        self.settings.failure.on_bad_batch),
+                                    outer_iter, job, result.worker)
             if not reason:
                 continue
             # no later job starts from a rejected result
@@ -237,6 +245,9 @@ class Coordinator:
             elapsed_s=self.control.clock() - self._began,
             quarantined=(*old.quarantined, *state.quarantined),
             pending=(*progress.pending, *state.deferred))
+        if self.settings.failure.on_bad_batch == "quarantine":
+            found = {name for result in state.results.values() for bad in result.bad_batches for name in bad.examples}
+            progress = replace(progress, bad_examples=tuple(sorted({*old.bad_examples, *found})))
         if self.settings.optimizer.equalize_layers:
             rates = equalized_rates(self._averaged.layout, state.model.read(), self._averaged.parameters(), old.layer_rates)
             progress = replace(progress, layer_rates=rates)
@@ -345,4 +356,5 @@ def _job_record(result: JobResult, reason: str, ended_s: float) -> JobRecord:
                      result.num_minibatches,
                      result.objf, result.accuracy, result.seconds, result.max_change_share,
                      result.max_param_change_share, result.num_skipped, not reason, reason,
-                     result.health, ended_s, result.host, result.machine)
+                     result.health, ended_s, result.host, result.machine,
+                     bad_batches.examples_of(result.bad_batches))

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ngsgd.errors import ClusterError, DamagedArchiveError, NgsgdError, RunInterrupted
+from ngsgd.errors import ClusterError, CrashingShardError, DamagedArchiveError, NgsgdError, RunInterrupted
 from ngsgd.schedules import Shard
 from ngsgd.training.awake_clock import AwakeClock
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkItem
@@ -370,9 +370,9 @@ class Dispatcher:
                                               f"after {tries} attempts{failure.last_words}.",
                                               job.outer_iter, job.job, failure.worker)
         elif self.failure.on_repeated_crash == "stop":
-            raise ClusterError(f"{who}; {where} crashed {tries} workers, and "
-                               "failure.on_repeated_crash is stop: inspect that archive, then "
-                               f"resume{failure.last_words}.")
+            raise CrashingShardError(f"{who}; {where} crashed {tries} workers, and "
+                                     "failure.on_repeated_crash is stop: inspect that archive, "
+                                     f"then resume{failure.last_words}.")
         else:
             state.quarantined += job.pieces
             self._give_up(state, job, "quarantined", failure.reason)
@@ -390,9 +390,9 @@ class Dispatcher:
         job = failure.job
         where = f"archive {job.shard.archive}, frame {job.shard.frame}"
         if self.failure.on_repeated_crash == "stop":
-            raise ClusterError(f"{who}; {hangs} workers hung on {where} and were killed, and "
-                               "failure.on_repeated_crash is stop: find out why they hang, then "
-                               f"resume{failure.last_words}.")
+            raise CrashingShardError(f"{who}; {hangs} workers hung on {where} and were killed, "
+                                     "and failure.on_repeated_crash is stop: find out why they "
+                                     f"hang, then resume{failure.last_words}.")
         self._give_up(state, job, "dropped", failure.reason)
         self.emit_incident("job_dropped", f"{who}; {where} is skipped in this outer iteration "
                                           f"after {hangs} workers hung and were "

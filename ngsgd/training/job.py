@@ -96,6 +96,8 @@ class Job:
     keep_own: bool = False
     # factors on the learning rates of layers (optimizer.equalize_layers)
     layer_rates: Mapping[str, float] = field(default_factory=dict)
+    # names of examples to omit (failure.on_bad_batch=quarantine)
+    excluded: tuple[str, ...] = ()
 
     @property
     def identity(self) -> tuple[int, int, int]:
@@ -106,6 +108,20 @@ class Job:
     def shard(self) -> Shard:
         """The first shard; most jobs have only one."""
         return self.pieces[0].shard
+
+
+@dataclass(frozen=True)
+class BadBatch:
+    """A minibatch with a non-finite loss or gradient, which changed no parameter."""
+
+    shard: Shard
+    # of the pass over the shard, from 0
+    number: int
+    reason: str
+    # utterance ids or indices of the examples at fault; empty if the task does not name examples
+    examples: tuple[str, ...] = ()
+    # fraction of the rows of the minibatch that are at fault; 1 if it is not known
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -143,6 +159,7 @@ class JobResult:
     machine: dict[str, float] = field(default_factory=dict)
     # norms of the parameter delta, computed by the worker from `sent`
     deltas: Deltas | None = None
+    bad_batches: tuple[BadBatch, ...] = ()
 
 
 @dataclass(frozen=True)

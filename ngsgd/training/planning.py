@@ -31,6 +31,8 @@ class Progress:
     lr_scale: float = 1.0
     # factors on the learning rates of layers (optimizer.equalize_layers)
     layer_rates: Mapping[str, float] = field(default_factory=dict)
+    # names of examples in quarantine (failure.on_bad_batch)
+    bad_examples: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Plan:
     keeps_best: bool = False
     # factors on the learning rates of layers
     layer_rates: Mapping[str, float] = field(default_factory=dict)
+    # names of examples that the jobs omit
+    excluded: tuple[str, ...] = ()
 
     @property
     def outer_iter(self) -> int:
@@ -84,4 +88,4 @@ def next_plan(schedule: Schedule, progress: Progress, partitioner: EqualPartitio
     lr = schedule.last_lr if is_last else schedule.effective_lr(min(stage, schedule.num_outer_iters - 2), here)
     shards = tuple(pieces[0].shard for pieces in work)
     return Plan(OuterIteration(outer_iter, shards, here, lr * progress.lr_scale), work, num_fresh, progress.pending,
-                layer_rates=progress.layer_rates)
+                layer_rates=progress.layer_rates, excluded=progress.bad_examples)

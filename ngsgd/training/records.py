@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+# reason of a sound result that is not averaged
+NOT_THE_BEST = "only the best job of an early outer iteration is kept (schedule.early_rules)"
+
 
 @dataclass(frozen=True)
 class JobRecord:
@@ -46,6 +49,8 @@ class JobRecord:
     host: str = ""
     # load of that machine at the end of the job
     machine: dict[str, float] = field(default_factory=dict)
+    # examples of minibatches with a non-finite loss or gradient -> reason
+    bad_examples: dict[str, str] = field(default_factory=dict)
 
     @property
     def frames_per_second(self) -> float:

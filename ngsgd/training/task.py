@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -111,6 +111,8 @@ class Task(ABC):
     starts_anywhere: bool = False
     # False: a drop of the held-out objf is not a divergence, because another objective is trained
     optimizes_held_out_objf: bool = True
+    # whether `example_ids` and `exclude` are implemented
+    names_examples: bool = False
     # whether only the optimizer changes parameters, so that clipping bounds the delta of a job
     has_bounded_updates: bool = False
 
@@ -140,6 +142,16 @@ class Task(ABC):
             first: index of the first minibatch. It selects from the same sequence for any value.
             stop: index after the last minibatch; None reads to the end.
         """
+
+    def example_ids(self, shard: Shard, size: int, *, seed: tuple[int, int, int], number: int) -> Sequence[str]:
+        """Return the name of each example of a minibatch of `batches`, in its order.
+
+        Empty if the task does not name examples. Default: empty.
+        """
+        return ()
+
+    def exclude(self, examples: Sequence[str]) -> None:  # noqa: B027  optional
+        """Leave the examples with these names out of the minibatches of the next `batches`."""
 
     @abstractmethod
     def loss(self, model: nn.Module, data: Any) -> BatchLoss:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import ClusterConfig, OptimizerConfig
-from ngsgd.errors import ConfigError
+from ngsgd.errors import BadBatchError, ConfigError
 from ngsgd.optim import NGSGD, SGD
 from ngsgd.optim.inspection import figures
 from ngsgd.optim.layer_options import layer_options
@@ -28,12 +28,14 @@ from ngsgd.optim.rules import backstitch_step, shrink
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.build import make_preconditioner
 from ngsgd.training.device_copies import on_device
-from ngsgd.training.job import Fisher, Job, JobInit, JobResult, LocalRef, WorkItem
+from ngsgd.training.diagnostics.job_sums import JobSums
+from ngsgd.training.job import BadBatch, Fisher, Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.parameter_deltas import NO_LIMITS, PartOfStart, change_limits, measure
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.precision import autocast, set_precision
 from ngsgd.training.ranks import ALONE, Ranks
-from ngsgd.training.task import Batch, BatchLoss, TaskSpec, seeded_model
+from ngsgd.training.task import Batch, BatchLoss, TaskSpec, data_to_device, seeded_model
+from ngsgd.training.validation import bad_batches
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.validation.plausibility import impossible
 
@@ -134,7 +136,8 @@ class Worker:
         if has_preconditioner:
             preconditioner = make_preconditioner(network, settings, seed, self.model)
         load_fisher(optimizer, preconditioner, job.start.fisher)
-        sums = _Sums(self.device)
+        self.task.exclude(job.excluded)
+        sums = JobSums(self.device)
         began = time.perf_counter()
         remainder: tuple[WorkItem, ...] = ()
         for index, (batch, left) in enumerate(on_device(self._batches(job), self.device)):
@@ -146,8 +149,34 @@ class Worker:
                 remainder = left
                 break
         sums.reduce(self.ranks)
-        return _Trained(start, sums, optimizer, preconditioner, time.perf_counter() - began,
-                        remainder)
+        seconds = time.perf_counter() - began
+        bad = self._bad_batches(job, network, sums)
+        return _Trained(start, sums, optimizer, preconditioner, seconds, remainder, bad)
+
+    def _bad_batches(self, job: Job, network: nn.Module, sums: JobSums) -> tuple[BadBatch, ...]:
+        """Name the minibatches with a non-finite loss or gradient; end the job if asked to."""
+        # the minibatches of a group of ranks have other positions
+        bad = sums.log.bad() if self.ranks.size == 1 else {}
+        if not bad:
+            return ()
+        places = [(piece, number) for piece in job.pieces for number in self._numbers(piece)]
+        found = bad_batches.named(self.task, network, bad, places, self._batch_size(job.pieces[0]),
+                                  self.settings.seed, lambda data: data_to_device(data, self.device))
+        sums.omit(bad, found)
+        if self.settings.failure.on_bad_batch == "stop":
+            raise BadBatchError(bad_batches.message(found[0], job.job, job.outer_iter, self.index, "stop")
+                                + " The run ends, because failure.on_bad_batch is stop: correct the data, or resume with "
+                                  "failure.on_bad_batch=skip.")
+        return found
+
+    def _batch_size(self, piece: WorkItem) -> int:
+        size = self.settings.schedule.minibatch_size
+        return max(1, size // 2) if self.task.growth.is_early(piece.outer_iter) else size
+
+    def _numbers(self, piece: WorkItem) -> range:
+        """The minibatches of a work item."""
+        last = self.task.num_batches(piece.shard, self._batch_size(piece)) if piece.stop is None else piece.stop
+        return range(piece.first, last)
 
     def _settings(self, job: Job) -> OptimizerConfig:
         """Optimizer settings; early outer iterations divide max_param_change by sqrt 2 (Kaldi)."""
@@ -171,10 +200,7 @@ class Worker:
         """
         for index, piece in enumerate(job.pieces):
             later = job.pieces[index + 1:]
-            size = self.settings.schedule.minibatch_size
-            if self.task.growth.is_early(piece.outer_iter):
-                size = max(1, size // 2)
-            last = self.task.num_batches(piece.shard, size) if piece.stop is None else piece.stop
+            size, last = self._batch_size(piece), self._numbers(piece).stop
             read = partial(self.task.batches, piece.shard, size,
                            seed=(self.settings.seed, piece.outer_iter, piece.job))
             if self.ranks.size == 1:
@@ -192,7 +218,7 @@ class Worker:
                                             if done < last else ()) + later
 
     def _train(self, network: nn.Module, batch: Batch | None, optimizer: SGD,
-               preconditioner: Preconditioner | None, sums: _Sums, backstitch_scale: float) -> None:
+               preconditioner: Preconditioner | None, sums: JobSums, backstitch_scale: float) -> None:
         """Process one minibatch: forward, backward and the update of the parameters."""
         data = None if batch is None else batch.data
         num_examples = 0 if batch is None else batch.num_examples
@@ -225,7 +251,7 @@ class Worker:
         else:
             loss = gradients()
             optimizer.step(num_samples=num_samples)
-        sums.add(num_examples, found, loss)
+        sums.add(num_examples, found, loss, optimizer.last_update)
 
     def _result(self, job: Job, trained: _Trained, place: Place) -> JobResult:
         sums, optimizer = trained.sums, trained.optimizer
@@ -257,7 +283,8 @@ class Worker:
             own=LocalRef(end) if job.keep_own else None,
             fisher=fisher_of(optimizer, trained.preconditioner) if job.keep_fisher else None,
             rejection_reason=not_finite(sent, self.layout, pieces), remainder=trained.remainder,
-            health=figures(optimizer) if isinstance(optimizer, NGSGD) else {}, deltas=deltas)
+            health=figures(optimizer) if isinstance(optimizer, NGSGD) else {}, deltas=deltas,
+            bad_batches=trained.bad_batches)
         # checked before all jobs have ended, because a successor may start from this result earlier
         return replace(result,
                        rejection_reason=result.rejection_reason or impossible(result, self.layout))
@@ -268,40 +295,12 @@ class _Trained(NamedTuple):
 
     # initial parameters of the job
     start: Vector
-    sums: _Sums
+    sums: JobSums
     optimizer: SGD
     preconditioner: Preconditioner | None
     seconds: float
     remainder: tuple[WorkItem, ...]
-
-
-class _Sums:
-    """Running totals that stay on the device until they are read."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.num_examples = 0
-        self.num_batches = 0
-        self._objf, self._correct, self._weight = torch.zeros(3, dtype=torch.float64, device=device)
-
-    def add(self, num_examples: int, batch: BatchLoss, loss: Tensor) -> None:
-        self.num_examples += num_examples
-        self.num_batches += 1
-        self._objf -= loss
-        self._correct += batch.num_correct
-        self._weight += batch.weight
-
-    def reduce(self, ranks: Ranks) -> None:
-        """Add the sums of the other ranks; the number of minibatches stays the steps of this
-        rank.
-        """
-        num_examples = torch.tensor(float(self.num_examples), dtype=torch.float64,
-                                    device=self._objf.device)
-        ranks.sum_([self._objf, self._correct, self._weight, num_examples])
-        self.num_examples = int(num_examples)
-
-    def means(self) -> tuple[float, float]:
-        """(objf, accuracy) per unit of weight, as in Kaldi; NaN for a shard without examples."""
-        return tuple((torch.stack([self._objf, self._correct]) / self._weight).tolist())
+    bad_batches: tuple[BadBatch, ...]
 
 
 def fisher_of(optimizer: SGD, preconditioner: Preconditioner | None = None) -> Fisher | None:

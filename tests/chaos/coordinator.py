@@ -23,8 +23,8 @@ from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.worker import Worker
 from tests.chaos.faults import Fault
 from tests.chaos.invariants import TAG
+from tests.chaos.recorded import RecordedRun
 from tests.chaos.watch import WatchedPool
-from tests.toy import Run
 
 INTERRUPTED = 130
 _GRACE_S = 20.0
@@ -63,11 +63,11 @@ class Ordeal:
 def _coordinate(ordeal: Ordeal) -> None:
     os.environ[TAG] = ordeal.tag
     break_coordinator(ordeal.fault)
-    run = Run(ordeal.folder, ordeal.config)
+    run = RecordedRun(ordeal.folder, ordeal.config)
     run.store.num_to_keep = 100
     stop = SignalStop(_GRACE_S, lambda text: None)
     try:
-        with signals_to(stop):
+        with signals_to(stop), run.process(stop):
             run.train(WatchedPool(run, make_worker=ordeal.make_worker), stop)
             if ordeal.fault.when == "final combine":
                 ordeal.fault.strike()

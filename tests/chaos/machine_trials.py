@@ -26,6 +26,7 @@ from tests.chaos.coordinator import Ordeal
 from tests.chaos.faults import Breaks, Fault
 from tests.chaos.freeze import freeze
 from tests.chaos.invariants import Surroundings, tagged
+from tests.chaos.recorded import note_answer
 from tests.chaos.watch import WatchedPool
 from tests.toy import Run
 
@@ -130,6 +131,7 @@ def _try_birth(folder: Path) -> Seen:
         os.kill(coordinator, signal.SIGKILL)
     assert ordeal.run(kill_it) == -signal.SIGKILL
     _wait_until(lambda: not tagged(ordeal.tag), GONE_S)
+    note_answer(folder)
     began, pool = time.time(), WatchedPool(run)
     run.train(pool)
     trials.check(run, around, within=trials.reference(run_config))

@@ -31,6 +31,7 @@ from ngsgd.training.storage.audit import audit
 from tests.chaos.cases import Case, Seen
 from tests.chaos.faults import Fault
 from tests.chaos.invariants import TAG, Surroundings
+from tests.chaos.recorded import RecordedRun, note_answer
 from tests.toy import Run, config
 
 _STORE_BYTES = 80 * 2**20
@@ -56,7 +57,8 @@ def try_ray(case: Case, folder: Path) -> Seen:
     strikes = Fault(case.when, case.how, str(folder / "struck")).strikes()
     assert strikes, f"the fault never struck: {said[-2000:]}"
     assert around.problems(folder / "nowhere") == []
-    run, outcome, recovery_s = Run(folder / "run", _config("")), "continued", None
+    note_answer(folder / "run", folder)
+    run, outcome, recovery_s = RecordedRun(folder / "run", _config("")), "continued", None
     if (folder / "report.json").exists():
         report = json.loads((folder / "report.json").read_text())
         outcome, recovery_s = report["outcome"], report["recovery_s"]
@@ -102,7 +104,7 @@ def _main() -> None:
 
 def _train(when: str, how: str, folder: Path, cluster: Any) -> None:
     from ngsgd.launcher.ray.pool import RayPool
-    run = Run(_made(folder / "run"), _config(cluster.address))
+    run = RecordedRun(_made(folder / "run"), _config(cluster.address))
     ways: dict[str, Callable[[RayPool], None]] = {
         "kill raylet": _kill_raylet, "object store full": _fill_store, "head restart": lambda pool: _restart_head(cluster)}
 

@@ -19,6 +19,7 @@ from ngsgd.training.storage.audit import audit
 from tests.chaos.cases import Case, Seen
 from tests.chaos.faults import Fault
 from tests.chaos.invariants import TAG, Surroundings
+from tests.chaos.recorded import note_answer
 from tests.integration.service import TINY, Service, events, final_hash
 
 _INTERRUPTED = 130
@@ -42,6 +43,7 @@ def try_service(case: Case, folder: Path) -> Seen:
     assert not left, "\n".join(left)
     began = time.monotonic()
     (run,) = service.runs(name)
+    note_answer(run, folder)
     done = service.call(str(run), command="resume")
     took_s = time.monotonic() - began
     assert done.returncode == 0, done.stderr

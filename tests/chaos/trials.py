@@ -25,6 +25,7 @@ from tests.chaos.coordinator import INTERRUPTED, Ordeal
 from tests.chaos.faults import Breaks, Fault, Spoils
 from tests.chaos.invariants import Surroundings, num_recomputed, problems
 from tests.chaos.ray_trials import try_ray
+from tests.chaos.recorded import RecordedRun, check_answer, note_answer
 from tests.chaos.service import try_service
 from tests.chaos.storage import PowerCut, Trouble, cut_short
 from tests.chaos.watch import WatchedPool
@@ -43,7 +44,9 @@ def try_case(case: Case, folder: Path) -> Seen:
         "worker": _try_worker, "result": _try_result, "coordinator": _try_coordinator, "storage": _try_storage,
         "combined": _try_combined, "service": try_service, "ray": try_ray,
         "machine": machine_trials.try_machine, "fork server": machine_trials.try_fork_server}
-    return trials[case.who](case, folder)
+    seen = trials[case.who](case, folder)
+    check_answer(case, folder)
+    return seen
 
 
 # Settings -----------------------------------------------------------------------------------------
@@ -74,10 +77,10 @@ def reference(run_config: RunConfig) -> str:
     return undisturbed(run_config).model_sha256
 
 
-def run_in(folder: Path, run_config: RunConfig) -> Run:
+def run_in(folder: Path, run_config: RunConfig) -> RecordedRun:
     """One that keeps all its checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
-    run = Run(folder, run_config)
+    run = RecordedRun(folder, run_config)
     run.store.num_to_keep = 100
     return run
 
@@ -170,6 +173,7 @@ def _break_and_resume(ordeal: Ordeal) -> Seen:
     # but for files, which the next process takes care of
     left = around.problems(ordeal.folder / "nowhere")
     assert not left, "\n".join(left)
+    note_answer(ordeal.folder)
     began, pool = time.time(), WatchedPool(run)
     run.train(pool)
     check(run, around, pause_s=pool.longest_pause_s, within=reference(ordeal.config))
@@ -206,6 +210,7 @@ def _try_storage(case: Case, folder: Path) -> Seen:
     if outcome == "continued" and is_read and case.how != "slow":
         outcome = "older checkpoint, one outer iteration repeated"
     broke_s = time.monotonic() - began
+    note_answer(folder)
     run.train(WatchedPool(run))
     check(run, around, within=within)
     assert sum(num_recomputed(run).values()) <= 1

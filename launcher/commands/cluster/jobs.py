@@ -14,12 +14,14 @@ from ngsgd import process_identity
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, ClusterError, ConfigError
 from ngsgd.files import parse_json_lines, read_log
 from ngsgd.launcher.arguments import JSON, Parser
-from ngsgd.launcher.commands.info import describe_run, end_lines, is_elsewhere, may_be_alive, progress_line, state_of
+from ngsgd.launcher.commands.info import describe_run, end_lines, progress_line
 from ngsgd.launcher.ray import jobs
 from ngsgd.launcher.ray.jobs import ENDED, JobServer, told
 from ngsgd.launcher.ray.probe import require_dashboard
 from ngsgd.launcher.reports.progress import ProgressTracker, final_lines, iteration_line
+from ngsgd.launcher.run_state import is_elsewhere, may_be_alive, state_of
 from ngsgd.launcher.text import masked, printable
+from ngsgd.launcher.why.explain import explain
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run, known_run
 from ngsgd.training.storage.event_log import valid_events
 from ngsgd.training.storage.lock import holder_of
@@ -45,8 +47,9 @@ def status(arguments: Sequence[str]) -> int:
     if not is_about_jobs:
         _refuse_token(options)
     if run:
-        found: Any = state_of(run)
-        lines = describe_run(found)
+        answer = explain(run)
+        found: Any = {**state_of(run), "why": answer.as_json()}
+        lines = [*describe_run(found), *([f"why        {answer.short}", f"next       {answer.next}"] if answer.short else [])]
     elif is_about_jobs:
         found = _jobs(_job_server(options), options.what)
         lines = [f"{job['job']:40} {job['state']:10} {job['entrypoint']}"

@@ -44,6 +44,11 @@ class FailureConfig:
         "stop",
         "reaction to too few accepted jobs; stop: end of the run; halve: last model again with "
         "half the learning rate, at most three times in a row")
+    on_bad_batch: Literal["skip", "quarantine", "stop"] = option(
+        "skip",
+        "reaction to a minibatch with a non-finite loss or gradient, whose examples are named; "
+        "skip: no update; quarantine: no update, and later outer iterations without these "
+        "examples; stop: end of the run")
     grace_period_s: float = option(
         5.0, "maximum time to finish the outer iteration after Ctrl-C or SIGTERM",
         unit="s", low=0.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ngsgd.cluster.fingerprint import OVERRIDE, Agreement, Fingerprint, FingerprintFile
 from ngsgd.config import RunConfig
-from ngsgd.errors import CheckpointError
+from ngsgd.errors import FingerprintError
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.training.worker import resolve_threads
 
@@ -38,7 +38,7 @@ class FingerprintCheck:
         `config` is the stored configuration, before a change of the number of workers.
 
         Raises:
-            CheckpointError: results would not be bitwise identical, and this is not allowed.
+            FingerprintError: results would not be bitwise identical, and this is not allowed.
         """
         file = FingerprintFile(folder.fingerprint)
         stored = file.newest()
@@ -52,14 +52,10 @@ class FingerprintCheck:
         here = _of_coordinator(config, num_threads)
         differences = stored.differences(here)
         if differences and not allow_other_bits:
-            raise CheckpointError(f"{folder.path} was trained with another numeric fingerprint, so "
-                                  "the rest would not be bitwise identical:\n "
-                                  " " + "\n  ".join(differences) + "\nRestore these "
-                                                                                 "values before "
-                                                                                 "resuming, or "
-                                                                                 "accept other "
-                                                                                 "results with "
-                                                                                 f"{OVERRIDE}.")
+            listed = "\n  ".join(differences)
+            raise FingerprintError(
+                f"{folder.path} was trained with another numeric fingerprint, so the rest would not be bitwise identical:\n"
+                f"  {listed}\nRestore these values before resuming, or accept other results with {OVERRIDE}.")
         wanted = here if differences else stored
         return cls(num_threads, Agreement(wanted, allow_other_bits=allow_other_bits), file, differences)
 

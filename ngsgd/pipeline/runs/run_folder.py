@@ -12,13 +12,13 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ngsgd import process_identity
-from ngsgd.errors import EXIT_RUN_FAILED, CheckpointError, ConfigError
+from ngsgd.errors import CheckpointError, ConfigChangedError, ConfigError
 from ngsgd.files import (
     fsync,
     make_directories,
@@ -32,7 +32,7 @@ from ngsgd.files import (
     unsealed,
     write_text,
 )
-from ngsgd.masking import masked
+from ngsgd.pipeline.runs.failure_record import describe, mark_recorded, read_record, write_record
 from ngsgd.training.storage.lock import RunLock
 
 if TYPE_CHECKING:
@@ -203,27 +203,32 @@ class RunFolder:
         return self.path / "error.json"
 
     @contextlib.contextmanager
-    def error_recorded(self) -> Iterator[None]:
-        """Write error.json if the block raises, and remove that of an earlier process."""
+    def error_recorded(self, signal_name: Callable[[], str] = str,
+                       also: Callable[[Mapping[str, Any]], None] = lambda about: None) -> Iterator[None]:
+        """Write error.json if the block raises, and remove that of an earlier process.
+
+        Args:
+            signal_name: returns the signal that requested the end, such as "SIGTERM".
+            also: receives the content as well, for the event log.
+        """
         self.error.unlink(missing_ok=True)
         try:
             yield
         except BaseException as error:
-            about = {"exit_code": getattr(error, "exit_code", EXIT_RUN_FAILED),
-                     "message": masked(str(error) or type(error).__name__)}
+            about = describe(error, signal_name())
+            write_record(self.error, about)
             # a full disk has been reported already
             with contextlib.suppress(OSError):
-                write_text(self.error, json.dumps(about, indent=1))
+                also(about)
+            mark_recorded(error)
             raise
 
     def last_error(self) -> dict[str, Any]:
-        """Content of error.json: exit_code and message; empty where there is none."""
-        try:
-            about = read_json(self.error)
-        except (OSError, ValueError):
-            return {}
-        is_valid = isinstance(about, dict) and type(about.get("exit_code")) is int and isinstance(about.get("message"), str)
-        return dict(about) if is_valid else {}
+        """Content of error.json (`failure_record.describe`); empty where there is none.
+
+        Files of earlier versions have only exit_code and message.
+        """
+        return read_record(self.error)
 
     @property
     def lock(self) -> Path:
@@ -319,7 +324,7 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
     elif digest.strip() == hashlib.sha256(body.encode()).hexdigest():
         return False
     if not accept:
-        raise CheckpointError(f"{config} was changed since the run began: its checksum does not "
+        raise ConfigChangedError(f"{config} was changed since the run began: its checksum does not "
                               "match. If the change is intended, resume with "
                               "--accept-changed-config; otherwise the file is damaged, and its "
                               "settings may differ from those at the start.")

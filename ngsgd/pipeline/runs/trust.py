@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ngsgd.config import ModelConfig, TaskConfig
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import digest_of_json, new_file, read_json
+from ngsgd.pipeline.runs.failure_record import state_folder
 
 if TYPE_CHECKING:
     from ngsgd.pipeline.runs.run_folder import RunFolder
@@ -139,9 +140,7 @@ def read_about(final: Path) -> dict[str, Any]:
 
 
 def _record_path() -> Path:
-    root = os.environ.get("XDG_STATE_HOME", "")
-    state = Path(root) if os.path.isabs(root) else Path.home() / ".local" / "state"
-    return state / "ngsgd" / "trusted.json"
+    return state_folder() / "trusted.json"
 
 
 def _records() -> dict[str, str]:

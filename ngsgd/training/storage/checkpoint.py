@@ -228,7 +228,8 @@ class CheckpointStore:
             manifest = _verified_manifest(path)
             fields = manifest["progress"]
             progress = Progress(**{**fields, "pending": pieces_of(fields["pending"]),
-                                   "quarantined": pieces_of(fields["quarantined"])})
+                                   "quarantined": pieces_of(fields["quarantined"]),
+                                   "bad_examples": tuple(fields.get("bad_examples", ()))})
             if progress.outer_iter != _outer_iter(path):
                 raise ValueError(f"it belongs to outer iteration {progress.outer_iter + 1}")
             state = load_file(path / _MODEL)
@@ -261,6 +262,9 @@ class CheckpointStore:
         progress = checkpoint.progress
         fields = {**asdict(progress), "pending": list(map(piece_fields, progress.pending)),
                   "quarantined": list(map(piece_fields, progress.quarantined))}
+        if not progress.bad_examples:
+            # earlier versions can read the checkpoint
+            del fields["bad_examples"]
         manifest = {"format": _FORMAT, "files": digests, "numbers": dict(checkpoint.numbers),
                     "progress": fields, "commit": commit}
         (folder / "manifest.json").write_text(json.dumps(sealed(manifest), indent=1),

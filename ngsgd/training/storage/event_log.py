@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,15 @@ class EventLog:
         self._write("outer_iteration", {**asdict(record), **derived})
         self._lines.sync()
         self._reported.add(record.outer_iter)
+
+    def opened(self, purpose: str) -> None:
+        """Record that a process begins to train or resumes; one without "closed" was killed."""
+        self._write("opened", {"purpose": purpose, "unix_s": round(time.time(), 3)})
+        self._lines.sync()
+
+    def failed(self, about: Mapping[str, Any]) -> None:
+        """Record the error that ends the process, as in error.json."""
+        self._write("error", dict(about))
 
     def incident(self, incident: Incident) -> None:
         self._write("incident", asdict(incident))

@@ -10,9 +10,8 @@ from ngsgd.errors import ClusterError, DivergenceError, NgsgdError
 from ngsgd.training.job import JobResult
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.planning import Plan
+from ngsgd.training.records import NOT_THE_BEST
 from ngsgd.training.validation.plausibility import compare, impossible
-
-NOT_THE_BEST = "only the best job of an early outer iteration is kept (schedule.early_rules)"
 
 # each result with the reason of its rejection, empty if it is accepted
 Verdicts = list[tuple[JobResult, str]]

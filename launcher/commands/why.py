@@ -1,0 +1,40 @@
+"""`ngsgd why`: the cause of a failure, the outlook of a retry, and the next command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ngsgd.errors import EXIT_OK, ConfigError
+from ngsgd.launcher.arguments import JSON, Parser
+from ngsgd.launcher.text import masked, printable
+from ngsgd.launcher.why.explain import Answer, explain, explain_command, lines_about
+from ngsgd.pipeline.runs.run_folder import find_run
+
+
+def command(arguments: Sequence[str]) -> int:
+    """`ngsgd why`."""
+    parser = Parser("why")
+    parser.add_argument("run", nargs="?", metavar="RUN",
+                        help="run folder, or its name under runs/ (default: the last command that failed before it created a "
+                             "run, else the newest run)")
+    parser.add_argument("--output-dir", default="runs", metavar="DIR",
+                        help="folder of the runs, if RUN is not given (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help=JSON)
+    options = parser.parse_args(list(arguments))
+    answer = explain(find_run(options.run)) if options.run else _newest(Path(options.output_dir))
+    print(masked(json.dumps(answer.as_json(), indent=1) if options.json else printable("\n".join(lines_about(answer)))))
+    return EXIT_OK
+
+
+def _newest(output_dir: Path) -> Answer:
+    """The answer for the last failed command, else for the newest run."""
+    found = explain_command(output_dir)
+    if found:
+        return found
+    runs = sorted(output_dir.glob("*/config.yaml"), key=lambda file: (file.stat().st_mtime_ns, file.parent.name))
+    if not runs:
+        raise ConfigError(f"{output_dir} holds no runs, and no failed command is recorded for it; name a run, or a folder of runs "
+                          "with --output-dir.")
+    return explain(runs[-1].parent.resolve())

@@ -1,0 +1,1 @@
+"""Use of time in a run: participation, effective training time, and a trace."""

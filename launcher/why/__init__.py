@@ -1,0 +1,1 @@
+"""The cause of a failure, from the files of a run: `ngsgd why`."""

@@ -1,0 +1,148 @@
+"""Classification of errors and worker failures: tables of rules, the first match decides.
+
+The rules read the class, the exit code and the errno of an error, and the reasons that the ledger
+has for failed jobs. The classes of errors are stable; reasons of worker failures are those of
+`ngsgd.cluster` and `ngsgd.launcher.ray`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+WORKLOAD, INFRASTRUCTURE, UNKNOWN = "workload", "infrastructure", "unknown"
+CANNOT_HELP, MAY_HELP = "cannot help", "may help"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Classification of one failure."""
+
+    # the component at fault, such as "worker", "disk", "learning rate"
+    culprit: str
+    # failure domain: WORKLOAD (program, settings, data), INFRASTRUCTURE (machine, disk, network,
+    # scheduler, operator) or UNKNOWN
+    domain: str
+    # whether the same command, repeated unchanged, can succeed: CANNOT_HELP, MAY_HELP or UNKNOWN
+    outlook: str
+    # a sentence
+    meaning: str
+    # next step; {resume} stands for the command that resumes the run
+    step: str = "{resume}"
+
+
+# Worker failures ----------------------------------------------------------------------------------
+
+_LOOK = "read the log of the worker: ngsgd logs {run}"
+# pattern of a reason -> cause of the failure of one attempt
+_OF_WORKER: tuple[tuple[str, Cause], ...] = (
+    (r"arrived damaged", Cause("transfer", INFRASTRUCTURE, MAY_HELP, "A result was damaged in memory or on the network.",
+                               "check the memory and the network of the worker's machine")),
+    (r"was stopped by a signal", Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker was stopped from outside (SIGSTOP).")),
+    (r"fork server", Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker ended together with its fork server.")),
+    (r"\bMemoryError\b|OutOfMemory|allocate memory|out of memory",
+     Cause("memory", INFRASTRUCTURE, MAY_HELP, "A worker had too little memory.",
+           "use fewer cluster.num_workers, a smaller model or a larger machine")),
+    (r"could not start \((\w+Error|\w+Exception)\b",
+     Cause("code", WORKLOAD, UNKNOWN, "A worker could not start because of an exception.", _LOOK)),
+    (r"could not start", Cause("worker", WORKLOAD, UNKNOWN, "A worker could not start.", _LOOK)),
+    (r"killed by SIGKILL", Cause("worker", INFRASTRUCTURE, MAY_HELP,
+                                 "A worker process was killed from outside: by a scheduler, a user or the out-of-memory killer.",
+                                 "look for the out-of-memory killer: dmesg | grep -i oom")),
+    (r"killed by SIGTERM|killed by SIGINT|killed by SIGHUP|ended with code 143|was asked to end",
+     Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker process was asked to end by a signal.")),
+    (r"killed by SIG", Cause("worker", UNKNOWN, UNKNOWN, "A worker process crashed in compiled code.", _LOOK)),
+    (r"made no progress|gave no answer|was not ready",
+     Cause("worker", UNKNOWN, UNKNOWN, "A worker hung and was killed.", _LOOK)),
+    # Ray does not report how; an exception or exit of a job has another reason
+    (r"its process ended", Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker process ended under Ray.", _LOOK)),
+    (r"node (was lost|has died)|raylet|NodeDied",
+     Cause("node", INFRASTRUCTURE, MAY_HELP, "A worker was lost with its machine or its Ray process.", "ray status")),
+    (r"ended with code", Cause("worker", WORKLOAD, UNKNOWN, "A worker process exited by itself.", _LOOK)),
+    (r"^(OSError|IOError|ConnectionError|ConnectionResetError|TimeoutError|BlockingIOError)\b",
+     Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker could not use a file or a connection.", _LOOK)),
+    (r"^[A-Za-z_][\w.]*: ", Cause("code", WORKLOAD, UNKNOWN, "A job raised an exception.", _LOOK)),
+)
+_WORKER = Cause("worker", UNKNOWN, UNKNOWN, "A job failed.", _LOOK)
+
+
+def of_worker(reason: str) -> Cause:
+    """The cause of one failed attempt, from its reason in the ledger."""
+    return next((cause for pattern, cause in _OF_WORKER if re.search(pattern, reason)), _WORKER)
+
+
+# Errors that end a process ------------------------------------------------------------------------
+
+_FULL = Cause("disk", INFRASTRUCTURE, MAY_HELP, "The disk is full.", "df -h {run}, make room, then {resume}")
+_BROKEN = Cause("disk", INFRASTRUCTURE, MAY_HELP, "The disk fails.", "check the disk (dmesg), then {resume}")
+_RIGHTS = Cause("permissions", INFRASTRUCTURE, CANNOT_HELP, "A file or folder cannot be used with the permissions of this user.",
+                "fix the permissions, then repeat the command")
+_OF_ERRNO = {"ENOSPC": _FULL, "EDQUOT": _FULL, "EIO": _BROKEN, "EROFS": _RIGHTS, "EACCES": _RIGHTS, "EPERM": _RIGHTS}
+_SETTINGS = Cause("settings", WORKLOAD, CANNOT_HELP, "Settings or arguments are wrong.", "correct them: ngsgd settings PATTERN")
+_CODE = Cause("code", WORKLOAD, CANNOT_HELP, "The program raised an exception.", "repeat the command with --debug")
+_MEMORY = Cause("memory", INFRASTRUCTURE, MAY_HELP, "The machine had too little memory.",
+                "use fewer cluster.num_workers, a smaller model or a larger machine")
+_CLUSTER = Cause("cluster", INFRASTRUCTURE, MAY_HELP, "The cluster did not provide the workers.", "ngsgd doctor, then {resume}")
+_RATE = Cause("learning rate", WORKLOAD, CANNOT_HELP, "Training diverged.", "repeat the command with schedule.lr_initial={half_lr}")
+_DATA = Cause("data", WORKLOAD, CANNOT_HELP, "Data are missing, or have another form than expected.",
+              "correct the data or data.source")
+_CHECKPOINT = Cause("checkpoint", INFRASTRUCTURE, CANNOT_HELP, "No checkpoint of the run can be used.",
+                    "restore the checkpoints of {run}, or start a new run")
+_OF_KIND = {
+    "RunLockedError": Cause("other process", INFRASTRUCTURE, MAY_HELP, "Another process writes to the run.", "ngsgd status {run}"),
+    "PortInUseError": Cause("port", INFRASTRUCTURE, MAY_HELP, "Another program listens on the port.", "ss -ltnp shows who listens"),
+    "MissingExtraError": Cause("package", INFRASTRUCTURE, CANNOT_HELP, "A package is not installed.", "{command}"),
+    "ModuleNotFoundError": Cause("package", INFRASTRUCTURE, CANNOT_HELP, "A module is not installed.", "install the module"),
+    "DamagedArchiveError": Cause("archive", INFRASTRUCTURE, CANNOT_HELP, "An archive of examples is missing or damaged.",
+                                 "restore the archive, then {resume}"),
+    "DivergenceError": _RATE, "ConfigError": _SETTINGS, "ArgumentError": _SETTINGS, "DataError": _DATA,
+    "BadBatchError": Cause("data", WORKLOAD, CANNOT_HELP, "Examples give a loss or gradient that is not finite.",
+                           "correct the examples that the evidence names, or set failure.on_bad_batch=quarantine"),
+    "FingerprintError": Cause("numeric fingerprint", INFRASTRUCTURE, CANNOT_HELP,
+                              "This machine or installation computes other bits than the run so far.",
+                              "{resume} on the earlier kind of machine, or with --allow-other-bits"),
+    "WorkerFingerprintError": Cause("numeric fingerprint", INFRASTRUCTURE, CANNOT_HELP,
+                                    "The workers' machines or installations compute other bits than the run.",
+                                    "install the same versions everywhere, or {resume} --allow-other-bits"),
+    "ConfigChangedError": Cause("config.yaml", WORKLOAD, CANNOT_HELP, "config.yaml was changed since the start of the run.",
+                                "{resume} --accept-changed-config, or restore the file"),
+    "ClusterTokenError": Cause("token", INFRASTRUCTURE, CANNOT_HELP, "The Ray head rejects the token of this shell.",
+                               "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=TOKEN_OF_THE_HEAD"),
+    "CrashingShardError": Cause("data", WORKLOAD, CANNOT_HELP, "A shard of data ended every worker that tried it.",
+                                "inspect the archive that the message names"),
+    "ClusterError": _CLUSTER, "CheckpointError": _CHECKPOINT, "OptimizerStateError": _CHECKPOINT,
+    "MemoryError": _MEMORY, "OutOfMemory": _MEMORY, "OutOfMemoryError": _MEMORY,
+    "FileNotFoundError": Cause("path", WORKLOAD, CANNOT_HELP, "A file does not exist.", "correct the path"),
+}
+# runs of earlier versions have no class of the error
+_OF_EXIT_CODE = {2: _SETTINGS, 3: _DATA, 4: _RATE, 5: _CLUSTER, 6: _CHECKPOINT}
+_STOPPED = Cause("operator", INFRASTRUCTURE, MAY_HELP, "The run was stopped on request.")
+# the coordinator ended without a last event: nothing in the process had time to report a reason
+KILLED = Cause("coordinator", INFRASTRUCTURE, MAY_HELP,
+               "The training process ended without a last event: it was killed, or its machine went down.")
+
+
+def of_error(about: Mapping[str, Any]) -> Cause:
+    """The cause of the end of a process, from error.json or an event."""
+    kind, code, message = about.get("kind", ""), about.get("exit_code"), str(about.get("message", ""))
+    if about.get("signal") or code == 130:
+        return _stopped(about)
+    if about.get("errno") in _OF_ERRNO:
+        return _OF_ERRNO[about["errno"]]
+    cause = _OF_KIND.get(kind) or (_CODE if kind else None) or _OF_EXIT_CODE.get(code or 0, _CODE)
+    if cause is _CLUSTER and (found := of_worker(message)) is not _WORKER:
+        return found
+    return cause
+
+
+def _stopped(about: Mapping[str, Any]) -> Cause:
+    """A stop on request; the signal and the environment show by whom."""
+    number, scheduler = about.get("signal", ""), about.get("scheduler", "")
+    if number == "SIGTERM" and scheduler:
+        return Cause("scheduler", INFRASTRUCTURE, MAY_HELP, f"The scheduler asked the run to end ({number}, {scheduler}).")
+    if number == "SIGTERM":
+        return Cause("stop request", INFRASTRUCTURE, MAY_HELP,
+                     "SIGTERM asked the run to end: from `ngsgd stop`, a scheduler or a user.")
+    return Cause("operator", INFRASTRUCTURE, MAY_HELP, "Ctrl-C stopped the run.") if number == "SIGINT" else _STOPPED

@@ -1,0 +1,230 @@
+"""The answer of `ngsgd why`: culprit, failure domain, outlook of a retry, evidence, next command.
+
+It is a function of the files of the run and of whether a process trains it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ngsgd.files import read_json
+from ngsgd.launcher.run_state import state_of
+from ngsgd.launcher.text import masked
+from ngsgd.launcher.why.causes import KILLED, WORKLOAD, of_error, of_worker
+from ngsgd.launcher.why.facts import Evidence, Line, cut, lines_of, log_tail, quoted, setting
+from ngsgd.launcher.why.faults import INTERRUPTED, LOST_WORK, Fault, bad_examples, faults_of
+from ngsgd.pipeline.runs.failure_record import failed_command_path, read_record
+from ngsgd.pipeline.runs.run_folder import RunFolder
+
+_MAX_EVIDENCE = 8
+# in the message of an incident "bad_batch": diverging training does not change inputs
+_NOT_FINITE = "an input is not finite"
+# bad examples that the text lists; JSON has all
+_MAX_BAD = 20
+_NOTHING = "nothing to do: the run recovered"
+_ENDED = ("FAILED", "STOPPED")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Why a run, or a command, is in its state."""
+
+    # run folder, or folder of runs for a command that failed before there was a run
+    run: str
+    # as in `ngsgd status`; NOT STARTED for a command
+    state: str
+    # component at fault; None: nothing failed
+    culprit: str | None = None
+    # workload, infrastructure or unknown
+    domain: str | None = None
+    # whether the same command can succeed unchanged: cannot help, may help or unknown
+    outlook: str | None = None
+    summary: str = ""
+    evidence: tuple[Evidence, ...] = ()
+    # command or action
+    next: str = ""
+    # all recorded faults: culprit -> number
+    faults: dict[str, int] = field(default_factory=dict)
+    # utterance ids or indices of examples with a non-finite loss or gradient -> reason
+    bad_examples: dict[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def short(self) -> str:
+        """One line for `ngsgd status`; empty if nothing failed."""
+        return f"{self.culprit} ({self.domain}; a retry {_RETRY[self.outlook or '']}): {self.summary}" if self.culprit else ""
+
+
+_RETRY = {"cannot help": "cannot help", "may help": "may help", "unknown": "has an unknown outcome", "": ""}
+
+
+def explain(run: Path) -> Answer:
+    """Explain the state of a run."""
+    folder = RunFolder(run)
+    state = state_of(run)
+    events, ledger = lines_of(folder.events), lines_of(folder.ledger)
+    faults = faults_of(events, ledger, is_alive=state["state"] in ("RUNNING", "PENDING", "UNKNOWN"))
+    refused = _failed_command(run, sum(line.event == "opened" for line in events))
+    end = refused or _end_of_process(folder, state, events, ledger, faults)
+    fault = end or max(faults, key=lambda one: one.severity, default=None)
+    counts = dict(Counter(one.cause.culprit for one in faults))
+    if fault is None:
+        return Answer(str(run), state["state"], summary=_calm(state["state"]), next=_after_calm(state))
+    fault = _with_exception(folder, fault)
+    values = _values(folder, state, fault)
+    is_over = bool(end) or (state["state"] not in ("SUCCEEDED", "RUNNING") and fault.severity >= INTERRUPTED)
+    needs_action = is_over or fault.severity >= LOST_WORK
+    evidence = _unique([*fault.evidence, *log_tail(folder, fault.workers)])
+    return Answer(str(run), state["state"], fault.cause.culprit, fault.cause.domain, fault.cause.outlook,
+                  _sentence(fault), evidence[:_MAX_EVIDENCE],
+                  _step(fault, state).format(**values) if needs_action else _NOTHING, counts,
+                  bad_examples(line.fields for line in events))
+
+
+def explain_command(output_dir: Path) -> Answer | None:
+    """Explain the last command that failed before it created a run in `output_dir`.
+
+    None if there is none, or if a run was created since.
+    """
+    found = _failed_command(output_dir, num_runs(output_dir))
+    if found is None:
+        return None
+    cause = found.cause
+    step = cause.step.format(run=output_dir, resume="repeat the command", command=_install(found), half_lr="VALUE")
+    return Answer(str(output_dir), "NOT STARTED", cause.culprit, cause.domain, cause.outlook, _sentence(found), found.evidence,
+                  step)
+
+
+def num_runs(output_dir: Path) -> int:
+    """The number of runs in a folder."""
+    return sum(1 for _ in output_dir.glob("*/config.yaml"))
+
+
+def _failed_command(about: Path, num_starts: int) -> Fault | None:
+    record = read_record(failed_command_path(about))
+    if not record or record.get("num_starts") != num_starts:
+        return None
+    told = [Evidence("last command", cut(str(record.get("command", "")))),
+            *(Evidence("its error", cut(line)) for line in str(record["message"]).splitlines()[:4])]
+    return Fault(INTERRUPTED, of_error(record), tuple(told))
+
+
+def _end_of_process(folder: RunFolder, state: Mapping[str, Any], events: Sequence[Line], ledger: Sequence[Line],
+                    faults: Sequence[Fault]) -> Fault | None:
+    """The cause of the end of the last process of a run that did not finish."""
+    about = folder.last_error()
+    # error.json is that of the last process, which may have failed before its first event
+    if state["state"] in _ENDED or (about and state["state"] not in ("RUNNING", "UNKNOWN")):
+        lines = [line for line in events if line.event == "error"]
+        about = about or (lines[-1].fields if lines else {"kind": "", "exit_code": 1, "message": ""})
+        evidence = [Evidence("error.json", cut(line)) for line in str(about["message"]).splitlines()[:3]]
+        found = Fault(INTERRUPTED, of_error(about), tuple(evidence))
+        return _behind_divergence(found, ledger, faults) if about.get("exit_code") == 4 else found
+    if state["state"] == "LOST":
+        return next((fault for fault in reversed(faults) if fault.cause is KILLED), None) or Fault(
+            INTERRUPTED, KILLED, (Evidence(events[-1].source, f"{events[-1].event} is the last event"),) if events else ())
+    if state["state"] == "PENDING" and not state["process"] and _died_with_lock(folder):
+        return Fault(INTERRUPTED, KILLED, (Evidence("lock", "its holder ended without releasing it"),))
+    return None
+
+
+def _with_exception(folder: RunFolder, fault: Fault) -> Fault:
+    """Replace "exited" by the exception in the last line of the worker's log."""
+    if fault.cause.culprit != "worker" or not any("ended with code" in one.text for one in fault.evidence):
+        return fault
+    lines = [line.text for line in log_tail(folder, fault.workers, 1) if re.match(r"[A-Za-z_][\w.]*(Error|Exception)\b", line.text)]
+    if not lines:
+        return fault
+    cause = of_worker(lines[-1])
+    # the ledger decides about the retry
+    domain = fault.cause.domain if cause.domain == WORKLOAD else cause.domain
+    return replace(fault, cause=replace(cause, domain=domain, outlook=fault.cause.outlook))
+
+
+def _died_with_lock(folder: RunFolder) -> bool:
+    """Whether the last holder of the lock ended without releasing it."""
+    try:
+        about = read_json(folder.lock)
+    except (OSError, ValueError):
+        return False
+    return isinstance(about, dict) and "holder" in about
+
+
+def _behind_divergence(found: Fault, ledger: Sequence[Line], faults: Sequence[Fault]) -> Fault:
+    """Replace "diverged" by the reason for which no job of the outer iteration was usable."""
+    last = max((line.job[0] for line in ledger if line.event == "planned"), default=-1)
+    lines = [line for line in ledger if line.job[0] == last and line.event in ("rejected", "dropped", "quarantined", "rolled_back")]
+    evidence = (*found.evidence, *map(quoted, lines))
+    data = [fault for fault in faults if any(_NOT_FINITE in one.text for one in fault.evidence)]
+    if data:
+        return Fault(INTERRUPTED, data[0].cause, (*found.evidence, *data[0].evidence, *data[-1].evidence), data[0].workers)
+    lost = {line.source for line in lines if line.event in ("dropped", "quarantined")}
+    behind = [fault for fault in faults if any(one.source in lost for one in fault.evidence)]
+    if behind and not any(line.event == "rejected" for line in lines):
+        return Fault(INTERRUPTED, behind[-1].cause, (*found.evidence, *behind[-1].evidence), behind[-1].workers)
+    return Fault(INTERRUPTED, found.cause, evidence, found.workers)
+
+
+def _step(fault: Fault, state: Mapping[str, Any]) -> str:
+    """The next step; a finished run cannot be resumed."""
+    is_finished = state["state"] == "SUCCEEDED" and "{resume}" in fault.cause.step
+    return "ngsgd report {run} lists the work that was lost" if is_finished else fault.cause.step
+
+
+def _sentence(fault: Fault) -> str:
+    workers = sorted(set(fault.workers))
+    who = f" ({'worker' if len(workers) == 1 else 'workers'} {', '.join(map(str, workers))})" if workers else ""
+    return fault.cause.meaning.rstrip(".") + who + "."
+
+
+def _values(folder: RunFolder, state: Mapping[str, Any], fault: Fault) -> dict[str, str]:
+    lr = setting(folder, "lr_initial")
+    return {"run": masked(str(folder.path)), "resume": str(state["resume"]), "command": _install(fault),
+            "half_lr": "half of the present value" if lr is None else f"{lr / 2:g}"}
+
+
+def _install(fault: Fault) -> str:
+    """The command that installs the package that a message names."""
+    found = re.search(r"pip install '[^']+'", " ".join(one.text for one in fault.evidence))
+    return found[0] if found else "install the package"
+
+
+def _unique(evidence: Sequence[Evidence]) -> tuple[Evidence, ...]:
+    return tuple(dict.fromkeys(evidence))
+
+
+def _calm(state: str) -> str:
+    return {"SUCCEEDED": "The run finished, and no fault was recorded.",
+            "PENDING": "The run has no event yet, and no error was recorded.",
+            "RUNNING": "The run is training, and no fault was recorded."}.get(state, "No fault was recorded.")
+
+
+def _after_calm(state: Mapping[str, Any]) -> str:
+    return f"ngsgd logs {state['run']} --follow" if state["state"] in ("RUNNING", "PENDING") else ""
+
+
+def bad_lines(found: Mapping[str, str]) -> list[str]:
+    """Bad examples, a line each; the rest as a number."""
+    lines = [f"{name}: {reason}" for name, reason in [*found.items()][:_MAX_BAD]]
+    return [*lines, f"and {len(found) - _MAX_BAD} more"] if len(found) > _MAX_BAD else lines
+
+
+def lines_about(answer: Answer) -> list[str]:
+    """The answer as lines of text."""
+    lines = [f"run        {answer.run}", f"state      {answer.state}"]
+    if answer.culprit:
+        lines += [f"culprit    {answer.culprit}", f"domain     {answer.domain}", f"retry      {answer.outlook}"]
+    lines.append(f"summary    {answer.summary}")
+    lines += [f"{'evidence' if not index else '':10} {one.source}: {one.text}" for index, one in enumerate(answer.evidence)]
+    if len(answer.faults) > 1 or any(number > 1 for number in answer.faults.values()):
+        lines.append(f"faults     {', '.join(f'{culprit} {number}' for culprit, number in answer.faults.items())}")
+    if answer.bad_examples:
+        lines += [f"{'examples' if not index else '':10} {line}" for index, line in enumerate(bad_lines(answer.bad_examples))]
+    return [*lines, f"next       {answer.next}"] if answer.next else lines

@@ -1,0 +1,132 @@
+"""The lines of a run's files that explain a failure, with their positions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ngsgd.files import parse_json_lines, read_log, read_regular_text
+from ngsgd.pipeline.runs.run_folder import RunFolder
+
+# characters of one piece of evidence
+_WIDEST = 300
+_SETTLED = ("accepted", "rejected", "dropped", "deferred", "quarantined")
+# incidents that repeat a line of the ledger
+IN_LEDGER = ("worker_died", "job_failed", "job_dropped", "job_rejected", "shard_quarantined")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of events.jsonl or ledger.jsonl."""
+
+    # file and line number, such as "ledger.jsonl:12"
+    source: str
+    fields: dict[str, Any]
+
+    @property
+    def event(self) -> str:
+        return str(self.fields.get("event"))
+
+    @property
+    def job(self) -> tuple[int, int]:
+        """(outer iteration, job); -1 where there is none."""
+        return _int(self.fields.get("outer_iter")), _int(self.fields.get("job"))
+
+    @property
+    def worker(self) -> int:
+        return _int(self.fields.get("worker"))
+
+    @property
+    def reason(self) -> str:
+        return str(self.fields.get("reason", ""))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A quotation that supports an answer."""
+
+    source: str
+    text: str
+
+
+@dataclass
+class JobFailures:
+    """The failed attempts at one job of one outer iteration."""
+
+    attempts: list[Line] = field(default_factory=list)
+    # the line that settled the job afterwards; None: the process ended before
+    end: Line | None = None
+
+
+def lines_of(path: Path) -> list[Line]:
+    """All well-formed lines of a log; empty without a file."""
+    try:
+        text = read_log(path) if path.is_file() else ""
+    except OSError:
+        return []
+    return [Line(f"{path.name}:{number}", found) for number, line in enumerate(text.split("\n"), 1)
+            for found in parse_json_lines(line)]
+
+
+def failures_of(ledger: Sequence[Line]) -> list[JobFailures]:
+    """Failed attempts by job, in the order of the ledger."""
+    found: list[JobFailures] = []
+    pending: dict[tuple[int, int], JobFailures] = {}
+    for line in ledger:
+        if line.event == "failed":
+            if line.job not in pending:
+                pending[line.job] = JobFailures()
+                found.append(pending[line.job])
+            pending[line.job].attempts.append(line)
+        elif line.event in _SETTLED and line.job in pending:
+            pending.pop(line.job).end = line
+    return found
+
+
+def quoted(line: Line) -> Evidence:
+    """A line as evidence: where in the run, and the reason."""
+    outer_iter, job = line.job
+    where = f"outer iteration {outer_iter + 1}" if outer_iter >= 0 else ""
+    where = f"job {job} of {where}" if job >= 0 else where
+    attempt = f"attempt {line.fields['attempt']}" if "attempt" in line.fields else ""
+    who = f"worker {line.worker}" if line.worker >= 0 else ""
+    told = line.reason or str(line.fields.get("message") or line.fields.get("status") or "")
+    place = ", ".join(part for part in (line.fields.get("what") or line.event, where, attempt, who) if part)
+    return Evidence(line.source, cut(f"{place}: {told}" if told else place))
+
+
+def cut(text: str) -> str:
+    """The first line of a text, of limited length."""
+    first = text.split("\n", 1)[0]
+    return first if len(first) <= _WIDEST else f"{first[:_WIDEST - 3]}..."
+
+
+def log_tail(folder: RunFolder, workers: Sequence[int], num_lines: int = 2) -> Iterator[Evidence]:
+    """The last lines of the logs of workers."""
+    for worker in sorted(set(workers)):
+        path = folder.workers / f"worker-{worker}.log"
+        try:
+            lines = [line for line in read_log(path).splitlines() if line.strip()] if path.is_file() else []
+        except OSError:
+            continue
+        yield from (Evidence(f"workers/{path.name}", cut(line.strip())) for line in lines[-num_lines:])
+
+
+def setting(folder: RunFolder, name: str) -> float | None:
+    """A number in config.yaml by the last part of its name; None if it is not there."""
+    try:
+        text = read_regular_text(folder.config)
+    except (OSError, ValueError):
+        return None
+    found = re.search(rf"^ +{name}: ([-+.eE\d]+)$", text, re.MULTILINE)
+    try:
+        return float(found[1]) if found else None
+    except ValueError:
+        return None
+
+
+def _int(value: object) -> int:
+    return value if type(value) is int else -1
