@@ -137,7 +137,7 @@ def _train(when: str, how: str, folder: Path, cluster: Any) -> None:
             super()._finish_start(slot)
             # as on another machine: through the store
             if how == "object store full" and slot.process:
-                slot.process = replace(slot.process, shares_memory=False)
+                slot.process = replace(slot.process, device=replace(slot.process.device, is_near=False))
     fault = Fault(when, how, str(folder / "struck"))
     pool = BreakingPool(run.spec, 1, run.store.layout.size)
     outcome = "continued"
