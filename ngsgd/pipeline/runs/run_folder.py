@@ -330,7 +330,7 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
 def check_output_dir(config: RunConfig) -> None:
     """Raise ConfigError unless files can be written to the output directory."""
     try:
-        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+        make_directories(Path(config.output_dir))
         with tempfile.TemporaryFile(dir=config.output_dir):
             pass
     except OSError as error:
