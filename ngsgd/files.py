@@ -191,11 +191,14 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        is_new = not path.exists()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        if is_new:
+        try:
+            # also of an existing file: its creator may have ended before this line
             fsync(path.parent)
-        self._remove_unfinished_line()
+            self._remove_unfinished_line()
+        except OSError:
+            self.close()
+            raise
 
     def append(self, values: Mapping[str, Any]) -> None:
         """Write one line; it survives the death of this process, and after `sync` a power

@@ -160,7 +160,8 @@ class BaseRun(ABC):
                                   "changed; to train from the beginning, start a new run.")
         for problem in problems:
             self.services.report(problem)
-        events = EventLog(folder.events, latest.progress.outer_iter if latest else -1, is_speech=not config.task._target_)
+        events = EventLog(folder.events, latest.progress.outer_iter if latest else -1, is_speech=not config.task._target_,
+                          lock=lock)
         if latest and events.has(latest.progress.outer_iter):
             latest = replace(latest, record=None)
         job_counts = [one.num_jobs for one in schedule.outer_iterations()]

@@ -140,7 +140,7 @@ def _record(event: dict[str, Any], one: OuterIterationLines) -> Iterator[str]:
 
 def _leftovers(trial: Trial) -> Iterator[str]:
     """Files that nobody needs after the end."""
-    for path in sorted(trial.runs.rglob("*")):
+    for path in sorted(trial.folder.rglob("*")):
         # without locks nobody knows whether the writer of a temporary file lives
         if path.name.endswith(".tmp") and trial.scenario.has_locks:
             yield f"a temporary file is left under {path.parent.name}"

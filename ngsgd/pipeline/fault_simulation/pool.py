@@ -35,7 +35,8 @@ class SimulatedRef:
 
     def __init__(self, vector: Vector) -> None:
         self.vector = vector
-        self.is_released = False
+        # vectors that had been allocated by its release
+        self.released_at: int | None = None
 
     def read(self) -> Vector:
         return self.vector
@@ -105,6 +106,7 @@ class FaultyPool:
         # (outer iteration, job) -> the result that the coordinator has
         self._delivered: dict[tuple[int, int], JobResult] = {}
         self._refs: set[SimulatedRef] = set()
+        self._num_allocated = 0
         self._workers: list[_Worker] = []
         self.is_closed = False
 
@@ -122,15 +124,17 @@ class FaultyPool:
         self.world.advance(ready - self.world.now)
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:
+        self._num_allocated += 1
         write(vector := np.empty(self.layout.size, np.float32))
         self._refs.add(ref := SimulatedRef(vector))
         return ref
 
     def release(self, ref: VectorRef) -> None:
         assert isinstance(ref, SimulatedRef)
-        if ref.is_released:
+        # releasing again is harmless until the memory is used for another vector
+        if ref.released_at is not None and ref.released_at != self._num_allocated:
             self.world.report("a vector was released twice")
-        ref.is_released = True
+        ref.released_at = self._num_allocated
         ref.vector = np.full_like(ref.vector, np.nan)
         self._refs.discard(ref)
 
@@ -155,6 +159,7 @@ class FaultyPool:
     def submit(self, job: Job) -> None:
         self.world.note("submit", *job.identity)
         self._on_submit(job)
+        self._num_allocated += 1
         idle = [worker for worker in self._workers if self._is_idle(worker)]
         worker = min(idle, key=lambda one: (one.index != job.job % len(self._workers), one.index))
         size = work_size(job, self.task)

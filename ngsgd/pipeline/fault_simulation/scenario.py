@@ -104,7 +104,10 @@ def draw_faults(random: random.Random, counts: Counter[str], scenario: Scenario)
         scenario: the run.
     """
     number = min(40, 1 + int(random.expovariate(1 / random.choice((2, 5, 12)))))
-    places = random.choices(("job", "wait", "operation", "sync", "read", "mean", "start"), (8, 4, 6, 1, 1, 0.5, 1), k=number)
+    # results are lost only with workers that keep them, which jobs with state exclude
+    of_mean = 0.0 if scenario.jobs_keep_state else 0.5
+    places = random.choices(("job", "wait", "operation", "sync", "read", "mean", "start"),
+                            (8, 4, 6, 1, 1, of_mean, 1), k=number)
     return [_fault(random, where, counts, scenario) for where in places]
 
 

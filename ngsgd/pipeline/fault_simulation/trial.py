@@ -71,6 +71,8 @@ class Trial:
         # number of the process that took the run lock last
         self._holder = -1
         self._is_nested = False
+        # largest number of jobs of an outer iteration
+        self._most_jobs = 0
         self._was_cut = False
 
     @property
@@ -149,7 +151,7 @@ class Trial:
         run.train()
         life.ending = "finished"
         # jobs that keep state have one vector each until the pool is closed
-        allowed = int(self.scenario.settings["schedule"]["num_jobs_final"]) if self.scenario.jobs_keep_state else 0
+        allowed = self._most_jobs if self.scenario.jobs_keep_state else 0
         if self._pools[-1].num_unreleased() > allowed:
             self.world.report(f"{self._pools[-1].num_unreleased()} vectors were never released")
 
@@ -183,6 +185,7 @@ class Trial:
     def _on_submit(self, job: Job) -> None:
         if self._current.first_job is None:
             self._current.first_job = job
+        self._most_jobs = max(self._most_jobs, job.job + 1)
 
     def _see_rename(self, path: str) -> None:
         folder, _, name = path.rpartition("/")

@@ -74,10 +74,11 @@ class RunFolder:
                                   "output_dir=PATH, or a shorter name=.") from error
             try:
                 folder.checkpoints.mkdir()
+                # before config.yaml: from then on the run can be resumed, which syncs only its files
+                fsync(root)
                 # before the first job: a run without its configuration cannot be resumed
                 write_text(folder.config, with_digest(config_yaml))
                 write_text(folder.path / folder.RUN_ID, secrets.token_hex(16))
-                fsync(root)
             except OSError:
                 shutil.rmtree(folder.path, ignore_errors=True)
                 raise
