@@ -193,9 +193,10 @@ class JsonLines:
         self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            # also of an existing file: its creator may have ended before this line
-            fsync(path.parent)
             self._remove_unfinished_line()
+            # an earlier process may have ended before it synced its last lines, or the new file
+            os.fsync(self._descriptor)
+            fsync(path.parent)
         except OSError:
             self.close()
             raise

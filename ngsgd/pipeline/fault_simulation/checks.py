@@ -25,26 +25,37 @@ def problems(trial: Trial, baseline: Trial) -> list[str]:
     found += _errors(trial)
     found += _lost_commits(trial)
     if trial.is_finished:
-        try:
-            found += audit(trial.folder / "ledger.jsonl")
-            done = read(trial.folder / "ledger.jsonl")
-        except Exception as error:
-            return [*found, f"the ledger cannot be audited: {type(error).__name__}: {error}"]
-        found += _shards(trial, done)
-        found += _given_up(trial, done)
-        found += _events(trial, done)
-        found += _leftovers(trial)
-        if keeps_bits(trial, done) and trial.final != baseline.final:
-            found.append(f"the final model is {trial.final[:12]}, without faults it is {baseline.final[:12]}")
+        found += _of_finished_run(trial, baseline)
     found += [f"thread {thread.name} is left" for thread in threading.enumerate() if thread.name.startswith("ngsgd")]
     return found
+
+
+def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
+    ledger = trial.folder / "ledger.jsonl"
+    try:
+        found, done = audit(ledger), read(ledger)
+    except Exception as error:
+        return [f"the ledger cannot be audited: {type(error).__name__}: {error}"]
+    if _was_taken_over(trial):
+        # without locks the ledger mixes the lines of two processes; commits and events stay in order
+        found = []
+    else:
+        found += [*_shards(trial, done), *_given_up(trial, done)]
+    found += [*_events(trial, done), *_leftovers(trial)]
+    if keeps_bits(trial, done) and trial.final != baseline.final:
+        found.append(f"the final model is {trial.final[:12]}, without faults it is {baseline.final[:12]}")
+    return found
+
+
+def _was_taken_over(trial: Trial) -> bool:
+    return any(life.ending == "locked" and life.first_job is not None for life in trial.lives)
 
 
 def keeps_bits(trial: Trial, done: list[OuterIterationLines]) -> bool:
     """Whether the final model must be that of the run without faults."""
     if trial.scenario.policy != "retry" or trial.scenario.depends_on_time:
         return False
-    if any(entry["event"] != "accepted" for one in done for entry in one.settled):
+    if any(entry["event"] != "accepted" for one in done for entry in one.settled) or _was_taken_over(trial):
         return False
     if any(line["event"] == "rolled_back" for line in read_json_lines(trial.folder / "ledger.jsonl")):
         return False
@@ -140,16 +151,18 @@ def _record(event: dict[str, Any], one: OuterIterationLines) -> Iterator[str]:
 
 def _leftovers(trial: Trial) -> Iterator[str]:
     """Files that nobody needs after the end."""
+    # a file that the disk refuses to remove stays
+    is_removable = not any(fault.what == "EIO" and fault.where == "operation" for fault in trial.world.occurred)
     for path in sorted(trial.folder.rglob("*")):
         # without locks nobody knows whether the writer of a temporary file lives
-        if path.name.endswith(".tmp") and trial.scenario.has_locks:
+        if path.name.endswith(".tmp") and trial.scenario.has_locks and is_removable:
             yield f"a temporary file is left under {path.parent.name}"
     for name in ("process.json", "error.json"):
         if (trial.folder / name).exists():
             yield f"{name} is left"
     kept = [path.name for path in (trial.folder / "checkpoints").glob("iter-*")]
     # a process that was killed while it removed the oldest one leaves the rest of it
-    if len(kept) > trial.config.checkpoint.num_to_keep + (len(trial.lives) > 1):
+    if len(kept) > trial.config.checkpoint.num_to_keep + (len(trial.lives) > 1) and is_removable:
         yield f"{len(kept)} checkpoints are left"
     manifest = trial.folder / "final" / "model.json"
     if not manifest.exists() or not json.loads(manifest.read_text()):

@@ -25,6 +25,7 @@ from unittest import mock
 
 import safetensors.numpy
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 
 from ngsgd import process_identity
@@ -320,6 +321,10 @@ class SimulatedDisk:
             replace(time, "strftime", lambda form, *moment: "20260101-000000")
             replace(time, "sleep", lambda seconds: self.world.advance(seconds))
             replace(process_identity, "current", self._identity)
+            # averaging of twelve parameters needs no threads
+            replace(os, "cpu_count", lambda: 1)
+            # queues a stack trace for CUDA in each call otherwise
+            replace(torch, "manual_seed", torch.default_generator.manual_seed)
             replace(background, "ThreadPoolExecutor", lambda *arguments, **others: _InlineExecutor(self.world))
             yield
 

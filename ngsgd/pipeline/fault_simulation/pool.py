@@ -387,8 +387,9 @@ class FaultyPool:
         self._outcomes.append(outcome)
 
     def _free(self, result: JobResult) -> None:
-        for ref in {id(ref): ref for ref in (result.sent, result.own) if ref is not None}.values():
-            self.release(ref)
+        for ref in (result.sent, result.own):
+            if isinstance(ref, SimulatedRef) and ref.released_at is None:
+                self.release(ref)
 
     def _poll_fault(self, fault: Fault) -> None:
         """Let a fault happen while the coordinator waits."""

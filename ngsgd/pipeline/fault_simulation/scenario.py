@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ngsgd.config import RunConfig, build
@@ -32,6 +32,8 @@ class Scenario:
     num_minibatches: int       # of a shard
     minibatch_s: float
     has_locks: bool = True
+    # output directory -> its configuration
+    built: dict[str, RunConfig] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, random: random.Random) -> Scenario:
@@ -67,6 +69,11 @@ class Scenario:
 
     def config(self, output_dir: str) -> RunConfig:
         """The complete configuration of a run from Python."""
+        if output_dir not in self.built:
+            self.built[output_dir] = self._build(output_dir)
+        return self.built[output_dir]
+
+    def _build(self, output_dir: str) -> RunConfig:
         config, problems = build(merged(defaults(), {**self.settings, "output_dir": output_dir}))
         assert not problems, problems
         return replace(config, task=replace(config.task, _target_=FROM_PYTHON + "task"))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint, FingerprintFile
 from ngsgd.config import RunConfig
 from ngsgd.errors import NgsgdError, RunInterrupted, RunLockedError
+from ngsgd.files import read_log
 from ngsgd.pipeline.fault_simulation.disk import SimulatedDisk
 from ngsgd.pipeline.fault_simulation.pool import FaultyPool
 from ngsgd.pipeline.fault_simulation.scenario import Scenario
@@ -66,6 +66,7 @@ class Trial:
         self.world.lines = self.lines
         self.task = SimulatedTask(self.scenario.num_archives, self.scenario.shards_per_archive, self.scenario.num_minibatches)
         self.folder = self.runs / "trial-20260101-000000"
+        self._configs: dict[str, RunConfig] = {}
         self._renamed: set[str] = set()
         self._pools: list[FaultyPool] = []
         # number of the process that took the run lock last
@@ -79,7 +80,7 @@ class Trial:
     def runs(self) -> Path:
         return Path(self.disk.root) / "runs"
 
-    @cached_property
+    @property
     def config(self) -> RunConfig:
         return self.scenario.config(str(self.runs))
 
@@ -140,8 +141,7 @@ class Trial:
         config = self.folder / "config.yaml"
         if config.exists():
             folder = RunFolder.open(self.folder)
-            read = read_config(folder.config)
-            run = TaskRun(read, folder, services, self._fingerprint(folder), given=self.task)
+            run = TaskRun(self._read_config(folder), folder, services, self._fingerprint(folder), given=self.task)
         else:
             if self.acknowledged >= 0:
                 self.world.report(f"config.yaml was lost after the commit of outer iteration {self.acknowledged}")
@@ -154,6 +154,13 @@ class Trial:
         allowed = self._most_jobs if self.scenario.jobs_keep_state else 0
         if self._pools[-1].num_unreleased() > allowed:
             self.world.report(f"{self._pools[-1].num_unreleased()} vectors were never released")
+
+    def _read_config(self, folder: RunFolder) -> RunConfig:
+        """Read config.yaml; parsing the same text again takes a third of the time of a trial."""
+        text = read_log(folder.config)
+        if text not in self._configs:
+            self._configs[text] = read_config(folder.config)
+        return self._configs[text]
 
     def _judge_error(self, life: Life, error: BaseException) -> None:
         """Name the end of a process, and report an end that a user could not act on."""
@@ -212,12 +219,16 @@ class Trial:
 
     def _second_coordinator(self) -> None:
         """Stop this process, and let another one on another machine try to continue the run."""
+        number = len(self.lives)
         life, stops_at, self._is_nested = self._current, self.stops_at, True
         try:
             with self.world.paused():
                 self._live(f"other-{len(self.lives)}", dict(self.disk.open_files))
         finally:
             self._current, self.stops_at, self._is_nested = life, stops_at, False
+        other = self.lives[number]
+        if self.scenario.has_locks and other.first_job is not None:
+            self.world.report("two coordinators trained the run at the same time")
         if self._was_cut:
             # both machines lost power
             self.world.kill()
