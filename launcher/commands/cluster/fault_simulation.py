@@ -29,11 +29,12 @@ def add_arguments(parser: Parser) -> None:
                        help="run the production code under simulated faults instead, one small run per seed; settings and "
                             "the simulated cluster do not apply")
     group.add_argument("--seeds", type=int, metavar="N", help=f"number of seeds (default: {_DEFAULT_SEEDS})")
-    group.add_argument("--seconds", type=float, metavar="S", help="time to run seeds, in seconds, instead of a number")
+    group.add_argument("--seconds", type=float, metavar="S", help="maximum time, in seconds")
     group.add_argument("--first-seed", type=int, default=0, metavar="S", help="first of the seeds (default: %(default)s)")
     group.add_argument("--seed", type=int, metavar="S", help="one seed; prints its trace")
     group.add_argument("--only-faults", metavar="N,N",
                        help="numbers of the faults of --seed that occur, or none (default: all)")
+    group.add_argument("--until-failure", action="store_true", help="stop at the first seed that fails")
     group.add_argument("--processes", type=int, default=1, metavar="N",
                        help="processes that run seeds (default: %(default)s)")
 
@@ -66,6 +67,8 @@ def command(options: argparse.Namespace) -> int:
         tally.add(verdict)
         if verdict.problems and not options.json:
             print("\n".join(failure_lines(verdict)), flush=True)
+        if verdict.problems and options.until_failure:
+            break
     tally.seconds = time.perf_counter() - began
     if options.json:
         print(json.dumps(asdict(tally)))
@@ -87,8 +90,6 @@ def _check(options: argparse.Namespace) -> None:
     problems = []
     if options.overrides:
         problems.append(f"--faults draws its own settings; remove {' '.join(options.overrides)}.")
-    if options.seeds is not None and options.seconds is not None:
-        problems.append("--seeds and --seconds exclude each other; give one of them.")
     if options.only_faults is not None and options.seed is None:
         problems.append("--only-faults needs --seed.")
     if options.processes < 1:
