@@ -9,15 +9,20 @@ which that commit fixed. `--write PAGE` replaces the table in a page of the docu
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
+import multiprocessing
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+# imported before the forks
+import safetensors.torch  # noqa: F401
+import torch  # noqa: F401
+import yaml  # noqa: F401
 
 from tests.mutants import REPOSITORY, BrokenRunError, Mutant, apply
 
@@ -83,7 +88,8 @@ MUTANTS = [
     FaultMutant("deferred_jobs_count_as_passes", COORDINATOR, "passes_done=plan.iteration.passes_done + plan.num_fresh",
                 "passes_done=plan.iteration.passes_done + plan.num_jobs"),
     FaultMutant("vectors_not_released", COORDINATOR, "        self._refcount.release(state.model)\n", ""),
-    FaultMutant("model_released_early", COORDINATOR, "        self._refcount.acquire(model)\n", "        self.pool.release(model)\n"),
+    FaultMutant("model_released_early", COORDINATOR, "        self._refcount.acquire(model)\n",
+                "        self.pool.release(model)\n"),
     FaultMutant("resumed_commit_not_in_ledger", COORDINATOR, "            self.storage.ledger.committed(start.commit)\n",
                 "            pass\n"),
     FaultMutant("event_after_its_checkpoint", COORDINATOR, "        if start.record:\n", "        if False:\n"),
@@ -107,12 +113,14 @@ MUTANTS = [
     FaultMutant("newest_checkpoint_removed", CHECKPOINT, "self._found()[:-self.num_to_keep]", "self._found()[self.num_to_keep:]"),
     FaultMutant("buffers_not_loaded", CHECKPOINT, "if _OUTER in manifest[\"files\"] else {}", "if False else {}"),
     FaultMutant("pending_not_loaded", CHECKPOINT, "\"pending\": pieces_of(fields[\"pending\"]),", "\"pending\": (),"),
-    FaultMutant("checkpoint_not_synced", FILES, "            for path in temporary.rglob(\"*\"):\n                fsync(path)\n", ""),
+    FaultMutant("checkpoint_not_synced", FILES, "            for path in temporary.rglob(\"*\"):\n                fsync(path)\n",
+                ""),
     FaultMutant("checkpoint_name_not_synced", FILES, "            place(temporary, final)\n            fsync(final.parent)",
                 "            place(temporary, final)"),
     # ledger, lock and resumption
     FaultMutant("attempt_not_in_ledger", LEDGER, "        self._write(\"submitted\", **_identity(job))", "        pass"),
-    FaultMutant("start_not_in_ledger", LEDGER, "        self._write(\"started\", after=after,", "        (lambda *_, **__: None)(\"\", after=after,"),
+    FaultMutant("start_not_in_ledger", LEDGER, "        self._write(\"started\", after=after,",
+                "        (lambda *_, **__: None)(\"\", after=after,"),
     FaultMutant("ledger_not_synced", COORDINATOR, "        self.storage.ledger.sync()\n", ""),
     FaultMutant("same_fence_again", LOCK, "self.fence = 1 + max(", "self.fence = max("),
     FaultMutant("lock_not_released", LOCK, "            self._write({\"fence\": self.fence})\n        os.close(self._descriptor)",
@@ -148,18 +156,34 @@ def main(arguments: list[str]) -> int:
 
 def found_by(mutant: FaultMutant, seconds: float, seeds: int) -> str:
     """Run seeds on a copy of the package with the mutant, until one fails; return the output."""
+    assert "ngsgd" not in sys.modules
     with tempfile.TemporaryDirectory(prefix="fault-mutant-") as folder:
         copy = Path(folder)
         # links are followed: ngsgd/launcher and ngsgd/conf
         shutil.copytree(REPOSITORY / "ngsgd", copy / "ngsgd", ignore=shutil.ignore_patterns("__pycache__"))
         apply(Mutant(mutant.name, mutant.file, mutant.old, mutant.new, ()), copy)
-        environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "ngsgd.launcher", "simulate", "--faults", "--until-failure",
-                   "--seeds", str(seeds), "--seconds", str(seconds)]
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1) or "Traceback" in done.stderr:
-        raise BrokenRunError(f"{mutant.name}: the simulation could not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.stdout
+        output = copy / "output"
+        # a fork has torch already, whose import takes longer than many seeds
+        process = multiprocessing.get_context("fork").Process(target=_simulate, args=(copy, output, seconds, seeds))
+        process.start()
+        process.join()
+        text = output.read_text(encoding="utf-8")
+    if process.exitcode not in (0, 1) or "Traceback" in text:
+        raise BrokenRunError(f"{mutant.name}: the simulation could not run:\n{text[-3000:]}")
+    return text
+
+
+def _simulate(copy: Path, output: Path, seconds: float, seeds: int) -> None:
+    """Run the command in this process, with the package of `copy`."""
+    sys.path.insert(0, str(copy))
+    with output.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        import ngsgd
+        from ngsgd.launcher import cli
+
+        # an editable install must not be tested
+        assert ngsgd.__file__ and Path(ngsgd.__file__).is_relative_to(copy), ngsgd.__file__
+        code = cli.main(["simulate", "--faults", "--until-failure", "--seeds", str(seeds), "--seconds", str(seconds)])
+    sys.exit(code)
 
 
 def row_of(mutant: FaultMutant, output: str, seconds: float) -> str:

@@ -24,7 +24,7 @@ from ngsgd.pipeline.fault_simulation.trial import Trial
 from ngsgd.pipeline.fault_simulation.world import Fault
 
 # trials that shrinking may cost
-_MAX_SHRINK = 400
+_MAX_SHRINK = 100
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Simulator:
         trial = Trial(self._disk, scenario, tuple(faults[number] for number in numbers), lines)
         trial.run()
         found = [f"without faults: {problem}" for problem in baseline.world.problems]
-        return Verdict(seed, tuple(faults), tuple(numbers), tuple([*found, *checks.problems(trial, baseline)]),
+        return Verdict(seed, tuple(faults), tuple(numbers), (*found, *checks.problems(trial, baseline)),
                        trial.world.trace(), setting_of(scenario), len(trial.world.occurred), len(trial.lives),
                        tuple(lines or ()))
 

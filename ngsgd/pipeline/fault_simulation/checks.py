@@ -124,7 +124,9 @@ def _given_up(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
                     if not quarantined & {tuple(piece[:2]) for piece in entry["pieces"]}:
                         yield f"{where} was skipped, and its shard was not in quarantine"
                 case "dropped" | "quarantined" if failure["policy"] == "retry" and not occurred["damaged archive"]:
-                    if trial.num_failures[key] < failure["max_attempts"]:
+                    # workers that the coordinator killed are no evidence against data
+                    hangs = trial.num_hangs[key] if entry["event"] == "quarantined" else 0
+                    if trial.num_failures[key] - hangs < failure["max_attempts"]:
                         yield f"{where} was given up after {trial.num_failures[key]} failures ({entry['reason']})"
 
 
@@ -138,7 +140,7 @@ def _events(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
     for outer_iter in seen.keys() - {one.outer_iter for one in done}:
         yield f"events.jsonl has a line of outer iteration {outer_iter}, which is not committed"
     for event in events:
-        if event["event"] == "outer_iteration" and event["outer_iter"] < len(done):
+        if event["event"] == "outer_iteration" and event["outer_iter"] < len(done) and not _was_taken_over(trial):
             yield from _record(event, done[event["outer_iter"]])
     if not any(event["event"] == "finished" for event in events):
         yield "events.jsonl has no line of the end"

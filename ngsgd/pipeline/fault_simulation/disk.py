@@ -117,7 +117,7 @@ class SimulatedDisk:
         world = self.world
         if world.is_dead:
             raise Killed
-        world.note(kind, path.removeprefix(self._prefix))
+        world.note(kind, path[len(self.root):])
         is_part = False
         for fault in world.due("operation"):
             is_part |= self._happen(fault, path)
@@ -319,7 +319,7 @@ class SimulatedDisk:
             replace(secrets, "token_hex", lambda size=16: f"{self._uuid().hex:.{2 * size}}")
             replace(time, "time", self._wall_time)
             replace(time, "strftime", lambda form, *moment: "20260101-000000")
-            replace(time, "sleep", lambda seconds: self.world.advance(seconds))
+            replace(time, "sleep", self._sleep)
             replace(process_identity, "current", self._identity)
             # averaging of twelve parameters needs no threads
             replace(os, "cpu_count", lambda: 1)
@@ -327,6 +327,9 @@ class SimulatedDisk:
             replace(torch, "manual_seed", torch.default_generator.manual_seed)
             replace(background, "ThreadPoolExecutor", lambda *arguments, **others: _InlineExecutor(self.world))
             yield
+
+    def _sleep(self, seconds: float) -> None:
+        self.world.advance(seconds)
 
     def _wall_time(self) -> float:
         return 1.7e9 + self.world.now

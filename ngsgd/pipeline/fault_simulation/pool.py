@@ -91,12 +91,12 @@ class FaultyPool:
 
     def __init__(self, world: World, scenario: Scenario, task: SimulatedTask, request: PoolRequest,
                  on_wait: Callable[[Fault], None], on_submit: Callable[[Job], None],
-                 num_failures: Counter[tuple[int, int]]) -> None:
+                 num_failures: Counter[tuple[int, int]], num_hangs: Counter[tuple[int, int]]) -> None:
         self.world, self.scenario, self.task, self.request = world, scenario, task, request
         self.settings = request.spec.settings
         self.layout = FlatLayout.of(task.model())
         self._on_wait, self._on_submit = on_wait, on_submit
-        self._num_failures = num_failures
+        self._num_failures, self._num_hangs = num_failures, num_hangs
         self._restarts = Restarts(self.settings.failure.max_restarts_per_hour, world.clock)
         self._events: list[_Event] = []
         self._numbers = itertools.count()
@@ -197,6 +197,7 @@ class FaultyPool:
 
     def kill(self, worker: int, reason: str) -> None:
         self.world.note("kill", worker)
+        self._require_hung(self._workers[worker])
         self._after(_LATENCY_S, self._for_process(self._workers[worker], lambda: self._die(
             self._workers[worker], reason, from_outside=True)))
 
@@ -214,6 +215,13 @@ class FaultyPool:
 
     def close(self) -> None:
         self.is_closed = True
+
+    def _require_hung(self, worker: _Worker) -> None:
+        """Report a kill of a worker that makes progress: slow workers are kept."""
+        running, timeout_s = worker.running, self.settings.failure.hang_timeout_s
+        # a second of time in which the coordinator was stopped may count
+        if running and running.hangs_at == math.inf and 2 * running.minibatch_s + 1.0 < timeout_s:
+            self.world.report("a worker was killed although it made progress")
 
     # Events ---------------------------------------------------------------------------------------
 
@@ -384,6 +392,7 @@ class FaultyPool:
             self._refs |= {ref for ref in (outcome.sent, outcome.own) if isinstance(ref, SimulatedRef)}
         if isinstance(outcome, JobFailure):
             self._num_failures[key] += 1
+            self._num_hangs[key] += outcome.from_outside
         self._outcomes.append(outcome)
 
     def _free(self, result: JobResult) -> None:

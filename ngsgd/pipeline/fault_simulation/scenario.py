@@ -65,7 +65,7 @@ class Scenario:
         if settings["schedule"]["load_balancing"] != "time":
             del settings["schedule"]["sync_interval_s"]
         return cls(random.randrange(1 << 16), settings, random.choice((2, 3, 4)), random.choice((1, 2)),
-                   random.choice((2, 4, 6)), random.choice((0.05, 0.3)), random.random() < 0.9)
+                   random.choice((2, 4, 6)), random.choice((0.05, 0.3)), random.random() < 0.8)
 
     def config(self, output_dir: str) -> RunConfig:
         """The complete configuration of a run from Python."""
@@ -98,7 +98,8 @@ _JOB = (("kill", 6), ("kill after", 2), ("hang", 3), ("slow", 3), ("exception", 
         ("late", 3), ("duplicate", 3), ("damage", 3), ("not finite", 1), ("damaged archive", 1))
 _WAIT = (("kill idle", 2), ("kill all", 2), ("hang idle", 1), ("coordinator stopped", 2), ("machine stopped", 2),
          ("kill", 3), ("stop", 2), ("second coordinator", 2))
-_OPERATION = (("kill", 10), ("slow", 1), ("full", 3), ("torn", 3), ("EIO", 3), ("ENOSPC", 2), *((f"power cut {kind}", 1) for kind in KINDS))
+_OPERATION = (("kill", 10), ("slow", 1), ("full", 3), ("torn", 3), ("EIO", 3), ("ENOSPC", 2),
+              *((f"power cut {kind}", 1) for kind in KINDS))
 _SYNC = (("EIO", 3), ("ENOSPC", 1), ("slow", 1))
 
 
@@ -115,7 +116,11 @@ def draw_faults(random: random.Random, counts: Counter[str], scenario: Scenario)
     of_mean = 0.0 if scenario.jobs_keep_state else 0.5
     places = random.choices(("job", "wait", "operation", "sync", "read", "mean", "start"),
                             (8, 4, 6, 1, 1, of_mean, 1), k=number)
-    return [_fault(random, where, counts, scenario) for where in places]
+    found = [_fault(random, where, counts, scenario) for where in places]
+    if not scenario.has_locks:
+        # the case that only fencing numbers protect
+        found.append(Fault("wait", random.randrange(counts["wait"] + 1), "second coordinator"))
+    return found
 
 
 def _fault(random: random.Random, where: str, counts: Counter[str], scenario: Scenario) -> Fault:

@@ -58,6 +58,8 @@ class Trial:
     final: str = ""
     # (outer iteration, job) -> failures that the coordinator received
     num_failures: Counter[tuple[int, int]] = field(default_factory=Counter)
+    # those of workers that the coordinator killed
+    num_hangs: Counter[tuple[int, int]] = field(default_factory=Counter)
     # time of a request to stop the present process
     stops_at: float | None = None
 
@@ -172,7 +174,7 @@ class Trial:
         elif isinstance(error, RunLockedError):
             life.ending = "locked"
         elif isinstance(error, (NgsgdError, OSError)):
-            self.world.note("error", type(error).__name__, str(error)[:300].replace(self.disk.root, ""))
+            self.world.note("error", type(error).__name__, str(error).replace(self.disk.root, "")[:300])
         else:
             life.ending = "crash"
             self.world.report(f"a process ended with {type(error).__name__}: {error}")
@@ -183,7 +185,8 @@ class Trial:
 
     def _make_pool(self, request: PoolRequest) -> FaultyPool:
         self._holder = self._current.number
-        pool = FaultyPool(self.world, self.scenario, self.task, request, self._on_wait, self._on_submit, self.num_failures)
+        pool = FaultyPool(self.world, self.scenario, self.task, request, self._on_wait, self._on_submit, self.num_failures,
+                          self.num_hangs)
         self._pools.append(pool)
         return pool
 
