@@ -36,7 +36,7 @@ def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
         found, done = audit(ledger), read(ledger)
     except Exception as error:
         return [f"the ledger cannot be audited: {type(error).__name__}: {error}"]
-    if _was_taken_over(trial):
+    if trial.was_taken_over:
         # without locks the ledger mixes the lines of two processes; commits and events stay in order
         found = []
     else:
@@ -47,15 +47,11 @@ def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
     return found
 
 
-def _was_taken_over(trial: Trial) -> bool:
-    return any(life.ending == "locked" and life.first_job is not None for life in trial.lives)
-
-
 def keeps_bits(trial: Trial, done: list[OuterIterationLines]) -> bool:
     """Whether the final model must be that of the run without faults."""
     if trial.scenario.policy != "retry" or trial.scenario.depends_on_time:
         return False
-    if any(entry["event"] != "accepted" for one in done for entry in one.settled) or _was_taken_over(trial):
+    if any(entry["event"] != "accepted" for one in done for entry in one.settled) or trial.was_taken_over:
         return False
     if any(line["event"] == "rolled_back" for line in read_json_lines(trial.folder / "ledger.jsonl")):
         return False
@@ -140,7 +136,7 @@ def _events(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
     for outer_iter in seen.keys() - {one.outer_iter for one in done}:
         yield f"events.jsonl has a line of outer iteration {outer_iter}, which is not committed"
     for event in events:
-        if event["event"] == "outer_iteration" and event["outer_iter"] < len(done) and not _was_taken_over(trial):
+        if event["event"] == "outer_iteration" and event["outer_iter"] < len(done) and not trial.was_taken_over:
             yield from _record(event, done[event["outer_iter"]])
     if not any(event["event"] == "finished" for event in events):
         yield "events.jsonl has no line of the end"

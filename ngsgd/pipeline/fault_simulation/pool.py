@@ -219,8 +219,11 @@ class FaultyPool:
     def _require_hung(self, worker: _Worker) -> None:
         """Report a kill of a worker that makes progress: slow workers are kept."""
         running, timeout_s = worker.running, self.settings.failure.hang_timeout_s
-        # a second of time in which the coordinator was stopped may count
-        if running and running.hangs_at == math.inf and 2 * running.minibatch_s + 1.0 < timeout_s:
+        num_stops = sum("stopped" in fault.what for fault in self.world.occurred)
+        # of a time in which the coordinator was stopped, at most a second or half of a short timeout
+        # may count
+        counted_s = num_stops * min(1.0, max(0.4, timeout_s / 2)) + 0.3
+        if running and running.hangs_at == math.inf and 2 * running.minibatch_s + counted_s < timeout_s:
             self.world.report("a worker was killed although it made progress")
 
     # Events ---------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Scenario:
                         "threads_per_worker": 1, "start_timeout_s": 60.0},
             "failure": {"policy": policy, "max_attempts": random.choice((2, 3, 3, 6)),
                         "on_repeated_crash": random.choice(("quarantine", "quarantine", "stop")),
-                        "hang_timeout_s": random.choice((1.0, 3.0, 10.0)),
+                        "hang_timeout_s": random.choice((2.0, 3.0, 10.0)),
                         "max_restarts_per_hour": random.choice((60, 60, 3, -1)),
                         "on_divergence": random.choice(("stop", "halve"))},
             "checkpoint": {"num_to_keep": random.choice((1, 2, 3))},
@@ -96,11 +96,13 @@ class Scenario:
 
 _JOB = (("kill", 6), ("kill after", 2), ("hang", 3), ("slow", 3), ("exception", 2), ("preempt", 2), ("lost", 2),
         ("late", 3), ("duplicate", 3), ("damage", 3), ("not finite", 1), ("damaged archive", 1))
-_WAIT = (("kill idle", 2), ("kill all", 2), ("hang idle", 1), ("coordinator stopped", 2), ("machine stopped", 2),
+_WAIT = (("kill idle", 2), ("kill all", 2), ("hang idle", 1), ("coordinator stopped", 3), ("machine stopped", 3),
          ("kill", 3), ("stop", 2), ("second coordinator", 2))
 _OPERATION = (("kill", 10), ("slow", 1), ("full", 3), ("torn", 3), ("EIO", 3), ("ENOSPC", 2),
-              *((f"power cut {kind}", 1) for kind in KINDS))
-_SYNC = (("EIO", 3), ("ENOSPC", 1), ("slow", 1))
+              *((f"power cut {kind}", 2) for kind in KINDS))
+# fraction of the faults of jobs that the next jobs have, too
+_BURSTS = 0.15
+_SYNC = (("kill", 5), ("EIO", 3), ("ENOSPC", 1), ("slow", 1))
 
 
 def draw_faults(random: random.Random, counts: Counter[str], scenario: Scenario) -> list[Fault]:
@@ -115,8 +117,11 @@ def draw_faults(random: random.Random, counts: Counter[str], scenario: Scenario)
     # results are lost only with workers that keep them, which jobs with state exclude
     of_mean = 0.0 if scenario.jobs_keep_state else 0.5
     places = random.choices(("job", "wait", "operation", "sync", "read", "mean", "start"),
-                            (8, 4, 6, 1, 1, of_mean, 1), k=number)
+                            (8, 4, 6, 2, 1, of_mean, 1), k=number)
     found = [_fault(random, where, counts, scenario) for where in places]
+    # several attempts at a job fail in the same way
+    for fault in [one for one in found if one.where == "job" and random.random() < _BURSTS]:
+        found += [replace(fault, at=fault.at + number) for number in range(1, random.randrange(2, 4))]
     if not scenario.has_locks:
         # the case that only fencing numbers protect
         found.append(Fault("wait", random.randrange(counts["wait"] + 1), "second coordinator"))
@@ -132,7 +137,7 @@ def _fault(random: random.Random, where: str, counts: Counter[str], scenario: Sc
         return Fault(where, at, what, round(value, 3))
     if where == "wait":
         what = _chosen(random, _WAIT)
-        value = random.choice((0.5, 5.0, 600.0)) if what in ("coordinator stopped", "machine stopped") else random.randrange(3)
+        value = random.choice((0.5, 30.0, 600.0)) if what in ("coordinator stopped", "machine stopped") else random.randrange(3)
         return Fault(where, at, what, float(value))
     if where == "operation":
         what = _chosen(random, _OPERATION)

@@ -60,6 +60,8 @@ class Trial:
     num_failures: Counter[tuple[int, int]] = field(default_factory=Counter)
     # those of workers that the coordinator killed
     num_hangs: Counter[tuple[int, int]] = field(default_factory=Counter)
+    # a second process trained while the first one was stopped
+    was_taken_over: bool = False
     # time of a request to stop the present process
     stops_at: float | None = None
 
@@ -230,7 +232,8 @@ class Trial:
         finally:
             self._current, self.stops_at, self._is_nested = life, stops_at, False
         other = self.lives[number]
-        if self.scenario.has_locks and other.first_job is not None:
+        self.was_taken_over |= other.first_job is not None
+        if self.scenario.has_locks and self.was_taken_over:
             self.world.report("two coordinators trained the run at the same time")
         if self._was_cut:
             # both machines lost power
