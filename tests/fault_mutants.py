@@ -1,4 +1,4 @@
-"""Whether the fault simulation finds bugs: `python -m tests.fault_mutants [NAME ...]`, 0 if it does.
+"""Whether the fault simulation finds planted bugs: `python -m tests.fault_mutants [NAME ...]`.
 
 Each mutant is one change of the coordinator, the dispatcher, the checkpoint store, the ledger, the
 run lock or the resumption. In a copy of the package the change is made, and `ngsgd simulate

@@ -1,4 +1,4 @@
-"""The fault simulation: its seeds repeat, its disk keeps what was synced, and a slice of seeds."""
+"""Seeds of the fault simulation repeat, its disk keeps synced data, and a slice of seeds passes."""
 
 from __future__ import annotations
 

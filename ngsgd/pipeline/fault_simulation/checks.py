@@ -1,4 +1,4 @@
-"""Properties of a trial after its end, checked from its files and from what was observed."""
+"""Properties of a trial after its end, checked from its files and from observations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
     except Exception as error:
         return [f"the ledger cannot be audited: {type(error).__name__}: {error}"]
     if trial.was_taken_over:
-        # without locks the ledger mixes the lines of two processes; commits and events stay in order
+        # without locks the ledger mixes lines of two processes; commits and events stay in order
         found = []
     else:
         found += [*_shards(trial, done), *_given_up(trial, done)]
@@ -152,7 +152,7 @@ def _leftovers(trial: Trial) -> Iterator[str]:
     # a file that the disk refuses to remove stays
     is_removable = not any(fault.what == "EIO" and fault.where == "operation" for fault in trial.world.occurred)
     for path in sorted(trial.folder.rglob("*")):
-        # without locks nobody knows whether the writer of a temporary file lives
+        # without locks it is unknown whether the writer of a temporary file lives
         if path.name.endswith(".tmp") and trial.scenario.has_locks and is_removable:
             yield f"a temporary file is left under {path.parent.name}"
     for name in ("process.json", "error.json"):
@@ -160,7 +160,7 @@ def _leftovers(trial: Trial) -> Iterator[str]:
             yield f"{name} is left"
     kept = [path.name for path in (trial.folder / "checkpoints").glob("iter-*")]
     # a process that was killed while it removed the oldest one leaves the rest of it, and a power
-    # cut may bring back what was removed
+    # cut may bring back removed files
     is_removable = is_removable and not any(fault.what.startswith("power cut") for fault in trial.world.occurred)
     if len(kept) > trial.config.checkpoint.num_to_keep + (len(trial.lives) > 1) and is_removable:
         yield f"{len(kept)} checkpoints are left"

@@ -96,7 +96,7 @@ class SimulatedDisk:
         return left
 
     def cut_power(self, kind: str) -> None:
-        """Keep only what was durable."""
+        """Keep only durable files and names."""
         assert self._record is not None
         content = self._record.state(kind)
         _remove_tree(self.root)

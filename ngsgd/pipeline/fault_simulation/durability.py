@@ -3,7 +3,7 @@
 Nothing is durable before it is synced: the content of a file by fsync of the file, a name by fsync
 of its directory. POSIX allows every state in between; these extremes are made:
 
-- `strict`: only what was synced, names too
+- `strict`: only synced content and synced names
 - `journal`: names as at the last sync of anything (ext4, XFS), content only where it was synced
 - `empty`: all names, content only where it was synced; a new file has no bytes
 - `zeros`: as `empty`, but files have their length, and bytes that were not synced are 0

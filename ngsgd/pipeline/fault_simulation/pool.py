@@ -1,5 +1,4 @@
-"""Simulated workers and network of a trial: a WorkerPool in which jobs, workers and messages fail.
-"""
+"""Simulated workers and network of a trial: a WorkerPool whose jobs, workers and messages fail."""
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ class _Event:
 
 
 class FaultyPool:
-    """Workers on the clock of a world; the faults of the world decide what fails."""
+    """Workers on the clock of a world; the faults of the world occur in it."""
 
     def __init__(self, world: World, scenario: Scenario, task: SimulatedTask, request: PoolRequest,
                  on_wait: Callable[[Fault], None], on_submit: Callable[[Job], None],
@@ -220,8 +219,8 @@ class FaultyPool:
         """Report a kill of a worker that makes progress: slow workers are kept."""
         running, timeout_s = worker.running, self.settings.failure.hang_timeout_s
         num_stops = sum("stopped" in fault.what for fault in self.world.occurred)
-        # of a time in which the coordinator was stopped, at most a second or half of a short timeout
-        # may count
+        # of a time in which the coordinator was stopped, at most a second may count, or half of a
+        # short timeout
         counted_s = num_stops * min(1.0, max(0.4, timeout_s / 2)) + 0.3
         if running and running.hangs_at == math.inf and 2 * running.minibatch_s + counted_s < timeout_s:
             self.world.report("a worker was killed although it made progress")
@@ -373,7 +372,7 @@ class FaultyPool:
                        rejection_reason=not_finite(vector, self.layout, self.layout.fragment(*result.job.send)))
 
     def _deliver(self, outcome: Outcome) -> None:
-        """Hand an outcome to the coordinator.
+        """Give an outcome to the coordinator.
 
         Like other pools, it drops results of attempts that were reported as failed. If the job has
         another result already, the coordinator receives it and must recognize the duplicate.

@@ -91,7 +91,7 @@ class Scenario:
     @property
     def depends_on_time(self) -> bool:
         """Whether the numbers depend on the speed or the number of the workers."""
-        return self.settings["schedule"]["load_balancing"] != "none" or self.settings["cluster"]["elastic"]
+        return bool(self.settings["schedule"]["load_balancing"] != "none" or self.settings["cluster"]["elastic"])
 
 
 _JOB = (("kill", 6), ("kill after", 2), ("hang", 3), ("slow", 3), ("exception", 2), ("preempt", 2), ("lost", 2),

@@ -74,7 +74,7 @@ class RunFolder:
                                   "output_dir=PATH, or a shorter name=.") from error
             try:
                 folder.checkpoints.mkdir()
-                # before config.yaml: from then on the run can be resumed, which syncs only its files
+                # before config.yaml, which allows resuming: resumed runs sync only their files
                 fsync(root)
                 # before the first job: a run without its configuration cannot be resumed
                 write_text(folder.config, with_digest(config_yaml))
