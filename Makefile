@@ -75,10 +75,10 @@ soak: $(STAMP)  ## 16 workers, a random fault every 20 to 30 s for 20 min: what 
 fuzz: $(STAMP)  ## crash points, full disks, damaged files, power cuts, two coordinators (40 min); make fuzz ARGS="damage --cases 100"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(or $(ARGS),all)
 
-fault-simulation: $(STAMP)  ## 10,000 seeds of simulated faults in two processes (20 min); make fault-simulation ARGS="--seconds 60"
+fault-simulation: $(STAMP)  ## 10,000 seeds of simulated faults in two processes (10 min); make fault-simulation ARGS="--seconds 60"
 	OMP_NUM_THREADS=1 $(BIN)/ngsgd simulate --faults --processes 2 $(or $(ARGS),--seeds 10000)
 
-fault-simulation-nightly: $(STAMP)  ## 50,000 seeds of simulated faults (90 min)
+fault-simulation-nightly: $(STAMP)  ## 50,000 seeds of simulated faults (45 min)
 	OMP_NUM_THREADS=1 $(BIN)/ngsgd simulate --faults --processes 2 --seeds 50000 $(ARGS)
 
 fault-mutants: $(STAMP)  ## plant bugs in coordinator, ledger and checkpoints and let simulated faults find them (10 min)

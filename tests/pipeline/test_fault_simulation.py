@@ -29,14 +29,14 @@ def test_a_few_seeds_have_no_problem(simulated: Simulator) -> None:
 
 
 def test_a_seed_has_the_same_trace_twice(simulated: Simulator) -> None:
-    for seed in range(100, 104):
+    for seed in range(100, 102):
         first, second = simulated.run(seed, with_lines=True), simulated.run(seed, with_lines=True)
         assert first.lines == second.lines
         assert first.trace == second.trace
 
 
 def test_seeds_differ_and_faults_occur(simulated: Simulator) -> None:
-    verdicts = [simulated.run(seed) for seed in range(20, 26)]
+    verdicts = [simulated.run(seed) for seed in range(20, 24)]
     assert len({verdict.trace for verdict in verdicts}) == len(verdicts)
     assert sum(verdict.num_occurred for verdict in verdicts) > 0
     assert sum(verdict.num_processes for verdict in verdicts) > len(verdicts)
@@ -51,12 +51,18 @@ def test_some_of_the_faults_of_a_seed_can_occur(simulated: Simulator) -> None:
     assert "--only-faults none" in nothing.replay()
 
 
-def test_traces_do_not_depend_on_earlier_seeds_or_the_process() -> None:
+def test_traces_do_not_depend_on_earlier_seeds(simulated: Simulator) -> None:
+    first = simulated.run(21).trace
+    with simulator() as another:
+        another.run(22)
+        assert another.run(21).trace == first
+
+
+@pytest.mark.slow
+def test_traces_do_not_depend_on_the_process(simulated: Simulator) -> None:
     command = [sys.executable, "-m", "ngsgd.launcher", "simulate", "--faults", "--seed", "21", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    with simulator() as one:
-        one.run(22)
-        assert one.run(21).trace in done.stdout
+    assert simulated.run(21).trace in done.stdout
 
 
 @pytest.fixture

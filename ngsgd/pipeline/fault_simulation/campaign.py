@@ -58,6 +58,11 @@ class Simulator:
 
     def run(self, seed: int, kept: Sequence[int] | None = None, *, with_lines: bool = False) -> Verdict:
         """Run one seed, with all its faults or those with the given numbers."""
+        with self._disk.installed(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self._run(seed, kept, with_lines=with_lines)
+
+    def _run(self, seed: int, kept: Sequence[int] | None, *, with_lines: bool) -> Verdict:
         chance = random.Random(seed)
         scenario = Scenario.of(chance)
         baseline = Trial(self._disk, scenario, ())
@@ -116,9 +121,7 @@ def simulator() -> Iterator[Simulator]:
     gc.collect()
     gc.freeze()
     try:
-        with disk.installed(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield Simulator(disk)
+        yield Simulator(disk)
     finally:
         gc.unfreeze()
         shutil.rmtree(folder, ignore_errors=True)

@@ -101,7 +101,7 @@ _WAIT = (("kill idle", 2), ("kill all", 2), ("hang idle", 1), ("coordinator stop
 _OPERATION = (("kill", 10), ("slow", 1), ("full", 3), ("torn", 3), ("EIO", 3), ("ENOSPC", 2),
               *((f"power cut {kind}", 2) for kind in KINDS))
 # fraction of the faults of jobs that the next jobs have, too
-_BURSTS = 0.15
+_BURSTS = 0.3
 _SYNC = (("kill", 5), ("EIO", 3), ("ENOSPC", 1), ("slow", 1))
 
 
@@ -121,7 +121,7 @@ def draw_faults(random: random.Random, counts: Counter[str], scenario: Scenario)
     found = [_fault(random, where, counts, scenario) for where in places]
     # several attempts at a job fail in the same way
     for fault in [one for one in found if one.where == "job" and random.random() < _BURSTS]:
-        found += [replace(fault, at=fault.at + number) for number in range(1, random.randrange(2, 4))]
+        found += [replace(fault, at=fault.at + number) for number in range(1, random.randrange(2, 5))]
     if not scenario.has_locks:
         # the case that only fencing numbers protect
         found.append(Fault("wait", random.randrange(counts["wait"] + 1), "second coordinator"))
