@@ -195,8 +195,9 @@ class JsonLines:
         try:
             self._remove_unfinished_line()
             # an earlier process may have ended before it synced its last lines, or the new file
-            os.fsync(self._descriptor)
-            fsync(path.parent)
+            with write_errors_named(path):
+                os.fsync(self._descriptor)
+                fsync(path.parent)
         except OSError:
             self.close()
             raise

@@ -30,6 +30,7 @@ from ngsgd.files import (
     remove_abandoned,
     sealed,
     unsealed,
+    write_errors_named,
     write_text,
 )
 from ngsgd.masking import masked
@@ -75,7 +76,8 @@ class RunFolder:
             try:
                 folder.checkpoints.mkdir()
                 # before config.yaml, which allows resuming: resumed runs sync only their files
-                fsync(root)
+                with write_errors_named(folder.path):
+                    fsync(root)
                 # before the first job: a run without its configuration cannot be resumed
                 write_text(folder.config, with_digest(config_yaml))
                 write_text(folder.path / folder.RUN_ID, secrets.token_hex(16))
