@@ -75,8 +75,8 @@ MUTANTS = [
     FaultMutant("lines_of_dead_process_not_synced", FILES,
                 "                os.fsync(self._descriptor)\n                fsync(path.parent)\n",
                 "                fsync(path.parent)\n", "a78e3477"),
-    FaultMutant("new_log_not_synced", FILES, "                fsync(path.parent)\n        except OSError:", "        except OSError:",
-                "fe61912d"),
+    FaultMutant("new_log_not_synced", FILES, "                fsync(path.parent)\n        except OSError:",
+                "        except OSError:", "fe61912d"),
     FaultMutant("events_of_replaced_process", EVENTS, "            self._lock.require_held()\n", "            pass\n", "fe61912d"),
     # coordinator
     FaultMutant("deferred_work_forgotten", COORDINATOR, "pending=(*progress.pending, *state.deferred))",
