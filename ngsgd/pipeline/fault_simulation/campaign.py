@@ -25,6 +25,8 @@ from ngsgd.pipeline.fault_simulation.world import Fault
 
 # trials that shrinking may cost
 _MAX_SHRINK = 100
+# and seconds, after which the smallest failure so far is reported
+_MAX_SHRINK_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Simulator:
 
     def shrink(self, verdict: Verdict) -> Verdict:
         """Return the trial with the fewest faults that still has a problem."""
-        best, budget = verdict, _MAX_SHRINK
+        best, budget, began = verdict, _MAX_SHRINK, time.perf_counter()
         size = max(1, len(best.kept) // 2)
         while size and budget > 0:
             smaller = False
@@ -90,6 +92,8 @@ class Simulator:
                 if kind_of(found) == kind_of(verdict):
                     best, smaller = found, True
                     break
+                if time.perf_counter() - began > _MAX_SHRINK_S:
+                    return best
             if not smaller:
                 size //= 2
         return best

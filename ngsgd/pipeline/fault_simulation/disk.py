@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 
 from ngsgd import process_identity
 from ngsgd.pipeline.fault_simulation.durability import Disk, Operation
-from ngsgd.pipeline.fault_simulation.world import Fault, Killed, World
+from ngsgd.pipeline.fault_simulation.world import MAX_OPERATIONS, Fault, Killed, NoProgressError, World
 from ngsgd.training.diagnostics import background
 
 _CREATE = os.O_CREAT | os.O_TRUNC
@@ -117,6 +117,8 @@ class SimulatedDisk:
         world = self.world
         if world.is_dead:
             raise Killed
+        if world.counts["operation"] > MAX_OPERATIONS:
+            raise NoProgressError(f"the run did not end within {MAX_OPERATIONS} file operations")
         world.note(kind, path[len(self.root):])
         is_part = False
         for fault in world.due("operation"):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 # operations without an end: a trial that waits this often makes no progress
 MAX_WAITS = 60_000
+# a finished trial has at most a few thousand
+MAX_OPERATIONS = 20_000
 
 
 class Killed(BaseException):
