@@ -99,6 +99,7 @@ class Trial:
                 self.world.advance(_RESTART_S)
         except NoProgressError as error:
             self.world.report(str(error))
+            self.disk.end_process({})
         if not self.is_finished:
             endings = ", ".join(life.ending for life in self.lives[-3:])
             self.world.report(f"the run did not finish in {len(self.lives)} processes ({endings})")
