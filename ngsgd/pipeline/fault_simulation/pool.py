@@ -104,6 +104,8 @@ class FaultyPool:
         self._current: dict[tuple[int, int], Job] = {}
         # (outer iteration, job) -> the result that the coordinator has
         self._delivered: dict[tuple[int, int], JobResult] = {}
+        # (outer iteration, job) -> attempt whose failure the coordinator received last
+        self._last_failure: dict[tuple[int, int], int] = {}
         self._refs: set[SimulatedRef] = set()
         self._num_allocated = 0
         self._workers: list[_Worker] = []
@@ -138,6 +140,9 @@ class FaultyPool:
         self._refs.discard(ref)
 
     def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> None:
+        for result in results:
+            if digest(result.sent.read()) != result.digest:
+                self.world.report(f"a damaged result of outer iteration {result.job.outer_iter} was averaged")
         for fault in self._due("mean"):
             if fault.what == "lose results":
                 lost = results[:max(1, int(fault.value * len(results)))]
@@ -158,6 +163,7 @@ class FaultyPool:
     def submit(self, job: Job) -> None:
         self.world.note("submit", *job.identity)
         self._on_submit(job)
+        self._require_new_attempt(job)
         self._num_allocated += 1
         idle = [worker for worker in self._workers if self._is_idle(worker)]
         worker = min(idle, key=lambda one: (one.index != job.job % len(self._workers), one.index))
@@ -214,6 +220,12 @@ class FaultyPool:
 
     def close(self) -> None:
         self.is_closed = True
+
+    def _require_new_attempt(self, job: Job) -> None:
+        """Report an attempt with the number of one that failed; a roll-back begins again at 1."""
+        last = self._last_failure.pop((job.outer_iter, job.job), 0)
+        if job.attempt <= last and self.settings.failure.on_divergence == "stop":
+            self.world.report(f"attempt {job.attempt} began after attempt {last} had failed")
 
     def _require_hung(self, worker: _Worker) -> None:
         """Report a kill of a worker that makes progress: slow workers are kept."""
@@ -395,6 +407,7 @@ class FaultyPool:
         if isinstance(outcome, JobFailure):
             self._num_failures[key] += 1
             self._num_hangs[key] += outcome.from_outside
+            self._last_failure[key] = job.attempt
         self._outcomes.append(outcome)
 
     def _free(self, result: JobResult) -> None:
