@@ -16,7 +16,7 @@ PROCESSES ?=
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel --processes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train check test test-all run-check run-test run-test-all gpu test-matrix mutants chaos soak fuzz nodes slurm reference docs image lint prose format clean
+.PHONY: help setup train check test test-all run-check run-test run-test-all gpu test-matrix mutants chaos soak fuzz fault-simulation fault-simulation-nightly fault-mutants nodes slurm reference docs image lint prose format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -74,6 +74,15 @@ soak: $(STAMP)  ## 16 workers, a random fault every 20 to 30 s for 20 min: what 
 
 fuzz: $(STAMP)  ## crash points, full disks, damaged files, power cuts, two coordinators (40 min); make fuzz ARGS="damage --cases 100"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(or $(ARGS),all)
+
+fault-simulation: $(STAMP)  ## 10,000 seeds of simulated faults in two processes (10 min); make fault-simulation ARGS="--seconds 60"
+	OMP_NUM_THREADS=1 $(BIN)/ngsgd simulate --faults --processes 2 $(or $(ARGS),--seeds 10000)
+
+fault-simulation-nightly: $(STAMP)  ## 50,000 seeds of simulated faults (45 min)
+	OMP_NUM_THREADS=1 $(BIN)/ngsgd simulate --faults --processes 2 --seeds 50000 $(ARGS)
+
+fault-mutants: $(STAMP)  ## plant bugs in coordinator, ledger and checkpoints and let simulated faults find them (10 min)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fault_mutants --write docs/fault-simulation.md $(ARGS)
 
 reference: $(STAMP)  ## write the pages of docs/reference that are made from the code
 	$(BIN)/python -m ngsgd.launcher.reference docs/reference

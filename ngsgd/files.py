@@ -191,11 +191,16 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        is_new = not path.exists()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        if is_new:
-            fsync(path.parent)
-        self._remove_unfinished_line()
+        try:
+            self._remove_unfinished_line()
+            # an earlier process may have ended before it synced its last lines, or the new file
+            with write_errors_named(path):
+                os.fsync(self._descriptor)
+                fsync(path.parent)
+        except OSError:
+            self.close()
+            raise
 
     def append(self, values: Mapping[str, Any]) -> None:
         """Write one line; it survives the death of this process, and after `sync` a power

@@ -168,7 +168,8 @@ class BaseRun(ABC):
             reason = problems[0] if problems else f"{folder.checkpoints} has no checkpoint."
             raise CheckpointError(f"{folder.path} was trained before, and no checkpoint of it can be used. {reason} Nothing was "
                                   "changed; to train from the beginning, start a new run.")
-        events = EventLog(folder.events, latest.progress.outer_iter if latest else -1, is_speech=not config.task._target_)
+        events = EventLog(folder.events, latest.progress.outer_iter if latest else -1, is_speech=not config.task._target_,
+                          lock=lock)
         if latest and events.has(latest.progress.outer_iter):
             latest = replace(latest, record=None)
         job_counts = [one.num_jobs for one in schedule.outer_iterations()]

@@ -7,8 +7,9 @@ import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ngsgd.pipeline.fault_simulation.durability import Operation
 from tests.fuzz import judge
-from tests.fuzz.interposer import Arming, Mode, Operation
+from tests.fuzz.interposer import Arming, Mode
 from tests.fuzz.judge import Expected
 from tests.fuzz.report import Report, chosen
 from tests.fuzz.stage import Stage

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ngsgd.pipeline.fault_simulation.durability import Operation
+
 SOURCE = Path(__file__).with_name("interpose.c")
 LIBRARY = "NGSGD_FUZZ_LIBRARY"   # environment variable with the path of the compiled library
 
@@ -50,19 +52,6 @@ class Arming:
             library.fuzz_hold(part.encode(), notify, release)
         number = ctypes.c_long(self.number)
         library.fuzz_arm(os.fsencode(self.root), int(self.mode), number, self.error)
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One recorded call that changed something."""
-
-    number: int
-    kind: str       # create, write, truncate, extend, sync, rename, link, unlink, mkdir, rmdir, ...
-    inode: int
-    offset: int     # of a write; the new length of a truncate or extend
-    data: bytes
-    path: str
-    second: str     # new name of a rename or link
 
 
 def compiler() -> str | None:

@@ -1,154 +1,20 @@
 """Power cuts: the states of the disk that a crash of the machine may leave, made from a record.
 
-Nothing is durable before it is synced: the content of a file by fsync of the file, a name by fsync
-of its directory.  POSIX allows every state in between; these extremes are made:
-
-    strict   only what was synced, names too
-    journal  names as at the last sync of anything (ext4, XFS), content only where it was synced
-    empty    all names, content only where it was synced: a new file has no bytes
-    zeros    as `empty`, but files have their length; bytes that were not synced are 0
-    torn     as `empty`, and half of the bytes that were not synced
+The states are those of `ngsgd.pipeline.fault_simulation.durability`, which the fault simulation
+uses, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from ngsgd.pipeline.fault_simulation.durability import KINDS, Content, Disk, Operation
 from tests.fuzz import crash, judge
-from tests.fuzz.interposer import Operation
 from tests.fuzz.judge import Expected
 from tests.fuzz.report import Report, chosen
 from tests.fuzz.stage import Stage, remove, tree
-
-KINDS = ("strict", "journal", "empty", "zeros", "torn")
-Content = dict[str, bytes | None]     # of a directory tree: None stands for a directory
-
-
-@dataclass(eq=False)
-class Node:
-    """A file or a directory, as the system sees it and as the disk has it."""
-
-    is_directory: bool
-    data: bytearray = field(default_factory=bytearray)
-    durable: bytes = b""
-    names: dict[str, Node] = field(default_factory=dict)
-    durable_names: dict[str, Node] = field(default_factory=dict)
-    journaled_names: dict[str, Node] = field(default_factory=dict)
-
-    def content(self, kind: str) -> bytes:
-        """Of the file after a power cut of that kind."""
-        missing = len(self.data) - len(self.durable)
-        if kind == "zeros" and missing > 0:
-            return self.durable + bytes(missing)
-        if kind == "torn" and missing > 0:
-            return self.durable + self.data[len(self.durable):len(self.durable) + missing // 2]
-        return self.durable
-
-    def entries(self, kind: str) -> dict[str, Node]:
-        """Of the directory after a power cut of that kind."""
-        if kind == "strict":
-            return self.durable_names
-        return self.journaled_names if kind == "journal" else self.names
-
-
-class Disk:
-    """Applies recorded operations to an empty directory that is durable itself."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.top = Node(is_directory=True)
-        self._by_inode: dict[int, Node] = {}
-
-    def apply(self, operation: Operation) -> None:
-        """One operation."""
-        handler = getattr(self, f"_{operation.kind}", None)
-        if handler:
-            self._find_renamed(operation)
-            handler(operation)
-
-    def state(self, kind: str) -> Content:
-        """The directory tree after a power cut."""
-        return dict(_walk(self.top, kind, ""))
-
-    def now(self) -> Content:
-        """The directory tree as a process sees it."""
-        return {name: None if node.is_directory else bytes(node.data)
-                for name, node in _nodes(self.top, "")}
-
-    def _place(self, path: str) -> tuple[Node, str]:
-        *folders, name = Path(path).relative_to(self.root).parts
-        node = self.top
-        for folder in folders:
-            node = node.names[folder]
-        return node, name
-
-    def _node(self, path: str) -> Node:
-        if Path(path) == self.root:
-            return self.top
-        folder, name = self._place(path)
-        return folder.names[name]
-
-    def _find_renamed(self, operation: Operation) -> None:
-        """Applies a rename that was not recorded: safetensors renames by another system call.
-        """
-        node = self._by_inode.get(operation.inode)
-        if node is None or operation.kind in ("create", "mkdir"):
-            return
-        folder, name = self._place(operation.path)
-        old = [other for other, found in folder.names.items() if found is node]
-        if name not in folder.names and old:
-            folder.names[name] = folder.names.pop(old[0])
-
-    def _create(self, operation: Operation) -> None:
-        folder, name = self._place(operation.path)
-        folder.names[name] = self._by_inode[operation.inode] = Node(is_directory=False)
-
-    def _mkdir(self, operation: Operation) -> None:
-        folder, name = self._place(operation.path)
-        self._by_inode.pop(operation.inode, None)
-        folder.names[name] = Node(is_directory=True)
-
-    def _write(self, operation: Operation) -> None:
-        data = self._by_inode[operation.inode].data
-        data.extend(bytes(max(0, operation.offset - len(data))))
-        data[operation.offset:operation.offset + len(operation.data)] = operation.data
-
-    def _truncate(self, operation: Operation) -> None:
-        node = self._by_inode[operation.inode]
-        node.data.extend(bytes(max(0, operation.offset - len(node.data))))
-        del node.data[operation.offset:]
-        # the length is part of the inode, which is written with the names
-        node.durable = node.durable[:operation.offset]
-
-    def _extend(self, operation: Operation) -> None:
-        data = self._by_inode[operation.inode].data
-        data.extend(bytes(max(0, operation.offset - len(data))))
-
-    def _sync(self, operation: Operation) -> None:
-        node = self._node(operation.path)
-        if node.is_directory:
-            node.durable_names = dict(node.names)
-        else:
-            node.durable = bytes(node.data)
-        for one in (self.top, *(found for _, found in _nodes(self.top, "")), node):
-            one.journaled_names = dict(one.names)
-
-    def _rename(self, operation: Operation) -> None:
-        folder, name = self._place(operation.path)
-        target, new = self._place(operation.second)
-        target.names[new] = folder.names.pop(name)
-
-    def _link(self, operation: Operation) -> None:
-        target, new = self._place(operation.second)
-        target.names[new] = self._node(operation.path)
-
-    def _unlink(self, operation: Operation) -> None:
-        folder, name = self._place(operation.path)
-        del folder.names[name]
-
-    _rmdir = _unlink
 
 
 @dataclass(frozen=True)
@@ -225,17 +91,3 @@ def _try(stage: Stage, cut: Cut, expected: Expected) -> Iterator[str]:
         taken_up = judge.resumed_after(stage.run)
         if taken_up < cut.num_reported:
             yield f"resumed after {taken_up} of {cut.num_reported} commits"
-
-
-def _nodes(folder: Node, prefix: str) -> Iterator[tuple[str, Node]]:
-    for name, node in folder.names.items():
-        yield prefix + name, node
-        if node.is_directory:
-            yield from _nodes(node, f"{prefix}{name}/")
-
-
-def _walk(folder: Node, kind: str, prefix: str) -> Iterator[tuple[str, bytes | None]]:
-    for name, node in folder.entries(kind).items():
-        yield prefix + name, None if node.is_directory else node.content(kind)
-        if node.is_directory:
-            yield from _walk(node, kind, f"{prefix}{name}/")

@@ -13,8 +13,9 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from ngsgd.pipeline.fault_simulation.durability import Operation
 from tests.fuzz import server
-from tests.fuzz.interposer import Arming, Mode, Operation, operations
+from tests.fuzz.interposer import Arming, Mode, operations
 from tests.fuzz.server import Outcome
 
 NAME = "fuzz"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ngsgd.pipeline.fault_simulation.durability import KINDS, Disk, Operation
 from tests.fuzz.damages import NotApplicable, kinds_for
-from tests.fuzz.interposer import Operation
-from tests.fuzz.power import KINDS, Disk, cuts
+from tests.fuzz.power import cuts
 
 ROOT = Path("/root-of-the-disk")
 

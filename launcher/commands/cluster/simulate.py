@@ -21,6 +21,7 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import write_text
 from ngsgd.launcher.arguments import JSON, Parser
+from ngsgd.launcher.commands.cluster import fault_simulation
 from ngsgd.launcher.reports.progress import ProgressTracker, iteration_line
 from ngsgd.launcher.text import duration
 from ngsgd.pipeline.performance_model.formulas import Link, Spread
@@ -41,6 +42,8 @@ _ADD_SPEED = 8e9
 def command(arguments: Sequence[str]) -> int:
     """Simulate, print the summary, and keep it with the event log in a run folder."""
     options = argument_parser().parse_with_settings(arguments)
+    if options.faults:
+        return fault_simulation.command(options)
     _check(options)
     from ngsgd.launcher.config import compose
 
@@ -92,6 +95,7 @@ def argument_parser() -> Parser:
                        help="latency of a link in seconds (default: %(default)s)")
     group.add_argument("--topology", choices=TOPOLOGIES, default="central",
                        help="topology of averaging (default: %(default)s)")
+    fault_simulation.add_arguments(parser)
     return parser
 
 

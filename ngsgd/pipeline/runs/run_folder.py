@@ -30,6 +30,7 @@ from ngsgd.files import (
     remove_abandoned,
     sealed,
     unsealed,
+    write_errors_named,
     write_text,
 )
 from ngsgd.pipeline.runs.failure_record import describe, mark_recorded, read_record, write_record
@@ -74,10 +75,12 @@ class RunFolder:
                                   "output_dir=PATH, or a shorter name=.") from error
             try:
                 folder.checkpoints.mkdir()
+                # before config.yaml, which allows resuming: resumed runs sync only their files
+                with write_errors_named(folder.path):
+                    fsync(root)
                 # before the first job: a run without its configuration cannot be resumed
                 write_text(folder.config, with_digest(config_yaml))
                 write_text(folder.path / folder.RUN_ID, secrets.token_hex(16))
-                fsync(root)
             except OSError:
                 shutil.rmtree(folder.path, ignore_errors=True)
                 raise
@@ -335,7 +338,7 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
 def check_output_dir(config: RunConfig) -> None:
     """Raise ConfigError unless files can be written to the output directory."""
     try:
-        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+        make_directories(Path(config.output_dir))
         with tempfile.TemporaryFile(dir=config.output_dir):
             pass
     except OSError as error:

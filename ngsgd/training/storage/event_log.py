@@ -17,6 +17,7 @@ from typing import Any
 
 from ngsgd.files import JsonLines, parse_json_lines, read_json_lines, read_log, write_text
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
+from ngsgd.training.storage.lock import RunLock
 
 _DERIVED = ("objf", "accuracy", "skew", "max_change_share", "max_param_change_share")
 _SUPERSEDED = "superseded_outer_iteration"
@@ -38,12 +39,16 @@ class EventLog:
             to commits that were lost with a damaged checkpoint. They are renamed, because the run
             repeats these outer iterations. None keeps all lines.
         is_speech: False writes losses and examples instead of objf and frames.
+        lock: the run lock. A process that another one has replaced writes no more outer iterations.
+            None gives no protection against a second coordinator.
     """
 
-    def __init__(self, path: Path, after: int | None = None, *, is_speech: bool = True) -> None:
-        self._is_speech = is_speech
-        self._lines = JsonLines(path)
+    def __init__(self, path: Path, after: int | None = None, *, is_speech: bool = True,
+                 lock: RunLock | None = None) -> None:
+        self._is_speech, self._lock = is_speech, lock
+        # read first: an error leaves no open file
         events = read_events(path)
+        self._lines = JsonLines(path)
         reported = {event["outer_iter"] for event in events if event["event"] == "outer_iteration"}
         if after is not None and any(outer_iter > after for outer_iter in reported):
             self._lines.close()
@@ -60,6 +65,9 @@ class EventLog:
         """Write the line and fsync it, before the checkpoint that could restore it is removed."""
         if self.has(record.outer_iter):
             return
+        # its successor has written this line
+        if self._lock:
+            self._lock.require_held()
         derived = {name: getattr(record, name) for name in _DERIVED}
         self._write("outer_iteration", {**asdict(record), **derived})
         self._lines.sync()

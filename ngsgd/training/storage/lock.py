@@ -70,11 +70,11 @@ class RunLock:
                 self.fence = 1 + max(self.fence, _fence_in(_read(self._descriptor)))
                 self._write({"fence": self.fence, "purpose": self.purpose, "since": time.time(),
                              "holder": process_identity.current()})
+                if is_new:
+                    fsync(self.path.parent)
             except BaseException:
                 os.close(self._descriptor)
                 raise
-            if is_new:
-                fsync(self.path.parent)
         except OSError as error:
             raise CheckpointError(f"{self.path} could not be locked ({error.strerror}), so nothing "
                                   "is written to the run; free disk space, or fix the permissions "

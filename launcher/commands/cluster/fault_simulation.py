@@ -1,0 +1,156 @@
+"""`ngsgd simulate --faults`: the production code of a run under drawn faults, seed by seed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import queue
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ConfigError
+from ngsgd.launcher.arguments import Parser
+
+# imports torch, which would slow down --help
+if TYPE_CHECKING:
+    from ngsgd.pipeline.fault_simulation.campaign import Verdict
+
+_DEFAULT_SEEDS = 100
+_POLL_S = 1.0
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the options of the fault simulation."""
+    group = parser.add_argument_group("fault simulation")
+    group.add_argument("--faults", action="store_true",
+                       help="run the production code under simulated faults instead, one small run per seed; settings and "
+                            "the simulated cluster do not apply")
+    group.add_argument("--seeds", type=int, metavar="N", help=f"number of seeds (default: {_DEFAULT_SEEDS})")
+    group.add_argument("--seconds", type=float, metavar="S", help="maximum time, in seconds")
+    group.add_argument("--first-seed", type=int, default=0, metavar="S", help="first of the seeds (default: %(default)s)")
+    group.add_argument("--seed", type=int, metavar="S", help="one seed; prints its trace")
+    group.add_argument("--only-faults", metavar="N,N",
+                       help="numbers of the faults of --seed that occur, or none (default: all)")
+    group.add_argument("--until-failure", action="store_true", help="stop at the first seed that fails")
+    group.add_argument("--processes", type=int, default=1, metavar="N",
+                       help="processes that run seeds (default: %(default)s)")
+
+
+@dataclass
+class Tally:
+    """Sums over all seeds."""
+
+    num_seeds: int = 0
+    num_faults: int = 0
+    num_coordinators: int = 0
+    failed: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, verdict: Verdict) -> None:
+        self.num_seeds += 1
+        self.num_faults += verdict.num_occurred
+        self.num_coordinators += verdict.num_processes
+        if verdict.problems:
+            self.failed.append(verdict.seed)
+
+
+def command(options: argparse.Namespace) -> int:
+    """Run the seeds; the exit code is 1 if one failed."""
+    _check(options)
+    if options.seed is not None:
+        return _replay(options)
+    tally, began = Tally(), time.perf_counter()
+    for verdict in _verdicts(options):
+        tally.add(verdict)
+        if verdict.problems and not options.json:
+            print("\n".join(failure_lines(verdict)), flush=True)
+        if verdict.problems and options.until_failure:
+            break
+    tally.seconds = time.perf_counter() - began
+    if options.json:
+        print(json.dumps(asdict(tally)))
+    else:
+        print(f"{tally.num_seeds} seeds, {tally.num_faults} faults, {tally.num_coordinators} coordinator processes in "
+              f"{tally.seconds:.1f} s ({tally.num_seeds / max(tally.seconds, 1e-9):.1f} seeds/s): {len(tally.failed)} failed")
+    return EXIT_RUN_FAILED if tally.failed else EXIT_OK
+
+
+def failure_lines(verdict: Verdict) -> list[str]:
+    """A failed seed after shrinking, as text."""
+    return [f"seed {verdict.seed} failed: {verdict.problems[0]}", *(f"  and: {one}" for one in verdict.problems[1:5]),
+            f"  settings: {verdict.setting}",
+            f"  faults: {'; '.join(str(verdict.faults[number]) for number in verdict.kept) or 'none'}",
+            f"  replay: {verdict.replay()}"]
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = []
+    if options.overrides:
+        problems.append(f"--faults draws its own settings; remove {' '.join(options.overrides)}.")
+    if options.only_faults is not None and options.seed is None:
+        problems.append("--only-faults needs --seed.")
+    if options.processes < 1:
+        problems.append(f"--processes is {options.processes}; it must be at least 1.")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from ngsgd.pipeline.fault_simulation.campaign import simulator
+
+    kept = None if options.only_faults is None else _numbers(options.only_faults)
+    with simulator() as one:
+        verdict = one.run(options.seed, kept, with_lines=True)
+    if options.json:
+        print(json.dumps(asdict(verdict)))
+    else:
+        if not options.quiet:
+            print("\n".join(verdict.lines))
+        print("\n".join(failure_lines(verdict)) if verdict.problems
+              else f"seed {verdict.seed}: no problem; {verdict.setting}")
+        print(f"trace {verdict.trace}")
+    return EXIT_RUN_FAILED if verdict.problems else EXIT_OK
+
+
+def _numbers(text: str) -> list[int]:
+    if text == "none":
+        return []
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--only-faults is {text}; give numbers with commas, such as 0,3, or none.") from None
+
+
+def _verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
+    from ngsgd.pipeline.fault_simulation.campaign import run_seeds
+
+    count = _DEFAULT_SEEDS if options.seeds is None and options.seconds is None else options.seeds
+    if options.processes == 1:
+        yield from run_seeds(options.first_seed, count, options.seconds)
+        return
+    # a process that was forked from a process with threads may hang
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    shares = [None if count is None else len(range(number, count, options.processes)) for number in range(options.processes)]
+    processes = [context.Process(target=_work, args=(results, options.first_seed + number, share, options.seconds,
+                                                     options.processes), daemon=True)
+                 for number, share in enumerate(shares)]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes) or not results.empty():
+        try:
+            yield results.get(timeout=_POLL_S)
+        except queue.Empty:
+            continue
+    if any(process.exitcode for process in processes):
+        raise RuntimeError("a process of the fault simulation ended early")
+
+
+def _work(results: Any, first: int, count: int | None, seconds: float | None, step: int) -> None:
+    from ngsgd.pipeline.fault_simulation.campaign import run_seeds
+
+    for verdict in run_seeds(first, count, seconds, step):
+        results.put(verdict)

@@ -1,0 +1,1 @@
+"""Deterministic simulation of faults: the production code of a run under one seed."""

@@ -1,0 +1,176 @@
+"""Properties of a trial after its end, checked from its files and from observations."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from ngsgd.files import read_json_lines
+from ngsgd.pipeline.fault_simulation.trial import Life, Trial
+from ngsgd.training.storage.audit import OuterIterationLines, audit, read
+
+# an error is one message that names the next step
+_NEXT_STEP = re.compile(r"\b(resume|restart|retry|free|fix|restore|choose|lower|raise|reduce|wait|check|start|follow|inspect|"
+                        r"find out|continue|remove|make room)\b", re.IGNORECASE)
+
+
+def problems(trial: Trial, baseline: Trial) -> list[str]:
+    """All violations of a trial; `baseline` is the same run without faults."""
+    found = list(trial.world.problems)
+    found += _errors(trial)
+    found += _lost_commits(trial)
+    if trial.is_finished:
+        found += _of_finished_run(trial, baseline)
+    found += [f"thread {thread.name} is left" for thread in threading.enumerate() if thread.name.startswith("ngsgd")]
+    return found
+
+
+def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
+    ledger = trial.folder / "ledger.jsonl"
+    try:
+        found, done = audit(ledger), read(ledger)
+    except Exception as error:
+        return [f"the ledger cannot be audited: {type(error).__name__}: {error}"]
+    if trial.was_taken_over:
+        # without locks the ledger mixes lines of two processes; commits and events stay in order
+        found = []
+    else:
+        found += [*_shards(trial, done), *_given_up(trial, done)]
+    found += [*_events(trial, done), *_leftovers(trial)]
+    if keeps_bits(trial, done) and trial.final != baseline.final:
+        found.append(f"the final model is {trial.final[:12]}, without faults it is {baseline.final[:12]}")
+    return found
+
+
+def keeps_bits(trial: Trial, done: list[OuterIterationLines]) -> bool:
+    """Whether the final model must be that of the run without faults."""
+    if trial.scenario.policy != "retry" or trial.scenario.depends_on_time:
+        return False
+    if any(entry["event"] != "accepted" for one in done for entry in one.settled) or trial.was_taken_over:
+        return False
+    if any(line["event"] == "rolled_back" for line in read_json_lines(trial.folder / "ledger.jsonl")):
+        return False
+    num_trained = sum(life.first_job is not None for life in trial.lives)
+    return num_trained <= 1 or not trial.scenario.jobs_keep_state
+
+
+def _errors(trial: Trial) -> Iterator[str]:
+    for life in trial.lives:
+        if life.ending in ("error", "locked", "stopped") and not _NEXT_STEP.search(_message(life)):
+            yield f"an error without a next step: {type(life.error).__name__}: {life.error}"
+
+
+def _message(life: Life) -> str:
+    # errors of the disk before the run begins get their next step from the command line
+    return "retry" if isinstance(life.error, OSError) else str(life.error)
+
+
+def _lost_commits(trial: Trial) -> Iterator[str]:
+    """A process must continue after the newest commit that was durable when it started."""
+    for life in trial.lives:
+        first = life.first_job
+        if first is None or life.num_read_faults:
+            continue
+        if first.outer_iter <= life.acknowledged:
+            yield (f"process {life.number} repeated outer iteration {first.outer_iter}, and {life.acknowledged} was "
+                   "committed")
+
+
+def _shards(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
+    """Every pass of the schedule must be planned once, in order."""
+    schedule = trial.task.shards().schedule(trial.config.schedule)
+    wanted = [schedule.shard(number) for number in range(sum(one.num_jobs for one in schedule.outer_iterations()))]
+    fresh = [piece for one in done for _, entry in sorted(one.planned.items()) for piece in entry["pieces"]
+             if piece[2] == one.outer_iter]
+    passes = {(outer_iter, job): (archive, frame) for archive, frame, outer_iter, job, _, _ in fresh}
+    planned = [shard for _, shard in sorted(passes.items())]
+    if planned != [(shard.archive, shard.frame) for shard in wanted]:
+        yield f"{len(planned)} passes were planned, and the schedule has {len(wanted)}; or they differ"
+    if trial.scenario.policy != "drop" and not _may_lose_data(done):
+        sizes = sum(trial.task.num_batches(shard, 1) for shard in wanted)
+        frames = done[-1].commit["frames_processed"] if done else 0
+        if frames != 4 * sizes:
+            yield f"{frames} examples were counted, and the schedule has {4 * sizes}"
+
+
+def _may_lose_data(done: list[OuterIterationLines]) -> bool:
+    return any(entry["event"] in ("rejected", "dropped", "quarantined") for one in done for entry in one.settled)
+
+
+def _given_up(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
+    """Work is given up only for a reason."""
+    failure = trial.scenario.settings["failure"]
+    occurred = Counter(fault.what for fault in trial.world.occurred)
+    quarantined = {tuple(piece[:2]) for one in done for entry in one.settled if entry["event"] == "quarantined"
+                   for piece in entry["pieces"] if "quarantine" not in entry["reason"]}
+    for one in done:
+        for entry in one.settled:
+            key, where = (one.outer_iter, entry["job"]), f"job {entry['job']} of outer iteration {one.outer_iter}"
+            match entry["event"]:
+                case "rejected" if not occurred["not finite"]:
+                    yield f"{where} was rejected ({entry['reason']}), and its result was good"
+                case "deferred" if failure["policy"] == "retry" and trial.config.schedule.load_balancing != "time":
+                    yield f"{where} was deferred under the policy retry"
+                case "quarantined" if "in quarantine" in entry["reason"]:
+                    if not quarantined & {tuple(piece[:2]) for piece in entry["pieces"]}:
+                        yield f"{where} was skipped, and its shard was not in quarantine"
+                case "dropped" | "quarantined" if failure["policy"] == "retry" and not occurred["damaged archive"]:
+                    # workers that the coordinator killed are no evidence against data
+                    hangs = trial.num_hangs[key] if entry["event"] == "quarantined" else 0
+                    if trial.num_failures[key] - hangs < failure["max_attempts"]:
+                        yield f"{where} was given up after {trial.num_failures[key]} failures ({entry['reason']})"
+
+
+def _events(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
+    """events.jsonl has exactly one line per commit, and the end of the run."""
+    events = read_json_lines(trial.folder / "events.jsonl")
+    seen = Counter(event["outer_iter"] for event in events if event["event"] == "outer_iteration")
+    for one in done:
+        if seen[one.outer_iter] != 1:
+            yield f"events.jsonl has {seen[one.outer_iter]} lines of outer iteration {one.outer_iter}"
+    for outer_iter in seen.keys() - {one.outer_iter for one in done}:
+        yield f"events.jsonl has a line of outer iteration {outer_iter}, which is not committed"
+    for event in events:
+        if event["event"] == "outer_iteration" and event["outer_iter"] < len(done) and not trial.was_taken_over:
+            yield from _record(event, done[event["outer_iter"]])
+    if not any(event["event"] == "finished" for event in events):
+        yield "events.jsonl has no line of the end"
+
+
+def _record(event: dict[str, Any], one: OuterIterationLines) -> Iterator[str]:
+    if event["examples_processed"] != one.commit["frames_processed"] or event["num_accepted"] != len(one.accepted):
+        yield f"events.jsonl and the ledger differ in outer iteration {one.outer_iter}"
+
+
+def _leftovers(trial: Trial) -> Iterator[str]:
+    """Files that nobody needs after the end."""
+    # a file that the disk refuses to remove stays
+    is_removable = not any(fault.what == "EIO" and fault.where == "operation" for fault in trial.world.occurred)
+    for path in sorted(trial.folder.rglob("*")):
+        # without locks it is unknown whether the writer of a temporary file lives
+        if path.name.endswith(".tmp") and trial.scenario.has_locks and is_removable:
+            yield f"a temporary file is left under {path.parent.name}"
+    for name in ("process.json", "error.json"):
+        if (trial.folder / name).exists():
+            yield f"{name} is left"
+    kept = [path.name for path in (trial.folder / "checkpoints").glob("iter-*")]
+    # a process that was killed while it removed the oldest one leaves the rest of it, and a power
+    # cut may bring back removed files
+    is_removable = is_removable and not any(fault.what.startswith("power cut") for fault in trial.world.occurred)
+    if len(kept) > trial.config.checkpoint.num_to_keep + (len(trial.lives) > 1) and is_removable:
+        yield f"{len(kept)} checkpoints are left"
+    manifest = trial.folder / "final" / "model.json"
+    if not manifest.exists() or not json.loads(manifest.read_text()):
+        yield "the final model has no description"
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue
+        if target.startswith(trial.disk.root + os.sep):
+            yield f"{os.path.basename(target)} is still open"

@@ -1,0 +1,121 @@
+"""A task whose training is a cheap deterministic function of model and work items."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ngsgd.schedules import Shard
+from ngsgd.training.job import Job, WorkItem
+from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.records import SubsetScore
+from ngsgd.training.task import Batch, BatchLoss, Evaluation, ShardGrid, Task
+from ngsgd.training.worker import initial_parameters
+
+EXAMPLES = 4       # per minibatch
+_SIZE = 12         # parameters
+_NUM_TARGETS = 509
+_LEARNING = 0.2    # of the distance to the target, per minibatch
+
+
+class TinyModel(nn.Module):
+    """Twelve parameters in two layers, so that streaming has two fragments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.second = nn.Linear(2, 2)
+
+
+class SimulatedTask(Task):
+    """Shards with a given number of minibatches; the optimum is known."""
+
+    starts_anywhere = True
+
+    def __init__(self, num_archives: int, shards_per_archive: int, num_minibatches: int) -> None:
+        self.grid = ShardGrid(num_archives, shards_per_archive)
+        self.num_minibatches = num_minibatches
+
+    def model(self) -> nn.Module:
+        return TinyModel()
+
+    def shards(self) -> ShardGrid:
+        return self.grid
+
+    def num_batches(self, shard: Shard, size: int) -> int:
+        # shards of unequal size, so that a swapped weight is seen
+        return self.num_minibatches + shard.archive % 2
+
+    def batches(self, shard: Shard, size: int, *, seed: tuple[int, int, int], first: int = 0,
+                stop: int | None = None) -> Iterator[Batch]:
+        yield Batch(torch.zeros(EXAMPLES, 2), EXAMPLES)
+
+    def loss(self, model: nn.Module, data: Any) -> BatchLoss:
+        assert isinstance(model, TinyModel)
+        return BatchLoss(model.second(model.first(data)).square().sum(), len(data))
+
+    def evaluate(self, model: nn.Module) -> Evaluation:
+        parameters = np.concatenate([p.detach().numpy().reshape(-1) for p in model.parameters()])
+        score = SubsetScore(objective(parameters), 0.0)
+        return Evaluation(score, score)
+
+
+def objective(parameters: Vector) -> float:
+    """Minus the mean squared distance from the optimum."""
+    difference = parameters - _targets()[0]
+    return -float(np.dot(difference, difference)) / _SIZE
+
+
+@cache
+def _targets() -> Vector:
+    random = np.random.default_rng(7)
+    targets = (0.5 + 0.05 * random.standard_normal((_NUM_TARGETS, _SIZE))).astype(np.float32)
+    targets[0] = 0.5
+    return targets
+
+
+def train_job(job: Job, layout: FlatLayout, seed: int, num_minibatches: int, task: SimulatedTask
+              ) -> tuple[Vector, tuple[WorkItem, ...], dict[str, Any] | None]:
+    """Run the first `num_minibatches` minibatches of a job.
+
+    The result depends on every field of the job that may change a real result, except the attempt
+    and the worker.
+
+    Returns:
+        (parameters at the end, work that was not done, Fisher estimates at the end).
+    """
+    x = initial_parameters(job.start, layout).copy()
+    start = x.copy()
+    estimate = np.float32(0.0)
+    if job.start.fisher is not None:
+        estimate = np.float32(job.start.fisher["first"]["W"][0])
+        x += np.float32(1e-3) * estimate
+    rate = np.float32(_LEARNING * min(1.0, 50.0 * job.lr) * (1.0 + 0.01 * job.progress))
+    targets, remainder = _targets(), []
+    for piece in job.pieces:
+        stop = task.num_batches(piece.shard, 1) if piece.stop is None else piece.stop
+        for minibatch in range(piece.first, stop):
+            if num_minibatches == 0:
+                remainder.append(WorkItem(piece.shard, piece.outer_iter, piece.job, minibatch, stop))
+                break
+            num_minibatches -= 1
+            key = (((piece.shard.archive * 31 + piece.shard.frame) * 31 + piece.outer_iter) * 31
+                   + piece.job) * 31 + minibatch + seed
+            x += rate * (targets[1 + key % (_NUM_TARGETS - 1)] - x)
+    fisher = None
+    if job.keep_fisher:
+        value = np.array([estimate * np.float32(0.5) + x[0]], np.float32)
+        fisher = {"first": {"W": value, "t": 1}}
+    end = x - start if job.returns == "move" else x
+    return end, tuple(remainder), fisher
+
+
+def work_size(job: Job, task: SimulatedTask) -> int:
+    """Number of minibatches of a job."""
+    return sum((task.num_batches(piece.shard, 1) if piece.stop is None else piece.stop) - piece.first
+               for piece in job.pieces)

@@ -1,0 +1,211 @@
+"""Whether the fault simulation finds planted bugs: `python -m tests.fault_mutants [NAME ...]`.
+
+Each mutant is one change of the coordinator, the dispatcher, the checkpoint store, the ledger, the
+run lock or the resumption. In a copy of the package the change is made, and `ngsgd simulate
+--faults` runs seeds until one fails. Mutants with a commit are bugs that an earlier version had,
+which that commit fixed. `--write PAGE` replaces the table in a page of the documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import re
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+# imported before the forks
+import safetensors.torch  # noqa: F401
+import torch  # noqa: F401
+import yaml  # noqa: F401
+
+from tests.mutants import REPOSITORY, BrokenRunError, Mutant, apply
+
+COORDINATOR = "ngsgd/training/coordinator.py"
+DISPATCHER = "ngsgd/training/dispatcher.py"
+CHECKPOINT = "ngsgd/training/storage/checkpoint.py"
+LEDGER = "ngsgd/training/storage/ledger.py"
+LOCK = "ngsgd/training/storage/lock.py"
+EVENTS = "ngsgd/training/storage/event_log.py"
+FILES = "ngsgd/files.py"
+RESUME = "ngsgd/pipeline/base_run.py"
+FOLDER = "ngsgd/pipeline/runs/run_folder.py"
+AWAKE = "ngsgd/training/awake_clock.py"
+PLANNING = "ngsgd/training/planning.py"
+
+# two need rare combinations, and a loaded machine runs few seeds in the time
+_MAX_SURVIVORS = 4
+_START, _END = "<!-- table of make fault-mutants -->", "<!-- end of the table -->"
+
+
+class FaultMutant(NamedTuple):
+    """`old`, which occurs exactly once in the file, becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    # the commit that fixed this bug; empty: it never existed
+    commit: str = ""
+
+
+MUTANTS = [
+    # bugs that earlier versions had
+    FaultMutant("record_not_in_checkpoint", COORDINATOR, "fisher=self._job_init.fisher, record=record)",
+                "fisher=self._job_init.fisher)", "50c59f64"),
+    FaultMutant("no_run_lock", LOCK, "fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "50c59f64"),
+    FaultMutant("no_fencing", CHECKPOINT, "            self.lock.require_held()\n", "", "50c59f64"),
+    FaultMutant("absence_is_counted", AWAKE, "counted_s = min(step_s, self.longest_step_s)", "counted_s = step_s", "c202826e"),
+    FaultMutant("own_kill_is_evidence_against_data", DISPATCHER,
+                "self._hangs.get(job.pieces[0], 0) + failure.from_outside", "self._hangs.get(job.pieces[0], 0)", "c202826e"),
+    FaultMutant("config_not_synced", FILES, "            fsync(temporary)\n            temporary.rename(final)",
+                "            temporary.rename(final)", "50c59f64"),
+    FaultMutant("half_written_line_stays", FILES, "            self._remove_unfinished_line()\n", "", "50c59f64"),
+    FaultMutant("temporary_files_stay", FOLDER, "                remove_abandoned(directory)", "                pass", "838ce709"),
+    FaultMutant("event_not_synced", EVENTS, "        self._lines.sync()\n", "", "50c59f64"),
+    FaultMutant("estimates_lost_on_resume", COORDINATOR, "        self._job_init.fisher.update(start.fisher)\n", "", "3e0fe4f9"),
+    FaultMutant("output_dir_not_synced", FOLDER, "make_directories(Path(config.output_dir))",
+                "Path(config.output_dir).mkdir(parents=True, exist_ok=True)", "fe61912d"),
+    FaultMutant("run_name_not_synced", FOLDER, "                    fsync(root)\n", "                    pass\n", "fe61912d"),
+    FaultMutant("lines_of_dead_process_not_synced", FILES,
+                "                os.fsync(self._descriptor)\n                fsync(path.parent)\n",
+                "                fsync(path.parent)\n", "a78e3477"),
+    FaultMutant("new_log_not_synced", FILES, "                fsync(path.parent)\n        except OSError:",
+                "        except OSError:", "fe61912d"),
+    FaultMutant("events_of_replaced_process", EVENTS, "            self._lock.require_held()\n", "            pass\n", "fe61912d"),
+    # coordinator
+    FaultMutant("deferred_work_forgotten", COORDINATOR, "pending=(*progress.pending, *state.deferred))",
+                "pending=progress.pending)"),
+    FaultMutant("pending_work_planned_again", COORDINATOR, " if piece not in plan.taken_up))", "))"),
+    FaultMutant("frames_of_rejected_results", COORDINATOR, "sum(r.num_frames for r in accepted)",
+                "sum(r.num_frames for r in state.results.values())"),
+    FaultMutant("deferred_jobs_count_as_passes", COORDINATOR, "passes_done=plan.iteration.passes_done + plan.num_fresh",
+                "passes_done=plan.iteration.passes_done + plan.num_jobs"),
+    FaultMutant("vectors_not_released", COORDINATOR, "        self._refcount.release(state.model)\n", ""),
+    FaultMutant("model_released_early", COORDINATOR, "        self._refcount.acquire(model)\n",
+                "        self.pool.release(model)\n"),
+    FaultMutant("resumed_commit_not_in_ledger", COORDINATOR, "            self.storage.ledger.committed(start.commit)\n",
+                "            pass\n"),
+    FaultMutant("event_after_its_checkpoint", COORDINATOR, "        if start.record:\n", "        if False:\n"),
+    # dispatcher
+    FaultMutant("duplicate_counts", DISPATCHER, " or outcome.job.job not in state.unsettled:", ":"),
+    FaultMutant("damaged_result_counts", DISPATCHER, "        if damage:\n", "        if False:\n"),
+    FaultMutant("partial_result_counts", DISPATCHER, "if result.remainder and not state.is_stopped and not is_worth_keeping:",
+                "if False:"),
+    FaultMutant("same_attempt_again", DISPATCHER, "replace(job, attempt=job.attempt + 1)", "job"),
+    FaultMutant("hang_not_detected", DISPATCHER, "            if now - since > deadline_s:\n", "            if False:\n"),
+    FaultMutant("deferred_work_dropped", DISPATCHER,
+                "            state.deferred += job.pieces\n            self._give_up(state, job, \"deferred\", failure.reason)",
+                "            self._give_up(state, job, \"deferred\", failure.reason)"),
+    FaultMutant("one_attempt_fewer", DISPATCHER, "elif tries - hangs >= self.failure.max_attempts:",
+                "elif tries - hangs >= self.failure.max_attempts - 1:"),
+    FaultMutant("running_jobs_never_end", DISPATCHER, "        state.running.discard(outcome.job.job)\n", ""),
+    FaultMutant("lost_result_stays_settled", DISPATCHER, "            state.unsettled.add(failure.job.job)\n", ""),
+    # checkpoints
+    FaultMutant("oldest_checkpoint_resumed", CHECKPOINT, "for path in reversed(self._found()):", "for path in self._found():"),
+    FaultMutant("newest_checkpoint_removed", CHECKPOINT, "self._found()[:-self.num_to_keep]", "self._found()[self.num_to_keep:]"),
+    FaultMutant("buffers_not_loaded", CHECKPOINT, "if _OUTER in manifest[\"files\"] else {}", "if False else {}"),
+    FaultMutant("pending_not_loaded", CHECKPOINT, "\"pending\": pieces_of(fields[\"pending\"]),", "\"pending\": (),"),
+    FaultMutant("checkpoint_not_synced", FILES, "            for path in temporary.rglob(\"*\"):\n                fsync(path)\n",
+                ""),
+    FaultMutant("checkpoint_name_not_synced", FILES, "            place(temporary, final)\n            fsync(final.parent)",
+                "            place(temporary, final)"),
+    # ledger, lock and resumption
+    FaultMutant("attempt_not_in_ledger", LEDGER, "        self._write(\"submitted\", **_identity(job))", "        pass"),
+    FaultMutant("start_not_in_ledger", LEDGER, "        self._write(\"started\", after=after,",
+                "        (lambda *_, **__: None)(\"\", after=after,"),
+    FaultMutant("ledger_not_synced", COORDINATOR, "        self.storage.ledger.sync()\n", ""),
+    FaultMutant("same_fence_again", LOCK, "self.fence = 1 + max(", "self.fence = max("),
+    FaultMutant("lock_not_released", LOCK, "            self._write({\"fence\": self.fence})\n        os.close(self._descriptor)",
+                "            self._write({\"fence\": self.fence})"),
+    FaultMutant("events_repeated", EVENTS, "        if self.has(record.outer_iter):\n            return\n", ""),
+    FaultMutant("trackers_not_closed", RESUME, "                training.trackers.close(status)", "                pass"),
+    FaultMutant("rate_not_from_progress", PLANNING, "lr * progress.lr_scale)", "lr)"),
+]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fault_mutants", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="mutants (default: all)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="limit for each mutant")
+    parser.add_argument("--seeds", type=int, default=3000, help="limit for each mutant")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th mutant from the I-th (default: all)")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="page whose table is replaced")
+    options = parser.parse_args(arguments)
+    first, step = map(int, options.part.split("/"))
+    chosen = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names][first::step]
+    rows, survivors = [], []
+    for mutant in chosen:
+        began = time.monotonic()
+        output = found_by(mutant, options.seconds, options.seeds)
+        row = row_of(mutant, output, time.monotonic() - began)
+        print(row, flush=True)
+        rows.append(row)
+        survivors += [] if "replay:" in output else [mutant.name]
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} found; not found: {', '.join(survivors) or 'none'}")
+    if options.write:
+        write_table(options.write, rows)
+    return int(len(survivors) > _MAX_SURVIVORS)
+
+
+def found_by(mutant: FaultMutant, seconds: float, seeds: int) -> str:
+    """Run seeds on a copy of the package with the mutant, until one fails; return the output."""
+    assert "ngsgd" not in sys.modules
+    with tempfile.TemporaryDirectory(prefix="fault-mutant-") as folder:
+        copy = Path(folder)
+        # links are followed: ngsgd/launcher and ngsgd/conf
+        shutil.copytree(REPOSITORY / "ngsgd", copy / "ngsgd", ignore=shutil.ignore_patterns("__pycache__"))
+        apply(Mutant(mutant.name, mutant.file, mutant.old, mutant.new, ()), copy)
+        output = copy / "output"
+        # a fork has torch already, whose import takes longer than many seeds
+        process = multiprocessing.get_context("fork").Process(target=_simulate, args=(copy, output, seconds, seeds))
+        process.start()
+        process.join()
+        text = output.read_text(encoding="utf-8")
+    if process.exitcode not in (0, 1) or "Traceback" in text:
+        raise BrokenRunError(f"{mutant.name}: the simulation could not run:\n{text[-3000:]}")
+    return text
+
+
+def _simulate(copy: Path, output: Path, seconds: float, seeds: int) -> None:
+    """Run the command in this process, with the package of `copy`."""
+    sys.path.insert(0, str(copy))
+    with output.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        import ngsgd
+        from ngsgd.launcher import cli
+
+        # an editable install must not be tested
+        assert ngsgd.__file__ and Path(ngsgd.__file__).is_relative_to(copy), ngsgd.__file__
+        code = cli.main(["simulate", "--faults", "--until-failure", "--seeds", str(seeds), "--seconds", str(seconds)])
+    sys.exit(code)
+
+
+def row_of(mutant: FaultMutant, output: str, seconds: float) -> str:
+    """One row of the table."""
+    about = f"| {mutant.name} | {Path(mutant.file).name} | {mutant.commit or 'never existed'} |"
+    if "replay:" not in output:
+        return f"{about} not found | | |"
+    problem = re.search(r"^seed \d+ failed: (.*)", output, re.MULTILINE)
+    faults = re.search(r"^  faults: (.*)", output, re.MULTILINE)
+    replay = re.search(r"^  replay: ngsgd simulate --faults (.*)", output, re.MULTILINE)
+    assert problem and faults and replay
+    text = re.sub(r"/\S*/", "", problem[1]).replace("|", "/")[:90]
+    return f"{about} {text} | {faults[1][:120]} | `{replay[1]}` | {seconds:.0f} |"
+
+
+def write_table(page: Path, rows: list[str]) -> None:
+    head = ["| bug | file | fixed by | first problem | faults after shrinking | replay on the broken code | s |",
+            "|---|---|---|---|---|---|---|"]
+    before, _, rest = page.read_text(encoding="utf-8").partition(_START)
+    _, _, after = rest.partition(_END)
+    page.write_text("\n".join([before + _START, "", *head, *rows, "", _END + after]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

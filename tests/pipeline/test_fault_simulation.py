@@ -1,0 +1,127 @@
+"""Seeds of the fault simulation repeat, its disk keeps synced data, and a slice of seeds passes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ngsgd.pipeline.fault_simulation.campaign import Simulator, simulator
+from ngsgd.pipeline.fault_simulation.disk import SimulatedDisk
+from ngsgd.pipeline.fault_simulation.durability import KINDS
+from ngsgd.pipeline.fault_simulation.world import Fault, Killed, World
+
+
+@pytest.fixture(scope="module")
+def simulated() -> Iterator[Simulator]:
+    with simulator() as one:
+        yield one
+
+
+def test_a_few_seeds_have_no_problem(simulated: Simulator) -> None:
+    for seed in range(12):
+        verdict = simulated.run(seed)
+        assert not verdict.problems, verdict.replay()
+
+
+def test_a_seed_has_the_same_trace_twice(simulated: Simulator) -> None:
+    for seed in range(100, 102):
+        first, second = simulated.run(seed, with_lines=True), simulated.run(seed, with_lines=True)
+        assert first.lines == second.lines
+        assert first.trace == second.trace
+
+
+def test_seeds_differ_and_faults_occur(simulated: Simulator) -> None:
+    verdicts = [simulated.run(seed) for seed in range(20, 24)]
+    assert len({verdict.trace for verdict in verdicts}) == len(verdicts)
+    assert sum(verdict.num_occurred for verdict in verdicts) > 0
+    assert sum(verdict.num_processes for verdict in verdicts) > len(verdicts)
+
+
+def test_some_of_the_faults_of_a_seed_can_occur(simulated: Simulator) -> None:
+    everything = simulated.run(20)
+    nothing = simulated.run(20, kept=[])
+    assert everything.faults == nothing.faults
+    assert nothing.num_occurred == 0
+    assert nothing.num_processes == 1
+    assert "--only-faults none" in nothing.replay()
+
+
+def test_traces_do_not_depend_on_earlier_seeds(simulated: Simulator) -> None:
+    first = simulated.run(21).trace
+    with simulator() as another:
+        another.run(22)
+        assert another.run(21).trace == first
+
+
+@pytest.mark.slow
+def test_traces_do_not_depend_on_the_process(simulated: Simulator) -> None:
+    command = [sys.executable, "-m", "ngsgd.launcher", "simulate", "--faults", "--seed", "21", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert simulated.run(21).trace in done.stdout
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> SimulatedDisk:
+    return SimulatedDisk(tmp_path / "disk")
+
+
+def _begin(disk: SimulatedDisk, *faults: Fault) -> Path:
+    disk.begin(World(faults), records=True, has_locks=True)
+    return Path(disk.root)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_power_cut_keeps_what_was_synced(disk: SimulatedDisk, kind: str) -> None:
+    with disk.installed():
+        root = _begin(disk)
+        for name in ("synced", "not-synced"):
+            (root / name).write_text(name)
+        for path in (root / "synced", root):
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+        disk.cut_power(kind)
+        assert (root / "synced").read_text() == "synced"
+        assert (root / "not-synced").read_bytes() != b"not-synced"
+
+
+def test_nothing_reaches_the_disk_of_a_dead_process(disk: SimulatedDisk) -> None:
+    with disk.installed():
+        root = _begin(disk, Fault("operation", 2, "kill"))
+        (root / "before").write_text("x")
+        with pytest.raises(Killed):
+            (root / "after").write_text("x")
+        with pytest.raises(Killed):
+            (root / "before").unlink()
+        assert [path.name for path in root.iterdir()] == ["before"]
+
+
+def test_a_full_disk_refuses_data_and_allows_removals(disk: SimulatedDisk) -> None:
+    with disk.installed():
+        root = _begin(disk, Fault("operation", 2, "full", 5.0))
+        (root / "one").write_text("x")
+        with pytest.raises(OSError, match="No space"):
+            (root / "two").write_text("x")
+        (root / "one").unlink()
+        assert not list(root.iterdir())
+
+
+def test_files_outside_are_not_touched(disk: SimulatedDisk, tmp_path: Path) -> None:
+    with disk.installed():
+        _begin(disk, Fault("operation", 0, "EIO"))
+        (tmp_path / "outside").write_text("x")
+        assert (tmp_path / "outside").read_text() == "x"
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_minute_of_seeds_has_no_problem() -> None:
+    command = [sys.executable, "-m", "ngsgd.launcher", "simulate", "--faults", "--seconds", "60", "--first-seed", "200",
+               "--seeds", "100000", "--until-failure"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
