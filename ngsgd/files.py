@@ -48,8 +48,15 @@ def make_directories(path: Path) -> None:
     missing = [path, *path.parents]
     missing = missing[:next((i for i, one in enumerate(missing) if one.is_dir()), len(missing))]
     path.mkdir(parents=True, exist_ok=True)
-    for made in missing:
-        fsync(made.parent)
+    try:
+        for made in missing:
+            fsync(made.parent)
+    except OSError:
+        # a later process would take an existing directory for a synced one
+        for made in missing:
+            with contextlib.suppress(OSError):
+                made.rmdir()
+        raise
 
 
 @contextmanager

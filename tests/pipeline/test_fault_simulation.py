@@ -120,8 +120,8 @@ def test_files_outside_are_not_touched(disk: SimulatedDisk, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_a_minute_of_seeds_has_no_problem() -> None:
-    command = [sys.executable, "-m", "ngsgd.launcher", "simulate", "--faults", "--seconds", "60", "--first-seed", "200",
-               "--seeds", "100000", "--until-failure"]
+def test_some_hundred_seeds_have_no_problem() -> None:
+    command = [sys.executable, "-m", "ngsgd.launcher", "simulate", "--faults", "--first-seed", "200", "--seeds", "400",
+               "--until-failure"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -36,8 +36,8 @@ def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
         found, done = audit(ledger), read(ledger)
     except Exception as error:
         return [f"the ledger cannot be audited: {type(error).__name__}: {error}"]
-    if trial.was_taken_over:
-        # without locks the ledger mixes lines of two processes; commits and events stay in order
+    if _mixes_processes(trial):
+        # commits and events stay in order
         found = []
     else:
         found += [*_shards(trial, done), *_given_up(trial, done)]
@@ -45,6 +45,15 @@ def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
     if keeps_bits(trial, done) and trial.final != baseline.final:
         found.append(f"the final model is {trial.final[:12]}, without faults it is {baseline.final[:12]}")
     return found
+
+
+def _mixes_processes(trial: Trial) -> bool:
+    """Whether the ledger may hold lines of two processes for one outer iteration.
+
+    Without locks a second coordinator writes to it. A process that could not read the newest
+    checkpoint repeats its outer iteration, and the next process may read it again.
+    """
+    return trial.was_taken_over or any(life.num_read_faults for life in trial.lives)
 
 
 def keeps_bits(trial: Trial, done: list[OuterIterationLines]) -> bool:
@@ -71,10 +80,13 @@ def _message(life: Life) -> str:
 
 
 def _lost_commits(trial: Trial) -> Iterator[str]:
-    """A process must continue after the newest commit that was durable when it started."""
-    for life in trial.lives:
+    """A process must continue after the newest commit that was durable when it started.
+
+    A process that could not read a checkpoint may replace it, and die meanwhile.
+    """
+    for at, life in enumerate(trial.lives):
         first = life.first_job
-        if first is None or life.num_read_faults:
+        if first is None or any(one.num_read_faults for one in trial.lives[:at + 1]):
             continue
         if first.outer_iter <= life.acknowledged:
             yield (f"process {life.number} repeated outer iteration {first.outer_iter}, and {life.acknowledged} was "
@@ -136,7 +148,7 @@ def _events(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
     for outer_iter in seen.keys() - {one.outer_iter for one in done}:
         yield f"events.jsonl has a line of outer iteration {outer_iter}, which is not committed"
     for event in events:
-        if event["event"] == "outer_iteration" and event["outer_iter"] < len(done) and not trial.was_taken_over:
+        if event["event"] == "outer_iteration" and event["outer_iter"] < len(done) and not _mixes_processes(trial):
             yield from _record(event, done[event["outer_iter"]])
     if not any(event["event"] == "finished" for event in events):
         yield "events.jsonl has no line of the end"

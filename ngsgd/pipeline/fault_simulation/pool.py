@@ -403,6 +403,8 @@ class FaultyPool:
                 return
         if is_current and isinstance(outcome, JobResult):
             self._delivered[key] = outcome
+            # the coordinator takes both for a failed attempt
+            self._num_failures[key] += bool(outcome.remainder) or digest(outcome.sent.read()) != outcome.digest
             self._refs |= {ref for ref in (outcome.sent, outcome.own) if isinstance(ref, SimulatedRef)}
         if isinstance(outcome, JobFailure):
             self._num_failures[key] += 1

@@ -135,7 +135,7 @@ class CheckpointStore:
                 f"outer iteration {progress.outer_iter + 1} could not be saved under "
                 f"{self.directory} ({error.strerror}); free disk space or fix the permissions, "
                 f"then run `ngsgd resume {self.directory.parent}`.") from error
-        self._keep_candidates()
+        self._keep_candidates({progress.outer_iter: whole.model_sha256})
         self._undiagnosed.unlink(missing_ok=True)
         for old in self._found()[:-self.num_to_keep]:
             shutil.rmtree(old, ignore_errors=True)
@@ -196,8 +196,13 @@ class CheckpointStore:
     def _candidate(self, outer_iter: int) -> Path:
         return self.models / f"iter-{outer_iter:06d}.safetensors"
 
-    def _keep_candidates(self) -> None:
-        """Link to the file of each candidate; uses no space while the checkpoint exists."""
+    def _keep_candidates(self, digests: Mapping[int, str] = MappingProxyType({})) -> None:
+        """Link to the file of each candidate; uses no space while the checkpoint exists.
+
+        Args:
+            digests: outer iteration -> checksum of the model, of checkpoints that were just
+                written. The others are read.
+        """
         for path in self._found():
             target = self._candidate(_outer_iter(path))
             wanted = _outer_iter(path) in self.candidates and (path / _MODEL).is_file()
@@ -205,7 +210,7 @@ class CheckpointStore:
             # file
             if wanted and not (target.exists() and target.samefile(path / _MODEL)):
                 try:
-                    digest = self.load(path).model_sha256
+                    digest = digests.get(_outer_iter(path)) or self.load(path).model_sha256
                 except CheckpointError:
                     continue
                 self._keep_candidate(path / _MODEL, target, digest)

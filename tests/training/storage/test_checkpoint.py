@@ -199,3 +199,16 @@ def test_a_checkpoint_is_not_saved_by_a_process_that_lost_the_lock(store: Checkp
             store.save(at(1), state(1))
     latest, _ = store.latest()
     assert latest is not None and latest.progress.outer_iter == 0
+
+
+def test_the_model_of_a_new_checkpoint_is_kept_without_reading_it(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeps = CheckpointStore(store.directory, store.layout, 1, candidates=(0, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "load", _unreadable)
+        for outer_iter in range(3):
+            keeps.save(at(outer_iter), state(outer_iter))
+    assert keeps.kept() == [1, 0] and np.array_equal(keeps.load_model(1), vector(1))
+
+
+def _unreadable(*_: object) -> None:
+    raise CheckpointError("Input/output error")
