@@ -171,7 +171,7 @@ MUTANTS = [
            "self.stage = self.task.growth.stage(start.progress.outer_iter + 1)",
            (f"{GROWTH}::test_resuming_between_any_two_stages_is_bitwise_identical",)),
     Mutant("a_piece_cut_as_in_the_outer_iteration_that_runs_it", "ngsgd/training/worker.py",
-           "if self.task.growth.is_early(piece.outer_iter):", "if self.task.growth.is_early(job.outer_iter):",
+           "size, last = self._batch_size(piece), ", "size, last = self._batch_size(replace(piece, outer_iter=job.outer_iter)), ",
            (f"{GROWTH}::test_shards_deferred_by_an_early_outer_iteration_keep_their_bounds",)),
     Mutant("a_tensor_made_without_its_device", "ngsgd/optim/layers/batched.py",
            "torch.full((), value, dtype=like.dtype, device=like.device)",

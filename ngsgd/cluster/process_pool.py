@@ -352,7 +352,8 @@ class ProcessPool:
                 raise ClusterError(f"worker {slot.index} died {len(deaths)} times while starting "
                                    f"({reason}); fix the cause and resume{self._tail(slot.index)}.")
         self._slots[slot.index] = self._successor(slot, deaths, reason)
-        if job is None and not slot.refused and not self._slots[slot.index].retired:
+        # in a collective exchange it may hold a result, whose loss the coordinator reports
+        if job is None and not self._exchange and not slot.refused and not self._slots[slot.index].retired:
             when = "while it was idle" if slot.ready else "while it started"
             self._restarts.report("worker_replaced", slot.index,
                                   f"worker {slot.index} ended {when} ({reason}) and is replaced; no job is lost")

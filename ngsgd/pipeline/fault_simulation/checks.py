@@ -26,7 +26,8 @@ def problems(trial: Trial, baseline: Trial) -> list[str]:
     found += _lost_commits(trial)
     if trial.is_finished:
         found += _of_finished_run(trial, baseline)
-    found += [f"thread {thread.name} is left" for thread in threading.enumerate() if thread.name.startswith("ngsgd")]
+    found += [f"thread {thread.name} is left" for thread in threading.enumerate()
+              if thread.name.startswith("ngsgd") and thread not in trial.older_threads]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +65,8 @@ class Trial:
     was_taken_over: bool = False
     # time of a request to stop the present process
     stops_at: float | None = None
+    # those of the program that runs the trial
+    older_threads: frozenset[threading.Thread] = field(default_factory=lambda: frozenset(threading.enumerate()))
 
     def __post_init__(self) -> None:
         self.world = World(self.faults, _LIMIT_S)
