@@ -78,6 +78,10 @@ class RunFolder:
                 # before config.yaml, which allows resuming: resumed runs sync only their files
                 with write_errors_named(folder.path):
                     fsync(root)
+                    # the process that created the output directory may have been killed before
+                    # it synced its name
+                    with contextlib.suppress(PermissionError):
+                        fsync(root.resolve().parent)
                 # before the first job: a run without its configuration cannot be resumed
                 write_text(folder.config, with_digest(config_yaml))
                 write_text(folder.path / folder.RUN_ID, secrets.token_hex(16))
