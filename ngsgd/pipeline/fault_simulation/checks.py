@@ -135,7 +135,8 @@ def _given_up(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
                 case "dropped" | "quarantined" if failure["policy"] == "retry" and not occurred["damaged archive"]:
                     # workers that the coordinator killed are no evidence against data
                     hangs = trial.num_hangs[key] if entry["event"] == "quarantined" else 0
-                    if trial.num_failures[key] - hangs < failure["max_attempts"]:
+                    # a result that is lost before it is averaged is a failed attempt
+                    if trial.num_failures[key] - hangs + occurred["lose results"] < failure["max_attempts"]:
                         yield f"{where} was given up after {trial.num_failures[key]} failures ({entry['reason']})"
 
 
