@@ -93,9 +93,9 @@ def quoted(line: Line) -> Evidence:
     where = f"job {job} of {where}" if job >= 0 else where
     attempt = f"attempt {line.fields['attempt']}" if "attempt" in line.fields else ""
     who = f"worker {line.worker}" if line.worker >= 0 else ""
-    told = line.reason or str(line.fields.get("message") or line.fields.get("status") or "")
+    message = line.reason or str(line.fields.get("message") or line.fields.get("status") or "")
     place = ", ".join(part for part in (line.fields.get("what") or line.event, where, attempt, who) if part)
-    return Evidence(line.source, cut(f"{place}: {told}" if told else place))
+    return Evidence(line.source, cut(f"{place}: {message}" if message else place))
 
 
 def cut(text: str) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ngsgd import process_identity
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanShard, RemoteResultRef, process_name
 from ngsgd.cluster.exchange.collective_client import exchange_of, remote
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
@@ -190,7 +191,8 @@ class ProcessPool:
     def kill(self, worker: int, reason: str) -> None:
         slot = self._slots[worker]
         # a signal from outside is no fault of the job: SIGSTOP, or a debugger
-        stopped = slot.killed is None and _is_stopped(slot.process.pid)
+        state, _ = process_identity.state_and_start_time(slot.process.pid or 0)
+        stopped = slot.killed is None and state in ("T", "t")
         slot.ended_because = f"was stopped by a signal, {reason}" if stopped else reason
         slot.killed = self._clock.now if slot.killed is None else slot.killed
         slot.process.kill()
@@ -436,15 +438,6 @@ class ProcessPool:
 
 def _is_there(slot: _Slot) -> bool:
     return not slot.retired
-
-
-def _is_stopped(process_id: int | None) -> bool:
-    """Whether a process of this machine is stopped (state T of /proc/PID/stat)."""
-    try:
-        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state in ("T", "t")
 
 
 def _how_it_ended(process: ForkedProcess) -> str:

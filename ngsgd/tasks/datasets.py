@@ -125,23 +125,27 @@ class DatasetTask(FunctionTask):
 
     def batches(self, shard: Shard, size: int, *, seed: tuple[int, int, int], first: int = 0,
                 stop: int | None = None) -> Iterator[Batch]:
-        begin, end = self._range(shard)
-        length, count = end - begin, self.num_batches(shard, size)
-        division = Permutation(self.num_examples, (seed[0],))
-        order = Permutation(length, (*seed, shard.archive))
-        for number in range(first, count if stop is None else stop):
-            # sizes differ by at most one: a last minibatch of one example would break batch norms
-            rows = order.at(number * length // count, (number + 1) * length // count)
-            examples = self._without_excluded(division.of(begin + rows))
+        examples_of = self._order(shard, size, seed)
+        for number in range(first, self.num_batches(shard, size) if stop is None else stop):
+            examples = examples_of(number)
             yield Batch(self._train_batch(examples), len(examples))
 
     def example_ids(self, shard: Shard, size: int, *, seed: tuple[int, int, int], number: int) -> list[str]:
         """Indices in the dataset, such as "17"."""
+        return [str(index) for index in self._indices(self._order(shard, size, seed)(number)).tolist()]
+
+    def _order(self, shard: Shard, size: int, seed: tuple[int, int, int]) -> Callable[[int], Indices]:
+        """Number of a minibatch -> its training examples."""
         begin, end = self._range(shard)
         length, count = end - begin, self.num_batches(shard, size)
-        rows = Permutation(length, (*seed, shard.archive)).at(number * length // count, (number + 1) * length // count)
-        examples = self._without_excluded(Permutation(self.num_examples, (seed[0],)).of(begin + rows))
-        return [str(index) for index in self._indices(examples).tolist()]
+        division = Permutation(self.num_examples, (seed[0],))
+        order = Permutation(length, (*seed, shard.archive))
+
+        def examples_of(number: int) -> Indices:
+            # sizes differ by at most one: a last minibatch of one example would break batch norms
+            rows = order.at(number * length // count, (number + 1) * length // count)
+            return self._without_excluded(division.of(begin + rows))
+        return examples_of
 
     def exclude(self, examples: Sequence[str]) -> None:
         self._excluded = frozenset(map(int, examples))

@@ -160,7 +160,7 @@ class Worker:
         if not bad:
             return ()
         places = [(piece, number) for piece in job.pieces for number in self._numbers(piece)]
-        found = bad_batches.named(self.task, network, bad, places, self._batch_size(job.pieces[0]),
+        found = bad_batches.named(self.task, network, bad, places, self._batch_size,
                                   self.settings.seed, lambda data: data_to_device(data, self.device))
         sums.omit(bad, found)
         if self.settings.failure.on_bad_batch == "stop":

@@ -179,7 +179,7 @@ def _too_many_lines(run: Run) -> Iterator[str]:
     # the others have no line in the ledger: no job was concerned
     of_jobs = [one for one in run.recorder.incidents if one.what not in ("worker_replaced", "checkpoint_skipped")]
     if len(of_jobs) > num_events:
-        yield f"{len(of_jobs)} incidents were told of {num_events} events"
+        yield f"{len(of_jobs)} incidents were reported for {num_events} events"
     for incident in of_jobs:
         first_line = incident.message.split("\n", 1)[0]
         if "worker" not in first_line or "outer iteration" not in first_line:

@@ -89,7 +89,7 @@ def failure_lines(verdict: Verdict) -> list[str]:
 def _check(options: argparse.Namespace) -> None:
     problems = []
     if options.overrides:
-        problems.append(f"--faults draws its own settings; remove {' '.join(options.overrides)}.")
+        problems.append(f"--faults chooses its own settings; remove {' '.join(options.overrides)}.")
     if options.only_faults is not None and options.seed is None:
         problems.append("--only-faults needs --seed.")
     if options.processes < 1:

@@ -71,8 +71,8 @@ class BatchLog:
         return objf / weight, correct / weight
 
 
-def named(task: Task, model: nn.Module, bad: dict[int, str], places: Sequence[tuple[WorkItem, int]], size: int, seed: int,
-          to_device: Callable[[Any], Any]) -> tuple[BadBatch, ...]:
+def named(task: Task, model: nn.Module, bad: dict[int, str], places: Sequence[tuple[WorkItem, int]],
+          size_of: Callable[[WorkItem], int], seed: int, to_device: Callable[[Any], Any]) -> tuple[BadBatch, ...]:
     """Name the examples of bad minibatches.
 
     Args:
@@ -80,13 +80,14 @@ def named(task: Task, model: nn.Module, bad: dict[int, str], places: Sequence[tu
         model: the model after the job, which scores examples alone if all inputs are finite.
         bad: index of a minibatch of the job -> reason.
         places: work item and number of each minibatch of the job.
-        size: examples per minibatch.
+        size_of: examples per minibatch of a work item.
         seed: seed of the run.
         to_device: moves the data of a minibatch to the device of the model.
     """
     found = []
     for index, reason in sorted(bad.items())[:_MOST_NAMED]:
         piece, number = places[index]
+        size = size_of(piece)
         order = (seed, piece.outer_iter, piece.job)
         ids = task.example_ids(piece.shard, size, seed=order, number=number)
         if not ids:

@@ -55,8 +55,8 @@ def test_bad_examples_are_named_and_nothing_else_is_lost(kind: str, tmp_path: Pa
     # once in each epoch, exactly the examples at fault
     assert sorted(name for _, name in found) == sorted(2 * [*_NAMES])
     events = read_json_lines(run.folder.events)
-    told = [event for event in events if event.get("what") == "bad_batch"]
-    assert told and all(any(name in event["message"] for event in told) for name in _NAMES)
+    reported = [event for event in events if event.get("what") == "bad_batch"]
+    assert reported and all(any(name in event["message"] for event in reported) for name in _NAMES)
     # the jobs with bad minibatches count
     assert all(event["num_accepted"] == event["num_jobs"] for event in events if event["event"] == "outer_iteration")
     assert np.isfinite(run.metrics["train/loss"]) or kind == "input"
@@ -177,9 +177,9 @@ def test_an_utterance_of_a_speech_run_is_named(tmp_path: Path, monkeypatch: pyte
     plain_config = config(optimizer=OptimizerConfig(kind="sgd"))
     run = Run(tmp_path, replace(plain_config, schedule=replace(plain_config.schedule, minibatch_size=8)))
     run.train()
-    told = [incident.message for incident in run.recorder.incidents if incident.what == "bad_batch"]
+    reported = [incident.message for incident in run.recorder.incidents if incident.what == "bad_batch"]
     named = {name for record in run.recorder.records for job in record.jobs for name in job.bad_examples}
-    assert told and named == {"utt7"}
+    assert reported and named == {"utt7"}
     assert all(job.accepted for record in run.recorder.records for job in record.jobs)
 
 
