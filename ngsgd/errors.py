@@ -97,6 +97,10 @@ class ClusterTokenError(ClusterError):
     """A Ray head answers, but rejects the token or the version of this process."""
 
 
+class AuditError(ClusterError):
+    """Workers compute different results of the same job, and nothing decides which is right."""
+
+
 class CrashingShardError(ClusterError):
     """A shard of data ended every worker that tried it, and the settings stop the run."""
 

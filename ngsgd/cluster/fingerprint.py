@@ -103,6 +103,10 @@ class Fingerprint:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def digest(self) -> str:
+        """Return a digest; processes with equal digests compute bitwise identical results."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
     def without_machine(self) -> Fingerprint:
         """Return the part that the coordinator shares with workers on other machines."""
         return replace(self, processor="", capability="", settings=None, kernels={}, device="")

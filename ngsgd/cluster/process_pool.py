@@ -25,13 +25,14 @@ from ngsgd import process_identity
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanShard, RemoteResultRef, process_name
 from ngsgd.cluster.exchange.collective_client import exchange_of, remote
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
-from ngsgd.cluster.fingerprint import Agreement
+from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.cluster.fork_server import ForkedProcess, fork_server
 from ngsgd.cluster.groups import make_worker
 from ngsgd.cluster.messages import Disconnected, Messages
-from ngsgd.cluster.restarts import Restarts, check_fingerprint, incidents_of, none_agrees
+from ngsgd.cluster.restarts import Restarts, check_fingerprint, distrusted, identity, incidents_of, none_agrees
 from ngsgd.cluster.worker_process import STOP, JobAssignment, MakeWorker, Ready, WorkerSetup, serve
 from ngsgd.errors import ClusterError, NgsgdError
+from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
 from ngsgd.training.awake_clock import AwakeClock
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
@@ -88,12 +89,20 @@ class _Slot:
     retired: bool = False
     # differences of its fingerprint from that of the run
     refused: str = ""
+    # once ready
+    fingerprint: Fingerprint | None = None
+    # the audit found it at fault: it is not replaced
+    is_quarantined: bool = False
     # consecutive deaths during the start
     deaths: list[str] = field(default_factory=list)
 
     @property
     def is_idle(self) -> bool:
-        return self.ready and not self.leaving and self.job is None
+        return self.is_usable and self.job is None
+
+    @property
+    def is_usable(self) -> bool:
+        return self.ready and not self.leaving and not self.is_quarantined
 
 
 class ProcessPool:
@@ -113,6 +122,7 @@ class ProcessPool:
         self._vectors = SharedVectors(size)
         self._cells = SharedVectors(2 * num_workers)
         self._slots: list[_Slot] = []
+        self._host = socket.gethostname()
         self._outcomes: list[Outcome] = []
         self._start_s: deque[float] = deque(maxlen=64)
         # worker -> its answer to the current question
@@ -161,15 +171,42 @@ class ProcessPool:
         return sum(slot.is_idle for slot in self._slots)
 
     def num_workers_alive(self) -> int:
-        return sum(slot.ready and not slot.leaving for slot in self._slots)
+        return sum(slot.is_usable for slot in self._slots)
 
     def retired(self) -> list[Retired]:
         return [*self._restarts.news(), *incidents_of(self._exchange)]
+
+    def idle_workers(self) -> list[int]:
+        return [slot.index for slot in self._slots if slot.is_idle]
+
+    def workers_alive(self) -> list[int]:
+        return [slot.index for slot in self._slots if slot.is_usable]
+
+    def worker_of(self, job: Job) -> int:
+        return next((slot.index for slot in self._slots if slot.job is job), -1)
+
+    def identity_of(self, worker: int) -> WorkerIdentity:
+        slot = self._slots[worker]
+        return identity(worker, slot.process.pid or 0, self._host, slot.fingerprint)
+
+    def quarantine(self, worker: int) -> str:
+        slot = self._slots[worker]
+        slot.is_quarantined = True
+        if not slot.retired and slot.killed is None:
+            slot.ended_because, slot.killed = QUARANTINED, self._clock.now
+            slot.process.kill()
+        self._outcomes = [distrusted(outcome, worker) for outcome in self._outcomes]
+        # a replacement would run on the same hardware
+        return "It is not used again or replaced: its replacement would run on the same hardware"
 
     def submit(self, job: Job) -> None:
         # assign a job to the same slot where possible, so that charts per worker stay comparable
         idle = [slot for slot in self._slots if slot.is_idle]
         slot = min(idle, key=lambda s: (s.index != job.job % len(self._slots), s.index))
+        self.submit_to(job, slot.index)
+
+    def submit_to(self, job: Job, worker: int) -> None:
+        slot = self._slots[worker]
         slot.job, slot.told_to_stop = job, False
         num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
         slot.places = () if self._exchange else tuple(self._vectors.allocate()
@@ -310,12 +347,15 @@ class ProcessPool:
                 slot.ended_because = f"was rejected ({slot.refused})"
                 slot.process.kill()
                 return
-            slot.ready = True
+            slot.ready, slot.fingerprint = True, message.fingerprint
             slot.deaths.clear()
             self._start_s.append(self._clock.now - (slot.born or self._clock.now))
         elif isinstance(message, (MeanShard, GroupFailure, np.ndarray)):
             self._answers[slot.index] = message
         elif isinstance(message, (JobResult, JobFailure)):
+            if slot.is_quarantined:
+                # its death follows
+                return
             if slot.job is None or message.job.identity != slot.job.identity:
                 self.num_discarded += 1
                 return
@@ -367,7 +407,7 @@ class ProcessPool:
 
     def _successor(self, slot: _Slot, deaths: Sequence[str], reason: str) -> _Slot:
         """Replace a dead worker; return an empty slot if it was replaced too often."""
-        if self._restarts.allow(slot.index, reason):
+        if not slot.is_quarantined and self._restarts.allow(slot.index, reason):
             fresh = self._new_slot(slot.index, deaths)
         elif any(_is_there(other) for other in self._slots if other is not slot):
             fresh = _Slot(slot.index, slot.process, slot.messages, retired=True)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from ngsgd.cluster.exchange.collective_client import Exchange
 from ngsgd.cluster.fingerprint import OVERRIDE, Agreement, Fingerprint
 from ngsgd.errors import ClusterError, WorkerFingerprintError
+from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
+from ngsgd.training.job import JobFailure, Outcome
 from ngsgd.training.worker_pool import Retired
 
 _HOUR_S = 3600.0
@@ -87,6 +89,21 @@ def check_fingerprint(worker: int, found: Fingerprint, agreement: Agreement, res
         restarts.report("other_bits", worker, f"worker {worker} does not compute bitwise identical "
                                               f"results, which {OVERRIDE} allows: {line}")
     return differences
+
+
+def identity(worker: int, process_id: int, host: str, fingerprint: Fingerprint | None) -> WorkerIdentity:
+    """Describe a worker for the audit."""
+    device = fingerprint.device if fingerprint else ""
+    where = f"process {process_id} on {host}" + (f", {device}" if device not in ("", "cpu") else "")
+    bits = "" if fingerprint is None else fingerprint.digest()
+    return WorkerIdentity(f"worker {worker} ({where})", host, bits, is_reproducible=device in ("", "cpu"))
+
+
+def distrusted(outcome: Outcome, worker: int) -> Outcome:
+    """Turn a result of a worker in quarantine into a failure."""
+    if outcome.worker != worker or isinstance(outcome, JobFailure):
+        return outcome
+    return JobFailure(outcome.job, worker, f"its worker {QUARANTINED}", False)
 
 
 def none_agrees(differences: str) -> WorkerFingerprintError:

@@ -323,7 +323,8 @@ class Coordinator:
             compute_s=0.0, average_s=0.0, checkpoint_s=0.0, diagnostics_s=0.0, elapsed_s=elapsed_s,
             left_s=elapsed_s * (1.0 - share) / share, patience_s=self._dispatch.hang_timeout_s(),
             workers_alive=self.pool.num_workers_alive(), num_deaths=self._dispatch.num_deaths,
-            num_discarded=self._dispatch.num_discarded, num_deferred=len(state.deferred))
+            num_discarded=self._dispatch.num_discarded, num_deferred=len(state.deferred),
+            num_audited=self._dispatch.audits.num_audited.pop(plan.outer_iter, 0))
 
     def _emit_incident(self, what: str, message: str, outer_iter: int, job: int,
                        worker: int) -> None:

@@ -30,6 +30,8 @@ from typing import Protocol
 
 from ngsgd.errors import ClusterError, CrashingShardError, DamagedArchiveError, NgsgdError, RunInterrupted
 from ngsgd.schedules import Shard
+from ngsgd.training.auditing.audits import Audits, Conclusion
+from ngsgd.training.auditing.pool import QUARANTINED
 from ngsgd.training.awake_clock import AwakeClock
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout
@@ -139,6 +141,7 @@ class Dispatcher:
         # worker -> (last progress, time since which it is unchanged)
         self._seen: dict[int, tuple[object, float]] = {}
         self._minibatch_s: deque[float] = deque(maxlen=64)
+        self.audits = Audits(pool, ledger, layout, self.failure.audit_every, emit_incident, self._release, clock)
 
     def open(self, plan: Plan, model: VectorRef, quarantined: tuple[WorkItem, ...],
              round_s: float) -> OuterIterationState:
@@ -167,11 +170,12 @@ class Dispatcher:
         """
         states = [state, ahead] if ahead else [state]
         self._begin_to_watch()
-        while state.unsettled:
+        while state.unsettled or self.audits.are_running(state.plan.outer_iter):
             make_jobs()
             for one in states:
                 self._feed(one)
             self._serve(states)
+            self._take_audited(states)
         make_jobs()
         if ahead:
             self._feed(ahead)
@@ -191,8 +195,10 @@ class Dispatcher:
     def drain(self, state: OuterIterationState) -> None:
         """Wait for the jobs of an abandoned outer iteration and discard their results."""
         state.waiting.clear()
+        for result in self.audits.forget(state.plan.outer_iter):
+            self._keep(state, result)
         self._begin_to_watch()
-        while state.running:
+        while state.running or self.audits.are_running(state.plan.outer_iter):
             self._serve([state])
             state.waiting.clear()
 
@@ -251,7 +257,11 @@ class Dispatcher:
             self.ledger.submitted(state.waiting[0])
             state.running.add(state.waiting[0].job)
             state.ends_at = min(state.ends_at, self._awake.now + state.round_s)
-            self.pool.submit(state.waiting.popleft())
+            job = state.waiting.popleft()
+            self.pool.submit(job)
+            self.audits.submitted(state.plan, job)
+        if not state.waiting:
+            self.audits.feed(state.plan.outer_iter, self.hang_timeout_s(), is_stopping=self.stop.requested())
 
     def _watch(self) -> None:
         """Kill hung workers: processes that are alive and make no progress."""
@@ -271,8 +281,12 @@ class Dispatcher:
         self._seen = seen
 
     def _settle(self, outcome: Outcome, states: list[OuterIterationState]) -> None:
+        if outcome.job.repeat:
+            self.num_deaths += isinstance(outcome, JobFailure) and outcome.worker_died
+            self.audits.settle(outcome)
+            return
         state = next((r for r in states if r.plan.outer_iter == outcome.job.outer_iter), None)
-        if state is None or outcome.job.job not in state.unsettled:
+        if state is None or self.audits.holds(outcome.job) or outcome.job.job not in state.unsettled:
             if isinstance(outcome, JobResult):  # duplicate result
                 self.num_discarded += 1
                 self.ledger.discarded(outcome, "duplicate or late result")
@@ -306,10 +320,48 @@ class Dispatcher:
         if state.is_stopped or self.failure.policy == "defer":
             state.deferred += result.remainder
         self._minibatch_s.append(result.seconds / max(result.num_minibatches, 1))
+        if not self.audits.hold(result):
+            self._keep(state, result)
+
+    def _keep(self, state: OuterIterationState, result: JobResult) -> None:
+        job = result.job.job
         if result.rejection_reason:
-            state.rejection_reasons[job.job] = result.rejection_reason
-        state.results[job.job], state.arrived_s[job.job] = result, self.clock()
-        state.unsettled.discard(job.job)
+            state.rejection_reasons[job] = result.rejection_reason
+        state.results[job], state.arrived_s[job] = result, self.clock()
+        state.unsettled.discard(job)
+
+    def _take_audited(self, states: list[OuterIterationState]) -> None:
+        """Keep the results whose audit has ended; run jobs of workers at fault again."""
+        for one in self.audits.concluded():
+            state = next(r for r in states if r.plan.outer_iter == one.result.job.outer_iter)
+            if one.is_right:
+                self._keep(state, one.result)
+            else:
+                self._run_again(state, one.result)
+            for other in states:
+                # successors of these jobs may run already, except those of the last outer iteration
+                if one.faulty and other is states[-1]:
+                    self._undo_results_of(one, other)
+
+    def _undo_results_of(self, conclusion: Conclusion, state: OuterIterationState) -> None:
+        for result in [result for result in state.results.values() if result.worker in conclusion.faulty]:
+            del state.results[result.job.job]
+            state.rejection_reasons.pop(result.job.job, None)
+            state.unsettled.add(result.job.job)
+            self._run_again(state, result)
+
+    def _run_again(self, state: OuterIterationState, result: JobResult) -> None:
+        """Discard the result of a worker at fault."""
+        self.ledger.failed(JobFailure(result.job, result.worker, f"its worker {QUARANTINED}", False))
+        self._release(result)
+        state.deferred = [piece for piece in state.deferred if piece not in result.remainder]
+        self._retry_elsewhere(state, result.job)
+
+    def _retry_elsewhere(self, state: OuterIterationState, job: Job) -> None:
+        """Run a job of a worker at fault again under any policy, since no data is at fault."""
+        self.audits.redone[job.pieces[0]] += 1
+        again = job.attempt + 1
+        state.waiting.append(replace(job, attempt=again))
 
     def _after_failure(self, state: OuterIterationState, failure: JobFailure) -> None:
         job = failure.job
@@ -321,9 +373,12 @@ class Dispatcher:
         if isinstance(failure.error, NgsgdError):
             raise failure.error
         self.num_deaths += failure.worker_died
+        if QUARANTINED in failure.reason:
+            self._retry_elsewhere(state, job)
+            return
         what = f"worker {failure.worker} {'died' if failure.worker_died else 'failed'} ({failure.reason})"
         who = f"{what} during job {job.job} of outer iteration {job.outer_iter + 1}, attempt {job.attempt}"
-        tries = job.attempt + self._failures.get(job.pieces[0], 0)
+        tries = job.attempt + self._failures.get(job.pieces[0], 0) - self.audits.redone[job.pieces[0]]
         hangs = self._hangs.get(job.pieces[0], 0) + failure.from_outside
         self._hangs[job.pieces[0]] = hangs
         if hangs >= self.failure.max_attempts:
@@ -402,6 +457,7 @@ class Dispatcher:
 
     def _give_up(self, state: OuterIterationState, job: Job, event: str, reason: str) -> None:
         self.ledger.settled_without(event, job, reason)
+        self.audits.give_up(job)
         state.unsettled.discard(job.job)
 
     def _emit_failure(self, failure: JobFailure, message: str) -> None:

@@ -98,11 +98,13 @@ class Job:
     layer_rates: Mapping[str, float] = field(default_factory=dict)
     # names of examples to omit (failure.on_bad_batch=quarantine)
     excluded: tuple[str, ...] = ()
+    # number of a repetition for the audit, which is not averaged; 0: none
+    repeat: int = 0
 
     @property
     def identity(self) -> tuple[int, int, int]:
-        """(outer iteration, job, attempt): unique within a run."""
-        return self.outer_iter, self.job, self.attempt
+        """(outer iteration, job, attempt): unique within a run; negative for repetitions."""
+        return self.outer_iter, self.job, -self.repeat or self.attempt
 
     @property
     def shard(self) -> Shard:

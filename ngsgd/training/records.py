@@ -112,6 +112,8 @@ class OuterIterationRecord:
     diagnostics: dict[str, float] = field(default_factory=dict)
     # work items deferred to a later outer iteration
     num_deferred: int = 0
+    # jobs that were repeated on another worker and compared (failure.audit_every)
+    num_audited: int = 0
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> OuterIterationRecord:

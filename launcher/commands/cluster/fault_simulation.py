@@ -46,6 +46,8 @@ class Tally:
     num_seeds: int = 0
     num_faults: int = 0
     num_coordinators: int = 0
+    # jobs that were repeated by the audit
+    num_audited: int = 0
     failed: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -53,6 +55,7 @@ class Tally:
         self.num_seeds += 1
         self.num_faults += verdict.num_occurred
         self.num_coordinators += verdict.num_processes
+        self.num_audited += verdict.num_audited
         if verdict.problems:
             self.failed.append(verdict.seed)
 
@@ -73,8 +76,9 @@ def command(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(tally)))
     else:
-        print(f"{tally.num_seeds} seeds, {tally.num_faults} faults, {tally.num_coordinators} coordinator processes in "
-              f"{tally.seconds:.1f} s ({tally.num_seeds / max(tally.seconds, 1e-9):.1f} seeds/s): {len(tally.failed)} failed")
+        print(f"{tally.num_seeds} seeds, {tally.num_faults} faults, {tally.num_coordinators} coordinator processes, "
+              f"{tally.num_audited} audited jobs "
+              f"in {tally.seconds:.1f} s ({tally.num_seeds / max(tally.seconds, 1e-9):.1f} seeds/s): {len(tally.failed)} failed")
     return EXIT_RUN_FAILED if tally.failed else EXIT_OK
 
 

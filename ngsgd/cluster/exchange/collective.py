@@ -141,7 +141,8 @@ class CollectiveWorker:
         attempts.
         """
         for identity in list(self._kept):
-            if identity[0] != job.outer_iter or identity[1] == job.job:
+            # a repetition for the audit is compared with a result that may be here
+            if identity[0] != job.outer_iter or (identity[1] == job.job and not job.repeat):
                 del self._kept[identity]
                 self._owed.pop(identity, None)
 

@@ -49,6 +49,11 @@ class FailureConfig:
         "reaction to a minibatch with a non-finite loss or gradient, whose examples are named; "
         "skip: no update; quarantine: no update, and later outer iterations without these "
         "examples; stop: end of the run")
+    audit_every: int = option(
+        0,
+        "audit of silent data corruption: every so many jobs of a worker, one is repeated on another "
+        "worker and the results are compared; 100 costs about 1 % of the run; 0 disables",
+        unit="jobs", low=0)
     grace_period_s: float = option(
         5.0, "maximum time to finish the outer iteration after Ctrl-C or SIGTERM",
         unit="s", low=0.0)

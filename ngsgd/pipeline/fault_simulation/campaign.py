@@ -19,7 +19,7 @@ import torch
 
 from ngsgd.pipeline.fault_simulation import checks
 from ngsgd.pipeline.fault_simulation.disk import SimulatedDisk
-from ngsgd.pipeline.fault_simulation.scenario import Scenario, draw_faults
+from ngsgd.pipeline.fault_simulation.scenario import Scenario, draw_faults, draw_faulty_worker
 from ngsgd.pipeline.fault_simulation.trial import Trial
 from ngsgd.pipeline.fault_simulation.world import Fault
 
@@ -44,6 +44,8 @@ class Verdict:
     setting: str = ""
     num_occurred: int = 0
     num_processes: int = 0
+    # audits of jobs with a verdict
+    num_audited: int = 0
     lines: tuple[str, ...] = field(default=(), repr=False)
 
     def replay(self) -> str:
@@ -70,6 +72,10 @@ class Simulator:
         baseline = Trial(self._disk, scenario, ())
         baseline.run()
         faults = draw_faults(chance, baseline.world.counts, scenario)
+        # separate, so that seeds keep their other settings and faults
+        chance = random.Random(f"audit {seed}")
+        scenario = scenario.audited(chance)
+        faults += draw_faulty_worker(chance, scenario)
         numbers = range(len(faults)) if kept is None else [number for number in kept if number < len(faults)]
         lines: list[str] | None = [] if with_lines else None
         trial = Trial(self._disk, scenario, tuple(faults[number] for number in numbers), lines)
@@ -77,7 +83,7 @@ class Simulator:
         found = [f"without faults: {problem}" for problem in baseline.world.problems]
         return Verdict(seed, tuple(faults), tuple(numbers), (*found, *checks.problems(trial, baseline)),
                        trial.world.trace(), setting_of(scenario), len(trial.world.occurred), len(trial.lives),
-                       tuple(lines or ()))
+                       checks.num_audited(trial), tuple(lines or ()))
 
     def shrink(self, verdict: Verdict) -> Verdict:
         """Return the trial with the fewest faults that still has a problem."""
@@ -110,6 +116,7 @@ def setting_of(scenario: Scenario) -> str:
     outer = " ".join(f"{name}={value}" for name, value in settings["outer"].items())
     failure = settings["failure"]
     return (f"outer {outer}; policy={failure['policy']} max_attempts={failure['max_attempts']}; "
+            f"audit_every={failure['audit_every']}; "
             f"{settings['cluster']['num_workers']} workers, {settings['schedule']['num_jobs_final']} jobs, "
             f"{scenario.num_archives * scenario.shards_per_archive} shards")
 

@@ -42,7 +42,7 @@ def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
         found = []
     else:
         found += [*_shards(trial, done), *_given_up(trial, done)]
-    found += [*_events(trial, done), *_leftovers(trial)]
+    found += [*_events(trial, done), *_leftovers(trial), *_audits(trial)]
     if keeps_bits(trial, done) and trial.final != baseline.final:
         found.append(f"the final model is {trial.final[:12]}, without faults it is {baseline.final[:12]}")
     return found
@@ -65,8 +65,44 @@ def keeps_bits(trial: Trial, done: list[OuterIterationLines]) -> bool:
         return False
     if any(line["event"] == "rolled_back" for line in read_json_lines(trial.folder / "ledger.jsonl")):
         return False
+    # a job that the audit did not cover
+    if any(entry["worker"] in faulty_workers(trial) for one in done for entry in one.settled):
+        return False
     num_trained = sum(life.first_job is not None for life in trial.lives)
     return num_trained <= 1 or not trial.scenario.jobs_keep_state
+
+
+def faulty_workers(trial: Trial) -> set[int]:
+    """Workers with faulty arithmetic."""
+    return {fault.at for fault in trial.faults if fault.where == "worker"}
+
+
+def num_audited(trial: Trial) -> int:
+    """Number of audits that ended with a verdict."""
+    return sum(line["outcome"] in ("agreed", "decided") for line in _audit_lines(trial))
+
+
+def _audit_lines(trial: Trial) -> list[dict[str, Any]]:
+    path = trial.folder / "ledger.jsonl"
+    return [line for line in read_json_lines(path) if line["event"] == "audited"] if path.exists() else []
+
+
+def _audits(trial: Trial) -> Iterator[str]:
+    """Only workers with faulty arithmetic are named, and no wrong result that was found counts."""
+    faulty = faulty_workers(trial)
+    # a result that is not finite is wrong, too
+    has_others = any(fault.what == "not finite" for fault in trial.world.occurred)
+    right = set()
+    for line in _audit_lines(trial):
+        # two workers, one of them faulty, cannot be told apart
+        is_false = line["outcome"] == "not_reproducible" or (line["outcome"] == "undecided" and not faulty)
+        if not has_others and (set(line["faulty"]) - faulty or is_false):
+            yield (f"the audit of job {line['job']} of outer iteration {line['outer_iter']} ended with {line['outcome']} and "
+                   f"named {line['faulty']}")
+        if line["outcome"] == "agreed":
+            right |= {worker for worker, _ in line["runs"]}
+    if not has_others and right & faulty:
+        yield f"wrong results of workers {sorted(right & faulty)} agreed with right ones"
 
 
 def _errors(trial: Trial) -> Iterator[str]:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ngsgd.cluster.restarts import Restarts
+from ngsgd.cluster.restarts import Restarts, distrusted
 from ngsgd.errors import ClusterError, DamagedArchiveError
 from ngsgd.pipeline.fault_simulation.scenario import Scenario
 from ngsgd.pipeline.fault_simulation.task import EXAMPLES, SimulatedTask, objective, train_job, work_size
 from ngsgd.pipeline.fault_simulation.world import MAX_WAITS, Fault, Killed, NoProgressError, World
 from ngsgd.pipeline.services import PoolRequest
+from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, ResultsLost, VectorRef
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.validation.checksums import digest, not_finite
@@ -76,6 +77,7 @@ class _Worker:
     is_retired: bool = False
     # makes no progress in its next job
     is_hung: bool = False
+    is_quarantined: bool = False
 
 
 @dataclass(order=True)
@@ -83,6 +85,10 @@ class _Event:
     at: float
     number: int
     happen: Callable[[], None] = field(compare=False)
+
+
+def _key(job: Job) -> tuple[int, int, int]:
+    return job.outer_iter, job.job, job.repeat
 
 
 class FaultyPool:
@@ -100,10 +106,10 @@ class FaultyPool:
         self._events: list[_Event] = []
         self._numbers = itertools.count()
         self._outcomes: list[Outcome] = []
-        # (outer iteration, job) -> the attempt that the coordinator waits for
-        self._current: dict[tuple[int, int], Job] = {}
-        # (outer iteration, job) -> the result that the coordinator has
-        self._delivered: dict[tuple[int, int], JobResult] = {}
+        # (outer iteration, job, repetition) -> the attempt that the coordinator waits for
+        self._current: dict[tuple[int, int, int], Job] = {}
+        # (outer iteration, job, repetition) -> the result that the coordinator has
+        self._delivered: dict[tuple[int, int, int], JobResult] = {}
         # (outer iteration, job) -> attempt whose failure the coordinator received last
         self._last_failure: dict[tuple[int, int], int] = {}
         self._refs: set[SimulatedRef] = set()
@@ -147,7 +153,7 @@ class FaultyPool:
             if fault.what == "lose results":
                 lost = results[:max(1, int(fault.value * len(results)))]
                 for one in lost:
-                    self._delivered.pop((one.job.outer_iter, one.job.job), None)
+                    self._delivered.pop(_key(one.job), None)
                 raise ResultsLost([JobFailure(one.job, one.worker, "its result is lost", True, from_outside=True)
                                    for one in lost])
 
@@ -155,22 +161,48 @@ class FaultyPool:
         return sum(map(self._is_idle, self._workers))
 
     def num_workers_alive(self) -> int:
-        return sum(not worker.is_retired and worker.ready_at <= self.world.now for worker in self._workers)
+        return sum(map(self._is_alive, self._workers))
 
     def retired(self) -> list[Retired]:
         return self._restarts.news()
 
+    def idle_workers(self) -> list[int]:
+        return [worker.index for worker in self._workers if self._is_idle(worker)]
+
+    def workers_alive(self) -> list[int]:
+        return [worker.index for worker in self._workers if self._is_alive(worker)]
+
+    def worker_of(self, job: Job) -> int:
+        return next((worker.index for worker in self._workers if worker.running and worker.running.job is job), -1)
+
+    def identity_of(self, worker: int) -> WorkerIdentity:
+        return WorkerIdentity(f"worker {worker}", f"host-{worker // 2}")
+
+    def quarantine(self, worker: int) -> str:
+        self.world.note("quarantine", worker)
+        one = self._workers[worker]
+        one.is_quarantined = True
+        self._after(_LATENCY_S, self._for_process(one, lambda: self._die(one, QUARANTINED, from_outside=True)))
+        self._outcomes = [distrusted(outcome, worker) for outcome in self._outcomes]
+        return "It is not used again"
+
     def submit(self, job: Job) -> None:
+        idle = self.idle_workers()
+        self.submit_to(job, min(idle, key=lambda index: (index != job.job % len(self._workers), index)))
+
+    def submit_to(self, job: Job, worker: int) -> None:
         self.world.note("submit", *job.identity)
-        self._on_submit(job)
-        self._require_new_attempt(job)
+        if not job.repeat:
+            self._on_submit(job)
+            self._require_new_attempt(job)
         self._num_allocated += 1
-        idle = [worker for worker in self._workers if self._is_idle(worker)]
-        worker = min(idle, key=lambda one: (one.index != job.job % len(self._workers), one.index))
+        self._begin(job, self._workers[worker])
+
+    def _begin(self, job: Job, worker: _Worker) -> None:
         size = work_size(job, self.task)
         pace = 1.0 + 0.3 * (worker.index % 3)
-        self._current[job.outer_iter, job.job] = job
-        self._delivered.pop((job.outer_iter, job.job), None)
+        self._current[_key(job)] = job
+        self._delivered.pop(_key(job), None)
         running = _Running(job, self.world.now, self.scenario.minibatch_s * pace, size, ends_after=size)
         worker.running = running
         if worker.is_hung:
@@ -271,7 +303,10 @@ class FaultyPool:
         return seconds
 
     def _is_idle(self, worker: _Worker) -> bool:
-        return not worker.is_retired and worker.running is None and worker.ready_at <= self.world.now
+        return self._is_alive(worker) and worker.running is None
+
+    def _is_alive(self, worker: _Worker) -> bool:
+        return not worker.is_retired and not worker.is_quarantined and worker.ready_at <= self.world.now
 
     def _schedule_end(self, worker: _Worker, running: _Running) -> None:
         running.version = version = running.version + 1
@@ -317,7 +352,7 @@ class FaultyPool:
         running, worker.running = worker.running, None
         worker.process = self._next()
         worker.is_hung = False
-        if self._restarts.allow(worker.index, reason):
+        if not worker.is_quarantined and self._restarts.allow(worker.index, reason):
             worker.ready_at = self.world.now + self._start_s()
         else:
             worker.is_retired = True
@@ -361,6 +396,7 @@ class FaultyPool:
     def _result(self, worker: _Worker, running: _Running) -> JobResult:
         job = running.job
         end, remainder, fisher = train_job(job, self.layout, self.scenario.seed, running.ends_after, self.task)
+        self._compute_wrongly(worker, end)
         if not np.isfinite(end).all():
             self.world.report(f"job {job.job} of outer iteration {job.outer_iter} read memory that was released")
         pieces = self.layout.fragment(*job.send)
@@ -377,6 +413,15 @@ class FaultyPool:
         return JobResult(job, worker.index, sent, digest(sent.read()), EXAMPLES * done, done, objective(end), 0.0,
                          done * running.minibatch_s, 0.0, 0.0, 0, own=own, fisher=fisher, remainder=remainder)
 
+    def _compute_wrongly(self, worker: _Worker, end: Vector) -> None:
+        """Flip a bit in the result of a worker with faulty arithmetic."""
+        for fault in self.world.lasting("worker"):
+            if fault.at == worker.index:
+                # the same bit every time, or others
+                at = int(fault.value) if fault.what == "wrong bit" else self._next()
+                end.view(np.uint32)[at % len(end)] ^= np.uint32(1 << at % 20)
+                self.world.occur(fault)
+
     def _not_finite(self, result: JobResult) -> JobResult:
         vector = result.sent.read()
         vector[0] = np.nan
@@ -389,8 +434,10 @@ class FaultyPool:
         Like other pools, it drops results of attempts that were reported as failed. If the job has
         another result already, the coordinator receives it and must recognize the duplicate.
         """
+        if self._workers[outcome.worker].is_quarantined:
+            outcome = distrusted(outcome, outcome.worker)
         job = outcome.job
-        key = job.outer_iter, job.job
+        key = _key(job)
         is_current = self._current.get(key) is job
         if is_current:
             del self._current[key]
@@ -404,12 +451,14 @@ class FaultyPool:
         if is_current and isinstance(outcome, JobResult):
             self._delivered[key] = outcome
             # the coordinator takes both for a failed attempt
-            self._num_failures[key] += bool(outcome.remainder) or digest(outcome.sent.read()) != outcome.digest
+            is_failed = bool(outcome.remainder) or digest(outcome.sent.read()) != outcome.digest
+            self._num_failures[job.outer_iter, job.job] += is_failed and not job.repeat
             self._refs |= {ref for ref in (outcome.sent, outcome.own) if isinstance(ref, SimulatedRef)}
-        if isinstance(outcome, JobFailure):
-            self._num_failures[key] += 1
-            self._num_hangs[key] += outcome.from_outside
-            self._last_failure[key] = job.attempt
+        if isinstance(outcome, JobFailure) and not job.repeat:
+            place = job.outer_iter, job.job
+            self._num_failures[place] += 1
+            self._num_hangs[place] += outcome.from_outside
+            self._last_failure[place] = job.attempt
         self._outcomes.append(outcome)
 
     def _free(self, result: JobResult) -> None:

@@ -78,6 +78,15 @@ class Scenario:
         assert not problems, problems
         return replace(config, task=replace(config.task, _target_=FROM_PYTHON + "task"))
 
+    def audited(self, random: random.Random) -> Scenario:
+        """Draw whether and how often jobs are audited; other settings stay."""
+        every = random.choice((1, 1, 2, 5)) if random.random() < _AUDITED else 0
+        return replace(self, settings={**self.settings, "failure": {**self.settings["failure"], "audit_every": every}}, built={})
+
+    @property
+    def audit_every(self) -> int:
+        return int(self.settings["failure"].get("audit_every", 0))
+
     @property
     def policy(self) -> str:
         return str(self.settings["failure"]["policy"])
@@ -94,6 +103,8 @@ class Scenario:
         return bool(self.settings["schedule"]["load_balancing"] != "none" or self.settings["cluster"]["elastic"])
 
 
+# fraction of the runs that are audited, and of these that have a worker with faulty arithmetic
+_AUDITED, _FAULTY = 0.3, 0.4
 _JOB = (("kill", 6), ("kill after", 2), ("hang", 3), ("slow", 3), ("exception", 2), ("preempt", 2), ("lost", 2),
         ("late", 3), ("duplicate", 3), ("damage", 3), ("not finite", 1), ("damaged archive", 1))
 _WAIT = (("kill idle", 2), ("kill all", 2), ("hang idle", 1), ("coordinator stopped", 3), ("machine stopped", 3),
@@ -126,6 +137,16 @@ def draw_faults(random: random.Random, counts: Counter[str], scenario: Scenario)
         # the case that only fencing numbers protect
         found.append(Fault("wait", random.randrange(counts["wait"] + 1), "second coordinator"))
     return found
+
+
+def draw_faulty_worker(random: random.Random, scenario: Scenario) -> list[Fault]:
+    """Draw a worker with faulty arithmetic, in some of the audited runs."""
+    num_workers = scenario.settings["cluster"]["num_workers"]
+    if not scenario.audit_every or num_workers < 2 or random.random() >= _FAULTY:
+        return []
+    # two workers that agree with themselves end the run
+    what = random.choice(("wrong bit", "wrong bits")) if num_workers > 2 else "wrong bits"
+    return [Fault("worker", random.randrange(num_workers), what, float(random.randrange(100)))]
 
 
 def _fault(random: random.Random, where: str, counts: Counter[str], scenario: Scenario) -> Fault:

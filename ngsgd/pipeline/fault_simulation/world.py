@@ -53,8 +53,10 @@ class World:
         self.lines: list[str] | None = None
         self._digest = hashlib.blake2b(digest_size=8)
         self._faults: dict[tuple[str, int], list[Fault]] = {}
+        self._lasting: dict[str, list[Fault]] = {}
         for fault in faults:
             self._faults.setdefault((fault.where, fault.at), []).append(fault)
+            self._lasting.setdefault(fault.where, []).append(fault)
 
     def clock(self) -> float:
         return self.now
@@ -84,6 +86,16 @@ class World:
             self.occurred.append(fault)
             self.note("fault", fault)
         return faults
+
+    def lasting(self, where: str) -> list[Fault]:
+        """Faults that last for the complete run; `at` is the component."""
+        return self._lasting.get(where, [])
+
+    def occur(self, fault: Fault) -> None:
+        """Record that a lasting fault had an effect."""
+        if fault not in self.occurred:
+            self.occurred.append(fault)
+        self.note("fault", fault)
 
     def kill(self, cut: str = "") -> None:
         """End the coordinator process."""

@@ -88,6 +88,8 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "deferred": {**_JOB, "pieces": (list,)},
     "quarantined": {**_JOB, "pieces": (list,)},
     "discarded": _JOB,
+    "repeated": {**_JOB, "repeat": (int,), "worker": (int,)},
+    "audited": {**_JOB, "outcome": (str,), "runs": (list,), "faulty": (list,)},
     "rolled_back": {"outer_iter": (int,)},
     "committed": {"outer_iter": (int,), "frames_processed": (int,), "parent": (str,),
                   "model": (str,), "num_accepted": (int,), "numbers": (dict,)},

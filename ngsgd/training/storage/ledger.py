@@ -63,6 +63,16 @@ class Ledger:
         """Record work that this outer iteration skips: "dropped", "deferred" or "quarantined"."""
         self._write(event, **_identity(job), pieces=[piece_fields(piece) for piece in job.pieces], reason=reason)
 
+    def repeated(self, job: Job, worker: int) -> None:
+        """Record that a job is repeated for the audit; the repetition is never counted."""
+        self._write("repeated", **_identity(job), repeat=job.repeat, worker=worker)
+
+    def audited(self, job: Job, outcome: str, runs: Sequence[tuple[int, str]], faulty: Sequence[int],
+                comparison: str) -> None:
+        """Record the end of an audit: (worker, digest) of the runs, and the workers at fault."""
+        self._write("audited", **_identity(job), outcome=outcome, runs=[list(run) for run in runs], faulty=list(faulty),
+                    comparison=comparison)
+
     def rolled_back(self, outer_iter: int, reason: str, lr_scale: float) -> None:
         self._write("rolled_back", outer_iter=outer_iter, reason=reason, lr_scale=lr_scale)
 

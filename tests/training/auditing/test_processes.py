@@ -1,0 +1,169 @@
+"""The audit with real worker processes: a wrong worker is named, and faults of processes are not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngsgd.cluster.process_pool import ProcessPool
+from ngsgd.config import ClusterConfig, FailureConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig
+from ngsgd.errors import AuditError
+from ngsgd.files import read_json_lines
+from ngsgd.training.job import Job, JobResult, LocalRef
+from ngsgd.training.storage.audit import audit
+from ngsgd.training.validation.checksums import digest
+from ngsgd.training.worker import Place, Worker, never, np_empty
+from tests.toy import Run, config, undisturbed
+
+FAULTY = 1
+
+
+def audited(every: int, *, num_workers: int = 3, num_jobs: int = 3, **changes: Any) -> RunConfig:
+    """The toy run with an audit."""
+    failure = FailureConfig(audit_every=every, **changes.pop("failure", {}))
+    schedule = {"num_epochs": 2.0, "minibatch_size": 64, "lr_initial": 0.01, "lr_final": 0.001, "num_jobs_initial": num_jobs,
+                "num_jobs_final": num_jobs, **changes.pop("schedule", {})}
+    return config(failure=failure, schedule=ScheduleConfig(**schedule),
+                  cluster=ClusterConfig(num_workers=num_workers, threads_per_worker=1, **changes.pop("cluster", {})), **changes)
+
+
+class WrongBit(Worker):
+    """Worker 1 flips the lowest bit of one parameter in each job."""
+
+    def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
+        result = super().run(job, place, should_stop)
+        if self.index != FAULTY:
+            return result
+        assert isinstance(result.sent, LocalRef)
+        result.sent.vector.view(np.uint32)[job.job] ^= np.uint32(1)
+        return replace(result, digest=digest(result.sent.vector))
+
+
+def pool_of(run: Run, make_worker: Callable[..., Worker] = Worker) -> ProcessPool:
+    return ProcessPool(run.spec, run.config.cluster.num_workers, 1, run.store.layout.size,
+                       log_directory=run.folder / "workers", make_worker=make_worker)
+
+
+def verdicts(run: Run) -> Counter[str]:
+    return Counter(line["outcome"] for line in read_json_lines(run.ledger_path) if line["event"] == "audited")
+
+
+def named(run: Run) -> list[int]:
+    return [one.worker for one in run.recorder.incidents if one.what == "worker_quarantined"]
+
+
+@pytest.mark.faults
+def test_a_worker_with_a_wrong_bit_is_named_and_its_result_is_not_averaged(tmp_path: Path) -> None:
+    run_config = audited(1)
+    run = Run(tmp_path, run_config)
+    end = run.train(pool_of(run, WrongBit))
+    assert named(run) == [FAULTY]
+    assert verdicts(run)["decided"] == 1
+    # every job was audited, so no wrong result was averaged
+    assert end.model_sha256 == undisturbed(replace(run_config, failure=FailureConfig())).model_sha256
+    assert audit(run.ledger_path) == []
+    assert run.recorder.records[-1].workers_alive == 2
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_worker_with_a_wrong_bit_is_named_within_a_hundred_jobs(tmp_path: Path) -> None:
+    run = Run(tmp_path, audited(100, schedule={"num_epochs": 110.0}))
+    run.train(pool_of(run, WrongBit))
+    assert named(run) == [FAULTY]
+    counted = [line for line in read_json_lines(run.ledger_path) if line["event"] == "accepted" and line["worker"] == FAULTY]
+    assert len(counted) == 99
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("settings", [
+    {}, {"outer": OuterConfig("bmuf", overlap=True)}, {"outer": OuterConfig("streaming", num_fragments=2, fragment_delay=1)},
+    {"optimizer": OptimizerConfig(rank_in=4, rank_out=4, curvature_state="keep")}, {"cluster": {"exchange": "collective"}}],
+    ids=["average", "overlap", "streaming", "kept estimates", "collective"])
+def test_audits_without_faults_change_no_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
+    run_config = audited(2, **settings)
+    run = Run(tmp_path, run_config)
+    end = run.train(pool_of(run))
+    found = verdicts(run)
+    assert set(found) == {"agreed"} and found["agreed"] >= 3
+    without = replace(run_config, failure=FailureConfig(), cluster=replace(run_config.cluster, exchange="auto"))
+    assert end.model_sha256 == undisturbed(without).model_sha256
+    assert run.recorder.incidents == [] and audit(run.ledger_path) == []
+    assert sum(record.num_audited for record in run.recorder.records) == found["agreed"]
+
+
+class Killer(ProcessPool):
+    """Kills the worker that begins the first repetition."""
+
+    num_killed = 0
+
+    def submit_to(self, job: Job, worker: int) -> None:
+        super().submit_to(job, worker)
+        if job.repeat and not self.num_killed:
+            self.num_killed += 1
+            os.kill(self.process_ids()[worker], signal.SIGKILL)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("policy", ["retry", "defer", "drop"])
+def test_the_death_of_a_worker_during_a_repetition_costs_no_work(tmp_path: Path, policy: str) -> None:
+    run_config = audited(2, failure={"policy": policy})
+    run = Run(tmp_path, run_config)
+    pool = Killer(run.spec, 3, 1, run.store.layout.size)
+    end = run.train(pool)
+    assert pool.num_killed == 1
+    assert end.model_sha256 == undisturbed(replace(run_config, failure=FailureConfig())).model_sha256
+    assert [one.what for one in run.recorder.incidents] == ["worker_replaced"]
+    assert set(verdicts(run)) == {"agreed"}
+
+
+@pytest.mark.faults
+def test_two_workers_that_differ_and_repeat_their_results_end_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, audited(1, num_workers=2, num_jobs=2))
+    with pytest.raises(AuditError, match="worker 1.*worker 0|worker 0.*worker 1"):
+        run.train(pool_of(run, WrongBit))
+    assert run.store.latest()[0] is None
+    # a third worker decides after the run is resumed
+    again = Run(tmp_path, audited(1, num_workers=3, num_jobs=2))
+    again.train(pool_of(again, WrongBit))
+    assert named(again) == [FAULTY]
+
+
+class Unsteady(Worker):
+    """Worker 1 gives another result each time."""
+
+    def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
+        result = super().run(job, place, should_stop)
+        if self.index == FAULTY or self.all_are:
+            assert isinstance(result.sent, LocalRef)
+            result.sent.vector.view(np.uint32)[0] ^= np.uint32(int.from_bytes(os.urandom(2), "little") + 1)
+        return replace(result, digest=digest(result.sent.read()))
+
+    all_are = False
+
+
+class AllUnsteady(Unsteady):
+    all_are = True
+
+
+@pytest.mark.faults
+def test_of_two_workers_the_one_that_disagrees_with_itself_is_named(tmp_path: Path) -> None:
+    run = Run(tmp_path, audited(1, num_workers=2, num_jobs=2))
+    run.train(pool_of(run, Unsteady))
+    assert named(run) == [FAULTY]
+
+
+@pytest.mark.faults
+def test_training_that_is_not_reproducible_ends_the_audit_and_names_nobody(tmp_path: Path) -> None:
+    run = Run(tmp_path, audited(1))
+    run.train(pool_of(run, AllUnsteady))
+    assert named(run) == []
+    assert [one.what for one in run.recorder.incidents] == ["audit_ended"]
