@@ -36,7 +36,7 @@ from ngsgd.training.task import Task
 from ngsgd.training.tracking import Tracker
 from ngsgd.training.validation import bad_batches
 from ngsgd.training.validation.acceptance import Verdicts
-from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
+from ngsgd.training.worker_pool import WorkerPool
 
 # maximum consecutive roll-backs of an outer iteration; three halve the learning rate eightfold
 MAX_ROLLBACKS = 3
@@ -83,7 +83,7 @@ class Coordinator:
                                              tracker.outer_iteration)
         self._dispatch = Dispatcher(self.pool, ledger, self._averaged.layout, settings,
                                     self.control.stop, self._emit_incident, self.control.clock)
-        self._refcount = VectorRefcount(self.pool)
+        self._refcount = self._dispatch.refcount
         self._job_init = JobInitializer(settings.outer, self._refcount,
                                         mean_fisher=settings.mean_fisher)
         self._averager = Averager(self.task, self.model, self._averaged, self._dispatch,

@@ -39,7 +39,7 @@ from ngsgd.training.planning import Plan
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import is_damaged
-from ngsgd.training.worker_pool import WorkerPool
+from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
 
 # interval at which stop requests and hung workers are checked while jobs run
 _POLL_S = 0.2
@@ -141,7 +141,8 @@ class Dispatcher:
         # worker -> (last progress, time since which it is unchanged)
         self._seen: dict[int, tuple[object, float]] = {}
         self._minibatch_s: deque[float] = deque(maxlen=64)
-        self.audits = Audits(pool, ledger, layout, self.failure.audit_every, emit_incident, self._release, clock)
+        self.refcount = VectorRefcount(pool)
+        self.audits = Audits(pool, ledger, layout, self.failure.audit_every, emit_incident, self.refcount, self._release, clock)
 
     def open(self, plan: Plan, model: VectorRef, quarantined: tuple[WorkItem, ...],
              round_s: float) -> OuterIterationState:

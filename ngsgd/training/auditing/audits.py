@@ -27,7 +27,7 @@ from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import is_damaged
-from ngsgd.training.worker_pool import WorkerPool
+from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
 
 # failed repetitions of one job, after which its audit ends without a verdict; more if results differ
 _MAX_FAILED, _MAX_FAILED_IF_DIFFERENT = 3, 10
@@ -67,6 +67,11 @@ class Case:
         """Workers that run the job or have run it."""
         return {self.worker, *self.running.values(), *(run.worker for run in self.runs)}
 
+    @property
+    def needs_run(self) -> bool:
+        """Whether a repetition must begin now; the first is compared with the original."""
+        return not self.running and (self.original is not None or not self.runs)
+
     def may_run_on(self, worker: int) -> bool:
         """Whether a worker may run the next repetition."""
         return worker in self.again if self.again else worker not in self.used
@@ -93,18 +98,20 @@ class Audits:
         layout: entries of the parameter vector.
         every: number of jobs of a worker per audit; 0 disables.
         emit_incident: receives what, message, outer iteration, job and worker.
+        refcount: keeps the vectors that a running repetition reads.
         release: frees the vectors of a result.
         clock: seconds.
     """
 
     def __init__(self, pool: WorkerPool, ledger: Ledger, layout: FlatLayout, every: int,
-                 emit_incident: Callable[[str, str, int, int, int], None], release: Callable[[JobResult], None],
-                 clock: Callable[[], float]) -> None:
+                 emit_incident: Callable[[str, str, int, int, int], None], refcount: VectorRefcount,
+                 release: Callable[[JobResult], None], clock: Callable[[], float]) -> None:
         self._pool = pool if isinstance(pool, AuditablePool) else None
         self._ledger = ledger
         self._layout = layout
         self._every = every if self._pool else 0
         self._emit_incident = emit_incident
+        self._refcount = refcount
         self._release = release
         self._clock = clock
         self._agree = Comparison(layout).agree
@@ -193,9 +200,12 @@ class Audits:
     def forget(self, outer_iter: int) -> list[JobResult]:
         """End all audits of an abandoned outer iteration; return the results that were held."""
         cases = [case for case in self._cases.values() if case.job.outer_iter == outer_iter]
+        ended = [one for one in self._concluded if one.result.job.outer_iter == outer_iter]
+        self._concluded = [one for one in self._concluded if one not in ended]
         for case in cases:
-            self.give_up(case.job)
-        return [case.original for case in cases if case.original]
+            del self._cases[case.key]
+            self._free(case, case.runs[0] if case.original else None)
+        return [*(case.original for case in cases if case.original), *(one.result for one in ended)]
 
     def concluded(self) -> list[Conclusion]:
         """Return the audits that ended since the last call."""
@@ -214,7 +224,7 @@ class Audits:
         """
         if not self._cases or self._pool is None:
             return
-        cases = [case for case in self._cases.values() if case.job.outer_iter == outer_iter and not case.running]
+        cases = [case for case in self._cases.values() if case.job.outer_iter == outer_iter and case.needs_run]
         for case in cases:
             if is_stopping and len(case.runs) < 2:
                 self._end_without_verdict(case)
@@ -241,6 +251,8 @@ class Audits:
         if self._running.pop(job.repeat, None) is None:
             # duplicate
             return
+        for ref in (job.start.model, job.start.own):
+            self._refcount.release(ref)
         case = self._cases.get((job.outer_iter, job.job))
         if case is None or case.running.pop(job.repeat, None) is None or job.pieces != case.pieces:
             # the audit ended, or the original was asked to end early
@@ -281,6 +293,9 @@ class Audits:
         self._ledger.repeated(job, worker)
         case.running[job.repeat] = worker
         self._running[job.repeat] = job.outer_iter
+        # its audit may end before it does, and the next job of the slot then frees these vectors
+        for ref in (job.start.model, job.start.own):
+            self._refcount.acquire(ref)
         self._pool.submit_to(job, worker)
 
     def _watch_for_others(self, case: Case, patience_s: float) -> None:
