@@ -35,6 +35,7 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--only-faults", metavar="N,N",
                        help="numbers of the faults of --seed that occur, or none (default: all)")
     group.add_argument("--until-failure", action="store_true", help="stop at the first seed that fails")
+    group.add_argument("--audit-all", action="store_true", help="audit every job of every seed, in longer runs")
     group.add_argument("--processes", type=int, default=1, metavar="N",
                        help="processes that run seeds (default: %(default)s)")
 
@@ -106,7 +107,7 @@ def _replay(options: argparse.Namespace) -> int:
     from ngsgd.pipeline.fault_simulation.campaign import simulator
 
     kept = None if options.only_faults is None else _numbers(options.only_faults)
-    with simulator() as one:
+    with simulator(audits_all=options.audit_all) as one:
         verdict = one.run(options.seed, kept, with_lines=True)
     if options.json:
         print(json.dumps(asdict(verdict)))
@@ -133,14 +134,14 @@ def _verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
 
     count = _DEFAULT_SEEDS if options.seeds is None and options.seconds is None else options.seeds
     if options.processes == 1:
-        yield from run_seeds(options.first_seed, count, options.seconds)
+        yield from run_seeds(options.first_seed, count, options.seconds, audits_all=options.audit_all)
         return
     # a process that was forked from a process with threads may hang
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     shares = [None if count is None else len(range(number, count, options.processes)) for number in range(options.processes)]
     processes = [context.Process(target=_work, args=(results, options.first_seed + number, share, options.seconds,
-                                                     options.processes), daemon=True)
+                                                     options.processes, options.audit_all), daemon=True)
                  for number, share in enumerate(shares)]
     for process in processes:
         process.start()
@@ -153,8 +154,8 @@ def _verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
         raise RuntimeError("a process of the fault simulation ended early")
 
 
-def _work(results: Any, first: int, count: int | None, seconds: float | None, step: int) -> None:
+def _work(results: Any, first: int, count: int | None, seconds: float | None, step: int, audits_all: bool) -> None:
     from ngsgd.pipeline.fault_simulation.campaign import run_seeds
 
-    for verdict in run_seeds(first, count, seconds, step):
+    for verdict in run_seeds(first, count, seconds, step, audits_all=audits_all):
         results.put(verdict)

@@ -46,19 +46,23 @@ class Verdict:
     num_processes: int = 0
     # audits of jobs with a verdict
     num_audited: int = 0
+    audits_all: bool = False
     lines: tuple[str, ...] = field(default=(), repr=False)
 
     def replay(self) -> str:
         """The command that repeats the trial."""
         only = "" if len(self.kept) == len(self.faults) else f" --only-faults {','.join(map(str, self.kept)) or 'none'}"
-        return f"ngsgd simulate --faults --seed {self.seed}{only}"
+        every = " --audit-all" if self.audits_all else ""
+        return f"ngsgd simulate --faults --seed {self.seed}{only}{every}"
 
 
 class Simulator:
     """Runs seeds in this process."""
 
-    def __init__(self, disk: SimulatedDisk) -> None:
+    def __init__(self, disk: SimulatedDisk, *, audits_all: bool = False) -> None:
         self._disk = disk
+        # every job of every seed is audited, and runs are longer
+        self._audits_all = audits_all
 
     def run(self, seed: int, kept: Sequence[int] | None = None, *, with_lines: bool = False) -> Verdict:
         """Run one seed, with all its faults or those with the given numbers."""
@@ -69,21 +73,26 @@ class Simulator:
     def _run(self, seed: int, kept: Sequence[int] | None, *, with_lines: bool) -> Verdict:
         chance = random.Random(seed)
         scenario = Scenario.of(chance)
+        if self._audits_all:
+            scenario = scenario.fully_audited()
         baseline = Trial(self._disk, scenario, ())
         baseline.run()
+        # the next trial has the same folder
+        found = [f"without faults: {problem}" for problem in (*baseline.world.problems, *checks.false_alarms(baseline))]
+        num_audited = checks.num_audited(baseline)
         faults = draw_faults(chance, baseline.world.counts, scenario)
         # separate, so that seeds keep their other settings and faults
         chance = random.Random(f"audit {seed}")
-        scenario = scenario.audited(chance)
+        if not self._audits_all:
+            scenario = scenario.audited(chance)
         faults += draw_faulty_worker(chance, scenario)
         numbers = range(len(faults)) if kept is None else [number for number in kept if number < len(faults)]
         lines: list[str] | None = [] if with_lines else None
         trial = Trial(self._disk, scenario, tuple(faults[number] for number in numbers), lines)
         trial.run()
-        found = [f"without faults: {problem}" for problem in baseline.world.problems]
         return Verdict(seed, tuple(faults), tuple(numbers), (*found, *checks.problems(trial, baseline)),
                        trial.world.trace(), setting_of(scenario), len(trial.world.occurred), len(trial.lives),
-                       checks.num_audited(trial), tuple(lines or ()))
+                       num_audited + checks.num_audited(trial), self._audits_all, tuple(lines or ()))
 
     def shrink(self, verdict: Verdict) -> Verdict:
         """Return the trial with the fewest faults that still has a problem."""
@@ -122,8 +131,8 @@ def setting_of(scenario: Scenario) -> str:
 
 
 @contextmanager
-def simulator() -> Iterator[Simulator]:
-    """Provide a simulator, with its disk in memory where there is one."""
+def simulator(*, audits_all: bool = False) -> Iterator[Simulator]:
+    """Provide a simulator, with its disk in memory where there is one; `audits_all` audits every job."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="ngsgd-faults-", dir=memory if os.access(memory, os.W_OK) else None))
     torch.set_num_threads(1)
@@ -132,16 +141,17 @@ def simulator() -> Iterator[Simulator]:
     gc.collect()
     gc.freeze()
     try:
-        yield Simulator(disk)
+        yield Simulator(disk, audits_all=audits_all)
     finally:
         gc.unfreeze()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_seeds(first: int, count: int | None, seconds: float | None, step: int = 1) -> Iterator[Verdict]:
+def run_seeds(first: int, count: int | None, seconds: float | None, step: int = 1, *,
+              audits_all: bool = False) -> Iterator[Verdict]:
     """Run seeds until a number or a time is over; failed ones are shrunk."""
     began, seed = time.perf_counter(), first
-    with simulator() as one:
+    with simulator(audits_all=audits_all) as one:
         while ((count is None or seed < first + count * step)
                and (seconds is None or time.perf_counter() - began < seconds)):
             verdict = one.run(seed)

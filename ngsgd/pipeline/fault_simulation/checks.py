@@ -42,7 +42,7 @@ def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
         found = []
     else:
         found += [*_shards(trial, done), *_given_up(trial, done)]
-    found += [*_events(trial, done), *_leftovers(trial), *_audits(trial)]
+    found += [*_events(trial, done), *_leftovers(trial), *false_alarms(trial)]
     if keeps_bits(trial, done) and trial.final != baseline.final:
         found.append(f"the final model is {trial.final[:12]}, without faults it is {baseline.final[:12]}")
     return found
@@ -87,7 +87,7 @@ def _audit_lines(trial: Trial) -> list[dict[str, Any]]:
     return [line for line in read_json_lines(path) if line["event"] == "audited"] if path.exists() else []
 
 
-def _audits(trial: Trial) -> Iterator[str]:
+def false_alarms(trial: Trial) -> Iterator[str]:
     """Only workers with faulty arithmetic are named, and no wrong result that was found counts."""
     faulty = faulty_workers(trial)
     # a result that is not finite is wrong, too

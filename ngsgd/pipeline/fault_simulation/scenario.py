@@ -80,8 +80,17 @@ class Scenario:
 
     def audited(self, random: random.Random) -> Scenario:
         """Draw whether and how often jobs are audited; other settings stay."""
-        every = random.choice((1, 1, 2, 5)) if random.random() < _AUDITED else 0
-        return replace(self, settings={**self.settings, "failure": {**self.settings["failure"], "audit_every": every}}, built={})
+        return self._with("failure", audit_every=random.choice((1, 1, 2, 5)) if random.random() < _AUDITED else 0)
+
+    def fully_audited(self) -> Scenario:
+        """Return a longer run with at least two workers whose jobs are all audited."""
+        num_epochs = self.settings["schedule"]["num_epochs"] * _LONGER
+        num_workers = max(2, self.settings["cluster"]["num_workers"])
+        return (self._with("failure", audit_every=1)._with("schedule", num_epochs=num_epochs)
+                ._with("cluster", num_workers=num_workers))
+
+    def _with(self, section: str, **changes: Any) -> Scenario:
+        return replace(self, settings={**self.settings, section: {**self.settings[section], **changes}}, built={})
 
     @property
     def audit_every(self) -> int:
@@ -105,6 +114,8 @@ class Scenario:
 
 # fraction of the runs that are audited, and of these that have a worker with faulty arithmetic
 _AUDITED, _FAULTY = 0.3, 0.4
+# factor of the length of fully audited runs
+_LONGER = 4.0
 _JOB = (("kill", 6), ("kill after", 2), ("hang", 3), ("slow", 3), ("exception", 2), ("preempt", 2), ("lost", 2),
         ("late", 3), ("duplicate", 3), ("damage", 3), ("not finite", 1), ("damaged archive", 1))
 _WAIT = (("kill idle", 2), ("kill all", 2), ("hang idle", 1), ("coordinator stopped", 3), ("machine stopped", 3),
