@@ -26,7 +26,7 @@ _COMMANDS = {
     "resume": "hydra_app:resume", "stop": "cluster.jobs:stop", "tune": "tune", "align": "align",
     "transcribe": "transcribe", "decode": "decode:decode", "evaluate": "decode:evaluate",
     "status": "cluster.jobs:status", "logs": "cluster.jobs:logs", "report": "report", "compare": "compare", "ui": "ui",
-    "info": "info", "why": "why", "settings": "settings",
+    "info": "info", "why": "why", "verify": "verify", "settings": "settings",
     "submit": "cluster.submit", "doctor": "cluster.doctor", "plan": "cluster.plan", "simulate": "cluster.simulate",
     "export": "kaldi:export", "import": "kaldi:import_",
 }

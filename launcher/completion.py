@@ -50,7 +50,8 @@ _INSTALL = {
     "zsh": 'eval "$(ngsgd completion zsh)" in ~/.zshrc',
     "fish": "ngsgd completion fish | source, in ~/.config/fish/config.fish",
 }
-_TAKE_A_RUN = ("resume", "stop", "transcribe", "decode", "evaluate", "status", "logs", "report", "compare", "info", "why", "export")
+_TAKE_A_RUN = ("resume", "stop", "transcribe", "decode", "evaluate", "status", "logs", "report", "compare", "info", "why",
+               "verify", "export")
 _TAKE_SETTINGS = ("train", "tune", "align", "compare", "submit", "doctor", "plan", "simulate")
 _PARTS_OF_TUNE = ("probe", "check", "run", "transfer")
 Help = Callable[[str], object]

@@ -29,6 +29,7 @@ GROUPS = {
     "Inspect": {
         "status": "list runs, or Ray jobs, with state and WER",
         "why": "name the cause of a failure, whether a retry can help, and the next command",
+        "verify": "repeat jobs of a run and compare them with the results that it counted",
         "logs": "print or follow the log of a run or a Ray job",
         "report": "write an HTML report about a run",
         "compare": "write an HTML comparison of several runs; can train them first",

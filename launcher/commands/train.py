@@ -33,6 +33,8 @@ from ngsgd.training.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from ngsgd.pipeline.run import Run
+    from ngsgd.pipeline.verification.run import Request
+    from ngsgd.pipeline.verification.verification import Verification
 
 
 def train(config: RunConfig, quiet: bool, trust: bool = False, *, verbose: bool = False,
@@ -128,6 +130,24 @@ def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None,
              trust: bool = False) -> dict[str, dict[str, float] | None]:
     """Return objective and frame accuracy of validation and test set."""
     return open_run(run_dir, quiet).evaluate(outer_iter, trust=trust)
+
+
+def verify(run_dir: Path, request: Request, *, quiet: bool, trust: bool = False) -> Verification:
+    """Repeat jobs of a run that is not training, on this machine."""
+    folder = RunFolder.open(run_dir)
+    config = read_config(folder.config)
+    if config.task.from_python:
+        raise ConfigError("the task of this run came from a Python program, so no command can repeat its jobs; call "
+                          f"ngsgd.load({str(folder.path)!r}, task).verify(Request(Sample.parse('5%'))) there.")
+    if (folder.path / SIMULATION).exists():
+        raise ConfigError(f"{folder.path} is a simulation, which has no real jobs; verify a run of ngsgd train.")
+    require_unchanged(folder.config)
+    from ngsgd.pipeline.run import build_run
+
+    progress = _progress(config, quiet)
+    services = Services(progress.report, progress.warn)
+    fingerprint = FingerprintCheck.of_resumed_run(config, folder, lambda _line: None, allow_other_bits=True)
+    return build_run(config, services, folder=folder, fingerprint=fingerprint, trust=trust).verify(request)
 
 
 def open_run(run_dir: Path, quiet: bool, *, is_unchanged: bool = True) -> Run:

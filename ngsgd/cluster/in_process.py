@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.cluster.groups import make_worker
 from ngsgd.cluster.process import configure_process
@@ -39,6 +41,11 @@ class InProcessPool:
                 Fingerprint.of_this_process(self.num_threads, self._worker.device,
                                             self.spec.settings.cluster.precision))):
             raise none_agrees(differences)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the worker, after `start`."""
+        return self._worker.device
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:
         write(vector := np_empty(self._worker.layout.size))

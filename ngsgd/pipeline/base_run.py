@@ -22,6 +22,8 @@ from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
 from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command
 from ngsgd.pipeline.services import PoolRequest, Services
 from ngsgd.pipeline.train import train
+from ngsgd.pipeline.verification.run import Request, verify_run
+from ngsgd.pipeline.verification.verification import Verification
 from ngsgd.schedules import Schedule
 from ngsgd.training.diagnostics.clipped_updates import ClippedUpdates
 from ngsgd.training.parameter_vector import FlatLayout, Vector
@@ -80,6 +82,17 @@ class BaseRun(ABC):
         """Run the remaining outer iterations, without final model and decoding."""
         with self._training() as training:
             return self._iterate(training)
+
+    def verify(self, request: Request) -> Verification:
+        """Repeat jobs of the run, which must not be training, and compare them with its ledger.
+
+        Raises:
+            CheckpointError: no job can be repeated.
+        """
+        with self.folder.locked("verify", self.services.warn):
+            spec = self._spec()
+            task = spec.task(torch.device("cpu"))
+            return verify_run(self.config, self.folder, spec, task, self._initial_parameters(task), request, self.services.report)
 
     @property
     @abstractmethod

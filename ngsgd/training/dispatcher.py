@@ -30,7 +30,8 @@ from typing import Protocol
 
 from ngsgd.errors import ClusterError, CrashingShardError, DamagedArchiveError, NgsgdError, RunInterrupted
 from ngsgd.schedules import Shard
-from ngsgd.training.auditing.audits import Audits, Conclusion
+from ngsgd.training.auditing.audits import Audits
+from ngsgd.training.auditing.cases import Conclusion
 from ngsgd.training.auditing.pool import QUARANTINED
 from ngsgd.training.awake_clock import AwakeClock
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkItem

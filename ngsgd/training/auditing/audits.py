@@ -15,10 +15,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ngsgd.errors import AuditError
+from ngsgd.training.auditing.cases import Case, Conclusion, Key, Round, work_done
 from ngsgd.training.auditing.comparison import Comparison, Run, is_bitwise
 from ngsgd.training.auditing.placement import partners
 from ngsgd.training.auditing.pool import QUARANTINED, AuditablePool
@@ -31,62 +32,6 @@ from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
 
 # failed repetitions of one job, after which its audit ends without a verdict; more if results differ
 _MAX_FAILED, _MAX_FAILED_IF_DIFFERENT = 3, 10
-
-# (outer iteration, job)
-_Key = tuple[int, int]
-
-
-@dataclass
-class Case:
-    """The audit of one job."""
-
-    job: Job
-    # worker that runs the original
-    worker: int
-    # work that the original has done; less than that of the job if it was asked to end early
-    pieces: tuple[WorkItem, ...]
-    original: JobResult | None = None
-    runs: list[Run] = field(default_factory=list)
-    # number of the running repetition -> its worker
-    running: dict[int, int] = field(default_factory=dict)
-    num_failed: int = 0
-    # worker that repeats the job so that all repetitions of a round run at the same time
-    partner: int = -1
-    # time since which no worker is alive that could repeat it
-    alone_since: float = math.inf
-    has_no_others: bool = False
-    # workers that must repeat the job again; empty: any worker that has not run it
-    again: tuple[int, ...] = ()
-
-    @property
-    def key(self) -> _Key:
-        return self.job.outer_iter, self.job.job
-
-    @property
-    def used(self) -> set[int]:
-        """Workers that run the job or have run it."""
-        return {self.worker, *self.running.values(), *(run.worker for run in self.runs)}
-
-    @property
-    def needs_run(self) -> bool:
-        """Whether a repetition must begin now; the first is compared with the original."""
-        return not self.running and (self.original is not None or not self.runs)
-
-    def may_run_on(self, worker: int) -> bool:
-        """Whether a worker may run the next repetition."""
-        return worker in self.again if self.again else worker not in self.used
-
-
-@dataclass(frozen=True)
-class Conclusion:
-    """The end of an audit."""
-
-    # the result to average
-    result: JobResult
-    # False: it is wrong, and the job must run again
-    is_right: bool
-    # workers at fault, which are in quarantine now
-    faulty: tuple[int, ...] = ()
 
 
 class Audits:
@@ -116,7 +61,7 @@ class Audits:
         self._clock = clock
         self._agree = Comparison(layout).agree
         self._numbers = itertools.count(1)
-        self._cases: dict[_Key, Case] = {}
+        self._cases: dict[Key, Case] = {}
         # worker -> jobs since its last audit
         self._since: Counter[int] = Counter()
         # worker -> outer iteration of its last audit that found no fault
@@ -124,9 +69,9 @@ class Audits:
         self._quarantined: set[int] = set()
         # plan of the outer iteration in progress, and its running jobs: key -> (job, worker)
         self._plan: object = None
-        self._under_way: dict[_Key, tuple[Job, int]] = {}
+        self._under_way: dict[Key, tuple[Job, int]] = {}
         # outer iteration in which all workers are audited
-        self._round: _Round | None = None
+        self._round: Round | None = None
         self._concluded: list[Conclusion] = []
         # number of a running repetition -> its outer iteration
         self._running: dict[int, int] = {}
@@ -432,7 +377,7 @@ class Audits:
         """Audit a job of each worker in this outer iteration."""
         assert self._pool
         hosts = {worker: self._pool.identity_of(worker).host for worker in self._pool.workers_alive()}
-        self._round = _Round(plan, partners(hosts))
+        self._round = Round(plan, partners(hosts))
         # the newest jobs: they run
         for job, worker in reversed(self._under_way.values()):
             if worker not in self._round.audited:
@@ -451,7 +396,7 @@ class Audits:
 
     def _shorten(self, case: Case, result: JobResult) -> None:
         """Compare only the work that the original has done."""
-        case.pieces = work_done(result)
+        case.pieces = work_done(result.job.pieces, result.remainder)
         # running repetitions are ignored
         case.running.clear()
         for run in list(case.runs):
@@ -466,29 +411,6 @@ class Audits:
         for run in case.runs:
             if run is not chosen:
                 self._release(run.result)
-
-
-@dataclass
-class _Round:
-    """An outer iteration in which one job of each worker is audited."""
-
-    plan: object
-    partners: Mapping[int, int]
-    audited: set[int] = field(default_factory=set)
-
-
-def work_done(result: JobResult) -> tuple[WorkItem, ...]:
-    """The work items of a result without the remainder."""
-    done = []
-    for piece in result.job.pieces:
-        rest = next((one for one in result.remainder if (one.shard, one.outer_iter, one.job)
-                     == (piece.shard, piece.outer_iter, piece.job)
-                     and one.first >= piece.first and (piece.stop is None or one.stop == piece.stop)), None)
-        if rest is None:
-            done.append(piece)
-        elif rest.first > piece.first:
-            done.append(replace(piece, stop=rest.first))
-    return tuple(done)
 
 
 def _how(runs: Sequence[Run]) -> str:

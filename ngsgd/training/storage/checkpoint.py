@@ -156,6 +156,10 @@ class CheckpointStore:
                 problems.append(str(error))
         return None, problems
 
+    def outer_iters(self) -> list[int]:
+        """Outer iterations whose checkpoints are on disk, oldest first."""
+        return list(map(_outer_iter, self._found()))
+
     def load_model(self, outer_iter: int) -> Vector:
         """Return the model of a candidate for the final combination, verified against its
         checksum.

@@ -128,7 +128,7 @@ def test_the_death_of_a_worker_during_a_repetition_costs_no_work(tmp_path: Path,
 @pytest.mark.faults
 def test_two_workers_that_differ_and_repeat_their_results_end_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path, audited(1, num_workers=2, num_jobs=2))
-    with pytest.raises(AuditError, match="worker 1.*worker 0|worker 0.*worker 1"):
+    with pytest.raises(AuditError, match=r"worker 1.*worker 0|worker 0.*worker 1"):
         run.train(pool_of(run, WrongBit))
     assert run.store.latest()[0] is None
     # a third worker decides after the run is resumed

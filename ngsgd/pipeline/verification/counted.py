@@ -1,0 +1,142 @@
+"""The jobs of a run that were counted, and their initial states, from the ledger and the models on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ngsgd.errors import CheckpointError
+from ngsgd.schedules import OuterIteration, Schedule
+from ngsgd.training.auditing.cases import work_done
+from ngsgd.training.averaging.averaged_model import AveragedModel
+from ngsgd.training.job import Job, VectorRef, WorkItem
+from ngsgd.training.job_init import JobInitializer
+from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.planning import Plan, Progress
+from ngsgd.training.settings import EngineSettings
+from ngsgd.training.storage import audit
+from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
+from ngsgd.training.storage.ledger import pieces_of
+from ngsgd.training.task import Task, seeded_model
+from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
+
+
+@dataclass(frozen=True)
+class CountedJob:
+    """A job whose result was accepted or rejected in a committed outer iteration."""
+
+    outer_iter: int
+    job: int
+    attempt: int
+    worker: int
+    # work that the result contains
+    pieces: tuple[WorkItem, ...]
+    # checksum of the result, as its worker computed it
+    digest: str
+    lr: float
+    lr_factor: float
+    # passes over archives planned before its outer iteration
+    passes_done: int
+
+
+def counted_jobs(ledger: Path) -> list[CountedJob]:
+    """Return the counted jobs of a run, in order."""
+    found: list[CountedJob] = []
+    passes = 0
+    for one in audit.read(ledger):
+        for entry in sorted(one.settled, key=lambda entry: int(entry["job"])):
+            plan = one.planned.get(entry["job"])
+            if plan and entry.get("digest"):
+                found.append(_counted(entry, plan, passes))
+        passes += sum(piece.outer_iter == one.outer_iter for plan in one.planned.values() for piece in pieces_of(plan["pieces"])
+                      if piece.first == 0)
+    return found
+
+
+def _counted(entry: dict[str, Any], plan: dict[str, Any], passes_done: int) -> CountedJob:
+    return CountedJob(entry["outer_iter"], entry["job"], entry["attempt"], entry["worker"],
+                      work_done(pieces_of(entry["pieces"]), pieces_of(entry["left"])), entry["digest"], plan["lr"],
+                      plan["lr_factor"], passes_done)
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Initial states of the jobs of a run, from the models on disk."""
+
+    task: Task
+    settings: EngineSettings
+    store: CheckpointStore
+    schedule: Schedule
+    # initial parameters of the run
+    initial: Vector
+
+    def has(self, outer_iter: int) -> bool:
+        """Whether the jobs of an outer iteration can run again."""
+        if outer_iter == 0:
+            return True
+        if self.settings.outer.jobs_keep_state:
+            # they also start from results of earlier jobs, which are not stored
+            return False
+        return outer_iter - 1 in self.store.outer_iters() or (self._is_model_enough and outer_iter - 1 in self.store.kept())
+
+    @property
+    def _is_model_enough(self) -> bool:
+        """Whether jobs start from the model alone, without other contents of a checkpoint."""
+        from ngsgd.optim.outer import make_rule
+
+        settings = self.settings
+        return not (make_rule(settings.outer).buffers or settings.keeps_fisher or settings.optimizer.equalize_layers
+                    or settings.failure.on_bad_batch == "quarantine")
+
+    def jobs(self, outer_iter: int, wanted: Sequence[CountedJob], pool: WorkerPool) -> Iterator[tuple[CountedJob, Job]]:
+        """Create jobs of an outer iteration; their model is freed at the end.
+
+        Raises:
+            CheckpointError: the model is damaged.
+        """
+        before = self._before(outer_iter, wanted[0].passes_done)
+        model = seeded_model(self.task, self.settings.seed)
+        averaged = AveragedModel(self.task, model, self.settings, self.store, self.schedule.num_outer_iters)
+        averaged.begin(before)
+        init = JobInitializer(self.settings.outer, VectorRefcount(pool), mean_fisher=self.settings.mean_fisher)
+        init.fisher.update(before.fisher)
+        if averaged.enter(outer_iter):
+            init.fisher.clear()
+        start = pool.publish(averaged.optimizer.broadcast)
+        try:
+            for one in wanted:
+                yield one, self._job(one, before.progress, init, start)
+        finally:
+            pool.release(start)
+
+    def _before(self, outer_iter: int, passes_done: int) -> Checkpoint:
+        """The checkpoint that an outer iteration started from."""
+        if outer_iter == 0:
+            return first_checkpoint(self.initial)
+        if outer_iter - 1 in self.store.outer_iters():
+            return self.store.load(self.store.directory / f"iter-{outer_iter - 1:06d}")
+        return Checkpoint(Progress(outer_iter - 1, passes_done), self.store.load_model(outer_iter - 1), "")
+
+    def _job(self, one: CountedJob, before: Progress, init: JobInitializer, start: VectorRef) -> Job:
+        iteration = OuterIteration(one.outer_iter, (one.pieces[0].shard,), one.passes_done, one.lr)
+        plan = Plan(iteration, (one.pieces,), 1)
+        return Job(one.outer_iter, one.job, one.attempt, one.pieces, init.of(plan, one.job, start), one.lr, one.lr_factor,
+                   progress=min(1.0, one.passes_done / self.schedule.num_passes), returns=init.returns,
+                   send=init.fragment(one.outer_iter), keep_own=init.need_own, keep_fisher=self.settings.keeps_fisher,
+                   layer_rates=before.layer_rates, excluded=before.bad_examples)
+
+
+def require_any(jobs: Sequence[CountedJob], starts: Starts) -> list[CountedJob]:
+    """Return the jobs that can run again.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    there = {outer_iter for outer_iter in {one.outer_iter for one in jobs} if starts.has(outer_iter)}
+    found = [one for one in jobs if one.outer_iter in there and one.pieces]
+    if not found:
+        raise CheckpointError(f"{starts.store.directory.parent} has no counted job that can be repeated; resume the run, so that "
+                              "it completes an outer iteration.")
+    return found

@@ -1,0 +1,88 @@
+"""The state of an audit: the runs of one job, and the workers that may repeat it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ngsgd.training.auditing.comparison import Run
+from ngsgd.training.job import Job, JobResult, WorkItem
+
+# (outer iteration, job)
+Key = tuple[int, int]
+
+
+@dataclass
+class Case:
+    """The audit of one job."""
+
+    job: Job
+    # worker that runs the original
+    worker: int
+    # work that the original has done; less than that of the job if it was asked to end early
+    pieces: tuple[WorkItem, ...]
+    original: JobResult | None = None
+    runs: list[Run] = field(default_factory=list)
+    # number of the running repetition -> its worker
+    running: dict[int, int] = field(default_factory=dict)
+    num_failed: int = 0
+    # worker that repeats the job so that all repetitions of a round run at the same time
+    partner: int = -1
+    # time since which no worker is alive that could repeat it
+    alone_since: float = math.inf
+    has_no_others: bool = False
+    # workers that must repeat the job again; empty: any worker that has not run it
+    again: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> Key:
+        return self.job.outer_iter, self.job.job
+
+    @property
+    def used(self) -> set[int]:
+        """Workers that run the job or have run it."""
+        return {self.worker, *self.running.values(), *(run.worker for run in self.runs)}
+
+    @property
+    def needs_run(self) -> bool:
+        """Whether a repetition must begin now; the first is compared with the original."""
+        return not self.running and (self.original is not None or not self.runs)
+
+    def may_run_on(self, worker: int) -> bool:
+        """Whether a worker may run the next repetition."""
+        return worker in self.again if self.again else worker not in self.used
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """The end of an audit."""
+
+    # the result to average
+    result: JobResult
+    # False: it is wrong, and the job must run again
+    is_right: bool
+    # workers at fault, which are in quarantine now
+    faulty: tuple[int, ...] = ()
+
+
+@dataclass
+class Round:
+    """An outer iteration in which one job of each worker is audited."""
+
+    plan: object
+    partners: Mapping[int, int]
+    audited: set[int] = field(default_factory=set)
+
+
+def work_done(pieces: Sequence[WorkItem], remainder: Sequence[WorkItem]) -> tuple[WorkItem, ...]:
+    """The work items of a job without the remainder that it left."""
+    done = []
+    for piece in pieces:
+        rest = next((one for one in remainder if (one.shard, one.outer_iter, one.job) == (piece.shard, piece.outer_iter, piece.job)
+                     and one.first >= piece.first and (piece.stop is None or one.stop == piece.stop)), None)
+        if rest is None:
+            done.append(piece)
+        elif rest.first > piece.first:
+            done.append(replace(piece, stop=rest.first))
+    return tuple(done)
