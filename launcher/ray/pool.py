@@ -25,7 +25,7 @@ from ngsgd.cluster.exchange.process_group import Backend
 from ngsgd.cluster.exchange.selection import Way, choose_way
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
-from ngsgd.cluster.restarts import Restarts, check_fingerprint, incidents_of, none_agrees
+from ngsgd.cluster.restarts import Restarts, check_fingerprint, identity, incidents_of, none_agrees
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError
 from ngsgd.launcher.ray.cluster import (
@@ -42,6 +42,7 @@ from ngsgd.launcher.ray.cluster import (
 from ngsgd.launcher.ray.folders import UnseenFolder
 from ngsgd.launcher.ray.head import HeadWatch
 from ngsgd.launcher.ray.worker import Address, RayWorker
+from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
 from ngsgd.training.awake_clock import AwakeClock
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
@@ -98,10 +99,16 @@ class WorkerSlot:
     deaths: list[str] = field(default_factory=list)
     # it died too often: nothing comes after it
     retired: bool = False
+    # the audit found it at fault: nothing comes after it
+    is_quarantined: bool = False
 
     @property
     def is_idle(self) -> bool:
-        return self.process is not None and self.job is None
+        return self.is_usable and self.job is None
+
+    @property
+    def is_usable(self) -> bool:
+        return self.process is not None and not self.is_quarantined
 
     @property
     def pending(self) -> Any:
@@ -198,7 +205,31 @@ class RayPool:
         return sum(slot.is_idle for slot in self._slots)
 
     def num_workers_alive(self) -> int:
-        return sum(slot.process is not None for slot in self._slots)
+        return sum(slot.is_usable for slot in self._slots)
+
+    def idle_workers(self) -> list[int]:
+        return [slot.index for slot in self._slots if slot.is_idle]
+
+    def workers_alive(self) -> list[int]:
+        return [slot.index for slot in self._slots if slot.is_usable]
+
+    def worker_of(self, job: Job) -> int:
+        return next((slot.index for slot in self._slots if slot.job is job), -1)
+
+    def identity_of(self, worker: int) -> WorkerIdentity:
+        process = self._slots[worker].process
+        return (identity(worker, process.process_id, process.host, process.fingerprint) if process
+                else WorkerIdentity(f"worker {worker}"))
+
+    def quarantine(self, worker: int) -> str:
+        slot = self._slots[worker]
+        slot.is_quarantined, slot.killed_because = True, QUARANTINED
+        if slot.process is not None:
+            self._kill(slot)
+            if slot.job is None:
+                # nothing else reports its end
+                self._replace(slot, QUARANTINED)
+        return "It is not used again or replaced, because its replacement could run on the same hardware"
 
     def retired(self) -> list[Retired]:
         return [*self._restarts.news(), *incidents_of(self._exchange)]
@@ -206,7 +237,10 @@ class RayPool:
     def submit(self, job: Job) -> None:
         # the same job goes to the same slot where it can, so that charts per worker stay comparable
         idle = [slot for slot in self._slots if slot.is_idle]
-        slot = min(idle, key=lambda s: (s.index != job.job % len(self._slots), s.index))
+        self.submit_to(job, min(idle, key=lambda s: (s.index != job.job % len(self._slots), s.index)).index)
+
+    def submit_to(self, job: Job, worker: int) -> None:
+        slot = self._slots[worker]
         assert slot.process
         slot.job = job
         if slot.process.shares_memory and self._way == "shared_memory":
@@ -425,6 +459,8 @@ class RayPool:
         places, slot.places = slot.places, ()
         try:
             result: JobResult = ray.get(slot.running, timeout=_FETCH_S)
+            if slot.is_quarantined:
+                return self._distrusted(slot, job, places)
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else None
             for place in places:
@@ -450,6 +486,13 @@ class RayPool:
             return replace(result, own=result.sent if job.send == (0, 1) else _StoreRef(own))
         return result
 
+    def _distrusted(self, slot: WorkerSlot, job: Job, places: Sequence[SharedRef]) -> JobFailure:
+        """The end of a job whose worker was killed by the audit after it had finished."""
+        for place in places:
+            self._vectors.discard(place)
+        self._replace(slot, QUARANTINED)
+        return JobFailure(job, slot.index, f"its worker {QUARANTINED}", True, from_outside=True)
+
     def _new_slot(self, index: int) -> WorkerSlot:
         actor = self._actor_class.remote()
         return WorkerSlot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads, self._heartbeats,
@@ -457,7 +500,7 @@ class RayPool:
 
     def _replace(self, slot: WorkerSlot, reason: str) -> None:
         slot.predecessor, slot.process, slot.ready = reason, None, None
-        if self._restarts.allow(slot.index, reason):
+        if not slot.is_quarantined and self._restarts.allow(slot.index, reason):
             fresh = self._new_slot(slot.index)
             slot.actor, slot.ready = fresh.actor, fresh.ready
         else:

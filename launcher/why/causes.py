@@ -33,6 +33,11 @@ class Cause:
     step: str = "{resume}"
 
 
+# a worker whose results the audit found wrong (failure.audit_every)
+WRONG_MACHINE = Cause("machine", INFRASTRUCTURE, CANNOT_HELP,
+                      "The audit found a worker that computes wrong results, and it is not used any more.",
+                      "check the processor, the memory and the GPU of the worker that the evidence names, then ngsgd verify {run}")
+
 # Worker failures ----------------------------------------------------------------------------------
 
 _LOOK = "read the log of the worker: ngsgd logs {run}"
@@ -40,6 +45,7 @@ _LOOK = "read the log of the worker: ngsgd logs {run}"
 _OF_WORKER: tuple[tuple[str, Cause], ...] = (
     (r"arrived damaged", Cause("transfer", INFRASTRUCTURE, MAY_HELP, "A result was damaged in memory or on the network.",
                                "check the memory and the network of the worker's machine")),
+    (r"in quarantine, because the audit", WRONG_MACHINE),
     (r"was stopped by a signal", Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker was stopped from outside (SIGSTOP).")),
     (r"fork server", Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker ended together with its fork server.")),
     (r"\bMemoryError\b|OutOfMemory|allocate memory|out of memory",
@@ -110,6 +116,9 @@ _OF_KIND = {
                                 "{resume} --accept-changed-config, or restore the file"),
     "ClusterTokenError": Cause("token", INFRASTRUCTURE, CANNOT_HELP, "The Ray head rejects the token of this shell.",
                                "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=TOKEN_OF_THE_HEAD"),
+    "AuditError": Cause("machine", INFRASTRUCTURE, UNKNOWN,
+                        "Machines compute different results of the same job, and nothing decides which is right.",
+                        "check the machines that the message names, then {resume} with at least three workers"),
     "CrashingShardError": Cause("data", WORKLOAD, CANNOT_HELP, "A shard of data ended every worker that tried it.",
                                 "inspect the archive that the message names"),
     "ClusterError": _CLUSTER, "CheckpointError": _CHECKPOINT, "OptimizerStateError": _CHECKPOINT,

@@ -168,6 +168,9 @@ class BaseRun(ABC):
         task = spec.task(torch.device("cpu"))
         if config.failure.on_bad_batch == "quarantine" and not task.names_examples:
             raise ConfigError("failure.on_bad_batch is quarantine, but this task does not name its examples; choose skip or stop.")
+        if config.failure.audit_every and (config.cluster.kind == "in_process" or config.cluster.num_workers < 2):
+            self.services.warn("failure.audit_every has no effect: an audit needs at least two worker processes, and cluster.kind "
+                               f"is {config.cluster.kind} with cluster.num_workers={config.cluster.num_workers}")
         schedule = task.shards().schedule(config.schedule)
         model = seeded_model(task, config.seed)
         for line in summary(model):

@@ -384,7 +384,7 @@ class FaultyPool:
             self._after(fault.value, lambda: self._deliver(result))
         elif fault.what == "damage":
             vector = result.sent.read()
-            vector.view(np.uint32)[int(fault.value * len(vector))] ^= np.uint32(1 << 22)
+            vector.view(np.uint32)[min(int(fault.value * len(vector)), len(vector) - 1)] ^= np.uint32(1 << 22)
             self._after(_LATENCY_S, lambda: self._deliver(result))
         elif fault.what == "not finite":
             self._after(_LATENCY_S, lambda: self._deliver(self._not_finite(result)))
