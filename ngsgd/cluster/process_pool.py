@@ -25,6 +25,7 @@ from ngsgd import process_identity
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanShard, RemoteResultRef, process_name
 from ngsgd.cluster.exchange.collective_client import exchange_of, remote
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
+from ngsgd.cluster.exchange.snapshot_memory import snapshot_book
 from ngsgd.cluster.fingerprint import Agreement
 from ngsgd.cluster.fork_server import ForkedProcess, fork_server
 from ngsgd.cluster.groups import make_worker
@@ -112,6 +113,7 @@ class ProcessPool:
         self.num_discarded = 0
         self._vectors = SharedVectors(size)
         self._cells = SharedVectors(2 * num_workers)
+        self._snapshots = snapshot_book(spec.settings)
         self._slots: list[_Slot] = []
         self._outcomes: list[Outcome] = []
         self._start_s: deque[float] = deque(maxlen=64)
@@ -176,7 +178,7 @@ class ProcessPool:
                                                       for _ in range(num_places))
         # it died a moment ago; the next poll detects that
         with contextlib.suppress(Disconnected):
-            slot.messages.post(JobAssignment(job, slot.places))
+            slot.messages.post(JobAssignment(job, slot.places, self._snapshots.lend(job)))
 
     def wait(self, timeout_s: float) -> Outcome | None:
         if not self._outcomes:
@@ -222,6 +224,7 @@ class ProcessPool:
         self._slots = []
         self._vectors.close()
         self._cells.close()
+        self._snapshots.close()
         if self._exchange:
             self._exchange.close()
 
@@ -321,6 +324,7 @@ class ProcessPool:
                 return
             self._outcomes.append(message if isinstance(message, JobFailure)
                                   else remote(message, self._fetch))
+            self._snapshots.ended(message)
             if isinstance(message, JobFailure):
                 self._release_places(slot)
             else:
@@ -345,6 +349,8 @@ class ProcessPool:
         reason = f"process {slot.process.pid} {slot.ended_because or _how_it_ended(slot.process)}"
         job, deaths = slot.job, slot.deaths
         self._release_places(slot, is_gone=is_known or slot.process.is_orphan)
+        if job is not None:
+            self._snapshots.failed(job, is_gone=is_known or slot.process.is_orphan)
         if not slot.ready and not slot.is_collateral:
             deaths = [*deaths, reason]
             # a worker that cannot start does not end a run that has other workers

@@ -357,4 +357,4 @@ def _job_record(result: JobResult, reason: str, ended_s: float) -> JobRecord:
                      result.objf, result.accuracy, result.seconds, result.max_change_share,
                      result.max_param_change_share, result.num_skipped, not reason, reason,
                      result.health, ended_s, result.host, result.machine,
-                     bad_batches.examples_of(result.bad_batches))
+                     bad_batches.examples_of(result.bad_batches), result.continued_at)

@@ -51,6 +51,8 @@ class JobRecord:
     machine: dict[str, float] = field(default_factory=dict)
     # examples of minibatches with a non-finite loss or gradient -> reason
     bad_examples: dict[str, str] = field(default_factory=dict)
+    # minibatches of earlier attempts that this one continued; 0: it started at the beginning
+    continued_at: int = 0
 
     @property
     def frames_per_second(self) -> float:

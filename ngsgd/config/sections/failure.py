@@ -49,6 +49,15 @@ class FailureConfig:
         "reaction to a minibatch with a non-finite loss or gradient, whose examples are named; "
         "skip: no update; quarantine: no update, and later outer iterations without these "
         "examples; stop: end of the run")
+    snapshots: Literal["auto", "on", "off"] = option(
+        "auto",
+        "snapshots of running jobs, from which a retry continues; auto: where the task, the workers "
+        "and the memory permit; on: an error where they do not; off: retries from the beginning of "
+        "a job")
+    snapshot_interval_s: float = option(
+        5.0, "minimum time between two snapshots of a job; shorter jobs have none", unit="s", low=0.0)
+    snapshot_cost: float = option(
+        0.005, "maximum fraction of the time of a job for its snapshots", above=0.0, high=1.0)
     grace_period_s: float = option(
         5.0, "maximum time to finish the outer iteration after Ctrl-C or SIGTERM",
         unit="s", low=0.0)
