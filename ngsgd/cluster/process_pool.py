@@ -178,7 +178,7 @@ class ProcessPool:
                                                       for _ in range(num_places))
         # it died a moment ago; the next poll detects that
         with contextlib.suppress(Disconnected):
-            slot.messages.post(JobAssignment(job, slot.places, self._snapshots.lend(job)))
+            slot.messages.post(JobAssignment(job, slot.places, self._snapshots.lend(job, slot.index)))
 
     def wait(self, timeout_s: float) -> Outcome | None:
         if not self._outcomes:
@@ -350,7 +350,7 @@ class ProcessPool:
         job, deaths = slot.job, slot.deaths
         self._release_places(slot, is_gone=is_known or slot.process.is_orphan)
         if job is not None:
-            self._snapshots.failed(job, is_gone=is_known or slot.process.is_orphan)
+            self._snapshots.failed(job, slot.index, is_gone=is_known or slot.process.is_orphan)
         if not slot.ready and not slot.is_collateral:
             deaths = [*deaths, reason]
             # a worker that cannot start does not end a run that has other workers

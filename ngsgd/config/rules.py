@@ -251,9 +251,9 @@ def _snapshots(c: RunConfig) -> Iterator[str]:
     if c.cluster.ranks_per_worker > 1:
         yield (f"failure.snapshots is on with cluster.ranks_per_worker {c.cluster.ranks_per_worker}; "
                "groups of ranks have no snapshots: leave it auto, or take 1 rank.")
-    if c.cluster.kind == "in_process":
-        yield ("failure.snapshots is on with cluster.kind in_process, where no worker can die alone; "
-               "leave it auto.")
+    if c.cluster.kind != "local":
+        yield (f"failure.snapshots is on with cluster.kind {c.cluster.kind}; snapshots are in the shared "
+               "memory of one machine: leave it auto, or set cluster.kind=local.")
 
 
 def _dropout(c: RunConfig) -> Iterator[str]:

@@ -156,8 +156,8 @@ class BaseRun(ABC):
         if config.failure.on_bad_batch == "quarantine" and not task.names_examples:
             raise ConfigError("failure.on_bad_batch is quarantine, but this task does not name its examples; choose skip or stop.")
         if config.failure.snapshots == "on" and not task.can_continue_jobs:
-            raise ConfigError("failure.snapshots is on, but this task does not support it (`can_continue_jobs` of ngsgd.training.task."
-                              "Task); leave it auto.")
+            raise ConfigError("failure.snapshots is on, but this task does not support it (`can_continue_jobs` of "
+                              "ngsgd.training.task.Task); leave it auto.")
         schedule = task.shards().schedule(config.schedule)
         model = seeded_model(task, config.seed)
         for line in summary(model):

@@ -35,6 +35,7 @@ from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, W
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.planning import Plan
 from ngsgd.training.settings import EngineSettings
+from ngsgd.training.snapshots.book import continued
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import is_damaged
 from ngsgd.training.worker_pool import WorkerPool
@@ -308,6 +309,8 @@ class Dispatcher:
         self._minibatch_s.append(result.seconds / max(result.num_minibatches, 1))
         if result.rejection_reason:
             state.rejection_reasons[job.job] = result.rejection_reason
+        if result.continued_at:
+            self.emit_incident("job_continued", *continued(result))
         state.results[job.job], state.arrived_s[job.job] = result, self.clock()
         state.unsettled.discard(job.job)
 

@@ -197,7 +197,7 @@ class FinalReport:
 class Incident:
     """An unplanned event and the action taken; each is one line in every log."""
 
-    # worker_died | job_failed | job_rejected | worker_replaced | interrupted | ...
+    # worker_died | job_failed | job_rejected | worker_replaced | job_continued | interrupted | ...
     what: str
     # one message: the worker or job, the event, the action taken
     message: str

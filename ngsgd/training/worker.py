@@ -35,7 +35,7 @@ from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.precision import autocast, set_precision
 from ngsgd.training.ranks import ALONE, Ranks
 from ngsgd.training.snapshots.job_snapshots import Snapshots, remaining
-from ngsgd.training.snapshots.job_state import JobState
+from ngsgd.training.snapshots.job_state import JobState, is_random_reader
 from ngsgd.training.task import Batch, BatchLoss, TaskSpec, data_to_device, seeded_model
 from ngsgd.training.validation import bad_batches
 from ngsgd.training.validation.checksums import digest, not_finite
@@ -147,6 +147,11 @@ class Worker:
         began = time.perf_counter()
         remainder: tuple[WorkItem, ...] = ()
         batches = self._batches(replace(job, pieces=remaining(job.pieces, done, self._numbers)) if done else job)
+        if done and not self.task.starts_anywhere:
+            is_random, batches = is_random_reader(batches, self.device)
+            if is_random:
+                # from the beginning, without snapshots
+                return self.train(job, should_stop)
         for index, (batch, left) in enumerate(on_device(batches, self.device), done):
             is_turn = (index + job.outer_iter) % settings.backstitch_interval == 0
             steps_back = not has_preconditioner and is_turn

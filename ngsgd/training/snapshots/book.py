@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from ngsgd.training.job import Job, JobResult, Outcome
+from ngsgd.training.job import Job, JobFailure, JobResult, Outcome
 from ngsgd.training.settings import EngineSettings
 
 Memory = TypeVar("Memory")
@@ -35,6 +35,8 @@ class _Entry(Generic[Memory]):
     memory: Memory
     # newest snapshot at the start of the attempt
     began_at: int = 0
+    # worker that runs the attempt; None between two attempts
+    worker: int | None = None
 
 
 class SnapshotBook(Generic[Memory]):
@@ -52,8 +54,11 @@ class SnapshotBook(Generic[Memory]):
         self._store = store
         self._entries: dict[tuple[int, int], _Entry[Memory]] = {}
 
-    def lend(self, job: Job) -> Memory | None:
-        """Return the memory of a job for an attempt."""
+    def lend(self, job: Job, worker: int) -> Memory | None:
+        """Return the memory of a job for an attempt.
+
+        None if another worker runs the same job at this time, such as for an audit.
+        """
         if self._store is None:
             return None
         # jobs of at most two outer iterations run together
@@ -63,27 +68,32 @@ class SnapshotBook(Generic[Memory]):
         if key not in self._entries:
             self._entries[key] = _Entry(self._store.allocate())
         entry = self._entries[key]
+        if entry.worker is not None:
+            return None
+        entry.worker = worker
         entry.began_at = self._store.newest(entry.memory)
         return entry.memory
 
     def ended(self, outcome: Outcome) -> None:
         """Process the outcome of an attempt whose worker lives."""
-        if isinstance(outcome, JobResult) and not outcome.remainder:
+        if isinstance(outcome, JobFailure) or outcome.remainder:
+            self.failed(outcome.job, outcome.worker)
+        elif self._holds(outcome.job, outcome.worker):
             self._forget((outcome.job.outer_iter, outcome.job.job))
-        else:
-            self.failed(outcome.job)
 
-    def failed(self, job: Job, *, is_gone: bool = True) -> None:
+    def failed(self, job: Job, worker: int, *, is_gone: bool = True) -> None:
         """Keep the snapshots of a failed attempt, unless they may be its cause.
 
         Args:
             job: the attempt.
+            worker: the worker of the attempt.
             is_gone: whether its worker has stopped writing.
         """
         key = (job.outer_iter, job.job)
-        entry = self._entries.get(key)
-        if entry is None or self._store is None:
+        if self._store is None or not self._holds(job, worker):
             return
+        entry = self._entries[key]
+        entry.worker = None
         if not is_gone:
             self._store.discard(self._entries.pop(key).memory)
         elif self._store.newest(entry.memory) == entry.began_at:
@@ -94,9 +104,21 @@ class SnapshotBook(Generic[Memory]):
         if self._store is not None:
             self._store.close()
 
+    def _holds(self, job: Job, worker: int) -> bool:
+        entry = self._entries.get((job.outer_iter, job.job))
+        return entry is not None and entry.worker == worker
+
     def _forget(self, key: tuple[int, int]) -> None:
         if key in self._entries and self._store is not None:
             self._store.release(self._entries.pop(key).memory)
+
+
+def continued(result: JobResult) -> tuple[str, int, int, int]:
+    """Message, outer iteration, job and worker of the incident of a job that was continued."""
+    job = result.job
+    message = (f"worker {result.worker} continued job {job.job} of outer iteration {job.outer_iter + 1} at its snapshot after "
+               f"minibatch {result.continued_at} of {result.num_minibatches}, in attempt {job.attempt}.")
+    return message, job.outer_iter, job.job, result.worker
 
 
 def takes_snapshots(settings: EngineSettings) -> bool:

@@ -7,7 +7,6 @@ A snapshot is taken after `failure.snapshot_interval_s`, or later: the time for 
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import torch
 from ngsgd.training.job import Job, WorkItem
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.settings import EngineSettings
+from ngsgd.training.snapshots.free_memory import free_memory
 from ngsgd.training.snapshots.job_state import JobState
 from ngsgd.training.snapshots.packing import HEADER_BYTES, Block, Header, Packed, unpack
 from ngsgd.training.validation.checksums import digest
@@ -99,8 +99,7 @@ class Snapshots:
         """Whether the machine has memory for the snapshots of all workers."""
         if not self._limits_memory:
             return True
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return NUM_BLOCKS * num_bytes * self._num_workers <= _MOST_MEMORY * free
+        return NUM_BLOCKS * num_bytes * self._num_workers <= _MOST_MEMORY * free_memory()
 
 
 class JobSnapshots:
@@ -180,7 +179,9 @@ def identity_of(job: Job, start: Vector, device: torch.device) -> bytes:
     """Hash everything that determines the result of a job, except the attempt."""
     content = hashlib.blake2b(digest_size=16)
     fields = (job.outer_iter, job.job, job.pieces, job.lr, job.lr_factor, job.progress, job.returns, job.send,
-              job.keep_fisher, job.keep_own, sorted(job.layer_rates.items()), job.excluded, device.type, digest(start))
+              job.keep_fisher, job.keep_own, sorted(job.layer_rates.items()), job.excluded, digest(start),
+              # the same arithmetic
+              device.type, torch.__version__, torch.get_num_threads())
     content.update(repr(fields).encode())
     for name, state in sorted((job.start.fisher or {}).items()):
         content.update(name.encode())

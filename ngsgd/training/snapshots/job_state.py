@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from ngsgd.optim import SGD
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.training.diagnostics.job_sums import JobSums
 from ngsgd.training.task import Task
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,26 @@ def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
     for path, module in model.named_modules():
         for name in module._buffers:
             yield module, f"{path}." if path else "", name
+
+
+def is_random_reader(batches: Iterator[T], device: torch.device) -> tuple[bool, Iterator[T]]:
+    """Read one minibatch; return whether that used the global generators, and all minibatches.
+
+    A task that reads the completed minibatches again before the next one can continue only if
+    reading uses no global random numbers: the restored states are those after the completed ones.
+    """
+    before = _comparable(random_states(device))
+    first = list(itertools.islice(batches, 1))
+    return _comparable(random_states(device)) != before, itertools.chain(first, batches)
+
+
+def _comparable(states: Any) -> Any:
+    """Replace each array and tensor of nested values by its bytes."""
+    if isinstance(states, dict):
+        return {key: _comparable(value) for key, value in states.items()}
+    if isinstance(states, tuple):
+        return tuple(_comparable(value) for value in states)
+    return np.asarray(states).tobytes() if isinstance(states, (np.ndarray, Tensor)) else states
 
 
 def random_states(device: torch.device) -> dict[str, Any]:

@@ -13,15 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ngsgd.config import FailureConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig
+from ngsgd.config import FailureConfig, ObjectiveConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.data.archives import prepare_archives
 from ngsgd.schedules import Shard
+from ngsgd.sequence.archives import prepare_sequences
+from ngsgd.sequence.ngram import state_ngram
+from ngsgd.sequence.objectives import Denominator
 from ngsgd.tasks.datasets import DatasetTask
-from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
 from ngsgd.tasks.streams import StreamTask
 from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.settings import EngineSettings
-from ngsgd.training.snapshots.packing import Block
+from ngsgd.training.snapshots.packing import HEADER_BYTES, Block, Header
 from ngsgd.training.task import Task, TaskSpec
 from ngsgd.training.worker import Worker
 from tests import toy
@@ -119,18 +122,40 @@ def stream_task() -> StreamTask:
                       shuffle_buffer=40)
 
 
+def _read_with_noise(source: str) -> Any:
+    return ((x_D + 0.1 * torch.randn(6), label) for x_D, label in _read(source))
+
+
+def noisy_stream_task() -> StreamTask:
+    return StreamTask(["a", "bb"], _read_with_noise, small_model, cross_entropy, examples_per_source=170, valid=list(_read("ccc")),
+                      shuffle_buffer=40)
+
+
+def sequence_spec(folder: Path, objective: Any) -> TaskSpec:
+    """The spec of a small task of chunks with a sequence objective."""
+    train = toy.frame_set(3600, seed=1)
+    labels = [train.pdf_T[begin:end] for begin, end in zip(train.offsets[:-1], train.offsets[1:], strict=True)]
+    graph = state_ngram(labels, order=2).with_leak(0.1 if objective == "lfmmi" else 0.0)
+    prior_P = np.bincount(train.pdf_T, minlength=toy.NUM_CLASSES) / len(train.pdf_T)
+    denominator = Denominator(graph, np.log(prior_P), np.arange(toy.NUM_CLASSES) // 2, np.arange(toy.NUM_CLASSES) == 0)
+    chunks = prepare_sequences(train, graph, samples_per_iter=600, chunk_frames=0, digest="toy", cache_root=folder)
+    config = toy.config(objective=ObjectiveConfig(kind=objective, acoustic_scale=1.0))
+    config = replace(config, schedule=replace(config.schedule, minibatch_size=100))
+    return frame_spec(folder, config, SequenceData(str(chunks), denominator))
+
+
 def dataset_spec(optimizer: OptimizerConfig, make: Callable[[], Task] = noisy_task) -> TaskSpec:
     """The spec of a small custom task."""
     return Given(EngineSettings(ScheduleConfig(minibatch_size=16, num_jobs_final=2), optimizer, OuterConfig("average"),
                                 failure=ALWAYS, seed=3), make)
 
 
-def frame_spec(folder: Path, config: RunConfig) -> TaskSpec:
+def frame_spec(folder: Path, config: RunConfig, sequences: SequenceData | None = None) -> TaskSpec:
     """The spec of a small task of speech frames."""
     config = replace(config, failure=ALWAYS)
     egs = prepare_archives(toy.frame_set(3600, seed=1), toy.frame_set(300, seed=2), config.egs, num_classes=toy.NUM_CLASSES,
                            digest="toy", cache_root=folder)
-    return SpeechTaskSpec(config, str(egs))
+    return SpeechTaskSpec(config, str(egs), sequences)
 
 
 def job_of(worker: Worker, **settings: Any) -> Job:
@@ -139,6 +164,24 @@ def job_of(worker: Worker, **settings: Any) -> Job:
     pieces = (WorkItem(Shard(0, 0), 0, 0), WorkItem(Shard(1, 0), 0, 0, 1, 4))
     return Job(**{"outer_iter": 0, "job": 0, "attempt": 1, "pieces": pieces, "start": JobInit(LocalRef(start)), "lr": 0.01,
                   "lr_factor": 1.0, "keep_fisher": True, **settings})
+
+
+def interrupted(spec: TaskSpec, job: Job, place: int, memory: Memory) -> None:
+    """Run a job on a worker that ends after some minibatches."""
+    worker = MortalWorker(spec, job.attempt)
+    worker.ends_after, worker.snapshots.memory = place, memory
+    try:
+        worker.run(job)
+    except Interrupted:
+        return
+    raise AssertionError(f"the job has fewer than {place} minibatches")
+
+
+def header(block: Block) -> Header:
+    """The valid header of a block."""
+    found = Header.decode(block[:HEADER_BYTES].tobytes())
+    assert found is not None
+    return found
 
 
 def continued(spec: TaskSpec, job: Job, *places: int, memory: Memory | None = None) -> JobResult:
@@ -152,13 +195,7 @@ def continued(spec: TaskSpec, job: Job, *places: int, memory: Memory | None = No
     """
     memory = memory or Memory()
     for attempt, place in enumerate(places, start=1):
-        worker = MortalWorker(spec, attempt)
-        worker.ends_after, worker.snapshots.memory = place, memory
-        try:
-            worker.run(replace(job, attempt=attempt))
-        except Interrupted:
-            continue
-        raise AssertionError(f"the job has fewer than {place} minibatches")
+        interrupted(spec, replace(job, attempt=attempt), place, memory)
     worker = MortalWorker(spec, 0)
     worker.snapshots.memory = memory
     return worker.run(replace(job, attempt=1 + len(places)))

@@ -78,7 +78,7 @@ def _end_in_checksum() -> None:
     def end(_content: Block) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
-    packing.digest = end  # type: ignore[assignment]
+    setattr(packing, "digest", end)  # noqa: B010  imported there
 
 
 def trained(folder: Path, settings: RunConfig, kills: Kills) -> tuple[str, Run]:
