@@ -113,8 +113,8 @@ class Task(ABC):
     optimizes_held_out_objf: bool = True
     # whether `example_ids` and `exclude` are implemented
     names_examples: bool = False
-    # whether parameters, buffers, the optimizer, the global random generators and `job_state` are all
-    # that a minibatch changes, so that a retry can continue in the middle of a job
+    # whether parameters, buffers, the optimizer, the global random generators and `job_state` are
+    # all that a minibatch changes, so that a retry can continue in the middle of a job
     can_continue_jobs: bool = False
     # whether only the optimizer changes parameters, so that clipping bounds the delta of a job
     has_bounded_updates: bool = False

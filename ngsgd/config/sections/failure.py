@@ -55,9 +55,11 @@ class FailureConfig:
         "and the memory permit; on: an error where they do not; off: retries from the beginning of "
         "a job")
     snapshot_interval_s: float = option(
-        5.0, "minimum time between two snapshots of a job; shorter jobs have none", unit="s", low=0.0)
+        5.0, "minimum time between two snapshots of a job; shorter jobs have none", unit="s", low=0.0,
+        used="snapshots=auto|on")
     snapshot_cost: float = option(
-        0.005, "maximum fraction of the time of a job for its snapshots", above=0.0, high=1.0)
+        0.005, "maximum fraction of the time of a job for its snapshots", above=0.0, high=1.0,
+        used="snapshots=auto|on")
     grace_period_s: float = option(
         5.0, "maximum time to finish the outer iteration after Ctrl-C or SIGTERM",
         unit="s", low=0.0)

@@ -1,4 +1,4 @@
-"""A job that another worker continues has the result of a job without interruption, bit for bit."""
+"""A job that another worker continues is bitwise identical to a job without interruption."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_streams_with_global_random_numbers_start_at_the_beginning() -> None:
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_preconditioners_that_are_updated_after_the_snapshot_continue(kind: Any) -> None:
-    intervals = {} if kind in EVERY_MINIBATCH else {"curvature_interval": 3, "inverse_interval": 3}
+    intervals: dict[str, Any] = {} if kind in EVERY_MINIBATCH else {"curvature_interval": 3, "inverse_interval": 3}
     spec = dataset_spec(OptimizerConfig(kind, **intervals), plain_task)
     worker = Worker(spec, 0)
     job = job_of(worker)

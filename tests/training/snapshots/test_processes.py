@@ -74,7 +74,7 @@ class KilledWorker(Worker):
 
 
 def _end_in_checksum() -> None:
-    """The next checksum of a snapshot ends the process: its content is written, its header is not."""
+    """The next checksum of a snapshot ends the process: its content is written, its header not."""
     def end(_content: Block) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
