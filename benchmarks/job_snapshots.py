@@ -124,7 +124,7 @@ def cost(folder: Path, rounds: int, num_minibatches: int) -> None:
 
 
 def one_snapshot(folder: Path, rounds: int, num_minibatches: int) -> None:
-    """Print the CPU milliseconds of a snapshot: a job with one after every minibatch, less one without."""
+    """Print the CPU milliseconds of a snapshot: the difference per minibatch of two jobs."""
     torch.set_num_threads(1)
     worker = Worker(spec_of(folder, num_minibatches, "on"), 0)
     worker.snapshots.timer.interval_s, worker.snapshots.timer.max_cost = 0.0, math.inf

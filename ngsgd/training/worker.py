@@ -101,7 +101,7 @@ class Worker:
         self.task = spec.task(self.device)
         self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)
-        self.snapshots = Snapshots(self.settings, is_possible=ranks.size == 1 and self.task.can_continue_jobs)
+        self.snapshots = Snapshots(self.settings, self.device, is_possible=ranks.size == 1 and self.task.can_continue_jobs)
         # loss of a rank without a minibatch
         self._no_loss = BatchLoss(torch.zeros((), device=self.device), 0.0)
 

@@ -49,11 +49,14 @@ class SnapshotTimer:
     # maximum fraction of the time of a job
     max_cost: float
     clock: Callable[[], float] = time.perf_counter
+    # of the cost; on a busy machine waiting for a core is no cost of a snapshot
+    work_clock: Callable[[], float] = time.thread_time
     bytes_per_s: float = _BYTES_PER_S
     # expected size; 0: not known
     num_bytes: int = 0
     _since: float = 0.0
-    _wait_s: float = 0.0
+    _work_since: float = 0.0
+    _wait_work_s: float = 0.0
     _is_measured: bool = True    # in the current job
 
     def begin(self, num_bytes: int) -> None:
@@ -66,7 +69,8 @@ class SnapshotTimer:
         self._wait(self.num_bytes / self.bytes_per_s)
 
     def is_due(self) -> bool:
-        return self.clock() - self._since >= self._wait_s
+        is_late = self.clock() - self._since >= self.interval_s
+        return is_late and self.work_clock() - self._work_since >= self._wait_work_s
 
     def taken(self, num_bytes: int, seconds: float) -> None:
         """Start to wait for the next snapshot."""
@@ -75,15 +79,18 @@ class SnapshotTimer:
         self._wait(seconds)
 
     def _wait(self, cost_s: float) -> None:
-        self._since, self._wait_s = self.clock(), max(self.interval_s, cost_s / self.max_cost)
+        self._since, self._work_since = self.clock(), self.work_clock()
+        self._wait_work_s = cost_s / self.max_cost
 
 
 class Snapshots:
     """The snapshots of one worker, for one job after another."""
 
-    def __init__(self, settings: EngineSettings, *, is_possible: bool) -> None:
+    def __init__(self, settings: EngineSettings, device: torch.device, *, is_possible: bool) -> None:
         failure = settings.failure
-        self.timer = SnapshotTimer(failure.snapshot_interval_s, failure.snapshot_cost)
+        # copies from a GPU wait without work of this thread
+        work_clock = time.thread_time if device.type == "cpu" else time.perf_counter
+        self.timer = SnapshotTimer(failure.snapshot_interval_s, failure.snapshot_cost, work_clock=work_clock)
         # of the next job; None: no snapshots
         self.memory: SnapshotMemory | None = None
         # whether the worker was asked to end, so that another one continues the job
@@ -158,8 +165,9 @@ class JobSnapshots:
             self._take(num_minibatches)
 
     def _take(self, num_minibatches: int) -> None:
-        began = time.perf_counter()
-        packed = Packed.of({"state": self.state.values(), "seconds": self.earlier_s + began - self._began})
+        began = self._worker.timer.work_clock()
+        seconds = self.earlier_s + time.perf_counter() - self._began
+        packed = Packed.of({"state": self.state.values(), "seconds": seconds})
         index = (self._last + 1) % NUM_BLOCKS
         try:
             block = self._room(index, packed.num_bytes)
@@ -170,7 +178,7 @@ class JobSnapshots:
             return
         packed.write(block, self.identity, num_minibatches)
         self._last = index
-        self._worker.timer.taken(packed.num_bytes, time.perf_counter() - began)
+        self._worker.timer.taken(packed.num_bytes, self._worker.timer.work_clock() - began)
 
     def _room(self, index: int, num_bytes: int) -> Block:
         """Return a block for writing."""

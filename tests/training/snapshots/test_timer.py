@@ -23,7 +23,7 @@ def seconds_to_snapshot(timer: SnapshotTimer, clock: Clock) -> float:
 
 def test_fast_snapshots_keep_the_interval() -> None:
     clock = Clock()
-    timer = SnapshotTimer(5.0, 0.01, clock)
+    timer = SnapshotTimer(5.0, 0.01, clock, clock)
     timer.begin(1_000_000)
     assert seconds_to_snapshot(timer, clock) == 5.0
     timer.taken(1_000_000, 0.01)
@@ -32,7 +32,7 @@ def test_fast_snapshots_keep_the_interval() -> None:
 
 def test_slow_snapshots_keep_the_cost() -> None:
     clock = Clock()
-    timer = SnapshotTimer(5.0, 0.01, clock)
+    timer = SnapshotTimer(5.0, 0.01, clock, clock)
     timer.begin(1_000_000)
     timer.taken(1_000_000_000, 2.0)
     assert seconds_to_snapshot(timer, clock) == pytest.approx(200.0)
@@ -43,9 +43,23 @@ def test_slow_snapshots_keep_the_cost() -> None:
 
 def test_one_slow_copy_does_not_end_the_snapshots_of_short_jobs() -> None:
     clock = Clock()
-    timer = SnapshotTimer(5.0, 0.01, clock)
+    timer = SnapshotTimer(5.0, 0.01, clock, clock)
     timer.begin(1_000_000)
     timer.taken(1_000_000, 10.0)
     for _ in range(10):
         timer.begin(1_000_000)
     assert seconds_to_snapshot(timer, clock) == 5.0
+
+
+def test_waiting_for_a_core_is_no_cost() -> None:
+    clock, work_clock = Clock(), Clock()
+    timer = SnapshotTimer(5.0, 0.01, clock, work_clock)
+    timer.begin(1_000_000)
+    # two seconds of work in ten seconds
+    clock.now, work_clock.now = 10.0, 2.0
+    assert timer.is_due()
+    timer.taken(1_000_000, 0.03)
+    clock.now, work_clock.now = 20.0, 4.0
+    assert not timer.is_due()
+    work_clock.now = 5.0
+    assert timer.is_due()
