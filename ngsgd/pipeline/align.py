@@ -36,6 +36,7 @@ from ngsgd.pipeline.ivectors import with_ivectors
 from ngsgd.pipeline.rungs import Stopwatch, word_errors
 from ngsgd.pipeline.runs.final_model import load_final
 from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.stored_run import local_root
 from ngsgd.pipeline.score import computed_log_likelihoods
 from ngsgd.pipeline.train import train
 from ngsgd.tasks.frame_scores import average_posterior
@@ -56,7 +57,7 @@ Report = Callable[[str], None]
 
 def cache_folder(config: RunConfig) -> Path:
     """The folder of prepared data of a run."""
-    return Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
+    return Path(config.data.cache_dir or local_root(config.output_dir) / "data").absolute()
 
 
 def with_alignment(config: RunConfig, cache_root: Path, report: Report) -> DataConfig:

@@ -121,6 +121,7 @@ class BaseRun(ABC):
         with self.folder.locked(self._purpose, self.services.warn) as lock:
             with self._errors():
                 training = self._open(lock)
+                lock.committed()
             status = "FAILED"
             try:
                 # recorded before the trackers are closed, so that MLflow receives it as well

@@ -33,6 +33,8 @@ from ngsgd.files import (
     write_errors_named,
     write_text,
 )
+from ngsgd.object_storage.client import is_url
+from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.failure_record import describe, mark_recorded, read_record, write_record
 from ngsgd.training.storage.lock import RunLock
 
@@ -59,7 +61,7 @@ class RunFolder:
     @classmethod
     def create(cls, config: RunConfig, config_yaml: str) -> RunFolder:
         """Create a folder under the output directory, with the composed configuration."""
-        root = Path(config.output_dir)
+        root = stored_run.local_root(config.output_dir)
         name = f"{run_name(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
         # two runs started in one second
         for suffix in ("", *(f"-{number}" for number in range(2, 100))):
@@ -74,6 +76,9 @@ class RunFolder:
                                   f"({error.strerror}); choose another folder with "
                                   "output_dir=PATH, or a shorter name=.") from error
             try:
+                if is_url(config.output_dir) and not stored_run.reserved(folder.path, config.output_dir):
+                    shutil.rmtree(folder.path)
+                    continue
                 folder.checkpoints.mkdir()
                 # before config.yaml, which allows resuming: resumed runs sync only their files
                 with write_errors_named(folder.path):
@@ -255,7 +260,11 @@ class RunFolder:
         with RunLock(self.lock, purpose, last_fence, warn) as lock:
             for directory in (self.path, self.checkpoints, self.models):
                 remove_abandoned(directory)
-            yield lock
+            if not stored_run.url_of(self.path):
+                yield lock
+                return
+            with stored_run.locked(self.path, lock, warn) as stored:
+                yield stored
 
     @contextlib.contextmanager
     def marked_as_running(self) -> Iterator[None]:
@@ -341,6 +350,9 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
 
 def check_output_dir(config: RunConfig) -> None:
     """Raise ConfigError unless files can be written to the output directory."""
+    if is_url(config.output_dir):
+        stored_run.check_output_url(config.output_dir)
+        return
     try:
         make_directories(Path(config.output_dir))
         with tempfile.TemporaryFile(dir=config.output_dir):
@@ -385,7 +397,7 @@ def run_to_continue(config: RunConfig) -> Path | None:
         raise ConfigError("--continue selects a run by its name, but name is not set; add "
                           "name=NAME.")
     stamped = re.compile(rf"{re.escape(config.name)}-\d{{8}}-\d{{6}}(-\d+)?")
-    found = [file.parent for file in Path(config.output_dir).glob("*/config.yaml")
+    found = [file.parent for file in stored_run.local_root(config.output_dir).glob("*/config.yaml")
              if stamped.fullmatch(file.parent.name)]
     return max(found, default=None, key=lambda folder: folder.name)
 
@@ -395,6 +407,8 @@ def known_run(run: str) -> Path | None:
 
     None if there is no such run.
     """
+    if is_url(run):
+        return stored_run.fetched(run)
     named = sorted(Path("runs").glob(f"{glob.escape(run)}-[0-9]*/config.yaml"), reverse=True) if run and "/" not in run else []
     folders = (Path(run), Path("runs") / run, *(config.parent for config in named))
     return next((folder.resolve() for folder in folders if (folder / "config.yaml").is_file()),
