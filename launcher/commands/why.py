@@ -23,7 +23,7 @@ def command(arguments: Sequence[str]) -> int:
                         help="folder of the runs, if RUN is not given (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help=JSON)
     options = parser.parse_args(list(arguments))
-    answer = explain(find_run(options.run)) if options.run else _newest(Path(options.output_dir))
+    answer = explain(find_run(options.run, with_models=False)) if options.run else _newest(Path(options.output_dir))
     print(masked(json.dumps(answer.as_json(), indent=1) if options.json else printable("\n".join(lines_about(answer)))))
     return EXIT_OK
 

@@ -15,6 +15,7 @@ from ngsgd.launcher.text import duration
 from ngsgd.launcher.timeline.efficiency import efficiency_of
 from ngsgd.launcher.why.faults import bad_examples
 from ngsgd.phase import Phase
+from ngsgd.pipeline.runs import stored_run
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from ngsgd.training.storage.event_log import read_events
 
@@ -190,7 +191,7 @@ def _of_events(path: Path) -> list[str]:
 def _next_commands(report: FinalReport, output_dir: Path | str | None) -> list[str]:
     if "run folder" not in report.files:
         return []
-    path = short_path(report.files["run folder"])
+    path = stored_run.url_of(Path(report.files["run folder"])) or short_path(report.files["run folder"])
     # the commands find a run below runs/ by its name
     run = shlex.quote(Path(path).name if Path(path).parent == Path("runs") else path)
     transcribe = [f"ngsgd transcribe {run} recording.wav"] if "recognizer" in report.files else []

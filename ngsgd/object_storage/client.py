@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,14 @@ class Version:
 
     e_tag: str | None
     version: str | None
+    # seconds since 1970 by the clock of the service
+    written_s: float = field(default=0.0, compare=False)
 
     @classmethod
     def of(cls, about: Any) -> Version:
         """Take the fields from an answer of obstore."""
-        return cls(about.get("e_tag"), about.get("version"))
+        written = about.get("last_modified")
+        return cls(about.get("e_tag"), about.get("version"), written.timestamp() if written else 0.0)
 
     def mode(self) -> dict[str, str]:
         """The `mode` of obstore.put that replaces only this state."""
@@ -149,8 +152,13 @@ class ObjectStore:
             try:
                 # conditions hold for a request in one part only
                 return Version.of(_library().put(self._store, key, content, mode=mode, use_multipart=False))
-            except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError) as error:
+            except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
                 raise WriteConflictError(f"{self.url}/{key}") from error
+            except FileNotFoundError as error:
+                if mode != "create":
+                    raise WriteConflictError(f"{self.url}/{key}") from error
+                raise ObjectStorageError(f"{self.url}/{key} could not be written: the bucket does not exist; create it, or "
+                                         "check its name.") from error
 
     @contextlib.contextmanager
     def _typed(self, done: str, key: str) -> Iterator[None]:

@@ -106,6 +106,11 @@ class RunFolder:
         return folder
 
     @property
+    def address(self) -> str:
+        """How a user names the run: its folder, or its URL in object storage."""
+        return stored_run.address(self.path)
+
+    @property
     def config(self) -> Path:
         return self.path / "config.yaml"
 
@@ -371,8 +376,10 @@ def what_is_trained(config: RunConfig) -> str:
 def resume_command(task: TaskConfig, run: Path) -> str:
     """The command, or for a task of a Python program the call, that continues a run."""
     if task.from_python:
-        return f'ngsgd.train({task_argument(task)}, resume="{run}") in Python'
-    return "ngsgd simulate, from the beginning" if (run / SIMULATION).exists() else f"ngsgd resume {run}"
+        return f'ngsgd.train({task_argument(task)}, resume="{stored_run.address(run)}") in Python'
+    if (run / SIMULATION).exists():
+        return "ngsgd simulate, from the beginning"
+    return f"ngsgd resume {stored_run.address(run)}"
 
 
 def task_argument(task: TaskConfig) -> str:
@@ -402,13 +409,14 @@ def run_to_continue(config: RunConfig) -> Path | None:
     return max(found, default=None, key=lambda folder: folder.name)
 
 
-def known_run(run: str) -> Path | None:
+def known_run(run: str, *, with_models: bool = True) -> Path | None:
     """Folder of a run by path, folder name under runs/, or name=; the newest of several.
 
-    None if there is no such run.
+    Files of a run in object storage are fetched, those of models only if `with_models`. None if
+    there is no such run.
     """
     if is_url(run):
-        return stored_run.fetched(run)
+        return stored_run.fetched(run, with_models=with_models)
     named = sorted(Path("runs").glob(f"{glob.escape(run)}-[0-9]*/config.yaml"), reverse=True) if run and "/" not in run else []
     folders = (Path(run), Path("runs") / run, *(config.parent for config in named))
     return next((folder.resolve() for folder in folders if (folder / "config.yaml").is_file()),
@@ -420,15 +428,17 @@ def folder_of_model(init_model: str) -> Path:
     return Path(init_model) if (Path(init_model) / "final" / "model.json").is_file() else find_run(init_model)
 
 
-def find_run(run: str) -> Path:
+def find_run(run: str, *, with_models: bool = True) -> Path:
     """Return the folder of a run given as a path, or by its name under runs/.
 
     Raises:
         ConfigError: there is no such run; the message names a similar one, or the newest runs.
     """
-    found = known_run(run)
+    found = known_run(run, with_models=with_models)
     if found:
         return found
+    if is_url(run):
+        raise ConfigError(f"{run} is not a run; ngsgd status {run.rstrip('/').rpartition('/')[0]} lists the runs there.")
     newest = sorted(Path("runs").glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
     names = [file.parent.name for file in newest]
     near = difflib.get_close_matches(Path(run).name, names, n=1)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from ngsgd.errors import CheckpointError, ConfigError, NgsgdError, ObjectStorageError
 from ngsgd.files import make_directories, read_regular_text, write_text
 from ngsgd.object_storage.client import ObjectStore, is_url
 from ngsgd.object_storage.folder import StoredFolder, fetch, newest_manifest
-from ngsgd.object_storage.lease import Lease, reserve
+from ngsgd.object_storage.lease import Lease, read_head, request_stop, reserve
 from ngsgd.training.storage.lock import RunLock, holder_of
 
 # file of a working folder that contains the URL of the run
 _URL = ".object-storage"
+# files that only training and decoding need
+_MODELS = ".safetensors"
 
 
 class StoredLock(RunLock):
@@ -62,6 +67,28 @@ def url_of(folder: Path) -> str:
         return read_regular_text(folder / _URL, max_bytes=4096).strip()
     except (OSError, ValueError):
         return ""
+
+
+def address(folder: Path) -> str:
+    """How a user names a run: the URL of a run in object storage, else its folder."""
+    return url_of(folder) or str(folder)
+
+
+def stop(folder: Path) -> bool:
+    """Ask the process that trains a run in object storage to stop; False if there is none."""
+    return request_stop(ObjectStore(url_of(folder)))
+
+
+def holder(folder: Path) -> tuple[Mapping[str, Any], float]:
+    """The process that holds the lease of a run, and seconds since its last sign of life.
+
+    The process is empty if the lease was released. The time is approximate: it compares the clock
+    of this machine with that of the service.
+    """
+    head = read_head(ObjectStore(url_of(folder)))
+    if head is None or head.version is None:
+        return {}, math.inf
+    return head.holder, max(0.0, time.time() - head.version.written_s)
 
 
 def check_output_url(url: str) -> None:
@@ -116,12 +143,16 @@ def locked(folder: Path, lock: RunLock, report: Callable[[str], None]) -> Iterat
         stored.publish()
 
 
-def fetched(url: str) -> Path:
-    """Return the working folder of a run, with the files of its newest commit.
+def fetched(url: str, *, with_models: bool = True) -> Path | None:
+    """Return the working folder of a run, with the files of its newest commit; None if there is no such run.
+
+    Args:
+        url: URL of the run.
+        with_models: also fetch checkpoints and models, which `ngsgd status` and `logs` do not need.
 
     Raises:
-        ConfigError: there is no such run.
-        CheckpointError: an object is damaged.
+        ConfigError: the URL is not valid.
+        CheckpointError: an object is damaged, or the disk of this machine is full.
         ObjectStorageError: the store cannot be used.
     """
     output_url, _, name = url.rstrip("/").rpartition("/")
@@ -132,12 +163,19 @@ def fetched(url: str) -> Path:
     store = ObjectStore(url)
     manifest = newest_manifest(store)
     if manifest is None:
-        raise ConfigError(f"{url} is not a run; ngsgd status {output_url} lists the runs there.")
-    make_directories(folder)
-    write_text(folder / _URL, store.url + "\n")
+        return None
     try:
-        fetch(store, manifest, folder, remove_others=True)
+        make_directories(folder)
+        write_text(folder / _URL, store.url + "\n")
+        fetch(store, manifest, folder, lambda file: with_models or not file.endswith(_MODELS), remove_others=True)
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder} could not be written ({error.strerror}); free disk space, or set "
                               "XDG_CACHE_HOME to another folder.") from error
     return folder
+
+
+def fetched_runs(output_url: str) -> list[Path]:
+    """Return the working folders of all runs below a URL, without models."""
+    names = sorted(ObjectStore(output_url).folders())
+    found = [fetched(f"{output_url.rstrip('/')}/{name}", with_models=False) for name in names]
+    return [folder for folder in found if folder is not None]
