@@ -14,6 +14,7 @@ from ngsgd.launcher.screen import SCREEN, Screen, Status
 from ngsgd.launcher.text import duration
 from ngsgd.launcher.timeline.efficiency import efficiency_of
 from ngsgd.launcher.why.faults import bad_examples
+from ngsgd.object_storage.urls import is_url
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs import stored_run
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
@@ -206,5 +207,5 @@ def short_path(path: str) -> str:
 
 def dashboard_command(output_dir: Path | str) -> str:
     """The command that opens the dashboard on this output folder."""
-    folder = short_path(str(output_dir))
+    folder = str(output_dir) if is_url(str(output_dir)) else short_path(str(output_dir))
     return "ngsgd ui" if folder == "runs" else f"ngsgd ui {shlex.quote(folder)}"

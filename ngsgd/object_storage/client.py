@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from ngsgd.errors import ConfigError, ObjectStorageError
+from ngsgd.object_storage.urls import check_url
 
-SCHEMES = ("s3", "gs", "az")
 # total time in which one request is repeated, before it is an error
 RETRY_S = 60.0
 _PART_BYTES = 8 << 20
@@ -176,23 +175,6 @@ class ObjectStore:
         except exceptions.BaseError as error:
             raise ObjectStorageError(f"{where} could not be {done} ({_first_line(error)}); check the network and the bucket, "
                                      "then continue.") from error
-
-
-def is_url(text: str) -> bool:
-    """Whether a path of the configuration or the command line names object storage."""
-    return "://" in text
-
-
-def check_url(url: str) -> None:
-    """Raise ConfigError unless `url` names a bucket, without credentials."""
-    parts = urlsplit(url)
-    if parts.scheme not in SCHEMES:
-        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise ConfigError(f"{parts.scheme}:// URLs are not supported; use {known} or a path without file://.")
-    if not parts.hostname:
-        raise ConfigError(f"{url} names no bucket; write {parts.scheme}://BUCKET/FOLDER.")
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError(f"a {parts.scheme}:// URL may contain only the bucket and a folder; set credentials in the environment.")
 
 
 def _endpoint() -> str:

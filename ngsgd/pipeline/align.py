@@ -30,13 +30,13 @@ from ngsgd.data.archives import prepare_archives
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ConfigError
 from ngsgd.models import build_model
+from ngsgd.object_storage.urls import local_root
 from ngsgd.phase import Phase
 from ngsgd.pipeline.adaptation import network_input
 from ngsgd.pipeline.ivectors import with_ivectors
 from ngsgd.pipeline.rungs import Stopwatch, word_errors
 from ngsgd.pipeline.runs.final_model import load_final
 from ngsgd.pipeline.runs.run_folder import RunFolder
-from ngsgd.pipeline.runs.stored_run import local_root
 from ngsgd.pipeline.score import computed_log_likelihoods
 from ngsgd.pipeline.train import train
 from ngsgd.tasks.frame_scores import average_posterior

@@ -22,7 +22,7 @@ from ngsgd.launcher.reports.progress import ProgressTracker, final_lines, iterat
 from ngsgd.launcher.run_state import is_elsewhere, may_be_alive, state_of
 from ngsgd.launcher.text import masked, printable
 from ngsgd.launcher.why.explain import explain
-from ngsgd.object_storage.client import is_url
+from ngsgd.object_storage.urls import is_url
 from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run, known_run
 from ngsgd.training.storage.event_log import valid_events

@@ -33,7 +33,7 @@ from ngsgd.files import (
     write_errors_named,
     write_text,
 )
-from ngsgd.object_storage.client import is_url
+from ngsgd.object_storage.urls import is_url, local_root
 from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.failure_record import describe, mark_recorded, read_record, write_record
 from ngsgd.training.storage.lock import RunLock
@@ -61,7 +61,7 @@ class RunFolder:
     @classmethod
     def create(cls, config: RunConfig, config_yaml: str) -> RunFolder:
         """Create a folder under the output directory, with the composed configuration."""
-        root = stored_run.local_root(config.output_dir)
+        root = local_root(config.output_dir)
         name = f"{run_name(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
         # two runs started in one second
         for suffix in ("", *(f"-{number}" for number in range(2, 100))):
@@ -404,7 +404,10 @@ def run_to_continue(config: RunConfig) -> Path | None:
         raise ConfigError("--continue selects a run by its name, but name is not set; add "
                           "name=NAME.")
     stamped = re.compile(rf"{re.escape(config.name)}-\d{{8}}-\d{{6}}(-\d+)?")
-    found = [file.parent for file in stored_run.local_root(config.output_dir).glob("*/config.yaml")
+    if is_url(config.output_dir):
+        names = [name for name in stored_run.names_of_runs(config.output_dir) if stamped.fullmatch(name)]
+        return find_run(f"{config.output_dir.rstrip('/')}/{max(names)}") if names else None
+    found = [file.parent for file in Path(config.output_dir).glob("*/config.yaml")
              if stamped.fullmatch(file.parent.name)]
     return max(found, default=None, key=lambda folder: folder.name)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
 import time
@@ -13,9 +12,10 @@ from typing import Any
 
 from ngsgd.errors import CheckpointError, ConfigError, NgsgdError, ObjectStorageError
 from ngsgd.files import make_directories, read_regular_text, write_text
-from ngsgd.object_storage.client import ObjectStore, is_url
+from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.folder import StoredFolder, fetch, newest_manifest
 from ngsgd.object_storage.lease import Lease, read_head, request_stop, reserve
+from ngsgd.object_storage.urls import local_root
 from ngsgd.training.storage.lock import RunLock, holder_of
 
 # file of a working folder that contains the URL of the run
@@ -51,14 +51,6 @@ class StoredLock(RunLock):
     def stop_requested(self) -> bool:
         """Whether `ngsgd stop URL` was called."""
         return self._folder.lease.stop_requested()
-
-
-def local_root(output_dir: str) -> Path:
-    """The folder of this machine for an output directory: itself, or a cache if it is a URL."""
-    if not is_url(output_dir):
-        return Path(output_dir)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "ngsgd" / "object-storage" / hashlib.sha256(output_dir.rstrip("/").encode()).hexdigest()[:16]
 
 
 def url_of(folder: Path) -> str:
@@ -155,8 +147,7 @@ def fetched(url: str, *, with_models: bool = True) -> Path | None:
         CheckpointError: an object is damaged, or the disk of this machine is full.
         ObjectStorageError: the store cannot be used.
     """
-    output_url, _, name = url.rstrip("/").rpartition("/")
-    folder = local_root(output_url) / name
+    folder = _working_folder(url)
     if holder_of(folder / "lock"):
         # a process of this machine writes to it
         return folder
@@ -174,8 +165,23 @@ def fetched(url: str, *, with_models: bool = True) -> Path | None:
     return folder
 
 
+def known_folder(url: str) -> Path | None:
+    """Return the working folder of a run as it is on this machine; None if there is none."""
+    folder = _working_folder(url)
+    return folder if (folder / _URL).is_file() else None
+
+
+def names_of_runs(output_url: str) -> list[str]:
+    """Return the names of all runs below a URL."""
+    return sorted(ObjectStore(output_url).folders())
+
+
 def fetched_runs(output_url: str) -> list[Path]:
     """Return the working folders of all runs below a URL, without models."""
-    names = sorted(ObjectStore(output_url).folders())
-    found = [fetched(f"{output_url.rstrip('/')}/{name}", with_models=False) for name in names]
+    found = [fetched(f"{output_url.rstrip('/')}/{name}", with_models=False) for name in names_of_runs(output_url)]
     return [folder for folder in found if folder is not None]
+
+
+def _working_folder(url: str) -> Path:
+    output_url, _, name = url.rstrip("/").rpartition("/")
+    return local_root(output_url) / name
