@@ -42,6 +42,6 @@ def _newest(output_dir: str) -> Answer:
     else:
         runs = sorted(root.glob("*/config.yaml"), key=lambda file: (file.stat().st_mtime_ns, file.parent.name))
     if not runs:
-        raise ConfigError(f"{output_dir} contains no runs, and no failed command is recorded for it; name a run, or a folder of runs "
-                          "with --output-dir.")
+        raise ConfigError(f"{output_dir} contains no runs, and no failed command is recorded for it; name a run, or a folder of "
+                          "runs with --output-dir.")
     return explain(runs[-1].parent.resolve())
