@@ -178,7 +178,7 @@ class ObjectStore:
 
 
 def _endpoint() -> str:
-    """The address of S3 that the environment names; only an explicit http:// is used without TLS."""
+    """The address of S3 in the environment; only an explicit http:// is used without TLS."""
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
 
 

@@ -44,7 +44,7 @@ _KEY = re.compile(rf"(?:{OBJECTS}|{MANIFESTS})/(\d+)-[0-9a-f]+(?:\.json)?")
 
 @dataclass(frozen=True)
 class Part:
-    """An object: a whole file, or a part of a log."""
+    """An object: a complete file, or a part of a log."""
 
     key: str
     sha256: str

@@ -200,7 +200,7 @@ class Lease:
         return head
 
     def _taken(self, before: Head | None) -> bool:
-        """Write the own head in place of `before`; False if another process was faster."""
+        """Write the own head instead of `before`; False if another process was faster."""
         wanted = Head(fence=(before.fence if before else 0) + 1, holder=process_identity.current(), purpose=self.purpose,
                       lease_s=self.duration_s, manifest=before.manifest if before else "",
                       manifest_sha256=before.manifest_sha256 if before else "", nonce=secrets.token_hex(16))

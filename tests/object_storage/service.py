@@ -8,14 +8,13 @@ import signal
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import pytest
-
-moto_server = pytest.importorskip("moto.server")
-serving = pytest.importorskip("werkzeug.serving")
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug import serving
 
 BUCKET = "bucket"
 # what a fault does to one request; "stop" stops the process, as a long pause of its machine does
@@ -26,7 +25,7 @@ _EXPIRED = (b'<?xml version="1.0"?><Error><Code>ExpiredToken</Code>'
 
 @dataclass
 class Fault:
-    """What happens at request `number` (from 1) and the `length - 1` requests after it."""
+    """The failure of request `number` (from 1) and of the `length - 1` requests after it."""
 
     kind: str
     number: int
@@ -64,7 +63,7 @@ class Service:
 
     def __init__(self) -> None:
         self.faults = Faults()
-        self._app = moto_server.DomainDispatcherApplication(moto_server.create_backend_app)
+        self._app = DomainDispatcherApplication(create_backend_app)
         self._server = serving.make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Quiet)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
@@ -93,16 +92,16 @@ class Service:
             return [_EXPIRED]
         if kind == "stop":
             os.kill(self.faults.victim, signal.SIGSTOP)
-        if kind in ("", "stop"):
-            return self._app(environ, start_response)
-        answer = self._app(environ, lambda *_status: None)
-        # moto changes its state while the answer is read
-        list(answer)
-        if kind == "kill_after":
-            os.kill(self.faults.victim, signal.SIGKILL)
-        if kind == "timeout":
-            time.sleep(3)
-        _no_answer(environ)
+        if kind not in ("", "stop"):
+            # moto changes its state while the answer is read
+            list(self._app(environ, lambda *_status: None))
+            if kind == "kill_after":
+                os.kill(self.faults.victim, signal.SIGKILL)
+            if kind == "timeout":
+                time.sleep(3)
+            _no_answer(environ)
+        answer: Iterable[bytes] = self._app(environ, start_response)
+        return answer
 
 
 def _no_answer(environ: dict[str, Any]) -> NoReturn:
@@ -123,13 +122,11 @@ class _Quiet(serving.WSGIRequestHandler):
 @contextlib.contextmanager
 def running(environment: Callable[[str, str], None]) -> Iterator[Service]:
     """A service with an empty bucket, whose variables are set with `environment`."""
-    import boto3
-
     service = Service()
     for name, value in service.environment().items():
         environment(name, value)
     try:
-        boto3.client("s3", endpoint_url=service.url, region_name="us-east-1").create_bucket(Bucket=BUCKET)
+        urllib.request.urlopen(urllib.request.Request(f"{service.url}/{BUCKET}", method="PUT")).close()
         yield service
     finally:
         service.close()

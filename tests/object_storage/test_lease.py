@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,15 +35,21 @@ class Time:
 class Faulty(ObjectStore):
     """Loses the answers of conditional writes, or the writes themselves."""
 
-    def __init__(self, inner: ObjectStore) -> None:
-        super().__init__(inner.url, store=inner._store)
+    def __init__(self) -> None:
+        super().__init__("s3://tests/run", store=obstore.store.MemoryStore())
         self.faults: list[str] = []
 
-    def _conditional(self, key: str, content: bytes, mode: Any) -> Version:
+    def create(self, key: str, content: bytes) -> Version:
+        return self._after_fault(key, lambda: super(Faulty, self).create(key, content))
+
+    def replace(self, key: str, content: bytes, version: Version) -> Version:
+        return self._after_fault(key, lambda: super(Faulty, self).replace(key, content, version))
+
+    def _after_fault(self, key: str, write: Callable[[], Version]) -> Version:
         fault = self.faults.pop(0) if self.faults else ""
         if fault == "lost":
             raise ObjectStorageError("timeout")
-        version = super()._conditional(key, content, mode)
+        version = write()
         if fault == "answer lost":
             raise ObjectStorageError("timeout")
         if fault == "repeated":
@@ -53,7 +60,7 @@ class Faulty(ObjectStore):
 
 @pytest.fixture
 def store() -> Faulty:
-    return Faulty(ObjectStore("s3://tests/run", store=obstore.store.MemoryStore()))
+    return Faulty()
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("obstore")
+pytest.importorskip("moto.server")
 
 from tests.object_storage.service import FAULTS, Fault, running
 from tests.object_storage.trials import LENGTHS, Trials

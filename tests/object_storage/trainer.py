@@ -2,8 +2,8 @@
 
     python -m tests.object_storage.trainer
 
-reads a line of JSON per process, {"url": ..., "resume": ..., "cache": ..., "lease_s": ..., "log": ...},
-and prints its number. The process waits for SIGCONT; its exit code follows on the next line.
+reads a line of JSON per process (see `Trainer.begin`), and prints its number. The process
+waits for SIGCONT; its exit code follows on the next line.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ngsgd
 from ngsgd.errors import NgsgdError
+from ngsgd.object_storage.client import ObjectStore
+from ngsgd.object_storage.lease import Lease
 from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.services import Services
 from tests.tasks import blobs
@@ -43,8 +46,8 @@ def main() -> None:
 def _child(wanted: Mapping[str, Any]) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
     os.environ["XDG_CACHE_HOME"] = wanted["cache"]
-    stored_run.Lease = functools.partial(stored_run.Lease, duration_s=wanted["lease_s"])  # type: ignore[misc, assignment]
-    stored_run.ObjectStore = functools.partial(stored_run.ObjectStore, retry_s=wanted["retry_s"])  # type: ignore[misc, assignment]
+    mock.patch.object(stored_run, "Lease", functools.partial(Lease, duration_s=wanted["lease_s"])).start()
+    mock.patch.object(stored_run, "ObjectStore", functools.partial(ObjectStore, retry_s=wanted["retry_s"])).start()
     code = 0
     with Path(wanted["log"]).open("a") as log:
         try:

@@ -93,14 +93,14 @@ class Trials:
         return folder if folder else Path(os.devnull)
 
     def problems(self, fault: Fault) -> Iterator[str]:
-        """Disturb a run, end it on another machine, and yield what is wrong."""
+        """Disturb a run, end it on another machine, and yield the problems."""
         url = self.new_url()
         code = self.run(url, "first", fault=fault)
         if not self.service.faults.num_faults:
             yield "the fault was not reached"
         errors = self.trainer.errors()
-        is_killed = code == -signal.SIGKILL
-        if not is_killed and (code not in (0, ObjectStorageError.exit_code) or len(errors) > 1 or (fault.kind == "expired" and code != ObjectStorageError.exit_code)):
+        allowed = [ObjectStorageError.exit_code] if fault.kind == "expired" else [0, ObjectStorageError.exit_code]
+        if code != -signal.SIGKILL and (code not in allowed or len(errors) > 1):
             yield f"the run ended with {code} and the messages {errors}"
         if code != 0:
             yield from self._resume(url)

@@ -136,11 +136,14 @@ def locked(folder: Path, lock: RunLock, report: Callable[[str], None]) -> Iterat
 
 
 def fetched(url: str, *, with_models: bool = True) -> Path | None:
-    """Return the working folder of a run, with the files of its newest commit; None if there is no such run.
+    """Return the working folder of a run, with the files of its newest commit.
 
     Args:
         url: URL of the run.
         with_models: also fetch checkpoints and models, which `ngsgd status` and `logs` do not need.
+
+    Returns:
+        None if there is no such run.
 
     Raises:
         ConfigError: the URL is not valid.
