@@ -38,7 +38,8 @@ def test_a_retry_on_another_worker_gets_the_snapshot(store: SharedSnapshotStore)
     write(memory, 6)
     book.failed(JOB, 0)
     again = book.lend(RETRY, worker=1)
-    assert again is memory is not None
+    assert again is not None
+    assert again == memory
     assert unpack(again.block(0)) == {"number": 6}
 
 
