@@ -18,6 +18,7 @@ from torch import nn
 
 from ngsgd.errors import DivergenceError, NgsgdError, RunInterrupted
 from ngsgd.schedules import Schedule
+from ngsgd.training.averaging import quarantine
 from ngsgd.training.averaging.averaged_model import AveragedModel
 from ngsgd.training.averaging.averager import Averager
 from ngsgd.training.averaging.layer_rates import equalized_rates
@@ -198,6 +199,9 @@ class Coordinator:
         if error:
             self._release(state)
             return self._rolled_back(state.plan, before, error)
+        if quarantine.has_no_data(state, before.progress):
+            self._emit_incident("outer_iteration_skipped", quarantine.message(state, self.schedule),
+                                state.plan.outer_iter, -1, -1)
         accepted = [result for result, reason in verdicts if not reason]
         self._partitioner.observe(accepted)
         for job in range(state.plan.num_jobs):

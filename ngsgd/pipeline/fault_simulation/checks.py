@@ -24,7 +24,9 @@ def problems(trial: Trial, baseline: Trial) -> list[str]:
     found = list(trial.world.problems)
     found += _errors(trial)
     found += _lost_commits(trial)
-    if trial.is_finished:
+    if trial.has_no_data:
+        found += _data_left(trial)
+    elif trial.is_finished:
         found += _of_finished_run(trial, baseline)
     found += [f"thread {thread.name} is left" for thread in threading.enumerate()
               if thread.name.startswith("ngsgd") and thread not in trial.older_threads]
@@ -42,7 +44,7 @@ def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
         found = []
     else:
         found += [*_shards(trial, done), *_given_up(trial, done)]
-    found += [*_events(trial, done), *_leftovers(trial)]
+    found += [*_without_data(done), *_events(trial, done), *_leftovers(trial)]
     if keeps_bits(trial, done) and trial.final != baseline.final:
         found.append(f"the final model is {trial.final[:12]}, without faults it is {baseline.final[:12]}")
     return found
@@ -71,7 +73,7 @@ def keeps_bits(trial: Trial, done: list[OuterIterationLines]) -> bool:
 
 def _errors(trial: Trial) -> Iterator[str]:
     for life in trial.lives:
-        if life.ending in ("error", "locked", "stopped") and not _NEXT_STEP.search(_message(life)):
+        if life.ending in ("error", "locked", "stopped", "no data") and not _NEXT_STEP.search(_message(life)):
             yield f"an error without a next step: {type(life.error).__name__}: {life.error}"
 
 
@@ -109,6 +111,25 @@ def _shards(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
         frames = done[-1].commit["frames_processed"] if done else 0
         if frames != 4 * sizes:
             yield f"{frames} examples were counted, and the schedule has {4 * sizes}"
+
+
+def _without_data(done: list[OuterIterationLines]) -> Iterator[str]:
+    """An outer iteration without data leaves the model unchanged."""
+    for one in done:
+        if one.settled and one.has_no_data and one.commit["model"] != one.commit["parent"]:
+            yield f"outer iteration {one.outer_iter} changed the model without data"
+
+
+def _data_left(trial: Trial) -> Iterator[str]:
+    """A run may end without a final model only if every shard was quarantined."""
+    lines = [line for line in read_json_lines(trial.folder / "ledger.jsonl") if line["event"] == "quarantined"]
+    grid = trial.task.shards()
+    wanted = {(archive, frame) for archive in range(grid.num_archives) for frame in range(grid.shards_per_archive)}
+    damaged = {line["pieces"][0][0] for line in lines if "damaged" in line["reason"]}
+    gone = {tuple(piece[:2]) for line in lines for piece in line["pieces"]}
+    left = [shard for shard in wanted - gone if shard[0] not in damaged]
+    if left:
+        yield f"the run ended without data, although {len(left)} shards were not in quarantine"
 
 
 def _may_lose_data(done: list[OuterIterationLines]) -> bool:
