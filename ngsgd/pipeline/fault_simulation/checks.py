@@ -67,8 +67,7 @@ def keeps_bits(trial: Trial, done: list[OuterIterationLines]) -> bool:
         return False
     if any(line["event"] == "rolled_back" for line in read_json_lines(trial.folder / "ledger.jsonl")):
         return False
-    num_trained = sum(life.first_job is not None for life in trial.lives)
-    return num_trained <= 1 or not trial.scenario.jobs_keep_state
+    return True
 
 
 def _errors(trial: Trial) -> Iterator[str]:
