@@ -65,9 +65,7 @@ def keeps_bits(trial: Trial, done: list[OuterIterationLines]) -> bool:
         return False
     if any(entry["event"] != "accepted" for one in done for entry in one.settled) or trial.was_taken_over:
         return False
-    if any(line["event"] == "rolled_back" for line in read_json_lines(trial.folder / "ledger.jsonl")):
-        return False
-    return True
+    return not any(line["event"] == "rolled_back" for line in read_json_lines(trial.folder / "ledger.jsonl"))
 
 
 def _errors(trial: Trial) -> Iterator[str]:
@@ -183,8 +181,8 @@ def _record(event: dict[str, Any], one: OuterIterationLines) -> Iterator[str]:
 
 def _leftovers(trial: Trial) -> Iterator[str]:
     """Files that nobody needs after the end."""
-    # a file that the disk refuses to remove stays
-    is_removable = not any(fault.what == "EIO" and fault.where == "operation" for fault in trial.world.occurred)
+    # a file that the disk refuses to remove stays; some file systems need space to remove one
+    is_removable = not any(fault.what in ("EIO", "ENOSPC") and fault.where == "operation" for fault in trial.world.occurred)
     for path in sorted(trial.folder.rglob("*")):
         # without locks it is unknown whether the writer of a temporary file lives
         if path.name.endswith(".tmp") and trial.scenario.has_locks and is_removable:
@@ -193,10 +191,10 @@ def _leftovers(trial: Trial) -> Iterator[str]:
         if (trial.folder / name).exists():
             yield f"{name} is left"
     kept = [path.name for path in (trial.folder / "checkpoints").glob("iter-*")]
-    # a process that was killed while it removed the oldest one leaves the rest of it, and a power
-    # cut may bring back removed files
+    # a process that ended before it removed the oldest one leaves it, and a power cut may bring back
+    # removed files
     is_removable = is_removable and not any(fault.what.startswith("power cut") for fault in trial.world.occurred)
-    if len(kept) > trial.config.checkpoint.num_to_keep + (len(trial.lives) > 1) and is_removable:
+    if len(kept) > trial.config.checkpoint.num_to_keep + len(trial.lives) - 1 and is_removable:
         yield f"{len(kept)} checkpoints are left"
     manifest = trial.folder / "final" / "model.json"
     if not manifest.exists() or not json.loads(manifest.read_text()):
