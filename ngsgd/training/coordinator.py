@@ -149,9 +149,9 @@ class Coordinator:
 
     def _open_first(self, start: Checkpoint) -> OuterIterationState | None:
         """Plan the first outer iteration of this process, as the process before it did."""
-        if not self._job_init.need_own or not start.model_sha256:
+        if not start.has_jobs:
             return self._open(start.progress)
-        states = self.storage.checkpoints.load_jobs(start.progress.outer_iter)
+        states = self.storage.checkpoints.load_jobs(start)
         self._job_init.restore(start.progress.outer_iter, states)
         progress = start.progress
         if states.layer_rates is not None and states.excluded is not None:
@@ -288,7 +288,7 @@ class Coordinator:
             "num_accepted": record.num_accepted,
             "numbers": {"lr": state.plan.iteration.lr, **outer_state["numbers"]}},
             fisher=self._job_init.fisher, record=record,
-            jobs=self._job_init.states(progress.outer_iter, ahead))
+            jobs=self._job_init.states(progress.outer_iter, ahead) if self.storage.checkpoints.keeps_jobs else None)
         self.storage.ledger.committed(after.commit)
         return after
 

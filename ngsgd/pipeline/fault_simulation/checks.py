@@ -191,8 +191,8 @@ def _leftovers(trial: Trial) -> Iterator[str]:
         if (trial.folder / name).exists():
             yield f"{name} is left"
     kept = [path.name for path in (trial.folder / "checkpoints").glob("iter-*")]
-    # a process that ended before it removed the oldest one leaves it, and a power cut may bring back
-    # removed files
+    # a process that ended before it removed the oldest one leaves it
+    # a power cut may bring back removed files
     is_removable = is_removable and not any(fault.what.startswith("power cut") for fault in trial.world.occurred)
     if len(kept) > trial.config.checkpoint.num_to_keep + len(trial.lives) - 1 and is_removable:
         yield f"{len(kept)} checkpoints are left"

@@ -79,6 +79,7 @@ class Checkpoint:
     record: OuterIterationRecord | None = None
     # only while it is written; `CheckpointStore.load_jobs` reads it
     jobs: JobStates | None = None
+    has_jobs: bool = False
 
     def outer_state(self) -> dict[str, Any]:
         """State in the format of `OuterOptimizer.load_state_dict`."""
@@ -94,10 +95,12 @@ class CheckpointStore:
     """The checkpoints of one run."""
 
     def __init__(self, directory: Path, layout: FlatLayout, num_to_keep: int,
-                 candidates: Collection[int] = (), lock: RunLock | None = None) -> None:
+                 candidates: Collection[int] = (), lock: RunLock | None = None, *, keeps_jobs: bool = True) -> None:
         self.directory = directory
         self.layout = layout
         self.num_to_keep = num_to_keep
+        # whether checkpoints contain the state of jobs, if there is any
+        self.keeps_jobs = keeps_jobs
         # outer iterations whose models are kept for the final combination, regardless of age
         self.candidates = candidates
         self.models = directory.parent / "models"
@@ -259,13 +262,17 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint {path} belongs to a model with other layers; resume "
                                   "with the configuration of that run.")
         return Checkpoint(progress, self.layout.flatten(state), manifest["files"][_MODEL], buffers,
-                          manifest["numbers"], manifest["commit"], fisher, record)
+                          manifest["numbers"], manifest["commit"], fisher, record, has_jobs=_JOBS in manifest["files"])
 
-    def load_jobs(self, outer_iter: int) -> JobStates:
-        """Load the state of jobs of a checkpoint that was loaded; empty if it has none."""
-        path = self.directory / f"iter-{outer_iter:06d}" / _JOBS
+    def load_jobs(self, checkpoint: Checkpoint) -> JobStates:
+        """Load the state of jobs of a checkpoint of this store.
+
+        Raises:
+            CheckpointError: it cannot be read, or belongs to another model.
+        """
+        path = self.directory / f"iter-{checkpoint.progress.outer_iter:06d}" / _JOBS
         try:
-            return JobStates.read(path) if path.exists() else JobStates()
+            return JobStates.read(path, self.layout.size)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); check the disk, then resume.") from error
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -42,11 +43,16 @@ class JobStates:
         save_file(arrays, path, metadata={_PLAN: json.dumps(plan)})
 
     @classmethod
-    def read(cls, path: Path) -> JobStates:
-        """Read a file; raises OSError, ValueError or SafetensorError if it is damaged."""
+    def read(cls, path: Path, size: int) -> JobStates:
+        """Read a file with vectors of `size`.
+
+        Raises OSError, ValueError or SafetensorError if it is damaged.
+        """
         with safe_open(path, framework="np") as file:
             plan = json.loads(file.metadata()[_PLAN])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if any(vector.shape != (size,) or vector.dtype != np.float32 for vector in arrays.values()):
+            raise ValueError("it belongs to another model")
         excluded = plan["excluded"]
         return cls({int(name.removeprefix(_OWN)): vector for name, vector in arrays.items() if name.startswith(_OWN)},
                    arrays.get(_MODEL), plan["layer_rates"], None if excluded is None else tuple(excluded))
