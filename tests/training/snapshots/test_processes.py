@@ -150,6 +150,7 @@ def test_data_that_crash_every_worker_are_quarantined_as_without_snapshots(tmp_p
     hashes = []
     for name, failure in (("on", ALWAYS), ("off", FailureConfig(snapshots="off"))):
         sha256, run = trained(tmp_path / name, config(failure=failure), Kills(1, num_attempts=9, share=0.3))
-        assert {incident.what for incident in run.recorder.incidents} == {"worker_died", "shard_quarantined"}
+        found = {incident.what for incident in run.recorder.incidents}
+        assert found - {"job_continued"} == {"worker_died", "shard_quarantined"}
         hashes.append(sha256)
     assert hashes[0] == hashes[1]
