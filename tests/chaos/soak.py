@@ -199,7 +199,7 @@ class Times(Recorder):
         self.commits.append((time.monotonic(), record.num_accepted))
 
 
-class _StopAfter:
+class StopAfter:
     """Ends a run after so many outer iterations, counted in its folder: records come later, with
     their diagnostics.
     """
@@ -260,12 +260,12 @@ def losses(lines: list[dict[str, Any]]) -> list[str]:
 
 def make_run(plan: Plan, folder: Path) -> tuple[Run, Times]:
     folder.mkdir(parents=True)
-    run, times = Run(folder, _config(plan)), Times()
+    run, times = Run(folder, config_of(plan)), Times()
     run.recorder = times
     return run, times
 
 
-def _config(plan: Plan) -> RunConfig:
+def config_of(plan: Plan) -> RunConfig:
     """More outer iterations than there is time for."""
     plain = config()
     num_passes = 2 * plan.num_workers * (plan.faulty_s + plan.quiet_s) / plan.job_s
@@ -280,7 +280,7 @@ def hash_without_faults(plan: Plan, folder: Path, num_outer_iters: int) -> str:
     run, _ = make_run(plan, folder)
     pool = ProcessPool(run.spec, 2, 1, run.store.layout.size)
     with contextlib.suppress(RunInterrupted):
-        run.train(pool, _StopAfter(run, num_outer_iters))
+        run.train(pool, StopAfter(run, num_outer_iters))
     return final_hash(run)
 
 
