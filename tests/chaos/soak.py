@@ -33,9 +33,8 @@ from ngsgd.errors import NgsgdError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.training.records import OuterIterationRecord
 from ngsgd.training.storage.audit import audit
-from ngsgd.training.task import TaskSpec
-from ngsgd.training.worker import Worker
 from tests.chaos.invariants import Surroundings, final_hash
+from tests.chaos.steady import Steady
 from tests.toy import Recorder, Run, config
 
 KINDS = ("SIGKILL",) * 7 + ("SIGSTOP", "SIGTERM", "exception")   # kill -9 mostly
@@ -92,34 +91,6 @@ def _listed(counts: Counter[str]) -> str:
 def _kind_of(reason: str) -> str:
     """How a try ended, without the number of its process."""
     return re.sub(r"^process \d+ ", "", reason)
-
-
-@dataclass(frozen=True)
-class Steady:
-    """Makes workers whose minibatches last `minibatch_s`, and that raise an error when a marker
-    file exists.
-    """
-
-    folder: str
-    minibatch_s: float
-
-    def __call__(self, spec: TaskSpec, index: int) -> Worker:
-        return SteadyWorker(spec, index, self)
-
-
-class SteadyWorker(Worker):
-    def __init__(self, spec: TaskSpec, index: int, how: Steady) -> None:
-        super().__init__(spec, index)
-        self.how = how
-
-    def _train(self, *arguments: Any) -> None:
-        began = time.perf_counter()
-        super()._train(*arguments)
-        time.sleep(max(0.0, self.how.minibatch_s - (time.perf_counter() - began)))
-        wish = Path(self.how.folder) / f"raise-{self.index}"
-        if wish.exists():
-            wish.unlink()
-            raise RuntimeError("an error made by the soak test")
 
 
 @dataclass

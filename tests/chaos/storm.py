@@ -34,7 +34,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,12 @@ from ngsgd.config import OptimizerConfig, RunConfig
 from ngsgd.errors import RunInterrupted
 from ngsgd.files import JsonLines, read_json_lines
 from ngsgd.launcher.timeline.efficiency import Efficiency, efficiency_of
-from ngsgd.training.job import Job, JobResult
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.storage.event_log import read_events
-from ngsgd.training.task import TaskSpec
-from ngsgd.training.worker import Place, Worker, never, np_empty
 from tests.chaos import soak
 from tests.chaos.invariants import TAG, Surroundings, final_hash
 from tests.chaos.recorded import RecordedRun
+from tests.chaos.steady import Marking, mark_of
 from tests.toy import Run
 
 COORDINATOR = "coordinator"
@@ -60,38 +58,8 @@ _STEP_S = 0.002
 # after the last fault, for the recovery
 _REST_S = 15.0
 _INTERRUPTED, _KILLED = 130, -9
-
-
-# Workers ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Marking:
-    """Makes workers of the soak test that leave a file when they begin their first job, and when
-    they begin to repeat one.
-    """
-
-    steady: soak.Steady
-
-    def __call__(self, spec: TaskSpec, index: int) -> Worker:
-        return _MarkingWorker(spec, index, self.steady)
-
-
-class _MarkingWorker(soak.SteadyWorker):
-    is_new = True
-
-    def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
-        if job.attempt > 1:
-            mark_of(Path(self.how.folder), *job.identity).touch()
-        if self.is_new:
-            (Path(self.how.folder) / f"first-{os.getpid()}").touch()
-            self.is_new = False
-        return super().run(job, place, should_stop)
-
-
-def mark_of(folder: Path, outer_iter: int, job: int, attempt: int) -> Path:
-    """The file that a worker creates when it begins to repeat a job."""
-    return folder / f"retry-{outer_iter}-{job}-{attempt}"
+# without a main module of the file system, which each worker would import
+_COORDINATE = "import sys; sys.argv[0] = 'storm'; from tests.chaos.storm import main; sys.exit(main())"
 
 
 def config_of(plan: soak.Plan) -> RunConfig:
@@ -256,9 +224,11 @@ def storm_of(plan: soak.Plan, folder: Path, num_faults: int, command: Sequence[s
     faulty = folder / "faulty"
     faulty.mkdir()
     tag = uuid.uuid4().hex
-    around, began = Surroundings(tag), time.time()
+    around = Surroundings(tag)
     codes = list(_codes([*command, "--part", str(faulty)], folder / "output", tag))
-    seconds, load = time.time() - began, os.getloadavg()[0]
+    load = os.getloadavg()[0]
+    # from the first job, with the restarts of the coordinator
+    seconds = (faulty / "ledger.jsonl").stat().st_mtime - float((faulty / "began").read_text())
     run = RecordedRun(faulty, config_of(plan))
     events = [event for event in read_events(run.files.events) if event["event"] == "outer_iteration"]
     ends = [0.0, *(event["elapsed_s"] for event in events)]
@@ -329,7 +299,7 @@ def main() -> int:
     if asked.part:
         return coordinate(plan, asked.part, num_faults)
     with tempfile.TemporaryDirectory() as folder:
-        report = storm_of(plan, Path(folder), num_faults, [sys.executable, "-m", "tests.chaos.storm", *sys.argv[1:]])
+        report = storm_of(plan, Path(folder), num_faults, [sys.executable, "-c", _COORDINATE, *sys.argv[1:]])
     print(report)
     if asked.json:
         asked.json.write_text(json.dumps([asdict(one) for one in report.faults], indent=1))
