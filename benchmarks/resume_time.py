@@ -5,7 +5,8 @@
 The program writes Kaldi data directories with features of dimension 4 and utterances of 1000
 frames, and an alignment. `ngsgd train` prepares the archives and trains half an epoch; then it is
 killed with SIGKILL. Each round copies that run folder, resumes it, and measures the time until a
-worker has finished the first minibatch. CPU time is that of the coordinator alone. The resumed run is killed there. Sizes are interleaved.
+worker has finished the first minibatch. CPU time is that of the coordinator alone. The resumed run
+is killed there. Sizes are interleaved.
 
 100 million frames take 7 GB of disk and 10 minutes to prepare.
 """
@@ -74,17 +75,18 @@ def train_half(folder: Path, num_frames: int) -> Path:
     """Prepare the data and train half an epoch; return the folder of the killed run."""
     half = num_frames // 2
     settings = ["data.corpus=kaldi", f"data.source={folder / 'data'}", f"data.alignment={folder / 'data/labels.npz'}",
-                "features.kind=given", "features.cmvn=none", "egs.left_context=1", "egs.right_context=1", "model.hidden_dim=16",
-                "model.num_layers=1", "optimizer=sgd", "schedule.minibatch_size=1000", "schedule.num_epochs=20",
-                f"schedule.num_jobs_initial={NUM_JOBS}", f"schedule.num_jobs_final={NUM_JOBS}", "cluster=local", "cluster.num_workers=2",
-                "tracking.kind=none", f"output_dir={folder / 'runs'}"]
+                "features.kind=given", "features.cmvn=none", "egs.left_context=1", "egs.right_context=1",
+                "model.hidden_dim=16", "model.num_layers=1", "optimizer=sgd", "schedule.minibatch_size=1000",
+                "schedule.num_epochs=20", f"schedule.num_jobs_initial={NUM_JOBS}", f"schedule.num_jobs_final={NUM_JOBS}",
+                "cluster=local", "cluster.num_workers=2", "tracking.kind=none", f"output_dir={folder / 'runs'}"]
     with (folder / "output").open("w") as output:
         process = subprocess.Popen([sys.executable, "-m", "ngsgd.launcher", "train", "--quiet", *settings], stdout=output,
                                    stderr=subprocess.STDOUT)
         while process.poll() is None:
             time.sleep(_PATIENCE_S)
             runs = list((folder / "runs").glob("*/events.jsonl"))
-            done = [line["frames_processed"] for line in read_json_lines(runs[0]) if line["event"] == "outer_iteration"] if runs else []
+            events = read_json_lines(runs[0]) if runs else []
+            done = [line["frames_processed"] for line in events if line["event"] == "outer_iteration"]
             if done and done[-1] >= half:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
@@ -128,7 +130,7 @@ def mark_first_minibatch() -> None:
         train(worker, *arguments)
         Worker._train = train  # type: ignore[method-assign]
         Path(os.environ[_MARK]).touch()
-    Worker._train = marked  # type: ignore[method-assign]
+    Worker._train = marked  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:

@@ -15,8 +15,9 @@ of a job.
 Costs:
 
 - wall: time of the turns per job, compared with the bare loop;
-- CPU: CPU time of all processes per job, compared with the bare loop; that of the diagnostics (the
-  objective on held-out frames, in a thread of low priority) is also listed separately;
+- CPU: CPU time of all processes per job without the diagnostics, compared with the bare loop;
+- diagnostics: CPU time of the objective on held-out frames, in a thread of low priority of the
+  coordinator. A bare loop that is evaluated as often has the same;
 - between jobs: time of an outer iteration outside of the minibatches of its slowest job.
 """
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import signal
 import statistics
@@ -107,8 +109,8 @@ class ArchiveRun(BaseRun):
 def train_run(config: RunConfig, egs: Path) -> None:
     """Train until the process is killed, with the services of the command line."""
     folder = RunFolder.create(config, to_yaml(config))
-    run = ArchiveRun(config, folder, services_of(config, quiet=True), FingerprintCheck.of_new_run(config, folder,
-                                                                                                  allow_other_bits=False), is_new=True)
+    check = FingerprintCheck.of_new_run(config, folder, allow_other_bits=False)
+    run = ArchiveRun(config, folder, services_of(config, quiet=True), check, is_new=True)
     run.egs = egs
     run.train_only()
 
@@ -145,7 +147,7 @@ class Side:
     name: str
     commands: list[list[str]]
     active_s: float = 0.0
-    at: list[tuple[float, float]] = field(default_factory=list)
+    at: list[tuple[float, float, float]] = field(default_factory=list)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, folder: Path) -> None:
@@ -166,31 +168,41 @@ class Side:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def cpu_s(self) -> float:
-        """CPU seconds of all processes; in nanoseconds, from the scheduler."""
-        total = 0.0
+    def cpu_s(self) -> tuple[float, float]:
+        """CPU seconds of all threads, and of those of low priority among them; from the scheduler,
+        in nanoseconds.
+        """
+        total = background = 0.0
         for pid in self.tree():
-            for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            normal = _niceness(Path(f"/proc/{pid}"))
+            for path in Path(f"/proc/{pid}/task").iterdir():
                 with contextlib.suppress(OSError):
-                    total += int(path.read_text().split()[0]) / 1e9
-        return total
+                    seconds = int((path / "schedstat").read_text().split()[0]) / 1e9
+                    total += seconds
+                    background += seconds * (_niceness(path) > normal)
+        return total, background
 
     def mark(self, num_done: int) -> None:
         """Record the time of jobs that have ended since the last call."""
         while len(self.at) < num_done:
-            self.at.append((self.active_s, self.cpu_s()))
+            self.at.append((self.active_s, *self.cpu_s()))
 
-    def per_job(self) -> tuple[list[float], list[float]]:
-        """Seconds and CPU seconds of the jobs after the first."""
-        return tuple([after[i] - before[i] for before, after in zip(self.at, self.at[1:], strict=False)] for i in (0, 1))  # type: ignore[return-value]
+    def per_job(self) -> list[list[float]]:
+        """Of the jobs after the first: seconds, CPU seconds, and those of threads of low priority.
+        """
+        return [[after[i] - before[i] for before, after in itertools.pairwise(self.at)] for i in range(3)]
+
+
+def _niceness(process: Path) -> int:
+    return int((process / "stat").read_text().rpartition(")")[2].split()[16])
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
     """Run both variants in turns, and print the costs."""
     config = configured(options, folder)
     egs = prepared(folder, config, 2 * options.workers, options.frames)
-    own = [sys.executable, __file__, "--workers", str(options.workers), "--frames", str(options.frames), "--jobs", str(options.jobs),
-           "--folder", str(folder), "--egs", str(egs)]
+    own = [sys.executable, __file__, "--workers", str(options.workers), "--frames", str(options.frames),
+           "--jobs", str(options.jobs), "--folder", str(folder), "--egs", str(egs)]
     run = Side("ngsgd", [[*own, "--part", "run"]])
     bare = Side("bare", [[*own, "--part", str(job)] for job in range(options.workers)])
     try:
@@ -242,17 +254,20 @@ def num_done(side: Side, folder: Path, options: argparse.Namespace) -> int:
 
 def show(run: Side, bare: Side, folder: Path, options: argparse.Namespace) -> None:
     """Print the costs; those of a job are compared with the bare job of the same minibatches."""
-    (run_s, run_cpu_s), (bare_s, bare_cpu_s) = run.per_job(), bare.per_job()
+    (run_s, run_cpu_s, background_s), (bare_s, bare_cpu_s, _) = run.per_job(), bare.per_job()
+    own_cpu_s = [all_s - one for all_s, one in zip(run_cpu_s, background_s, strict=True)]
     print(f"{len(run_s)} jobs of {statistics.median(bare_s):.1f} s on {options.workers} worker(s), load {os.getloadavg()[0]:.1f}")
-    for name, ours, theirs in (("wall", run_s, bare_s), ("CPU", run_cpu_s, bare_cpu_s)):
+    for name, ours, theirs in (("wall", run_s, bare_s), ("CPU", own_cpu_s, bare_cpu_s)):
         ratios = [100 * (a / b - 1) for a, b in zip(ours, theirs, strict=False)]
         print(f"{name:5} {100 * (sum(ours) / sum(theirs) - 1):+.2f} % (jobs: median {statistics.median(ratios):+.2f} %, "
               f"{min(ratios):+.2f} to {max(ratios):+.2f})")
-    events = [line for path in folder.glob("runs/*/events.jsonl") for line in read_json_lines(path) if line["event"] == "outer_iteration"]
-    gaps = [between(line) for line in events[1:]]
+    print(f"diagnostics, in a thread of low priority: {100 * sum(background_s) / sum(bare_cpu_s):.2f} % of CPU time")
+    lines = [line for path in folder.glob("runs/*/events.jsonl") for line in read_json_lines(path)]
+    gaps = [between(line) for line in lines if line["event"] == "outer_iteration"][1:]
     if gaps:
-        print(f"between jobs {1000 * statistics.median(gaps):.1f} ms an outer iteration ({1000 * min(gaps):.1f} to {1000 * max(gaps):.1f}), "
-              f"{100 * statistics.median(gaps) / statistics.median(bare_s):.3f} % of a job")
+        typical = statistics.median(gaps)
+        print(f"between jobs {1000 * typical:.1f} ms an outer iteration ({1000 * min(gaps):.1f} to {1000 * max(gaps):.1f}), "
+              f"{100 * typical / statistics.median(bare_s):.3f} % of a job")
     if options.workers == 1:
         compare_bits(next(folder.glob("runs/steady*")), folder, options)
 
