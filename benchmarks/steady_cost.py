@@ -1,14 +1,14 @@
 """Steady cost of fault tolerance: `ngsgd train` compared with a bare training loop.
 
-    python benchmarks/steady_cost.py [--workers 1] [--jobs 8] [--frames 60000] [--folder FOLDER]
+    python benchmarks/steady_cost.py [--workers 1] [--jobs 8] [--frames 170000] [--folder FOLDER]
 
 `ngsgd train` runs with checkpoints, ledger, checksums, heartbeats and MLflow. The bare loop is one
 process per worker that trains the same minibatches with the same model, loss and optimizer, and
 stores nothing. With one worker the program compares the parameters of both: they are bitwise
 identical.
 
-Both run at the same time, in turns of 0.4 s: the processes of one are stopped (SIGSTOP) while those
-of the other run. Both therefore see the same load of the machine. Time is that of the turns. It is
+Both run interleaved, 0.4 s at a time: the processes of one are stopped (SIGSTOP) while those of the
+other run. Both therefore see the same load of the machine. Time is that of the turns. It is
 measured from the end of the first job, so start and decoding do not count. `--frames` is the length
 of a job.
 
@@ -198,7 +198,7 @@ def _niceness(process: Path) -> int:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Run both variants in turns, and print the costs."""
+    """Run both variants interleaved, and print the costs."""
     config = configured(options, folder)
     egs = prepared(folder, config, 2 * options.workers, options.frames)
     own = [sys.executable, __file__, "--workers", str(options.workers), "--frames", str(options.frames),
@@ -294,7 +294,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=1, help="worker processes")
     parser.add_argument("--jobs", type=int, default=8, help="measured jobs per worker")
-    parser.add_argument("--frames", type=int, default=60000, help="frames of a job")
+    parser.add_argument("--frames", type=int, default=170_000, help="frames of a job; the default takes about 20 s of CPU time")
     parser.add_argument("--folder", type=Path, default=None, help="parent of the temporary files")
     parser.add_argument("--egs", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)

@@ -3,7 +3,7 @@
     python -m tests.chaos.storm [--workers 32] [--minutes 30] [--faults-per-hour 125]
 
 Workers mostly sleep, as in the soak test, so that each stands for a separate machine. A fault is
-SIGKILL (in 7 of 11 draws), SIGTERM, SIGSTOP or an exception for one worker, or SIGKILL for the
+SIGKILL (7 of 11), SIGTERM, SIGSTOP or an exception for one worker, or SIGKILL for the
 coordinator. A killed coordinator is started again at once and resumes the run. The program reports
 for each fault
 
@@ -218,7 +218,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def storm_of(plan: soak.Plan, folder: Path, num_faults: int, command: Sequence[str]) -> Report:
-    """Run `command`, the coordinator, until it ends of itself, and compare with a run without faults
+    """Run the coordinator until it ends of itself, and compare with a run without faults
     and without sleep.
     """
     faulty = folder / "faulty"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ngsgd.errors import CheckpointError, RunInterrupted
-from ngsgd.pipeline import run as pipeline_run
+from ngsgd.pipeline.prepare import prepare
 from ngsgd.pipeline.recipes import recipe
 from ngsgd.pipeline.run import build_run
 from ngsgd.pipeline.services import Services
@@ -30,13 +30,12 @@ def test_a_resumed_run_prepares_no_data_unless_they_were_touched(tmp_path: Path,
     with pytest.raises(RunInterrupted):
         run.train_only()
     num_prepared = 0
-    prepare = pipeline_run.prepare
 
     def counted(*arguments: Any) -> Any:
         nonlocal num_prepared
         num_prepared += 1
         return prepare(*arguments)
-    monkeypatch.setattr(pipeline_run, "prepare", counted)
+    monkeypatch.setattr("ngsgd.pipeline.run.prepare", counted)
 
     def resume() -> int:
         with pytest.raises(RunInterrupted):
