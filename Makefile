@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not there; install Python 3.11 or say make PYTHON=python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service,asr,synth,onnx,tune,sweep,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service,asr,synth,onnx,tune,sweep,store,docs,dev]'
 	@touch $(STAMP)
 
 train: $(STAMP)  ## train on synthetic digits and print a word error rate; make train ARGS="optimizer=sgd"

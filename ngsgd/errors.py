@@ -123,6 +123,20 @@ class RunLockedError(CheckpointError):
     """Another process writes to the run folder."""
 
 
+class ObjectStorageError(NgsgdError):
+    """An object of a bucket cannot be read or written; repeating the request did not help.
+
+    Attributes:
+        is_denied: the credentials are missing, wrong or expired.
+    """
+
+    exit_code = 7
+
+    def __init__(self, message: str, *, is_denied: bool = False) -> None:
+        super().__init__(message)
+        self.is_denied = is_denied
+
+
 class MissingExtraError(ConfigError):
     """A feature needs packages of an optional extra that is not installed."""
 

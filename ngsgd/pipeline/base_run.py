@@ -24,6 +24,7 @@ from ngsgd.pipeline.services import PoolRequest, Services
 from ngsgd.pipeline.train import train
 from ngsgd.schedules import Schedule
 from ngsgd.training.diagnostics.clipped_updates import ClippedUpdates
+from ngsgd.training.dispatcher import StopSignal
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.records import FinalReport, Incident
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint, require_room
@@ -35,6 +36,20 @@ from ngsgd.training.tracking import Trackers
 
 def _ignore(_about: Mapping[str, Any]) -> None:
     pass
+
+
+@dataclass(frozen=True)
+class _StopOf:
+    """The stop signal of this process, and requests from other machines (`ngsgd stop URL`)."""
+
+    signal: StopSignal
+    lock: RunLock | None
+
+    def requested(self) -> bool:
+        return self.signal.requested() or (self.lock is not None and self.lock.stop_requested())
+
+    def expired(self) -> bool:
+        return self.signal.expired()
 
 
 @dataclass(frozen=True)
@@ -121,6 +136,7 @@ class BaseRun(ABC):
         with self.folder.locked(self._purpose, self.services.warn) as lock:
             with self._errors():
                 training = self._open(lock)
+                lock.committed()
             status = "FAILED"
             try:
                 # recorded before the trackers are closed, so that MLflow receives it as well
@@ -215,7 +231,7 @@ class BaseRun(ABC):
                                                     elapsed_s=start.progress.elapsed_s))
 
         return train(spec, pool, training.checkpoints, start, folder.ledger,
-                     tracker=training.trackers, stop=services.stop,
+                     tracker=training.trackers, stop=_StopOf(services.stop, training.checkpoints.lock),
                      clock=services.clock, on_start=on_start, catch_signals=services.catch_signals)
 
     def _start(self, training: Training) -> Checkpoint:

@@ -98,7 +98,7 @@ def build_run(config: RunConfig, services: Services | None = None, *,
     data = _prepared(config, services)
     require_model(config, EgsReader(data.egs_directory), services.report)
     folder = RunFolder.create(config, to_yaml(config))
-    services.report(f"run folder {folder.path}")
+    services.report(f"run folder {folder.address}")
     fingerprint = FingerprintCheck.of_new_run(config, folder, allow_other_bits=allow_other_bits)
     if config.model._target_:
         permission.remember_or_warn(config.model, folder.run_id, services.warn)

@@ -139,6 +139,8 @@ class CheckpointStore:
         self._undiagnosed.unlink(missing_ok=True)
         for old in self._found()[:-self.num_to_keep]:
             shutil.rmtree(old, ignore_errors=True)
+        if self.lock:
+            self.lock.committed()
         return whole
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
