@@ -58,6 +58,10 @@ class DamagedArchiveError(DataError):
         return str(self.args[0])
 
 
+class QuarantineError(DataError):
+    """All shards of the data are in quarantine, so that nothing is left to train on."""
+
+
 class BadBatchError(DataError):
     """A minibatch has a non-finite loss or gradient, and failure.on_bad_batch is stop."""
 

@@ -251,6 +251,9 @@ def _dropout(c: RunConfig) -> Iterator[str]:
 
 
 def _outer(c: RunConfig) -> Iterator[str]:
+    if not c.checkpoint.job_states and not c.outer.jobs_keep_state:
+        yield ("checkpoint.job_states is false, but jobs keep no state; leave it true, or choose outer.overlap=true or "
+               "outer.kind=streaming.")
     if c.outer.overlap and c.outer.kind == "streaming":
         yield ("outer.overlap is true with outer.kind streaming, whose jobs continue from their "
                "own models; leave it false and set outer.fragment_delay=1 to overlap.")

@@ -177,7 +177,7 @@ class BaseRun(ABC):
             self.services.report(line)
         layout = FlatLayout.of(model)
         checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep,
-                                      self._kept_models(task, schedule), lock)
+                                      self._kept_models(task, schedule), lock, keeps_jobs=config.checkpoint.job_states)
         latest, problems = checkpoints.latest()
         if latest is None and (problems or folder.final.exists()):
             # a start from iteration 1 would overwrite the checkpoints and the final model
@@ -208,10 +208,15 @@ class BaseRun(ABC):
         torch.set_num_threads(fingerprint.num_threads)
         size = training.checkpoints.layout.size
         # the model, at most two buffers of the outer optimizer, and a moving average
-        require_room(folder.path,
-                     4 * size
-                     * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
         start = self._start(training)
+        num_vectors = 1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)
+        if config.outer.jobs_keep_state:
+            if config.checkpoint.job_states:
+                num_vectors += 1 + config.schedule.num_jobs_final
+            if training.latest and not start.has_jobs:
+                services.warn("the checkpoint has no state of the jobs, which start from the model again; results are not bitwise "
+                              "identical to those of an uninterrupted run")
+        require_room(folder.path, 4 * size * num_vectors)
         pool = services.make_pool(PoolRequest(spec, fingerprint.num_threads, size, folder.workers,
                                               fingerprint.agreement, services.stop.expired, services.report,
                                               self._read_by_workers(spec)))

@@ -59,3 +59,7 @@ class CheckpointConfig:
     """Checkpoints; one follows every outer iteration."""
 
     num_to_keep: int = option(3, "number of checkpoints that are kept, the newest ones", low=1)
+    job_states: bool = option(
+        True,
+        "checkpoints with outer.overlap or outer.kind=streaming contain one vector per job, which its next "
+        "run continues from, so that a resumed run is bitwise identical; false: jobs start from the model")
