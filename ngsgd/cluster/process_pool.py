@@ -27,7 +27,7 @@ from ngsgd.cluster.exchange.collective_client import exchange_of, remote
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.cluster.exchange.snapshot_memory import snapshot_book
 from ngsgd.cluster.fingerprint import Agreement
-from ngsgd.cluster.fork_server import ForkedProcess, fork_server
+from ngsgd.cluster.fork_server import ForkedProcess, fork_server, modules_of
 from ngsgd.cluster.groups import make_worker
 from ngsgd.cluster.messages import Disconnected, Messages
 from ngsgd.cluster.restarts import Restarts, check_fingerprint, incidents_of, none_agrees
@@ -240,7 +240,8 @@ class ProcessPool:
         messages = Messages(ours)
         messages.post(WorkerSetup(self.spec, index, self.num_threads, self._heartbeats, log,
                                   self.make_worker, delay_s))
-        process = self._fork_server.launch(serve, (theirs,), theirs, f"ngsgd worker {index}")
+        process = self._fork_server.launch(serve, (theirs,), theirs, f"ngsgd worker {index}",
+                                           modules_of(self.spec, self.make_worker))
         return _Slot(index, process, messages, delay_s, deaths=list(deaths))
 
     def _poll(self, timeout_s: float) -> None:

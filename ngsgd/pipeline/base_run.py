@@ -191,7 +191,7 @@ class BaseRun(ABC):
                           lock=lock)
         if latest and events.has(latest.progress.outer_iter):
             latest = replace(latest, record=None)
-        job_counts = [one.num_jobs for one in schedule.outer_iterations()]
+        job_counts = [schedule.num_jobs(number) for number in range(schedule.num_outer_iters)]
         # an outer iteration has no fewer jobs because the data is small
         if sum(job_counts) >= 2 * schedule.num_passes:
             num_epochs = sum(job_counts) / (schedule.num_archives * schedule.frames_per_eg)

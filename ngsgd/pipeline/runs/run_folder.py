@@ -284,8 +284,16 @@ class RunFolder:
             self.process.unlink(missing_ok=True)
 
     def remember_data(self, digest: str, egs_directory: Path, extractor: Path | None,
-                      adaptation: Path | None = None, alignment: str = "") -> None:
+                      adaptation: Path | None = None, alignment: str = "", key: str = "") -> None:
         """Record the data at the first start and copy the i-vector extractor and the adaptation.
+
+        Args:
+            digest: of the corpus.
+            egs_directory: the archives.
+            extractor: of i-vectors.
+            adaptation: LDA, MLLT and fMLLR.
+            alignment: file of the labels; empty for those of the corpus.
+            key: `known_data.preparation_key`, with which `archives` returns the archives again.
 
         Raises:
             CheckpointError: the data changed since the run began.
@@ -294,12 +302,19 @@ class RunFolder:
             if made is not None and not kept.exists():
                 with new_file(kept) as temporary:
                     shutil.copyfile(made, temporary)
-        if not self.data.exists():
-            about = {"digest": digest, "egs": str(egs_directory), "alignment": alignment}
-            write_text(self.data, json.dumps(sealed(about), indent=1))
-        elif self._known_data()["digest"] != digest:
+        known = self._known_data() if self.data.exists() else {}
+        if known and known["digest"] != digest:
             raise CheckpointError(f"the data of {self.path} changed since the run began; start a "
                                   "new run.")
+        about = {"digest": digest, "egs": str(egs_directory), "alignment": alignment, "key": key}
+        # with the same data, other settings or times of the source files give another key
+        if known.get("key") != key:
+            write_text(self.data, json.dumps(sealed(about), indent=1))
+
+    def archives(self, key: str) -> Path | None:
+        """Archives that were recorded with this key by `remember_data`; None for another key."""
+        known = self._known_data()
+        return Path(known["egs"]) if known.get("key") == key and isinstance(known.get("egs"), str) else None
 
     def alignment(self) -> str:
         """File of the labels that the run was trained on; empty where it is not known."""
