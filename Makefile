@@ -16,7 +16,7 @@ PROCESSES ?=
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel --processes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train check test test-all run-check run-test run-test-all gpu test-matrix mutants chaos soak fuzz fault-simulation fault-simulation-nightly fault-mutants nodes slurm reference docs image lint prose format clean
+.PHONY: help setup train check test test-all run-check run-test run-test-all gpu test-matrix mutants chaos soak storm fuzz fault-simulation fault-simulation-nightly fault-mutants nodes slurm reference docs image lint prose format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not there; install Python 3.11 or say make PYTHON=python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service,asr,synth,onnx,tune,sweep,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service,asr,synth,onnx,tune,sweep,store,docs,dev]'
 	@touch $(STAMP)
 
 train: $(STAMP)  ## train on synthetic digits and print a word error rate; make train ARGS="optimizer=sgd"
@@ -71,6 +71,9 @@ chaos: $(STAMP)  ## break all that can break, in 161 cases, and write the table 
 
 soak: $(STAMP)  ## 16 workers, a random fault every 20 to 30 s for 20 min: what is left of the speed; make soak ARGS="--minutes 5"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak $(ARGS)
+
+storm: $(STAMP)  ## 32 workers, 1-second jobs and 125 faults an hour for 30 min, dead coordinators included; make storm ARGS="--minutes 3"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.storm $(ARGS)
 
 fuzz: $(STAMP)  ## crash points, full disks, damaged files, power cuts, two coordinators (40 min); make fuzz ARGS="damage --cases 100"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(or $(ARGS),all)

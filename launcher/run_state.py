@@ -12,6 +12,7 @@ from typing import Any
 from ngsgd import process_identity
 from ngsgd.config import TaskConfig
 from ngsgd.files import read_json, read_regular_text, unsealed
+from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command
 from ngsgd.training.storage.event_log import read_events
 from ngsgd.training.storage.lock import holder_of
@@ -33,7 +34,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
     incidents = [str(event.get("message")) for event in events if event.get("event") == "incident"]
     valid, task = last.get("valid", {}), _task_of(folder)
     return {
-        "run": str(run_dir), "state": _state(folder, events), "process": _process(folder),
+        "run": folder.address, "state": _state(folder, events), "process": _process(folder),
         "silent_s": _silent_s(folder),
         "outer_iter": last["outer_iter"] + 1 if last else 0,
         "num_outer_iters": last.get("num_outer_iters"),
@@ -91,6 +92,10 @@ def _process(folder: RunFolder) -> dict[str, Any]:
     held = holder_of(folder.lock)
     if held and held.get("purpose") != "decode":
         return _as_identity(held.get("holder"))
+    if stored_run.url_of(folder.path):
+        # a holder that died without a release writes no more renewals
+        holder, silent_s = stored_run.holder(folder.path)
+        return _as_identity(dict(holder)) if silent_s < _ALIVE_S else {}
     try:
         return _as_identity(read_json(folder.process))
     except (OSError, ValueError):

@@ -58,6 +58,10 @@ class DamagedArchiveError(DataError):
         return str(self.args[0])
 
 
+class QuarantineError(DataError):
+    """All shards of the data are in quarantine, so that nothing is left to train on."""
+
+
 class BadBatchError(DataError):
     """A minibatch has a non-finite loss or gradient, and failure.on_bad_batch is stop."""
 
@@ -125,6 +129,20 @@ class ConfigChangedError(CheckpointError):
 
 class RunLockedError(CheckpointError):
     """Another process writes to the run folder."""
+
+
+class ObjectStorageError(NgsgdError):
+    """An object of a bucket cannot be read or written; repeating the request did not help.
+
+    Attributes:
+        is_denied: the credentials are missing, wrong or expired.
+    """
+
+    exit_code = 7
+
+    def __init__(self, message: str, *, is_denied: bool = False) -> None:
+        super().__init__(message)
+        self.is_denied = is_denied
 
 
 class MissingExtraError(ConfigError):

@@ -28,6 +28,7 @@ from tests.mutants import REPOSITORY, BrokenRunError, Mutant, apply
 
 COORDINATOR = "ngsgd/training/coordinator.py"
 DISPATCHER = "ngsgd/training/dispatcher.py"
+JOB_INIT = "ngsgd/training/job_init.py"
 CHECKPOINT = "ngsgd/training/storage/checkpoint.py"
 LEDGER = "ngsgd/training/storage/ledger.py"
 LOCK = "ngsgd/training/storage/lock.py"
@@ -56,8 +57,10 @@ class FaultMutant(NamedTuple):
 
 MUTANTS = [
     # bugs that earlier versions had
-    FaultMutant("record_not_in_checkpoint", COORDINATOR, "fisher=self._job_init.fisher, record=record)",
-                "fisher=self._job_init.fisher)", "50c59f64"),
+    FaultMutant("record_not_in_checkpoint", COORDINATOR, "fisher=self._job_init.fisher, record=record,",
+                "fisher=self._job_init.fisher,", "50c59f64"),
+    FaultMutant("job_states_not_loaded", CHECKPOINT, "has_jobs=_JOBS in manifest[\"files\"]", "has_jobs=False"),
+    FaultMutant("job_states_without_model", JOB_INIT, "return JobStates(own, ahead.model.read(), ", "return JobStates(own, None, "),
     FaultMutant("no_run_lock", LOCK, "fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "50c59f64"),
     FaultMutant("no_fencing", CHECKPOINT, "            self.lock.require_held()\n", "", "50c59f64"),
     FaultMutant("absence_is_counted", AWAKE, "counted_s = min(step_s, self.longest_step_s)", "counted_s = step_s", "c202826e"),

@@ -32,7 +32,7 @@ def command(arguments: Sequence[str]) -> int:
     if options.run and (Path(options.run) / "info.json").is_file():
         about, lines = examples(Path(options.run))
     elif options.run:
-        about = state_of(find_run(options.run))
+        about = state_of(find_run(options.run, with_models=False))
         lines = describe_run(about)
     else:
         about = {package: version(package) for package in _PACKAGES}

@@ -60,7 +60,7 @@ def command(arguments: Sequence[str]) -> int:
         "--quiet", "-q", action="store_true", help="print only the path of the page"
     )
     options = parser.parse_args(list(arguments))
-    folder = RunFolder.open(find_run(options.run))
+    folder = RunFolder.open(find_run(options.run, with_models=options.spectra))
     if options.trace:
         _write_trace(folder, Path(options.trace))
         return EXIT_OK

@@ -23,6 +23,7 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import read_json, write_text
 from ngsgd.launcher.arguments import JSON, Parser
+from ngsgd.object_storage.urls import is_url
 from ngsgd.pipeline.tuning.proxy import Proxy
 
 # these import torch, which would slow down --help
@@ -199,6 +200,9 @@ def _transfer(config: RunConfig, options: argparse.Namespace, report: Report) ->
 
 
 def _folder(config: RunConfig) -> Path:
+    if is_url(config.output_dir):
+        raise ConfigError(f"output_dir is {config.output_dir}; ngsgd tune writes to a folder of this machine only, so set "
+                          "output_dir=PATH.")
     root = Path(config.output_dir).absolute() / "tune"
     name = config.name or f"{config.data.corpus}-{config.model.label}-{config.optimizer.kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = root / name

@@ -26,6 +26,7 @@ from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.mlflow.metrics import COLUMNS
 from ngsgd.launcher.mlflow.store import read_tracking, sqlite_uri
 from ngsgd.launcher.mlflow.ui_app import MARK, MARK_HEADER
+from ngsgd.object_storage.urls import local_root
 
 # MLflow with our check of origins around it
 _APP = "ngsgd-ui"
@@ -53,7 +54,7 @@ def command(arguments: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, default=5000,
                         help="port to listen on (default: %(default)s)")
     options = parser.parse_args(list(arguments))
-    return serve(Path(options.folder or options.output_dir or "runs"), host=options.host, port=options.port)
+    return serve(local_root(options.folder or options.output_dir or "runs"), host=options.host, port=options.port)
 
 
 def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: Callable[[str], None] = print) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.text import masked, printable
 from ngsgd.launcher.why.explain import Answer, explain, explain_command, lines_about
+from ngsgd.object_storage.urls import is_url, local_root
+from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.run_folder import find_run
 
 
@@ -23,18 +24,24 @@ def command(arguments: Sequence[str]) -> int:
                         help="folder of the runs, if RUN is not given (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help=JSON)
     options = parser.parse_args(list(arguments))
-    answer = explain(find_run(options.run)) if options.run else _newest(Path(options.output_dir))
+    answer = explain(find_run(options.run, with_models=False)) if options.run else _newest(options.output_dir)
     print(masked(json.dumps(answer.as_json(), indent=1) if options.json else printable("\n".join(lines_about(answer)))))
     return EXIT_OK
 
 
-def _newest(output_dir: Path) -> Answer:
+def _newest(output_dir: str) -> Answer:
     """The answer for the last failed command, else for the newest run."""
-    found = explain_command(output_dir)
+    root = local_root(output_dir)
+    found = explain_command(root)
     if found:
         return found
-    runs = sorted(output_dir.glob("*/config.yaml"), key=lambda file: (file.stat().st_mtime_ns, file.parent.name))
+    if is_url(output_dir):
+        # a run that was fetched just now is not newer than the others
+        runs = sorted((folder / "config.yaml" for folder in stored_run.fetched_runs(output_dir)),
+                      key=lambda file: file.parent.name[-len("YYYYMMDD-HHMMSS"):])
+    else:
+        runs = sorted(root.glob("*/config.yaml"), key=lambda file: (file.stat().st_mtime_ns, file.parent.name))
     if not runs:
-        raise ConfigError(f"{output_dir} holds no runs, and no failed command is recorded for it; name a run, or a folder of runs "
-                          "with --output-dir.")
+        raise ConfigError(f"{output_dir} contains no runs, and no failed command is recorded for it; name a run, or a folder of "
+                          "runs with --output-dir.")
     return explain(runs[-1].parent.resolve())

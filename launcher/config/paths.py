@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ngsgd.errors import ConfigError, DataError
+from ngsgd.object_storage.urls import check_url, is_url, local_root
 from ngsgd.pipeline.runs.run_folder import folder_of_model
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ def require_paths(config: RunConfig) -> None:
         ConfigError: an output folder cannot be written, or init_model is not a run.
         DataError: an input file or folder does not exist.
     """
-    require_writable("output_dir", Path(config.output_dir))
+    if is_url(config.output_dir):
+        check_url(config.output_dir)
+    require_writable("output_dir", local_root(config.output_dir))
     if config.data.cache_dir:
         require_writable("data.cache_dir", Path(config.data.cache_dir))
     if config.init_model:

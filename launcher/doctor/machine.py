@@ -17,9 +17,11 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Literal
 
+from ngsgd.errors import NgsgdError
 from ngsgd.launcher.console import version
 from ngsgd.launcher.mlflow.store import without_login
 from ngsgd.launcher.text import conceal
+from ngsgd.pipeline.runs.stored_run import check_output_url
 
 # prepared digits, checkpoints and a tracking store take less than 1 GiB
 _FREE_BYTES = 2 * 2**30
@@ -206,6 +208,14 @@ def storage(output_dir: Path) -> Iterator[Finding]:
     verdict: Verdict = "fail" if free < _FULL_BYTES else "warn" if free < _FREE_BYTES else "ok"
     yield Finding(verdict, "storage", f"{folder} can be written, {free / 2**30:.1f} GiB free",
                   "" if verdict == "ok" else "free disk space, or output_dir=PATH on another disk")
+
+
+def object_storage(url: str) -> Iterator[Finding]:
+    try:
+        check_output_url(url)
+        yield Finding("ok", "object storage", f"{url} can be written, conditional writes work")
+    except NgsgdError as error:
+        yield Finding("fail", "object storage", str(error), "correct the URL, the credentials or the policy of the bucket")
 
 
 def tracking(output_dir: Path, uri: str) -> Iterator[Finding]:

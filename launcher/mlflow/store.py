@@ -15,6 +15,7 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 from ngsgd.files import read_json, write_text
 from ngsgd.launcher.text import MASK, conceal, is_masked, masked
+from ngsgd.object_storage.urls import local_root
 
 # bytes; what a run asks for is far smaller
 _MAX_ANSWER = 64 * 2**20
@@ -35,7 +36,7 @@ def tracking_uri(config: RunConfig) -> str:
     """
     if masked(config.tracking.uri, known=False) != config.tracking.uri:
         conceal(config.tracking.uri)
-    return with_login(config.tracking.uri) or sqlite_uri(Path(config.output_dir))
+    return with_login(config.tracking.uri) or sqlite_uri(local_root(config.output_dir))
 
 
 def with_login(uri: str) -> str:

@@ -37,6 +37,7 @@ from ngsgd.launcher.mlflow.store import (
 from ngsgd.launcher.mlflow.tables import WorkerTable, layer_csv
 from ngsgd.launcher.mlflow.tags import origin, versions
 from ngsgd.launcher.text import masked
+from ngsgd.object_storage.urls import local_root
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command, what_is_trained
 from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
@@ -365,7 +366,7 @@ class _MlflowRun:
         name = self._config.tracking.experiment_name or what_is_trained(self._config)
         found = self._client.get_experiment_by_name(name)
         if found is None:
-            artifacts = Path(self._config.output_dir).absolute() / "mlartifacts"
+            artifacts = local_root(self._config.output_dir).absolute() / "mlartifacts"
             # a server decides for itself where artifacts go
             local = self._uri.startswith("sqlite:")
             return str(self._client.create_experiment(name, artifact_location=artifacts.as_uri() if local else None))

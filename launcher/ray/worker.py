@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.errors import ClusterError
 from ngsgd.launcher.machine_load import load_of_machine
 from ngsgd.launcher.ray.folders import UnseenFolder, unseen_here
+from ngsgd.object_storage.urls import local_root
 from ngsgd.training.job import Job, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.task import TaskSpec
@@ -61,7 +61,7 @@ class RayWorker:
         self._should_stop = False
         self._heartbeats = _reached(heartbeats)
         self._worker = make_worker(spec, index)
-        self._output_dir = Path(spec.settings.output_dir)
+        self._output_dir = local_root(spec.settings.output_dir)
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
         codec = spec.settings.cluster.compression
         self._encoder = None if codec == "none" else MoveEncoder(codec)

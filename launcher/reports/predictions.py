@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ngsgd.config import RunConfig
 from ngsgd.files import read_json, write_text
+from ngsgd.object_storage.urls import local_root
 from ngsgd.pipeline.performance_model import planner
 from ngsgd.pipeline.performance_model.planner import Machine, RunPrediction, Workload
 from ngsgd.pipeline.performance_model.scaling import site_of
@@ -39,7 +40,7 @@ def saved(config: RunConfig) -> tuple[Machine, Workload] | None:
 
 def kept_in(config: RunConfig) -> Path:
     """The file."""
-    return Path(config.output_dir) / "plan.json"
+    return local_root(config.output_dir) / "plan.json"
 
 
 def settings_key(config: RunConfig) -> str:

@@ -14,7 +14,9 @@ from ngsgd.launcher.screen import SCREEN, Screen, Status
 from ngsgd.launcher.text import duration
 from ngsgd.launcher.timeline.efficiency import efficiency_of
 from ngsgd.launcher.why.faults import bad_examples
+from ngsgd.object_storage.urls import is_url
 from ngsgd.phase import Phase
+from ngsgd.pipeline.runs import stored_run
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from ngsgd.training.storage.event_log import read_events
 
@@ -190,7 +192,7 @@ def _of_events(path: Path) -> list[str]:
 def _next_commands(report: FinalReport, output_dir: Path | str | None) -> list[str]:
     if "run folder" not in report.files:
         return []
-    path = short_path(report.files["run folder"])
+    path = stored_run.url_of(Path(report.files["run folder"])) or short_path(report.files["run folder"])
     # the commands find a run below runs/ by its name
     run = shlex.quote(Path(path).name if Path(path).parent == Path("runs") else path)
     transcribe = [f"ngsgd transcribe {run} recording.wav"] if "recognizer" in report.files else []
@@ -205,5 +207,5 @@ def short_path(path: str) -> str:
 
 def dashboard_command(output_dir: Path | str) -> str:
     """The command that opens the dashboard on this output folder."""
-    folder = short_path(str(output_dir))
+    folder = str(output_dir) if is_url(str(output_dir)) else short_path(str(output_dir))
     return "ngsgd ui" if folder == "runs" else f"ngsgd ui {shlex.quote(folder)}"

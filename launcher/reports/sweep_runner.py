@@ -12,12 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ngsgd.errors import ConfigError
 from ngsgd.files import write_text
 from ngsgd.launcher.config import compose
+from ngsgd.object_storage.urls import local_root
 from ngsgd.pipeline.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def run_name(swept: Sequence[str]) -> str:
 
 def _train(lines: Sequence[str]) -> RunFolder | None:
     config = compose.compose(list(lines))
-    root, pattern = Path(config.output_dir), f"{config.name}-[0-9]*/config.yaml"
+    root, pattern = local_root(config.output_dir), f"{config.name}-[0-9]*/config.yaml"
     before = set(root.glob(pattern))
     began = time.monotonic()
     process = subprocess.Popen([sys.executable, "-m", "ngsgd.launcher", "train", "--quiet", *lines], stdout=subprocess.DEVNULL)

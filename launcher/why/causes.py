@@ -101,6 +101,8 @@ _OF_KIND = {
     "PortInUseError": Cause("port", INFRASTRUCTURE, MAY_HELP, "Another program listens on the port.", "ss -ltnp shows who listens"),
     "MissingExtraError": Cause("package", INFRASTRUCTURE, CANNOT_HELP, "A package is not installed.", "{command}"),
     "ModuleNotFoundError": Cause("package", INFRASTRUCTURE, CANNOT_HELP, "A module is not installed.", "install the module"),
+    "QuarantineError": Cause("data", WORKLOAD, CANNOT_HELP, "All data of the run are in quarantine.",
+                             "restore damaged archives, then {resume}, or start a new run"),
     "DamagedArchiveError": Cause("archive", INFRASTRUCTURE, CANNOT_HELP, "An archive of examples is missing or damaged.",
                                  "restore the archive, then {resume}"),
     "DivergenceError": _RATE, "ConfigError": _SETTINGS, "ArgumentError": _SETTINGS, "DataError": _DATA,

@@ -15,7 +15,7 @@ from ngsgd.pipeline.runs.run_folder import RunFolder
 _WIDEST = 300
 _SETTLED = ("accepted", "rejected", "dropped", "deferred", "quarantined")
 # incidents that repeat a line of the ledger
-IN_LEDGER = ("worker_died", "job_failed", "job_dropped", "job_rejected", "shard_quarantined")
+IN_LEDGER = ("worker_died", "job_failed", "job_dropped", "job_rejected", "shard_quarantined", "job_continued")
 
 
 @dataclass(frozen=True)

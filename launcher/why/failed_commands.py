@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ngsgd.object_storage.urls import is_url, local_root
+
 # commands that only read, whose errors explain nothing
 _SILENT = ("why", "status", "info", "logs", "settings", "help", "completion", "--help", "-h", "--version")
 
@@ -31,10 +33,14 @@ def keep(arguments: Sequence[str], error: BaseException) -> None:
 
 def _run_of(arguments: Sequence[str]) -> Path | None:
     """The run that a command line names."""
+    from ngsgd.pipeline.runs import stored_run
     from ngsgd.pipeline.runs.run_folder import known_run
 
     words = [word for word in arguments[1:] if not word.startswith("-") and "=" not in word]
-    return known_run(words[0]) if words and arguments[0] != "train" else None
+    if not words or arguments[0] == "train":
+        return None
+    # after an error of the object storage, nothing is fetched
+    return stored_run.known_folder(words[0]) if is_url(words[0]) else known_run(words[0])
 
 
 def _output_dir(arguments: Sequence[str]) -> Path:
@@ -44,4 +50,4 @@ def _output_dir(arguments: Sequence[str]) -> Path:
     # ngsgd ui FOLDER
     given += [word for word in words[1:2] if words[0] == "ui" and not word.startswith("-")]
     given += [words[index + 1] for index, word in enumerate(words[:-1]) if word == "--output-dir"]
-    return Path(given[-1] if given else "runs")
+    return local_root(given[-1] if given else "runs")

@@ -35,6 +35,7 @@ from typing import Any
 
 _PRELOAD = ["ngsgd.cluster.newborn", "__main__", "ngsgd.cluster.worker_process",
             "ngsgd.cluster.preloaded"]
+_PACKAGE = "ngsgd."
 # time in which a killed fork server ends
 _GONE_S = 0.5
 
@@ -118,9 +119,13 @@ class ForkServer:
         self._lock = threading.Lock()
         self._context = get_context("forkserver")
 
-    def launch(self, target: Any, arguments: Sequence[Any], theirs: socket.socket, name: str) -> ForkedProcess:
-        """Begin to start a process; takes ownership of `theirs`, which is one of the arguments."""
-        self._context.set_forkserver_preload(_PRELOAD)
+    def launch(self, target: Any, arguments: Sequence[Any], theirs: socket.socket, name: str,
+               modules: Sequence[str] = ()) -> ForkedProcess:
+        """Begin to start a process; takes ownership of `theirs`, which is one of the arguments.
+
+        A new fork server first imports the modules, so that its processes start without them.
+        """
+        self._context.set_forkserver_preload([*_PRELOAD, *modules])
         found = ForkedProcess(self._context.Process(target=target, args=tuple(arguments), name=name, daemon=True), theirs)
         self._requests.put(found)
         with self._lock:
@@ -160,6 +165,14 @@ class ForkServer:
                 _wait_until_gone(read_process_id())
             # closes its descriptors if nothing else uses them
             del one
+
+
+def modules_of(*objects: object) -> list[str]:
+    """Modules of this package that define the objects, for `ForkServer.launch`.
+
+    Modules of users may start threads or a GPU, which do not survive a fork.
+    """
+    return sorted({name for one in objects if (name := str(getattr(one, "__module__", ""))).startswith(_PACKAGE)})
 
 
 @functools.cache

@@ -25,8 +25,9 @@ from ngsgd import process_identity
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanShard, RemoteResultRef, process_name
 from ngsgd.cluster.exchange.collective_client import exchange_of, remote
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
+from ngsgd.cluster.exchange.snapshot_memory import snapshot_book
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
-from ngsgd.cluster.fork_server import ForkedProcess, fork_server
+from ngsgd.cluster.fork_server import ForkedProcess, fork_server, modules_of
 from ngsgd.cluster.groups import make_worker
 from ngsgd.cluster.messages import Disconnected, Messages
 from ngsgd.cluster.restarts import Restarts, check_fingerprint, distrusted, identity, incidents_of, none_agrees
@@ -121,6 +122,7 @@ class ProcessPool:
         self.num_discarded = 0
         self._vectors = SharedVectors(size)
         self._cells = SharedVectors(2 * num_workers)
+        self._snapshots = snapshot_book(spec.settings)
         self._slots: list[_Slot] = []
         self._host = socket.gethostname()
         self._outcomes: list[Outcome] = []
@@ -213,7 +215,7 @@ class ProcessPool:
                                                       for _ in range(num_places))
         # it died a moment ago; the next poll detects that
         with contextlib.suppress(Disconnected):
-            slot.messages.post(JobAssignment(job, slot.places))
+            slot.messages.post(JobAssignment(job, slot.places, None if job.repeat else self._snapshots.lend(job, slot.index)))
 
     def wait(self, timeout_s: float) -> Outcome | None:
         if not self._outcomes:
@@ -259,6 +261,7 @@ class ProcessPool:
         self._slots = []
         self._vectors.close()
         self._cells.close()
+        self._snapshots.close()
         if self._exchange:
             self._exchange.close()
 
@@ -274,7 +277,8 @@ class ProcessPool:
         messages = Messages(ours)
         messages.post(WorkerSetup(self.spec, index, self.num_threads, self._heartbeats, log,
                                   self.make_worker, delay_s))
-        process = self._fork_server.launch(serve, (theirs,), theirs, f"ngsgd worker {index}")
+        process = self._fork_server.launch(serve, (theirs,), theirs, f"ngsgd worker {index}",
+                                           modules_of(self.spec, self.make_worker))
         return _Slot(index, process, messages, delay_s, deaths=list(deaths))
 
     def _poll(self, timeout_s: float) -> None:
@@ -361,6 +365,7 @@ class ProcessPool:
                 return
             self._outcomes.append(message if isinstance(message, JobFailure)
                                   else remote(message, self._fetch))
+            self._snapshots.ended(message)
             if isinstance(message, JobFailure):
                 self._release_places(slot)
             else:
@@ -385,6 +390,10 @@ class ProcessPool:
         reason = f"process {slot.process.pid} {slot.ended_because or _how_it_ended(slot.process)}"
         job, deaths = slot.job, slot.deaths
         self._release_places(slot, is_gone=is_known or slot.process.is_orphan)
+        if job is not None:
+            # no retry continues from a snapshot of a worker that computes wrong results
+            is_usable = (is_known or slot.process.is_orphan) and not slot.is_quarantined
+            self._snapshots.failed(job, slot.index, is_gone=is_usable)
         if not slot.ready and not slot.is_collateral:
             deaths = [*deaths, reason]
             # a worker that cannot start does not end a run that has other workers

@@ -17,6 +17,7 @@ import torch
 
 from ngsgd.cluster.exchange.collective import CollectiveWorker, FetchRequest, MeanRequest
 from ngsgd.cluster.exchange.shared_memory import SharedRef
+from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotMemory
 from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.cluster.messages import Disconnected, Messages
 from ngsgd.cluster.newborn import die_with_parent
@@ -59,6 +60,7 @@ class JobAssignment:
 
     job: Job
     places: tuple[SharedRef, ...]
+    snapshots: SharedSnapshotMemory | None = None
 
 
 # 128 + SIGTERM, the convention of the shell: distinguishes a request from an exit of the job's code
@@ -118,6 +120,7 @@ class WorkerProcess:
             return
         if self._should_end:
             sys.exit(_EXIT_TERMINATED)
+        worker.snapshots.is_leaving = lambda: self._should_end
         fingerprint = Fingerprint.of_this_process(torch.get_num_threads(), worker.device,
                                                   self.setup.spec.settings.cluster.precision)
         self.messages.send(Ready(os.getpid(), fingerprint))
@@ -155,6 +158,7 @@ class WorkerProcess:
         def shared(held: object) -> SharedRef:
             assert isinstance(held, LocalRef)
             return refs[id(held.vector)]
+        worker.snapshots.memory = assignment.snapshots
         try:
             result = worker.run(assignment.job, place if assignment.places else np_empty, self._heartbeat)
             # a leaving worker keeps no results

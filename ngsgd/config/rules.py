@@ -242,6 +242,20 @@ def _groups(c: RunConfig) -> Iterator[str]:
                    "of one rank; set it to 0, or take 1 rank.")
 
 
+def _snapshots(c: RunConfig) -> Iterator[str]:
+    if c.failure.snapshots != "on":
+        return
+    if c.failure.policy != "retry":
+        yield (f"failure.snapshots is on with failure.policy {c.failure.policy}, which starts no job "
+               "again; leave it auto, or set failure.policy=retry.")
+    if c.cluster.ranks_per_worker > 1:
+        yield (f"failure.snapshots is on with cluster.ranks_per_worker {c.cluster.ranks_per_worker}; "
+               "groups of ranks have no snapshots: leave it auto, or take 1 rank.")
+    if c.cluster.kind != "local":
+        yield (f"failure.snapshots is on with cluster.kind {c.cluster.kind}; snapshots are in the shared "
+               "memory of one machine: leave it auto, or set cluster.kind=local.")
+
+
 def _dropout(c: RunConfig) -> Iterator[str]:
     if c.model.dropout_schedule:
         try:
@@ -251,6 +265,9 @@ def _dropout(c: RunConfig) -> Iterator[str]:
 
 
 def _outer(c: RunConfig) -> Iterator[str]:
+    if not c.checkpoint.job_states and not c.outer.jobs_keep_state:
+        yield ("checkpoint.job_states is false, but jobs keep no state; leave it true, or choose outer.overlap=true or "
+               "outer.kind=streaming.")
     if c.outer.overlap and c.outer.kind == "streaming":
         yield ("outer.overlap is true with outer.kind streaming, whose jobs continue from their "
                "own models; leave it false and set outer.fragment_delay=1 to overlap.")
@@ -335,4 +352,4 @@ def _tune(c: RunConfig) -> Iterator[str]:
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _name, _ranges, _augmentation, _curvature_frames, _features, _language_model, _held_out,
     _architecture, _growth,
-    _optimizer, _groups, _dropout, _outer, _precision, _exchange, _layers, _objective, _tune)
+    _optimizer, _groups, _snapshots, _dropout, _outer, _precision, _exchange, _layers, _objective, _tune)

@@ -415,6 +415,22 @@ class NGSGD(SGD):
         for name, estimate in mine.items():
             estimate.load_state_dict(fisher[name])
 
+    def training_state(self) -> dict[str, Any]:
+        """Return the state that steps change, with the Fisher estimates; see `SGD`."""
+        cosines = {name: layer.cosine for name, layer in self._preconditioners.items()}
+        return {**super().training_state(), "cosines": cosines,
+                _STATE: {name: estimate.state_dict() for name, estimate in self.preconditioners()}}
+
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `training_state` of an equal optimizer; tensors are not copied."""
+        super().load_training_state(state)
+        for name, estimate in self.preconditioners():
+            estimate.load_state_dict(state[_STATE][name])
+        for name, layer in self._preconditioners.items():
+            layer.cosine = state["cosines"][name]
+        self._context.num_steps = state["num_steps"]
+        self._context.measures_cosine = self.cosine_period > 0 and self._step_count % self.cosine_period == 0
+
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigError("an NGSGD cannot be copied or pickled, because it is attached to the "
                           "layers of its model; create a new one on a copy of the model and load "

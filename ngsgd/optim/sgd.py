@@ -617,6 +617,25 @@ class SGD(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_places": None, "_constants": {}})
 
+    def training_state(self) -> dict[str, Any]:
+        """Return the state that steps change, without settings; tensors are not copied.
+
+        With `load_training_state`, an equal optimizer on an equal model continues bitwise
+        identically, including `activity`.
+        """
+        self._count_all()
+        parameters = [{key: value for key, value in self.state[p].items() if isinstance(value, Tensor)}
+                      for group in self.param_groups for p in group["params"]]
+        return {"parameters": parameters, "step_count": self._step_count, "num_steps": self._num_steps, "counts": self._counts}
+
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `training_state` of an equal optimizer; tensors are not copied."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p, values in zip(params, state["parameters"], strict=True):
+            self.state[p].update({key: value.to(p.device) for key, value in values.items()})
+        self._step_count, self._num_steps = state["step_count"], state["num_steps"]
+        self._counts, self._uncounted = state["counts"].to(params[0].device), []
+
     def reset_activity(self) -> None:
         """Set the counts of `activity` to zero."""
         self._num_steps = 0

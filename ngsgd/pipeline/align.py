@@ -30,6 +30,7 @@ from ngsgd.data.archives import prepare_archives
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ConfigError
 from ngsgd.models import build_model
+from ngsgd.object_storage.urls import local_root
 from ngsgd.phase import Phase
 from ngsgd.pipeline.adaptation import network_input
 from ngsgd.pipeline.ivectors import with_ivectors
@@ -56,7 +57,7 @@ Report = Callable[[str], None]
 
 def cache_folder(config: RunConfig) -> Path:
     """The folder of prepared data of a run."""
-    return Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
+    return Path(config.data.cache_dir or local_root(config.output_dir) / "data").absolute()
 
 
 def with_alignment(config: RunConfig, cache_root: Path, report: Report) -> DataConfig:

@@ -26,6 +26,7 @@ from ngsgd.pipeline.verification.run import Request, verify_run
 from ngsgd.pipeline.verification.verification import Verification
 from ngsgd.schedules import Schedule
 from ngsgd.training.diagnostics.clipped_updates import ClippedUpdates
+from ngsgd.training.dispatcher import StopSignal
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.records import FinalReport, Incident
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint, require_room
@@ -37,6 +38,20 @@ from ngsgd.training.tracking import Trackers
 
 def _ignore(_about: Mapping[str, Any]) -> None:
     pass
+
+
+@dataclass(frozen=True)
+class _StopOf:
+    """The stop signal of this process, and requests from other machines (`ngsgd stop URL`)."""
+
+    signal: StopSignal
+    lock: RunLock | None
+
+    def requested(self) -> bool:
+        return self.signal.requested() or (self.lock is not None and self.lock.stop_requested())
+
+    def expired(self) -> bool:
+        return self.signal.expired()
 
 
 @dataclass(frozen=True)
@@ -134,6 +149,7 @@ class BaseRun(ABC):
         with self.folder.locked(self._purpose, self.services.warn) as lock:
             with self._errors():
                 training = self._open(lock)
+                lock.committed()
             status = "FAILED"
             try:
                 # recorded before the trackers are closed, so that MLflow receives it as well
@@ -171,13 +187,16 @@ class BaseRun(ABC):
         if config.failure.audit_every and (config.cluster.kind == "in_process" or config.cluster.num_workers < 2):
             self.services.warn("failure.audit_every has no effect: an audit needs at least two worker processes, and cluster.kind "
                                f"is {config.cluster.kind} with cluster.num_workers={config.cluster.num_workers}")
+        if config.failure.snapshots == "on" and not task.can_continue_jobs:
+            raise ConfigError("failure.snapshots is on, but this task does not support it (`can_continue_jobs` of "
+                              "ngsgd.training.task.Task); leave it auto.")
         schedule = task.shards().schedule(config.schedule)
         model = seeded_model(task, config.seed)
         for line in summary(model):
             self.services.report(line)
         layout = FlatLayout.of(model)
         checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep,
-                                      self._kept_models(task, schedule), lock)
+                                      self._kept_models(task, schedule), lock, keeps_jobs=config.checkpoint.job_states)
         latest, problems = checkpoints.latest()
         if latest is None and (problems or folder.final.exists()):
             # a start from iteration 1 would overwrite the checkpoints and the final model
@@ -188,7 +207,7 @@ class BaseRun(ABC):
                           lock=lock)
         if latest and events.has(latest.progress.outer_iter):
             latest = replace(latest, record=None)
-        job_counts = [one.num_jobs for one in schedule.outer_iterations()]
+        job_counts = [schedule.num_jobs(number) for number in range(schedule.num_outer_iters)]
         # an outer iteration has no fewer jobs because the data is small
         if sum(job_counts) >= 2 * schedule.num_passes:
             num_epochs = sum(job_counts) / (schedule.num_archives * schedule.frames_per_eg)
@@ -208,10 +227,15 @@ class BaseRun(ABC):
         torch.set_num_threads(fingerprint.num_threads)
         size = training.checkpoints.layout.size
         # the model, at most two buffers of the outer optimizer, and a moving average
-        require_room(folder.path,
-                     4 * size
-                     * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
         start = self._start(training)
+        num_vectors = 1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)
+        if config.outer.jobs_keep_state:
+            if config.checkpoint.job_states:
+                num_vectors += 1 + config.schedule.num_jobs_final
+            if training.latest and not start.has_jobs:
+                services.warn("the checkpoint has no state of the jobs, which start from the model again; results are not bitwise "
+                              "identical to those of an uninterrupted run")
+        require_room(folder.path, 4 * size * num_vectors)
         pool = services.make_pool(PoolRequest(spec, fingerprint.num_threads, size, folder.workers,
                                               fingerprint.agreement, services.stop.expired, services.report,
                                               self._read_by_workers(spec)))
@@ -231,7 +255,7 @@ class BaseRun(ABC):
                                                     elapsed_s=start.progress.elapsed_s))
 
         return train(spec, pool, training.checkpoints, start, folder.ledger,
-                     tracker=training.trackers, stop=services.stop,
+                     tracker=training.trackers, stop=_StopOf(services.stop, training.checkpoints.lock),
                      clock=services.clock, on_start=on_start, catch_signals=services.catch_signals)
 
     def _start(self, training: Training) -> Checkpoint:

@@ -36,6 +36,7 @@ from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.config_file import to_yaml
 from ngsgd.pipeline.runs.final_model import check_final, load_final
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
+from ngsgd.pipeline.runs.known_data import known_archives, preparation_key
 from ngsgd.pipeline.runs.recognizer import keep_recognizer
 from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir, folder_of_model
 from ngsgd.pipeline.score import decode_and_score, score_held_out
@@ -97,7 +98,7 @@ def build_run(config: RunConfig, services: Services | None = None, *,
     data = _prepared(config, services)
     require_model(config, EgsReader(data.egs_directory), services.report)
     folder = RunFolder.create(config, to_yaml(config))
-    services.report(f"run folder {folder.path}")
+    services.report(f"run folder {folder.address}")
     fingerprint = FingerprintCheck.of_new_run(config, folder, allow_other_bits=allow_other_bits)
     if config.model._target_:
         permission.remember_or_warn(config.model, folder.run_id, services.warn)
@@ -168,9 +169,13 @@ class Run(BaseRun):
         return found
 
     def _spec(self) -> SpeechTaskSpec:
-        config, folder, data, report = self.config, self.folder, self.data, self.services.report
-        folder.remember_data(data.corpus.digest, data.egs_directory, data.extractor,
-                             data.adaptation, data.alignment)
+        config, folder, report = self.config, self.folder, self.services.report
+        known = None if self._data else known_archives(config, folder)
+        if known:
+            check_data(config)
+            self.services.begin(config)
+            return SpeechTaskSpec(config, str(known))
+        data = self._compared_data()
         if data.rungs:
             write_text(folder.rungs, json.dumps([asdict(rung) for rung in data.rungs], indent=1))
         spec = SpeechTaskSpec(config, str(data.egs_directory),
@@ -178,6 +183,13 @@ class Run(BaseRun):
                                                       report))
         sequences.report_skipped(spec, report)
         return spec
+
+    def _compared_data(self) -> PreparedData:
+        """Prepared data; raises CheckpointError if they changed since the run began."""
+        data = self.data
+        self.folder.remember_data(data.corpus.digest, data.egs_directory, data.extractor,
+                                  data.adaptation, data.alignment, preparation_key(self.config))
+        return data
 
     def _kept_models(self, task: Task, schedule: Schedule) -> Sequence[int]:
         assert isinstance(task, FrameClassification)
@@ -192,7 +204,7 @@ class Run(BaseRun):
 
     def _finish(self, training: Training, end: Checkpoint) -> FinalReport:
         assert isinstance(training.spec, SpeechTaskSpec)
-        return finish(self.folder, self.data, training.spec, training.checkpoints, end,
+        return finish(self.folder, self._compared_data(), training.spec, training.checkpoints, end,
                       self.services)
 
     def _model_after(self, outer_iter: int) -> tuple[nn.Module, npt.NDArray[np.float64]]:

@@ -65,7 +65,7 @@ def new_task_run(config: RunConfig, services: Services, given: TaskOrFunction | 
     spec = task_spec(config, given)
     _check(spec, config, services.warn)
     folder = RunFolder.create(config, to_yaml(config))
-    services.report(f"run folder {folder.path}")
+    services.report(f"run folder {folder.address}")
     fingerprint = FingerprintCheck.of_new_run(config, folder, allow_other_bits=allow_other_bits)
     if given is None:
         permission.remember_or_warn(config.task, folder.run_id, services.warn)

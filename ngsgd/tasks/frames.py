@@ -74,6 +74,8 @@ class FrameClassification(Task):
     0.3 % longer (measured for 0.3 and 28 million parameters).
     """
 
+    can_continue_jobs = True
+
     def __init__(self, config: RunConfig, frames: EgsReader, device: torch.device | None = None,
                  reader: EgsReader | SequenceReader | None = None) -> None:
         """Build the task.

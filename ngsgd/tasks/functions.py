@@ -27,6 +27,8 @@ NUM_CHECK_EXAMPLES = 128
 class FunctionTask(Task):
     """Base of tasks whose model, loss and metrics are functions; subclasses read the data."""
 
+    can_continue_jobs = True
+
     def __init__(self, model_fn: ModelFunction, loss_fn: LossFunction, *, metrics_fn: MetricsFunction | None,
                  loss_reduction: LossReduction, weight_fn: WeightFunction | None) -> None:
         if loss_reduction not in ("mean", "sum"):

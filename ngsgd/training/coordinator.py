@@ -18,6 +18,7 @@ from torch import nn
 
 from ngsgd.errors import DivergenceError, NgsgdError, RunInterrupted
 from ngsgd.schedules import Schedule
+from ngsgd.training.averaging import quarantine
 from ngsgd.training.averaging.averaged_model import AveragedModel
 from ngsgd.training.averaging.averager import Averager
 from ngsgd.training.averaging.layer_rates import equalized_rates
@@ -26,6 +27,7 @@ from ngsgd.training.diagnostics.deferred import DeferredDiagnostics
 from ngsgd.training.dispatcher import Dispatcher, NeverStop, OuterIterationState, StopSignal
 from ngsgd.training.job import Job, JobResult
 from ngsgd.training.job_init import JobInitializer
+from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.partitioning import EqualPartitioner, make_partitioner
 from ngsgd.training.planning import Plan, Progress, next_plan
 from ngsgd.training.records import NOT_THE_BEST, Incident, JobRecord, OuterIterationRecord, SubsetScore
@@ -110,7 +112,7 @@ class Coordinator:
     def _train(self, start: Checkpoint) -> Checkpoint:
         self._resume(start)
         here = start
-        state = self._open(here.progress)
+        state = self._open_first(start)
         self._enqueue_jobs(state, None)
         while state:
             if self.control.stop.requested():
@@ -120,7 +122,7 @@ class Coordinator:
                 ahead = self._open(_after(state.plan, here.progress))
             clock = _Clock(self.control.clock)
             self._dispatch.finish(state, ahead, partial(self._while_jobs_run, ahead, state))
-            after = self._close(state, here, clock)
+            after = self._close(state, here, ahead, clock)
             if after.progress.outer_iter == here.progress.outer_iter:
                 # rolled back, together with the jobs that started from its results
                 self._discard(ahead)
@@ -145,8 +147,24 @@ class Coordinator:
 
     # Start of an outer iteration ----------------------------------------------------------------
 
-    def _open(self, progress: Progress) -> OuterIterationState | None:
-        """Plan the next outer iteration; None if all data have been processed."""
+    def _open_first(self, start: Checkpoint) -> OuterIterationState | None:
+        """Plan the first outer iteration of this process, as the process before it did."""
+        if not start.has_jobs:
+            return self._open(start.progress)
+        states = self.storage.checkpoints.load_jobs(start)
+        self._job_init.restore(start.progress.outer_iter, states)
+        progress = start.progress
+        if states.layer_rates is not None and states.excluded is not None:
+            progress = replace(progress, layer_rates=states.layer_rates, bad_examples=states.excluded)
+        return self._open(progress, states.model)
+
+    def _open(self, progress: Progress, model_before: Vector | None = None) -> OuterIterationState | None:
+        """Plan the next outer iteration; None if all data have been processed.
+
+        Args:
+            progress: state of the run that the plan depends on.
+            model_before: the model of its jobs, if it is not the current one.
+        """
         capacity = max(1, self.pool.num_workers_alive()) if self.settings.cluster.elastic else None
         plan = next_plan(self.schedule, progress, self._partitioner, max_jobs=capacity)
         if plan is None:
@@ -157,7 +175,8 @@ class Coordinator:
         gain = self._averaged.optimizer.rule.gain(plan.num_jobs, self.schedule.num_outer_iters)
         plan = replace(plan, iteration=replace(plan.iteration, gain=gain),
                        keeps_best=self.task.growth.is_early(plan.outer_iter))
-        model = self.pool.publish(self._averaged.optimizer.broadcast)
+        model = self.pool.publish(self._averaged.optimizer.broadcast if model_before is None
+                                  else partial(_copy, model_before))
         self._refcount.acquire(model)
         return self._dispatch.open(plan, model, progress.quarantined, self._partitioner.round_s)
 
@@ -190,7 +209,8 @@ class Coordinator:
 
     # End of an outer iteration ------------------------------------------------------------------
 
-    def _close(self, state: OuterIterationState, before: Checkpoint, clock: _Clock) -> Checkpoint:
+    def _close(self, state: OuterIterationState, before: Checkpoint,
+               ahead: OuterIterationState | None, clock: _Clock) -> Checkpoint:
         """Average and commit a completed outer iteration; return `before` after a roll-back."""
         compute_s = clock.lap()
         verdicts, error = self._averager.average(state, before)
@@ -198,6 +218,9 @@ class Coordinator:
         if error:
             self._release(state)
             return self._rolled_back(state.plan, before, error)
+        if quarantine.has_no_data(state, before.progress):
+            self._emit_incident("outer_iteration_skipped", quarantine.message(state, self.schedule),
+                                state.plan.outer_iter, -1, -1)
         accepted = [result for result, reason in verdicts if not reason]
         self._partitioner.observe(accepted)
         for job in range(state.plan.num_jobs):
@@ -210,7 +233,7 @@ class Coordinator:
         progress = self._progress(state, before.progress, accepted)
         record = replace(self._record(state, progress, verdicts), compute_s=compute_s,
                          average_s=average_s, diagnostics_s=diagnostics_s)
-        after = self._commit(state, before, progress, record)
+        after = self._commit(state, before, progress, record, ahead)
         self._release(state)
         self._deferred.add(replace(record, checkpoint_s=clock.lap()),
                            partial(self._averaged.load, after))
@@ -254,7 +277,7 @@ class Coordinator:
         return progress
 
     def _commit(self, state: OuterIterationState, before: Checkpoint, progress: Progress,
-                record: OuterIterationRecord) -> Checkpoint:
+                record: OuterIterationRecord, ahead: OuterIterationState | None) -> Checkpoint:
         # write-ahead: fsync the ledger before the checkpoint that refers to it
         self.storage.ledger.sync()
         self._num_rollbacks = 0
@@ -264,7 +287,8 @@ class Coordinator:
             "parent": before.model_sha256,
             "num_accepted": record.num_accepted,
             "numbers": {"lr": state.plan.iteration.lr, **outer_state["numbers"]}},
-            fisher=self._job_init.fisher, record=record)
+            fisher=self._job_init.fisher, record=record,
+            jobs=self._job_init.states(progress.outer_iter, ahead) if self.storage.checkpoints.keeps_jobs else None)
         self.storage.ledger.committed(after.commit)
         return after
 
@@ -332,6 +356,10 @@ class Coordinator:
         self.storage.tracker.incident(Incident(what, message, outer_iter, job, worker, elapsed_s))
 
 
+def _copy(source: Vector, out: Vector) -> None:
+    out[:] = source
+
+
 class _Clock:
     """Seconds between two laps."""
 
@@ -358,4 +386,4 @@ def _job_record(result: JobResult, reason: str, ended_s: float) -> JobRecord:
                      result.objf, result.accuracy, result.seconds, result.max_change_share,
                      result.max_param_change_share, result.num_skipped, not reason, reason,
                      result.health, ended_s, result.host, result.machine,
-                     bad_batches.examples_of(result.bad_batches))
+                     bad_batches.examples_of(result.bad_batches), result.continued_at)

@@ -38,6 +38,7 @@ from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, W
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.planning import Plan
 from ngsgd.training.settings import EngineSettings
+from ngsgd.training.snapshots.book import continued
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import is_damaged
 from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
@@ -104,6 +105,11 @@ class OuterIterationState:
     # job -> reason why its result is rejected
     rejection_reasons: dict[int, str] = field(default_factory=dict)
     unsettled: set[int] = field(default_factory=set)
+    # jobs whose data are in quarantine; `skipped`: were before the job could run
+    without_data: set[int] = field(default_factory=set)
+    skipped: set[int] = field(default_factory=set)
+    # archives that were found damaged so far
+    damaged: set[int] = field(default_factory=set)
     deferred: list[WorkItem] = field(default_factory=list)
     quarantined: list[WorkItem] = field(default_factory=list)
 
@@ -152,14 +158,16 @@ class Dispatcher:
         shards = frozenset(piece.shard for piece in quarantined)
         jobs = range(plan.num_jobs)
         return OuterIterationState(plan, model, shards, round_s, to_come=set(jobs),
-                                   unsettled=set(jobs))
+                                   unsettled=set(jobs), damaged=self._damaged)
 
     def enqueue(self, state: OuterIterationState, job: Job) -> None:
         """Accept a job that can run; jobs on a quarantined shard are rejected immediately."""
         state.to_come.discard(job.job)
         if any(piece.shard in state.avoided for piece in job.pieces):
+            state.skipped.add(job.job)
             self._give_up(state, job, "quarantined", "its shard is in quarantine")
         elif any(piece.shard.archive in self._damaged for piece in job.pieces):
+            state.skipped.add(job.job)
             self._quarantine_damaged(state, job)
         else:
             state.waiting.append(job)
@@ -329,6 +337,8 @@ class Dispatcher:
         job = result.job.job
         if result.rejection_reason:
             state.rejection_reasons[job] = result.rejection_reason
+        if result.continued_at:
+            self.emit_incident("job_continued", *continued(result))
         state.results[job], state.arrived_s[job] = result, self.clock()
         state.unsettled.discard(job)
 
@@ -460,6 +470,8 @@ class Dispatcher:
     def _give_up(self, state: OuterIterationState, job: Job, event: str, reason: str) -> None:
         self.ledger.settled_without(event, job, reason)
         self.audits.give_up(job)
+        if event == "quarantined":
+            state.without_data.add(job.job)
         state.unsettled.discard(job.job)
 
     def _emit_failure(self, failure: JobFailure, message: str) -> None:

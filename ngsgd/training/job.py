@@ -162,6 +162,8 @@ class JobResult:
     # norms of the parameter delta, computed by the worker from `sent`
     deltas: Deltas | None = None
     bad_batches: tuple[BadBatch, ...] = ()
+    # minibatches of earlier attempts that this one continued; 0: it started at the beginning
+    continued_at: int = 0
 
 
 @dataclass(frozen=True)

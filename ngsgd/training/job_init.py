@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
+
+import numpy as np
 
 from ngsgd.config import OuterConfig
 from ngsgd.training.dispatcher import OuterIterationState
 from ngsgd.training.job import Fisher, JobInit, VectorRef
+from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.planning import Plan
+from ngsgd.training.storage.job_states import JobStates
 from ngsgd.training.worker_pool import VectorRefcount
 
 
@@ -73,19 +78,43 @@ class JobInitializer:
 
     def remember(self, job: int, state: OuterIterationState) -> None:
         """Keep the result of a job of `state`; it replaces the result of its predecessor."""
+        old = self._own.get(job)
+        if old and old.outer_iter == state.plan.outer_iter:
+            # the next job of the slot has started from it
+            return
         result = state.results.get(job)
         if result is not None and result.fisher is not None and job not in state.rejection_reasons:
             self.fisher[job] = result.fisher
         else:
             self.fisher.pop(job, None)
-        old = self._own.get(job)
-        if not self.need_own or (old and old.outer_iter == state.plan.outer_iter):
+        if not self.need_own:
             return
         self._own.pop(job, None)
         if result is not None and result.own is not None and job not in state.rejection_reasons:
             self._own[job] = left = _Left(state.plan.outer_iter, result.own)
             self._refcount.acquire(left.own)
         self._drop(old)
+
+    def states(self, outer_iter: int, ahead: OuterIterationState | None) -> JobStates | None:
+        """Return the state for a checkpoint of an outer iteration; None if jobs keep none.
+
+        Args:
+            outer_iter: the outer iteration, whose results the next jobs start from.
+            ahead: the next outer iteration if its jobs have started already.
+        """
+        if not self.need_own:
+            return None
+        own = {job: left.own.read() for job, left in sorted(self._own.items()) if left.outer_iter == outer_iter}
+        if ahead is None:
+            return JobStates(own)
+        return JobStates(own, ahead.model.read(), ahead.plan.layer_rates, ahead.plan.excluded)
+
+    def restore(self, outer_iter: int, states: JobStates) -> None:
+        """Continue from the state of a checkpoint of an outer iteration."""
+        for job, vector in states.own.items():
+            ref = self._refcount.pool.publish(partial(_copy, vector))
+            self._refcount.acquire(ref)
+            self._own[job] = _Left(outer_iter, ref)
 
     def forget(self) -> None:
         """Drop all results, so that all jobs start from the model again."""
@@ -97,3 +126,7 @@ class JobInitializer:
     def _drop(self, left: _Left | None) -> None:
         if left:
             self._refcount.release(left.own)
+
+
+def _copy(source: Vector, out: Vector) -> None:
+    np.copyto(out, source)

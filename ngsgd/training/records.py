@@ -51,6 +51,8 @@ class JobRecord:
     machine: dict[str, float] = field(default_factory=dict)
     # examples of minibatches with a non-finite loss or gradient -> reason
     bad_examples: dict[str, str] = field(default_factory=dict)
+    # minibatches of earlier attempts that this one continued; 0: it started at the beginning
+    continued_at: int = 0
 
     @property
     def frames_per_second(self) -> float:
@@ -197,7 +199,7 @@ class FinalReport:
 class Incident:
     """An unplanned event and the action taken; each is one line in every log."""
 
-    # worker_died | job_failed | job_rejected | worker_replaced | interrupted | ...
+    # worker_died | job_failed | job_rejected | worker_replaced | job_continued | interrupted | ...
     what: str
     # one message: the worker or job, the event, the action taken
     message: str

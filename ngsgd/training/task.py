@@ -113,6 +113,9 @@ class Task(ABC):
     optimizes_held_out_objf: bool = True
     # whether `example_ids` and `exclude` are implemented
     names_examples: bool = False
+    # whether parameters, buffers, the optimizer, the global random generators and `job_state` are
+    # all that a minibatch changes, so that a retry can continue in the middle of a job
+    can_continue_jobs: bool = False
     # whether only the optimizer changes parameters, so that clipping bounds the delta of a job
     has_bounded_updates: bool = False
 
@@ -179,6 +182,15 @@ class Task(ABC):
             seed: seed of the random numbers of this job.
         """
         torch.manual_seed(seed)
+
+    def job_state(self) -> Any:
+        """Return further state that minibatches change: nested dictionaries, lists and tuples of
+        tensors and picklable values.
+        """
+        return None
+
+    def load_job_state(self, state: Any) -> None:  # noqa: B027  optional
+        """Continue from `job_state` of another process, after `prepare_job`."""
 
 
 class TaskSpec(Protocol):

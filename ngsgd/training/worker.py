@@ -34,6 +34,8 @@ from ngsgd.training.parameter_deltas import NO_LIMITS, PartOfStart, change_limit
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.precision import autocast, set_precision
 from ngsgd.training.ranks import ALONE, Ranks
+from ngsgd.training.snapshots.job_snapshots import Snapshots, remaining
+from ngsgd.training.snapshots.job_state import JobState, is_random_reader
 from ngsgd.training.task import Batch, BatchLoss, TaskSpec, data_to_device, seeded_model
 from ngsgd.training.validation import bad_batches
 from ngsgd.training.validation.checksums import digest, not_finite
@@ -99,6 +101,7 @@ class Worker:
         self.task = spec.task(self.device)
         self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)
+        self.snapshots = Snapshots(self.settings, self.device, is_possible=ranks.size == 1 and self.task.can_continue_jobs)
         # loss of a rank without a minibatch
         self._no_loss = BatchLoss(torch.zeros((), device=self.device), 0.0)
 
@@ -138,20 +141,32 @@ class Worker:
         load_fisher(optimizer, preconditioner, job.start.fisher)
         self.task.exclude(job.excluded)
         sums = JobSums(self.device)
+        state = JobState(self.task, self.model, optimizer, preconditioner, sums, self.device)
+        snapshots = self.snapshots.of(job, start, state)
+        done = snapshots.restore() if snapshots else 0
         began = time.perf_counter()
         remainder: tuple[WorkItem, ...] = ()
-        for index, (batch, left) in enumerate(on_device(self._batches(job), self.device)):
+        batches = self._batches(replace(job, pieces=remaining(job.pieces, done, self._numbers)) if done else job)
+        if done and not self.task.starts_anywhere:
+            is_random, batches = is_random_reader(batches, self.device)
+            if is_random:
+                # from the beginning, without snapshots
+                return self.train(job, should_stop)
+        for index, (batch, left) in enumerate(on_device(batches, self.device), done):
             is_turn = (index + job.outer_iter) % settings.backstitch_interval == 0
             steps_back = not has_preconditioner and is_turn
             self._train(network, batch, optimizer, preconditioner, sums,
                         settings.backstitch_scale if steps_back else 0.0)
-            if self.ranks.any(should_stop()) and left:
+            is_asked = self.ranks.any(should_stop())
+            if snapshots and left:
+                snapshots.after_minibatch(index + 1)
+            if is_asked and left:
                 remainder = left
                 break
         sums.reduce(self.ranks)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began + (snapshots.earlier_s if snapshots else 0.0)
         bad = self._bad_batches(job, network, sums)
-        return _Trained(start, sums, optimizer, preconditioner, seconds, remainder, bad)
+        return _Trained(start, sums, optimizer, preconditioner, seconds, remainder, bad, done)
 
     def _bad_batches(self, job: Job, network: nn.Module, sums: JobSums) -> tuple[BadBatch, ...]:
         """Name the minibatches with a non-finite loss or gradient; end the job if asked to."""
@@ -284,7 +299,7 @@ class Worker:
             fisher=fisher_of(optimizer, trained.preconditioner) if job.keep_fisher else None,
             rejection_reason=not_finite(sent, self.layout, pieces), remainder=trained.remainder,
             health=figures(optimizer) if isinstance(optimizer, NGSGD) else {}, deltas=deltas,
-            bad_batches=trained.bad_batches)
+            bad_batches=trained.bad_batches, continued_at=trained.continued_at)
         # checked before all jobs have ended, because a successor may start from this result earlier
         return replace(result,
                        rejection_reason=result.rejection_reason or impossible(result, self.layout))
@@ -301,6 +316,8 @@ class _Trained(NamedTuple):
     seconds: float
     remainder: tuple[WorkItem, ...]
     bad_batches: tuple[BadBatch, ...]
+    # minibatches of earlier attempts
+    continued_at: int
 
 
 def fisher_of(optimizer: SGD, preconditioner: Preconditioner | None = None) -> Fisher | None:

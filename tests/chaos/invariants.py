@@ -177,7 +177,7 @@ def _too_many_lines(run: Run) -> Iterator[str]:
     events = Counter(line["event"] for line in read_json_lines(run.ledger_path))
     num_events = sum(events[name] for name in ("failed", "rejected", "rolled_back", "discarded"))
     # the others have no line in the ledger: no job was concerned
-    of_jobs = [one for one in run.recorder.incidents if one.what not in ("worker_replaced", "checkpoint_skipped")]
+    of_jobs = [one for one in run.recorder.incidents if one.what not in ("worker_replaced", "checkpoint_skipped", "job_continued")]
     if len(of_jobs) > num_events:
         yield f"{len(of_jobs)} incidents were reported for {num_events} events"
     for incident in of_jobs:

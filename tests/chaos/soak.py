@@ -33,12 +33,11 @@ from ngsgd.errors import NgsgdError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.training.records import OuterIterationRecord
 from ngsgd.training.storage.audit import audit
-from ngsgd.training.task import TaskSpec
-from ngsgd.training.worker import Worker
 from tests.chaos.invariants import Surroundings, final_hash
+from tests.chaos.steady import Steady
 from tests.toy import Recorder, Run, config
 
-_KINDS = ("SIGKILL",) * 7 + ("SIGSTOP", "SIGTERM", "exception")   # kill -9 mostly
+KINDS = ("SIGKILL",) * 7 + ("SIGSTOP", "SIGTERM", "exception")   # kill -9 mostly
 _NUM_MINIBATCHES = 5           # of a job
 # after which a stopped process is sent a SIGCONT, if it is still there
 _WAKE_S = 5.0
@@ -94,34 +93,6 @@ def _kind_of(reason: str) -> str:
     return re.sub(r"^process \d+ ", "", reason)
 
 
-@dataclass(frozen=True)
-class Steady:
-    """Makes workers whose minibatches last `minibatch_s`, and that raise an error when a marker
-    file exists.
-    """
-
-    folder: str
-    minibatch_s: float
-
-    def __call__(self, spec: TaskSpec, index: int) -> Worker:
-        return _SteadyWorker(spec, index, self)
-
-
-class _SteadyWorker(Worker):
-    def __init__(self, spec: TaskSpec, index: int, how: Steady) -> None:
-        super().__init__(spec, index)
-        self.how = how
-
-    def _train(self, *arguments: Any) -> None:
-        began = time.perf_counter()
-        super()._train(*arguments)
-        time.sleep(max(0.0, self.how.minibatch_s - (time.perf_counter() - began)))
-        wish = Path(self.how.folder) / f"raise-{self.index}"
-        if wish.exists():
-            wish.unlink()
-            raise RuntimeError("an error made by the soak test")
-
-
 @dataclass
 class BadLuck:
     """Injects faults in a thread until it is stopped, and ends the run when its time is over."""
@@ -163,22 +134,24 @@ class BadLuck:
             now_s = time.monotonic() - self.began
             spent_s += step_s * self.stretch(now_s)[1]
             if self.stretch(now_s)[1] and spent_s >= due_s and not self.requested():
-                kind = chance.choice(_KINDS)
-                self._strike(kind, chance.randrange(self.plan.num_workers))
+                kind = chance.choice(KINDS)
+                strike(self.pool, self.folder, kind, chance.randrange(self.plan.num_workers))
                 self.faults.append((kind, now_s))
                 due_s += chance.uniform(*self.plan.between_faults_s)
 
-    def _strike(self, kind: str, index: int) -> None:
-        if kind == "exception":
-            (self.folder / f"raise-{index}").touch()
-            return
-        process_id = self.pool.process_ids()[index]
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process_id, getattr(signal, kind))
-        if kind == "SIGSTOP":
-            waker = threading.Timer(_WAKE_S, _wake, (process_id,))
-            waker.daemon = True
-            waker.start()
+
+def strike(pool: ProcessPool, folder: Path, kind: str, index: int) -> None:
+    """Inject a fault into the worker `index`."""
+    if kind == "exception":
+        (folder / f"raise-{index}").touch()
+        return
+    process_id = pool.process_ids()[index]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process_id, getattr(signal, kind))
+    if kind == "SIGSTOP":
+        waker = threading.Timer(_WAKE_S, _wake, (process_id,))
+        waker.daemon = True
+        waker.start()
 
 
 def _wake(process_id: int) -> None:
@@ -186,7 +159,7 @@ def _wake(process_id: int) -> None:
         os.kill(process_id, signal.SIGCONT)
 
 
-class _Times(Recorder):
+class Times(Recorder):
     """When each outer iteration was committed."""
 
     def __init__(self) -> None:
@@ -197,7 +170,7 @@ class _Times(Recorder):
         self.commits.append((time.monotonic(), record.num_accepted))
 
 
-class _StopAfter:
+class StopAfter:
     """Ends a run after so many outer iterations, counted in its folder: records come later, with
     their diagnostics.
     """
@@ -217,9 +190,9 @@ def soak(plan: Plan, folder: Path) -> Report:
     without sleep.
     """
     around = Surroundings()
-    run, times = _run(plan, folder / "faulty")
+    run, times = make_run(plan, folder / "faulty")
     pool = ProcessPool(run.spec, plan.num_workers, 1, run.store.layout.size, log_directory=run.folder / "workers",
-                       make_worker=Steady(str(run.folder), plan.job_s / _NUM_MINIBATCHES))
+                       make_worker=steady_of(plan, run.folder))
     luck = BadLuck(plan, pool, run.folder)
     begin = pool.start
 
@@ -237,23 +210,33 @@ def soak(plan: Plan, folder: Path) -> Report:
     luck.join()
     found += audit(run.ledger_path) + around.problems(run.folder)
     lines = read_json_lines(run.ledger_path)
-    found += [f"job {line['job']} of outer iteration {line['outer_iter']} was {line['event']}: {line['reason']}"
-              for line in lines if line["event"] in ("dropped", "quarantined", "rejected", "deferred")]
-    if final_hash(run) != _hash_without_faults(plan, folder / "whole", len(times.commits)):
+    found += losses(lines)
+    if final_hash(run) != hash_without_faults(plan, folder / "whole", len(times.commits)):
         found.append("the final model is not that of the run without faults")
     reasons = Counter(_kind_of(line["reason"]) for line in lines if line["event"] == "failed")
     kinds = Counter(kind for kind, _ in luck.faults)
     return Report(kinds, *_speeds(luck, times), len(times.commits), reasons, found)
 
 
-def _run(plan: Plan, folder: Path) -> tuple[Run, _Times]:
+def steady_of(plan: Plan, folder: Path) -> Steady:
+    """Makes workers whose jobs last as long as those of the plan."""
+    return Steady(str(folder), plan.job_s / _NUM_MINIBATCHES)
+
+
+def losses(lines: list[dict[str, Any]]) -> list[str]:
+    """Jobs of a ledger that were not counted in their outer iteration."""
+    return [f"job {line['job']} of outer iteration {line['outer_iter']} was {line['event']}: {line['reason']}"
+            for line in lines if line["event"] in ("dropped", "quarantined", "rejected", "deferred")]
+
+
+def make_run(plan: Plan, folder: Path) -> tuple[Run, Times]:
     folder.mkdir(parents=True)
-    run, times = Run(folder, _config(plan)), _Times()
+    run, times = Run(folder, config_of(plan)), Times()
     run.recorder = times
     return run, times
 
 
-def _config(plan: Plan) -> RunConfig:
+def config_of(plan: Plan) -> RunConfig:
     """More outer iterations than there is time for."""
     plain = config()
     num_passes = 2 * plan.num_workers * (plan.faulty_s + plan.quiet_s) / plan.job_s
@@ -263,16 +246,16 @@ def _config(plan: Plan) -> RunConfig:
                    failure=FailureConfig(hang_timeout_s=plan.hang_timeout_s))
 
 
-def _hash_without_faults(plan: Plan, folder: Path, num_outer_iters: int) -> str:
+def hash_without_faults(plan: Plan, folder: Path, num_outer_iters: int) -> str:
     """Of the same number of outer iterations, on two workers that do not sleep."""
-    run, _ = _run(plan, folder)
+    run, _ = make_run(plan, folder)
     pool = ProcessPool(run.spec, 2, 1, run.store.layout.size)
     with contextlib.suppress(RunInterrupted):
-        run.train(pool, _StopAfter(run, num_outer_iters))
+        run.train(pool, StopAfter(run, num_outer_iters))
     return final_hash(run)
 
 
-def _speeds(luck: BadLuck, times: _Times) -> tuple[dict[str, float], list[float]]:
+def _speeds(luck: BadLuck, times: Times) -> tuple[dict[str, float], list[float]]:
     """Jobs averaged per second, with faults and without; and the ratio for each stretch with
     faults.
     """

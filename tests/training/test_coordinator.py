@@ -120,11 +120,13 @@ def test_training_learns(tmp_path: Path) -> None:
 @pytest.mark.entry("R6", "you rely on the guarantees of docs/fault-tolerance.md with the default settings (`outer.kind=bmuf`)",
                    "works",
                    "they are stated for the default rule and tested with it. After the death of a worker, and after a stop and a "
-                   "resume, the model is bitwise identical and every shard is counted once. The same for every rule but "
-                   "streaming, which the page lists as exceptions")
-@pytest.mark.parametrize("outer", [OuterConfig(), *(OuterConfig(kind) for kind in ("average", "diloco"))],
-                         ids=lambda outer: outer.kind)
-def test_a_death_and_a_resume_change_no_bit_under_the_default_rule(outer: OuterConfig, tmp_path: Path) -> None:
+                   "resume, the model is bitwise identical and every shard is counted once. The same holds for every rule")
+@pytest.mark.parametrize("outer", [
+    OuterConfig(), *(OuterConfig(kind) for kind in ("average", "diloco")), OuterConfig("bmuf", gain=1.5, overlap=True),
+    OuterConfig("average", overlap=True), OuterConfig("streaming", num_fragments=2),
+    OuterConfig("streaming", num_fragments=2, fragment_delay=1, fragment_mixing=0.5)],
+    ids=["bmuf", "average", "diloco", "overlap", "average-overlap", "streaming", "streaming-delay"])
+def test_a_death_and_a_resume_change_no_bit(outer: OuterConfig, tmp_path: Path) -> None:
     assert OuterConfig() == RunConfig().outer and OuterConfig().kind == "bmuf"
     settings = config(outer=outer, optimizer=OptimizerConfig(), failure=FailureConfig())
     whole = undisturbed(settings)

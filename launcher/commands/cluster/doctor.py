@@ -7,13 +7,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ConfigError
 from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.doctor import machine
 from ngsgd.launcher.doctor.machine import Finding
+from ngsgd.object_storage.urls import is_url, local_root
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -25,7 +25,7 @@ def command(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{options.overrides[0]} is a setting of a run; add --device, or remove "
                           "it.")
     config = _config(options.overrides, options.output_dir) if options.device else None
-    findings = list(examine(Path(options.output_dir), options.workers, options.address,
+    findings = list(examine(options.output_dir, options.workers, options.address,
                             options.tracking_uri, config))
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -62,18 +62,21 @@ def _parser() -> Parser:
     return parser
 
 
-def examine(output_dir: Path, num_workers: int, address: str = "",
+def examine(output_dir: str, num_workers: int, address: str = "",
             tracking_uri: str = "", config: RunConfig | None = None) -> Iterator[Finding]:
     """Yield all findings, causes before effects; with a configuration also the batch size."""
+    root = local_root(output_dir)
     checks: list[Callable[[], Iterator[Finding]]] = [
         machine.python, machine.packages, machine.shadows, lambda: machine.threads(num_workers),
         machine.memory, machine.gpus,
-        machine.compiled, lambda: machine.storage(output_dir),
-        lambda: machine.tracking(output_dir, tracking_uri), machine.ports, machine.ray_traps]
+        machine.compiled, lambda: machine.storage(root),
+        lambda: machine.tracking(root, tracking_uri), machine.ports, machine.ray_traps]
+    if is_url(output_dir):
+        checks.append(lambda: machine.object_storage(output_dir))
     if address:
         from ngsgd.launcher.doctor import cluster
 
-        checks.append(lambda: cluster.nodes(address, output_dir))
+        checks.append(lambda: cluster.nodes(address, root))
     if config is not None:
         from ngsgd.launcher.commands.cluster.plan import spec_of
         from ngsgd.launcher.doctor import device

@@ -22,12 +22,16 @@ from ngsgd.launcher.reports.progress import ProgressTracker, final_lines, iterat
 from ngsgd.launcher.run_state import is_elsewhere, may_be_alive, state_of
 from ngsgd.launcher.text import masked, printable
 from ngsgd.launcher.why.explain import explain
+from ngsgd.object_storage.urls import is_url
+from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run, known_run
 from ngsgd.training.storage.event_log import valid_events
 from ngsgd.training.storage.lock import holder_of
 
 _POLL_S = 0.3
-_WHAT = "run folder, its name under runs/, or id of a Ray job"
+# each reads an object of the bucket
+_POLL_STORED_S = 5.0
+_WHAT = "run folder, its name under runs/, its URL, or id of a Ray job"
 
 
 def status(arguments: Sequence[str]) -> int:
@@ -41,8 +45,9 @@ def status(arguments: Sequence[str]) -> int:
     jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
     run = _run_of(options)
-    is_folder = not run and not options.dashboard_url and bool(options.what) and Path(options.what).is_dir()
-    folder = Path(options.what if is_folder else options.output_dir)
+    is_folder = not run and not options.dashboard_url and bool(options.what) and (
+        is_url(options.what) or Path(options.what).is_dir())
+    folder = options.what if is_folder else options.output_dir
     is_about_jobs = not run and bool((options.what and not is_folder) or options.dashboard_url)
     if not is_about_jobs:
         _refuse_token(options)
@@ -56,9 +61,9 @@ def status(arguments: Sequence[str]) -> int:
                  for job in found] or ["the cluster has no jobs"]
     else:
         # newest first
-        runs = sorted(folder.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime,
+        runs = sorted(_runs_in(folder), key=lambda run: (run / "config.yaml").stat().st_mtime,
                       reverse=True)
-        found = [state_of(file.parent) for file in runs]
+        found = [state_of(run) for run in runs]
         lines = [_run_line(state) for state in found] or [f"{folder} holds no runs"]
     print(masked(json.dumps(found, indent=1) if options.json else printable("\n".join(lines))))
     return EXIT_OK
@@ -112,6 +117,13 @@ def stop(arguments: Sequence[str]) -> int:
     return EXIT_OK
 
 
+def _runs_in(folder: str) -> list[Path]:
+    """Folders of the runs in an output directory or below a URL."""
+    if is_url(folder):
+        return stored_run.fetched_runs(folder)
+    return [config.parent for config in Path(folder).glob("*/config.yaml")]
+
+
 def exit_code(state: str) -> int:
     """Return the exit code of a command that waited for the end of a job."""
     return EXIT_OK if state == "SUCCEEDED" else EXIT_RUN_FAILED
@@ -119,7 +131,7 @@ def exit_code(state: str) -> int:
 
 def _run_of(options: Any) -> Path | None:
     """The run that is named; None for a Ray job, which an explicit --dashboard-url selects."""
-    return known_run(options.what) if options.what and not options.dashboard_url else None
+    return known_run(options.what, with_models=False) if options.what and not options.dashboard_url else None
 
 
 def _refuse_token(options: Any) -> None:
@@ -164,6 +176,8 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
     is_speech = bool(state_of(folder.path)["is_speech"])
     while True:
         # before reading, so that no event between reading and this check is lost
+        if stored_run.url_of(folder.path):
+            find_run(folder.address, with_models=False)
         is_over = state_of(folder.path)["state"] in (*ENDED, "LOST")
         text = read_log(folder.events)[read:] if folder.events.is_file() else ""
         complete = text[:text.rfind("\n") + 1]
@@ -173,7 +187,7 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
                 progress.report(line)
         if is_over or not follow:
             break
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_STORED_S if stored_run.url_of(folder.path) else _POLL_S)
     end = state_of(folder.path)
     if end["state"] in ("FAILED", "STOPPED", "LOST"):
         for line in end_lines(end):
@@ -200,6 +214,8 @@ def _stop_run(run: Path, timeout_s: float) -> int:
     """Send SIGTERM to the coordinator, which finishes its outer iteration and saves."""
     state = state_of(run)
     process = state["process"]
+    if is_elsewhere(process) and stored_run.url_of(run):
+        return _stop_stored_run(run, timeout_s)
     if not process_identity.is_alive(process):
         _refuse_unproved(run, state)
         print(f"{run} {state['state']}")
@@ -214,6 +230,21 @@ def _stop_run(run: Path, timeout_s: float) -> int:
     end = state_of(run)
     print(f"{run} {end['state']}" if end["state"] == "SUCCEEDED"
           else f"{run} {end['state']}; continue with: {end['resume']}")
+    return EXIT_OK
+
+
+def _stop_stored_run(run: Path, timeout_s: float) -> int:
+    """Ask the coordinator of a run in object storage to stop; it does after its outer iteration."""
+    url = stored_run.url_of(run)
+    stored_run.stop(run)
+    deadline = time.monotonic() + timeout_s
+    while stored_run.holder(run)[0]:
+        if time.monotonic() > deadline:
+            raise ClusterError(f"{url} was asked to stop after its outer iteration, and did not end within {timeout_s:g} s; wait "
+                               "longer with --timeout.")
+        time.sleep(1.0)
+    end = state_of(find_run(url, with_models=False))
+    print(f"{url} {end['state']}; continue with: {end['resume']}")
     return EXIT_OK
 
 

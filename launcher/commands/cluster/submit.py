@@ -19,6 +19,7 @@ from ngsgd.launcher.arguments import JSON, OTHER_BITS, TRUST, Parser
 from ngsgd.launcher.ray import jobs
 from ngsgd.launcher.ray.jobs import told
 from ngsgd.launcher.schedulers import kubernetes, slurm
+from ngsgd.object_storage.urls import is_url
 
 if TYPE_CHECKING:
     from ngsgd.config import ClusterConfig
@@ -114,7 +115,8 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
     if to == "slurm" and not any("grace_period_s=" in word for word in given):
         given.append(f"failure.grace_period_s={slurm.WARN_S - _SAVE_S}")
     # the job starts in another folder
-    return ["train", *extra, f"output_dir={os.path.abspath(config.output_dir)}", *given], to
+    output_dir = config.output_dir if is_url(config.output_dir) else os.path.abspath(config.output_dir)
+    return ["train", *extra, f"output_dir={output_dir}", *given], to
 
 
 def _shared_flags(options: argparse.Namespace) -> list[str]:

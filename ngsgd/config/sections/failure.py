@@ -54,6 +54,17 @@ class FailureConfig:
         "audit of silent data corruption: every so many jobs of a worker, one is repeated on another "
         "worker and the results are compared; 100 costs about 1 % of the run; 0 disables",
         unit="jobs", low=0)
+    snapshots: Literal["auto", "on", "off"] = option(
+        "auto",
+        "snapshots of running jobs, from which a retry continues; auto: where the task, the workers "
+        "and the memory permit; on: an error where they do not; off: retries from the beginning of "
+        "a job")
+    snapshot_interval_s: float = option(
+        5.0, "minimum time between two snapshots of a job; shorter jobs have none", unit="s", low=0.0,
+        used="snapshots=auto|on")
+    snapshot_cost: float = option(
+        0.005, "maximum fraction of the time of a job for its snapshots", above=0.0, high=1.0,
+        used="snapshots=auto|on")
     grace_period_s: float = option(
         5.0, "maximum time to finish the outer iteration after Ctrl-C or SIGTERM",
         unit="s", low=0.0)
@@ -64,3 +75,7 @@ class CheckpointConfig:
     """Checkpoints; one follows every outer iteration."""
 
     num_to_keep: int = option(3, "number of checkpoints that are kept, the newest ones", low=1)
+    job_states: bool = option(
+        True,
+        "checkpoints with outer.overlap or outer.kind=streaming contain one vector per job, which its next "
+        "run continues from, so that a resumed run is bitwise identical; false: jobs start from the model")

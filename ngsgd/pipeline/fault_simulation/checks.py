@@ -24,7 +24,9 @@ def problems(trial: Trial, baseline: Trial) -> list[str]:
     found = list(trial.world.problems)
     found += _errors(trial)
     found += _lost_commits(trial)
-    if trial.is_finished:
+    if trial.has_no_data:
+        found += _data_left(trial)
+    elif trial.is_finished:
         found += _of_finished_run(trial, baseline)
     found += [f"thread {thread.name} is left" for thread in threading.enumerate()
               if thread.name.startswith("ngsgd") and thread not in trial.older_threads]
@@ -42,7 +44,7 @@ def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
         found = []
     else:
         found += [*_shards(trial, done), *_given_up(trial, done)]
-    found += [*_events(trial, done), *_leftovers(trial), *false_alarms(trial)]
+    found += [*_without_data(done), *_events(trial, done), *_leftovers(trial), *false_alarms(trial)]
     if keeps_bits(trial, done) and trial.final != baseline.final:
         found.append(f"the final model is {trial.final[:12]}, without faults it is {baseline.final[:12]}")
     return found
@@ -66,10 +68,7 @@ def keeps_bits(trial: Trial, done: list[OuterIterationLines]) -> bool:
     if any(line["event"] == "rolled_back" for line in read_json_lines(trial.folder / "ledger.jsonl")):
         return False
     # a job that the audit did not cover
-    if any(entry["worker"] in faulty_workers(trial) for one in done for entry in one.settled):
-        return False
-    num_trained = sum(life.first_job is not None for life in trial.lives)
-    return num_trained <= 1 or not trial.scenario.jobs_keep_state
+    return not any(entry["worker"] in faulty_workers(trial) for one in done for entry in one.settled)
 
 
 def faulty_workers(trial: Trial) -> set[int]:
@@ -107,7 +106,7 @@ def false_alarms(trial: Trial) -> Iterator[str]:
 
 def _errors(trial: Trial) -> Iterator[str]:
     for life in trial.lives:
-        if life.ending in ("error", "locked", "stopped") and not _NEXT_STEP.search(_message(life)):
+        if life.ending in ("error", "locked", "stopped", "no data") and not _NEXT_STEP.search(_message(life)):
             yield f"an error without a next step: {type(life.error).__name__}: {life.error}"
 
 
@@ -145,6 +144,25 @@ def _shards(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
         frames = done[-1].commit["frames_processed"] if done else 0
         if frames != 4 * sizes:
             yield f"{frames} examples were counted, and the schedule has {4 * sizes}"
+
+
+def _without_data(done: list[OuterIterationLines]) -> Iterator[str]:
+    """An outer iteration without data leaves the model unchanged."""
+    for one in done:
+        if one.settled and one.has_no_data and one.commit["model"] != one.commit["parent"]:
+            yield f"outer iteration {one.outer_iter} changed the model without data"
+
+
+def _data_left(trial: Trial) -> Iterator[str]:
+    """A run may end without a final model only if every shard was quarantined."""
+    lines = [line for line in read_json_lines(trial.folder / "ledger.jsonl") if line["event"] == "quarantined"]
+    grid = trial.task.shards()
+    wanted = {(archive, frame) for archive in range(grid.num_archives) for frame in range(grid.shards_per_archive)}
+    damaged = {line["pieces"][0][0] for line in lines if "damaged" in line["reason"]}
+    gone = {tuple(piece[:2]) for line in lines for piece in line["pieces"]}
+    left = [shard for shard in wanted - gone if shard[0] not in damaged]
+    if left:
+        yield f"the run ended without data, although {len(left)} shards were not in quarantine"
 
 
 def _may_lose_data(done: list[OuterIterationLines]) -> bool:
@@ -199,8 +217,8 @@ def _record(event: dict[str, Any], one: OuterIterationLines) -> Iterator[str]:
 
 def _leftovers(trial: Trial) -> Iterator[str]:
     """Files that nobody needs after the end."""
-    # a file that the disk refuses to remove stays
-    is_removable = not any(fault.what == "EIO" and fault.where == "operation" for fault in trial.world.occurred)
+    # a file that the disk refuses to remove stays; some file systems need space to remove one
+    is_removable = not any(fault.what in ("EIO", "ENOSPC") and fault.where == "operation" for fault in trial.world.occurred)
     for path in sorted(trial.folder.rglob("*")):
         # without locks it is unknown whether the writer of a temporary file lives
         if path.name.endswith(".tmp") and trial.scenario.has_locks and is_removable:
@@ -209,10 +227,10 @@ def _leftovers(trial: Trial) -> Iterator[str]:
         if (trial.folder / name).exists():
             yield f"{name} is left"
     kept = [path.name for path in (trial.folder / "checkpoints").glob("iter-*")]
-    # a process that was killed while it removed the oldest one leaves the rest of it, and a power
-    # cut may bring back removed files
+    # a process that ended before it removed the oldest one leaves it
+    # a power cut may bring back removed files
     is_removable = is_removable and not any(fault.what.startswith("power cut") for fault in trial.world.occurred)
-    if len(kept) > trial.config.checkpoint.num_to_keep + (len(trial.lives) > 1) and is_removable:
+    if len(kept) > trial.config.checkpoint.num_to_keep + len(trial.lives) - 1 and is_removable:
         yield f"{len(kept)} checkpoints are left"
     manifest = trial.folder / "final" / "model.json"
     if not manifest.exists() or not json.loads(manifest.read_text()):

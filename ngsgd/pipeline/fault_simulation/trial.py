@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint, FingerprintFile
 from ngsgd.config import RunConfig
-from ngsgd.errors import NgsgdError, RunInterrupted, RunLockedError
+from ngsgd.errors import NgsgdError, QuarantineError, RunInterrupted, RunLockedError
 from ngsgd.files import read_log
 from ngsgd.pipeline.fault_simulation.disk import SimulatedDisk
 from ngsgd.pipeline.fault_simulation.pool import FaultyPool
@@ -103,7 +103,7 @@ class Trial:
         except NoProgressError as error:
             self.world.report(str(error))
             self.disk.end_process({})
-        if not self.is_finished:
+        if not self.is_finished and not self.has_no_data:
             endings = ", ".join(life.ending for life in self.lives[-3:])
             self.world.report(f"the run did not finish in {len(self.lives)} processes ({endings})")
         # checks are no part of the run
@@ -115,6 +115,11 @@ class Trial:
     @property
     def is_finished(self) -> bool:
         return bool(self.lives) and any(life.ending == "finished" for life in self.lives)
+
+    @property
+    def has_no_data(self) -> bool:
+        """Whether the run ended because all its data are in quarantine."""
+        return bool(self.lives) and self.lives[-1].ending == "no data"
 
     def _live(self, host: str, keep: dict[int, str] | None = None) -> bool:
         """Run one coordinator process; return whether the run is finished."""
@@ -137,12 +142,12 @@ class Trial:
         life.num_read_faults = sum(fault.where == "read" for fault in self.world.occurred) - reads
         self.world.note("ended", life.ending)
         left = self.disk.end_process(keep or {})
-        if left and life.ending in ("finished", "error"):
+        if left and life.ending in ("finished", "error", "no data"):
             self.world.report(f"the process left files open: {', '.join(sorted(Path(path).name for path in left))}")
         self._was_cut = bool(self.world.cut)
         if self.world.cut:
             self.disk.cut_power(self.world.cut)
-        return life.ending == "finished"
+        return life.ending in ("finished", "no data")
 
     def _train(self, life: Life) -> None:
         services = Services(make_pool=self._make_pool, clock=self.world.clock, stop=self)
@@ -179,6 +184,8 @@ class Trial:
             life.ending = "stopped"
         elif isinstance(error, RunLockedError):
             life.ending = "locked"
+        elif isinstance(error, QuarantineError):
+            life.ending = "no data"
         elif isinstance(error, (NgsgdError, OSError)):
             self.world.note("error", type(error).__name__, str(error).replace(self.disk.root, "")[:300])
         else:

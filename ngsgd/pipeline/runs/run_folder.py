@@ -33,6 +33,8 @@ from ngsgd.files import (
     write_errors_named,
     write_text,
 )
+from ngsgd.object_storage.urls import is_url, local_root
+from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.failure_record import describe, mark_recorded, read_record, write_record
 from ngsgd.training.storage.lock import RunLock
 
@@ -59,7 +61,7 @@ class RunFolder:
     @classmethod
     def create(cls, config: RunConfig, config_yaml: str) -> RunFolder:
         """Create a folder under the output directory, with the composed configuration."""
-        root = Path(config.output_dir)
+        root = local_root(config.output_dir)
         name = f"{run_name(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
         # two runs started in one second
         for suffix in ("", *(f"-{number}" for number in range(2, 100))):
@@ -74,6 +76,9 @@ class RunFolder:
                                   f"({error.strerror}); choose another folder with "
                                   "output_dir=PATH, or a shorter name=.") from error
             try:
+                if is_url(config.output_dir) and not stored_run.reserved(folder.path, config.output_dir):
+                    shutil.rmtree(folder.path)
+                    continue
                 folder.checkpoints.mkdir()
                 # before config.yaml, which allows resuming: resumed runs sync only their files
                 with write_errors_named(folder.path):
@@ -99,6 +104,11 @@ class RunFolder:
             raise CheckpointError(f"{path} is not a run folder: it has no config.yaml; choose one "
                                   f"of the folders in {path.parent}.")
         return folder
+
+    @property
+    def address(self) -> str:
+        """How a user names the run: its folder, or its URL in object storage."""
+        return stored_run.address(self.path)
 
     @property
     def config(self) -> Path:
@@ -255,7 +265,11 @@ class RunFolder:
         with RunLock(self.lock, purpose, last_fence, warn) as lock:
             for directory in (self.path, self.checkpoints, self.models):
                 remove_abandoned(directory)
-            yield lock
+            if not stored_run.url_of(self.path):
+                yield lock
+                return
+            with stored_run.locked(self.path, lock, warn) as stored:
+                yield stored
 
     @contextlib.contextmanager
     def marked_as_running(self) -> Iterator[None]:
@@ -270,8 +284,16 @@ class RunFolder:
             self.process.unlink(missing_ok=True)
 
     def remember_data(self, digest: str, egs_directory: Path, extractor: Path | None,
-                      adaptation: Path | None = None, alignment: str = "") -> None:
+                      adaptation: Path | None = None, alignment: str = "", key: str = "") -> None:
         """Record the data at the first start and copy the i-vector extractor and the adaptation.
+
+        Args:
+            digest: of the corpus.
+            egs_directory: the archives.
+            extractor: of i-vectors.
+            adaptation: LDA, MLLT and fMLLR.
+            alignment: file of the labels; empty for those of the corpus.
+            key: `known_data.preparation_key`, with which `archives` returns the archives again.
 
         Raises:
             CheckpointError: the data changed since the run began.
@@ -280,12 +302,19 @@ class RunFolder:
             if made is not None and not kept.exists():
                 with new_file(kept) as temporary:
                     shutil.copyfile(made, temporary)
-        if not self.data.exists():
-            about = {"digest": digest, "egs": str(egs_directory), "alignment": alignment}
-            write_text(self.data, json.dumps(sealed(about), indent=1))
-        elif self._known_data()["digest"] != digest:
+        known = self._known_data() if self.data.exists() else {}
+        if known and known["digest"] != digest:
             raise CheckpointError(f"the data of {self.path} changed since the run began; start a "
                                   "new run.")
+        about = {"digest": digest, "egs": str(egs_directory), "alignment": alignment, "key": key}
+        # with the same data, other settings or times of the source files give another key
+        if known.get("key") != key:
+            write_text(self.data, json.dumps(sealed(about), indent=1))
+
+    def archives(self, key: str) -> Path | None:
+        """Archives that were recorded with this key by `remember_data`; None for another key."""
+        known = self._known_data()
+        return Path(known["egs"]) if known.get("key") == key and isinstance(known.get("egs"), str) else None
 
     def alignment(self) -> str:
         """File of the labels that the run was trained on; empty where it is not known."""
@@ -341,6 +370,9 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
 
 def check_output_dir(config: RunConfig) -> None:
     """Raise ConfigError unless files can be written to the output directory."""
+    if is_url(config.output_dir):
+        stored_run.check_output_url(config.output_dir)
+        return
     try:
         make_directories(Path(config.output_dir))
         with tempfile.TemporaryFile(dir=config.output_dir):
@@ -359,8 +391,10 @@ def what_is_trained(config: RunConfig) -> str:
 def resume_command(task: TaskConfig, run: Path) -> str:
     """The command, or for a task of a Python program the call, that continues a run."""
     if task.from_python:
-        return f'ngsgd.train({task_argument(task)}, resume="{run}") in Python'
-    return "ngsgd simulate, from the beginning" if (run / SIMULATION).exists() else f"ngsgd resume {run}"
+        return f'ngsgd.train({task_argument(task)}, resume="{stored_run.address(run)}") in Python'
+    if (run / SIMULATION).exists():
+        return "ngsgd simulate, from the beginning"
+    return f"ngsgd resume {stored_run.address(run)}"
 
 
 def task_argument(task: TaskConfig) -> str:
@@ -385,16 +419,22 @@ def run_to_continue(config: RunConfig) -> Path | None:
         raise ConfigError("--continue selects a run by its name, but name is not set; add "
                           "name=NAME.")
     stamped = re.compile(rf"{re.escape(config.name)}-\d{{8}}-\d{{6}}(-\d+)?")
+    if is_url(config.output_dir):
+        names = [name for name in stored_run.names_of_runs(config.output_dir) if stamped.fullmatch(name)]
+        return find_run(f"{config.output_dir.rstrip('/')}/{max(names)}") if names else None
     found = [file.parent for file in Path(config.output_dir).glob("*/config.yaml")
              if stamped.fullmatch(file.parent.name)]
     return max(found, default=None, key=lambda folder: folder.name)
 
 
-def known_run(run: str) -> Path | None:
+def known_run(run: str, *, with_models: bool = True) -> Path | None:
     """Folder of a run by path, folder name under runs/, or name=; the newest of several.
 
-    None if there is no such run.
+    Files of a run in object storage are fetched, those of models only if `with_models`. None if
+    there is no such run.
     """
+    if is_url(run):
+        return stored_run.fetched(run, with_models=with_models)
     named = sorted(Path("runs").glob(f"{glob.escape(run)}-[0-9]*/config.yaml"), reverse=True) if run and "/" not in run else []
     folders = (Path(run), Path("runs") / run, *(config.parent for config in named))
     return next((folder.resolve() for folder in folders if (folder / "config.yaml").is_file()),
@@ -406,15 +446,17 @@ def folder_of_model(init_model: str) -> Path:
     return Path(init_model) if (Path(init_model) / "final" / "model.json").is_file() else find_run(init_model)
 
 
-def find_run(run: str) -> Path:
+def find_run(run: str, *, with_models: bool = True) -> Path:
     """Return the folder of a run given as a path, or by its name under runs/.
 
     Raises:
         ConfigError: there is no such run; the message names a similar one, or the newest runs.
     """
-    found = known_run(run)
+    found = known_run(run, with_models=with_models)
     if found:
         return found
+    if is_url(run):
+        raise ConfigError(f"{run} is not a run; ngsgd status {run.rstrip('/').rpartition('/')[0]} lists the runs there.")
     newest = sorted(Path("runs").glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
     names = [file.parent.name for file in newest]
     near = difflib.get_close_matches(Path(run).name, names, n=1)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ngsgd.errors import CheckpointError
+from ngsgd.optim.outer import make_rule
 from ngsgd.schedules import OuterIteration, Schedule
 from ngsgd.training.auditing.cases import work_done
 from ngsgd.training.averaging.averaged_model import AveragedModel
@@ -18,6 +22,7 @@ from ngsgd.training.planning import Plan, Progress
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage import audit
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
+from ngsgd.training.storage.job_states import JobStates
 from ngsgd.training.storage.ledger import pieces_of
 from ngsgd.training.task import Task, seeded_model
 from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
@@ -45,7 +50,7 @@ def counted_jobs(ledger: Path) -> list[CountedJob]:
     """Return the counted jobs of a run, in order."""
     found: list[CountedJob] = []
     passes = 0
-    for one in audit.read(ledger):
+    for one in audit.read(ledger) if ledger.is_file() else ():
         for entry in sorted(one.settled, key=lambda entry: int(entry["job"])):
             plan = one.planned.get(entry["job"])
             if plan and entry.get("digest"):
@@ -77,15 +82,13 @@ class Starts:
         if outer_iter == 0:
             return True
         if self.settings.outer.jobs_keep_state:
-            # they also start from results of earlier jobs, which are not stored
-            return False
+            # they also start from results of earlier jobs
+            return self.store.has_jobs(outer_iter - 1)
         return outer_iter - 1 in self.store.outer_iters() or (self._is_model_enough and outer_iter - 1 in self.store.kept())
 
     @property
     def _is_model_enough(self) -> bool:
         """Whether jobs start from the model alone, without other contents of a checkpoint."""
-        from ngsgd.optim.outer import make_rule
-
         settings = self.settings
         return not (make_rule(settings.outer).buffers or settings.keeps_fisher or settings.optimizer.equalize_layers
                     or settings.failure.on_bad_batch == "quarantine")
@@ -104,12 +107,17 @@ class Starts:
         init.fisher.update(before.fisher)
         if averaged.enter(outer_iter):
             init.fisher.clear()
-        start = pool.publish(averaged.optimizer.broadcast)
+        progress, states = before.progress, self.store.load_jobs(before) if before.has_jobs else JobStates()
+        init.restore(progress.outer_iter, states)
+        if states.layer_rates is not None and states.excluded is not None:
+            progress = replace(progress, layer_rates=states.layer_rates, bad_examples=states.excluded)
+        start = pool.publish(averaged.optimizer.broadcast if states.model is None else partial(_copy, states.model))
         try:
             for one in wanted:
-                yield one, self._job(one, before.progress, init, start)
+                yield one, self._job(one, progress, init, start)
         finally:
             pool.release(start)
+            init.forget()
 
     def _before(self, outer_iter: int, passes_done: int) -> Checkpoint:
         """The checkpoint that an outer iteration started from."""
@@ -126,6 +134,10 @@ class Starts:
                    progress=min(1.0, one.passes_done / self.schedule.num_passes), returns=init.returns,
                    send=init.fragment(one.outer_iter), keep_own=init.need_own, keep_fisher=self.settings.keeps_fisher,
                    layer_rates=before.layer_rates, excluded=before.bad_examples)
+
+
+def _copy(source: Vector, out: Vector) -> None:
+    np.copyto(out, source)
 
 
 def require_any(jobs: Sequence[CountedJob], starts: Starts) -> list[CountedJob]:

@@ -124,9 +124,10 @@ class Audits:
         for run in [run for run in case.runs if run.worker == result.worker]:
             self._drop(case, run)
         case.runs.insert(0, self._run(result))
-        if case.pieces:
+        if case.pieces and not result.continued_at:
             self._judge(case)
         else:
+            # nothing to compare, or a part of it was computed by another worker (`ngsgd.training.snapshots`)
             self._end(case, "skipped")
         return True
 

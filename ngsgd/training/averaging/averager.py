@@ -10,6 +10,7 @@ from torch import nn
 
 from ngsgd.errors import DivergenceError, NgsgdError
 from ngsgd.training.averaging.averaged_model import AveragedModel
+from ngsgd.training.averaging.quarantine import has_no_data
 from ngsgd.training.dispatcher import Dispatcher, OuterIterationState
 from ngsgd.training.job import JobResult, ResultsLost
 from ngsgd.training.job_init import JobInitializer
@@ -51,10 +52,14 @@ class Averager:
     def average(self, state: OuterIterationState, before: Checkpoint) -> tuple[Verdicts, NgsgdError | None]:
         """Average the accepted results; if an error is returned, the model stays `before`.
 
+        It also stays if the data of all jobs are in quarantine.
+
         The new model is scored on held-out data before it is committed. If it is worse than the
         previous model, each result is scored alone. The outer step is then undone and repeated
         without the bad results.
         """
+        if has_no_data(state, before.progress):
+            return [], None
         self.held_out.begin(self.averaged.parameters(), self.task.growth.stage(state.plan.outer_iter))
         while True:
             gathered = self._gather(state)
@@ -112,7 +117,7 @@ class Averager:
                 self.task.chance_objf, self.layout)
             accepted = [result for result, reason in verdicts if not reason]
             weights: list[float] = [result.num_frames for result in accepted]
-            error = too_few(accepted, verdicts, state.plan, self.failure.min_accepted_fraction)
+            error = too_few(accepted, verdicts, state.plan, self.failure.min_accepted_fraction, len(state.skipped))
             if error:
                 return _Gathered(verdicts, error, [], [])
             if state.plan.keeps_best:

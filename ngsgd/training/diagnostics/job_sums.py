@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,18 @@ class JobSums:
         self._objf -= loss
         self._correct += batch.num_correct
         self._weight += batch.weight
+
+    def state(self) -> dict[str, Any]:
+        """The sums so far, for `load_state`."""
+        return {"num_examples": self.num_examples, "num_batches": self.num_batches, "log": self.log.state(),
+                "sums": torch.stack([self._objf, self._correct, self._weight])}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state` of another process."""
+        device = self._objf.device
+        self.num_examples, self.num_batches = state["num_examples"], state["num_batches"]
+        self.log.load_state(state["log"], device)
+        self._objf, self._correct, self._weight = state["sums"].to(device).unbind()
 
     def reduce(self, ranks: Ranks) -> None:
         """Add the sums of the other ranks; the number of minibatches stays the steps of this

@@ -5,6 +5,7 @@ Files of `iter-000012`:
 - `model.safetensors`: the model
 - `outer.safetensors`: additional arrays of the outer optimizer
 - `fisher.safetensors`: the Fisher estimates of the jobs, if they are kept
+- `jobs.safetensors`: the state of jobs that continue from their own results
 - `record.json`: the line of the event log
 - `manifest.json`: everything else, with the checksums of all files including its own
 """
@@ -44,6 +45,7 @@ from ngsgd.training.job import Fisher
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.planning import Progress
 from ngsgd.training.records import OuterIterationRecord
+from ngsgd.training.storage.job_states import JobStates
 from ngsgd.training.storage.ledger import piece_fields, pieces_of
 from ngsgd.training.storage.lock import RunLock
 
@@ -51,7 +53,7 @@ _FORMAT = 3
 # the previous format, whose manifests have no checksum
 _WITHOUT_DIGEST = 2
 _MODEL, _OUTER, _FISHER = "model.safetensors", "outer.safetensors", "fisher.safetensors"
-_RECORD = "record.json"
+_JOBS, _RECORD = "jobs.safetensors", "record.json"
 # the newest, the one being written, and a damaged one
 _NUM_THAT_MUST_FIT = 3
 _NAME = re.compile(r"iter-(\d{6,})")
@@ -75,6 +77,9 @@ class Checkpoint:
     fisher: Mapping[int, Fisher] = field(default_factory=dict)
     # record of the event log, without diagnostics; None once it is written there
     record: OuterIterationRecord | None = None
+    # only while it is written; `CheckpointStore.load_jobs` reads it
+    jobs: JobStates | None = None
+    has_jobs: bool = False
 
     def outer_state(self) -> dict[str, Any]:
         """State in the format of `OuterOptimizer.load_state_dict`."""
@@ -90,10 +95,12 @@ class CheckpointStore:
     """The checkpoints of one run."""
 
     def __init__(self, directory: Path, layout: FlatLayout, num_to_keep: int,
-                 candidates: Collection[int] = (), lock: RunLock | None = None) -> None:
+                 candidates: Collection[int] = (), lock: RunLock | None = None, *, keeps_jobs: bool = True) -> None:
         self.directory = directory
         self.layout = layout
         self.num_to_keep = num_to_keep
+        # whether checkpoints contain the state of jobs, if there is any
+        self.keeps_jobs = keeps_jobs
         # outer iterations whose models are kept for the final combination, regardless of age
         self.candidates = candidates
         self.models = directory.parent / "models"
@@ -104,7 +111,8 @@ class CheckpointStore:
     def save(self, progress: Progress, outer_state: Mapping[str, Any],
              commit: Mapping[str, Any] = MappingProxyType({}),
              fisher: Mapping[int, Fisher] = MappingProxyType({}),
-             record: OuterIterationRecord | None = None) -> Checkpoint:
+             record: OuterIterationRecord | None = None,
+             jobs: JobStates | None = None) -> Checkpoint:
         """Commit an outer iteration, then remove the oldest checkpoints beyond `num_to_keep`.
 
         Args:
@@ -113,6 +121,7 @@ class CheckpointStore:
             commit: values stored with it, completed by the checksum of the model as "model".
             fisher: job -> Fisher estimates for its next run.
             record: record of the event log that is not written yet.
+            jobs: state that the jobs of the next outer iteration continue from.
 
         Returns:
             The checkpoint. Its arrays are those of `outer_state`, not copies.
@@ -126,7 +135,7 @@ class CheckpointStore:
             self.lock.require_held()
             commit = {**commit, "fence": self.lock.fence}
         checkpoint = Checkpoint(progress, parameters, "", arrays, outer_state["numbers"], commit,
-                                dict(fisher), record)
+                                dict(fisher), record, jobs)
         try:
             with new_directory(self.directory / f"iter-{progress.outer_iter:06d}") as temporary:
                 whole = self._write(temporary, checkpoint)
@@ -139,6 +148,8 @@ class CheckpointStore:
         self._undiagnosed.unlink(missing_ok=True)
         for old in self._found()[:-self.num_to_keep]:
             shutil.rmtree(old, ignore_errors=True)
+        if self.lock:
+            self.lock.committed()
         return whole
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
@@ -159,6 +170,10 @@ class CheckpointStore:
     def outer_iters(self) -> list[int]:
         """Outer iterations whose checkpoints are on disk, oldest first."""
         return list(map(_outer_iter, self._found()))
+
+    def has_jobs(self, outer_iter: int) -> bool:
+        """Whether a checkpoint on disk contains the state of jobs."""
+        return (self.directory / f"iter-{outer_iter:06d}" / _JOBS).is_file()
 
     def load_model(self, outer_iter: int) -> Vector:
         """Return the model of a candidate for the final combination, verified against its
@@ -255,7 +270,19 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint {path} belongs to a model with other layers; resume "
                                   "with the configuration of that run.")
         return Checkpoint(progress, self.layout.flatten(state), manifest["files"][_MODEL], buffers,
-                          manifest["numbers"], manifest["commit"], fisher, record)
+                          manifest["numbers"], manifest["commit"], fisher, record, has_jobs=_JOBS in manifest["files"])
+
+    def load_jobs(self, checkpoint: Checkpoint) -> JobStates:
+        """Load the state of jobs of a checkpoint of this store.
+
+        Raises:
+            CheckpointError: it cannot be read, or belongs to another model.
+        """
+        path = self.directory / f"iter-{checkpoint.progress.outer_iter:06d}" / _JOBS
+        try:
+            return JobStates.read(path, self.layout.size)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); check the disk, then resume.") from error
 
     def _write(self, folder: Path, checkpoint: Checkpoint) -> Checkpoint:
         """Write the folder of a checkpoint; return the checkpoint with its checksum."""
@@ -264,6 +291,8 @@ class CheckpointStore:
             save_arrays(dict(checkpoint.buffers), folder / _OUTER)
         if checkpoint.fisher:
             save_arrays(_flat_fisher(checkpoint.fisher), folder / _FISHER)
+        if checkpoint.jobs:
+            checkpoint.jobs.write(folder / _JOBS)
         if checkpoint.record:
             (folder / _RECORD).write_text(json.dumps(asdict(checkpoint.record)), encoding="utf-8")
         digests = {path.name: sha256(path) for path in sorted(folder.iterdir())}
@@ -278,7 +307,7 @@ class CheckpointStore:
                     "progress": fields, "commit": commit}
         (folder / "manifest.json").write_text(json.dumps(sealed(manifest), indent=1),
                                               encoding="utf-8")
-        return replace(checkpoint, model_sha256=digests[_MODEL], commit=commit)
+        return replace(checkpoint, model_sha256=digests[_MODEL], commit=commit, jobs=None)
 
     def _record_of_before(self, progress: Progress) -> OuterIterationRecord | None:
         """Read the pending record of a run begun before format 3, which kept it in a separate

@@ -53,7 +53,8 @@ class Ledger:
         """Record that a result was accepted (empty reason) or rejected."""
         self._write("rejected" if reason else "accepted", **_identity(result.job), worker=result.worker,
                     num_frames=result.num_frames, pieces=[piece_fields(piece) for piece in result.job.pieces],
-                    left=[piece_fields(piece) for piece in result.remainder], digest=f"{result.digest:016x}", reason=reason)
+                    left=[piece_fields(piece) for piece in result.remainder], digest=f"{result.digest:016x}", reason=reason,
+                    **({"continued_at": result.continued_at} if result.continued_at else {}))
 
     def discarded(self, result: JobResult, reason: str) -> None:
         """Record a result that was ignored: late, duplicate, or damaged in transfer."""

@@ -100,6 +100,13 @@ class RunLock:
         raise RunLockedError(f"{self.path} was removed while this process held it; this process "
                              f"stops writing. Resume the run with: ngsgd resume {self.path.parent}")
 
+    def committed(self) -> None:
+        """Called after each commit; a lock of a run in object storage publishes it."""
+
+    def stop_requested(self) -> bool:
+        """Whether another machine asked this process to stop; only for runs in object storage."""
+        return False
+
     def _take(self) -> None:
         for last in (*(False,) * (_TRIES - 1), True):
             try:

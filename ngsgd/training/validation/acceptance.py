@@ -64,9 +64,12 @@ def best_alone(verdicts: Verdicts) -> Verdicts:
 
 
 def too_few(accepted: Sequence[JobResult], verdicts: Verdicts, plan: Plan,
-            min_accepted_fraction: float) -> NgsgdError | None:
-    """Return the error of an outer iteration with too few accepted results, else None."""
-    if accepted and len(accepted) >= min_accepted_fraction * plan.num_jobs:
+            min_accepted_fraction: float, num_skipped: int = 0) -> NgsgdError | None:
+    """Return the error of an outer iteration with too few accepted results, else None.
+
+    Skipped jobs do not count: their data were in quarantine before.
+    """
+    if accepted and len(accepted) >= min_accepted_fraction * (plan.num_jobs - num_skipped):
         return None
     reasons = "; ".join(f"job {result.job.job}: {reason}" for result, reason in verdicts if reason)
     counted = (

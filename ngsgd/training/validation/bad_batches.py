@@ -43,6 +43,16 @@ class BatchLog:
         self.weights.append(weight)
         self.updates.append(update)
 
+    def state(self) -> dict[str, list[float | None]]:
+        """All values as numbers, for `load_state`."""
+        return {name: _numbers(values) for name, values in vars(self).items()}
+
+    def load_state(self, state: dict[str, list[float | None]], device: torch.device) -> None:
+        """Continue from `state` of another process."""
+        for name, numbers in state.items():
+            known = iter(torch.tensor([n for n in numbers if n is not None], dtype=torch.float64, device=device).unbind())
+            setattr(self, name, [None if number is None else next(known) for number in numbers])
+
     def bad(self) -> dict[int, str]:
         """Index of a bad minibatch -> LOSS or GRADIENT; waits for the device once."""
         if not self.losses:
@@ -115,6 +125,13 @@ def _narrowed(task: Task, model: nn.Module, batch: Batch, ids: Sequence[str], re
                 if not _is_finite(task.loss(model, to_device(_row(batch.data, row, len(ids)))).total)]
     model.train(was_training)
     return ([ids[row] for row in rows] if 0 < len(rows) < len(ids) else ids), reason
+
+
+def _numbers(values: Sequence[Tensor | float | None]) -> list[float | None]:
+    """Numbers of values of which some are 0-d tensors; waits for the device once."""
+    tensors = [value.to(torch.float64) for value in values if isinstance(value, Tensor)]
+    known = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [next(known) if isinstance(value, Tensor) else value for value in values]
 
 
 def _row(data: Any, row: int, count: int) -> Any:

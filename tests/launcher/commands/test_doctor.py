@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def findings(output_dir: Path, *, workers: int = 1, tracking_uri: str = "") -> dict[str, Finding]:
-    return {finding.what: finding for finding in doctor.examine(output_dir, workers, "", tracking_uri)}
+    return {finding.what: finding for finding in doctor.examine(str(output_dir), workers, "", tracking_uri)}
 
 
 def test_a_machine_that_can_train_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,7 @@ def test_a_taken_port_is_reported(tmp_path: Path) -> None:
             pass   # somebody else's server has it already, which is as good
         else:
             taken.listen()
-        ports = [finding for finding in doctor.examine(tmp_path, 1) if finding.what == "port"]
+        ports = [finding for finding in doctor.examine(str(tmp_path), 1) if finding.what == "port"]
     assert ports[0].verdict == "warn" and "--port" in ports[0].fix
 
 

@@ -1,0 +1,288 @@
+"""The lease of a stored folder: one writer at a time, and the pointer to its committed content.
+
+Both are in one object, `head.json`, which is only changed by conditional writes. A process that was
+replaced can therefore neither commit nor renew. The lease ends when its holder releases it, or when
+`head.json` was not renewed for the duration of the lease, measured by the monotonic clock of the
+process that waits for it. No two clocks are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ngsgd import process_identity
+from ngsgd.errors import CheckpointError, ObjectStorageError, RunLockedError
+from ngsgd.files import parse_json, sealed, unsealed
+from ngsgd.object_storage.client import ObjectStore, Version, WriteConflictError
+
+HEAD = "head.json"
+LEASE_S = 60.0
+# of a lease written by another process, which is not trusted
+_LONGEST_LEASE_S = 3600.0
+_RENEWALS_PER_LEASE, _POLLS_PER_LEASE = 4, 12
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Head:
+    """The content of head.json and its version."""
+
+    fence: int = 0
+    # empty after a release
+    holder: Mapping[str, Any] = field(default_factory=dict)
+    purpose: str = ""
+    lease_s: float = LEASE_S
+    # key and SHA-256 of the newest manifest; empty before the first commit
+    manifest: str = ""
+    manifest_sha256: str = ""
+    # a request to stop, by its fencing number: it ends with the lease
+    stop_fence: int = 0
+    # number of writes by the holder: each is a sign of life
+    renewal: int = 0
+    # distinguishes this write from all others, so that a lost answer can be recognized
+    nonce: str = ""
+    version: Version | None = None
+
+    def content(self) -> bytes:
+        fields = {name: value for name, value in vars(self).items() if name != "version"}
+        return json.dumps(sealed({"format": _FORMAT, **fields}), indent=1).encode()
+
+
+@dataclass(frozen=True)
+class LeaseClock:
+    """Time for the lease; replaced in tests."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+def read_head(store: ObjectStore) -> Head | None:
+    """Return the current head; None if there is none.
+
+    Raises:
+        CheckpointError: it is damaged.
+        ObjectStorageError: it cannot be read.
+    """
+    found = store.get(HEAD)
+    if found is None:
+        return None
+    content, version = found
+    try:
+        about, has_digest = unsealed(parse_json(content.decode("utf-8")))
+        if not has_digest or about.pop("format") != _FORMAT:
+            raise ValueError("it has no digest, or another format")
+        head = Head(**about, version=version)
+        if type(head.fence) is not int or head.fence < 0 or not isinstance(head.holder, dict):
+            raise ValueError("it has no valid fencing number or holder")
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{store.url}/{HEAD} is damaged ({error}); restore an earlier version of this object, or start "
+                              "a new run.") from error
+    return head
+
+
+class Lease:
+    """Exclusive permission to write to a stored folder; a context manager.
+
+    Args:
+        store: the objects of the folder.
+        purpose: command of the holder, for the message of another process ("train", "resume").
+        duration_s: time without a renewal after which another process may take the lease.
+        clock: time, replaced in tests.
+        report: receives one message if the lease of another process must expire first.
+    """
+
+    def __init__(self, store: ObjectStore, purpose: str, duration_s: float = LEASE_S,
+                 clock: LeaseClock | None = None, report: Callable[[str], None] = lambda message: None) -> None:
+        self.store = store
+        self.purpose = purpose
+        self.duration_s = duration_s
+        self._clock = clock or LeaseClock()
+        self._report = report
+        self._head = Head()
+        self._lost = ""
+        self._changes = threading.Lock()
+        self._ended = threading.Event()
+        self._renewals: threading.Thread | None = None
+
+    @property
+    def fence(self) -> int:
+        """The fencing number; larger than that of each earlier holder."""
+        return self._head.fence
+
+    @property
+    def head(self) -> Head:
+        """The last head that this process wrote."""
+        return self._head
+
+    def __enter__(self) -> Lease:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Take the lease; wait at most its duration if the last holder did not release it.
+
+        Raises:
+            RunLockedError: a living process holds it.
+            ObjectStorageError: the store cannot be used.
+        """
+        while True:
+            before = read_head(self.store)
+            if before and before.holder and not self._ended_here(before):
+                before = self._expired(before)
+            if self._taken(before):
+                break
+        self._ended.clear()
+        self._renewals = threading.Thread(target=self._renew_until_ended, name="ngsgd-lease", daemon=True)
+        self._renewals.start()
+
+    def commit(self, manifest: str, manifest_sha256: str) -> None:
+        """Make a manifest the content of the folder.
+
+        Raises:
+            RunLockedError: another process took the lease.
+            ObjectStorageError: the store cannot be reached; the commit may or may not be there.
+        """
+        self._change(manifest=manifest, manifest_sha256=manifest_sha256)
+
+    def renew(self) -> None:
+        """Extend the lease by its duration; raises as `commit`."""
+        self._change()
+
+    def require_held(self) -> None:
+        """Raise RunLockedError if it is known that another process took the lease."""
+        if self._lost:
+            raise RunLockedError(self._lost)
+
+    def stop_requested(self) -> bool:
+        """Whether a `request_stop` was seen at the last renewal or commit."""
+        return self._head.stop_fence == self._head.fence
+
+    def release(self) -> None:
+        """End the lease, so that the next process need not wait; a failure is ignored."""
+        self._ended.set()
+        if self._renewals:
+            self._renewals.join()
+        with contextlib.suppress(ObjectStorageError, RunLockedError, CheckpointError):
+            self._change(holder={})
+
+    # Waiting for the last holder ------------------------------------------------------------------
+
+    @staticmethod
+    def _ended_here(head: Head) -> bool:
+        """Whether the holder was a process of this machine and is certainly dead."""
+        return process_identity.is_here(head.holder) and not process_identity.is_alive(head.holder)
+
+    def _expired(self, head: Head) -> Head | None:
+        """Wait until the lease expires; raise RunLockedError if it is renewed meanwhile."""
+        lease_s = min(max(float(head.lease_s), 0.0), _LONGEST_LEASE_S)
+        self._report(f"{self.store.url}: the lease of {_who(head)} was not released; waiting up to {lease_s:g} s for it to expire")
+        seen = self._clock.now()
+        while self._clock.now() - seen < lease_s:
+            self._clock.sleep(lease_s / _POLLS_PER_LEASE)
+            now = read_head(self.store)
+            if now is None or not now.holder:
+                return now
+            if (now.fence, now.renewal) != (head.fence, head.renewal):
+                raise RunLockedError(f"{self.store.url} is in use by {_who(now)}; wait until it ends, or end it with: "
+                                     f"ngsgd stop {self.store.url}")
+            # a third process may have asked the holder to stop, which is no sign of life
+            head = now
+        return head
+
+    def _taken(self, before: Head | None) -> bool:
+        """Write the own head instead of `before`; False if another process was faster."""
+        wanted = Head(fence=(before.fence if before else 0) + 1, holder=process_identity.current(), purpose=self.purpose,
+                      lease_s=self.duration_s, manifest=before.manifest if before else "",
+                      manifest_sha256=before.manifest_sha256 if before else "", nonce=secrets.token_hex(16))
+        try:
+            self._head = self._written(wanted, before.version if before else None)
+        except WriteConflictError:
+            return False
+        return True
+
+    # Conditional writes ---------------------------------------------------------------------------
+
+    def _change(self, **fields: Any) -> None:
+        with self._changes:
+            self.require_held()
+            while True:
+                wanted = Head(**{**vars(self._head), **fields, "renewal": self._head.renewal + 1, "nonce": secrets.token_hex(16)})
+                try:
+                    self._head = self._written(wanted, self._head.version)
+                    return
+                except WriteConflictError:
+                    now = read_head(self.store)
+                if now is None or now.fence != self._head.fence or not now.holder:
+                    self._lost = (f"{self.store.url} " + (f"was taken over by {_who(now)}" if now else "has no head.json any more")
+                                  + f"; this process stops writing. Follow the run with: ngsgd status {self.store.url}")
+                    raise RunLockedError(self._lost)
+                # a request to stop: keep it, and write again
+                self._head = now
+
+    def _written(self, wanted: Head, version: Version | None) -> Head:
+        """Write conditionally; an answer that was lost is recognized by the nonce."""
+        try:
+            if version is None:
+                return _at(wanted, self.store.create(HEAD, wanted.content()))
+            return _at(wanted, self.store.replace(HEAD, wanted.content(), version))
+        except (WriteConflictError, ObjectStorageError):
+            # the write may have been done, and only its answer lost
+            now = read_head(self.store)
+            if now and now.nonce == wanted.nonce:
+                return now
+            raise
+
+    def _renew_until_ended(self) -> None:
+        while not self._ended.wait(self.duration_s / _RENEWALS_PER_LEASE):
+            try:
+                self.renew()
+            except RunLockedError:
+                return
+            except (ObjectStorageError, CheckpointError):
+                # the next renewal or commit tries again; conditional writes stay safe meanwhile
+                continue
+
+
+def request_stop(store: ObjectStore) -> bool:
+    """Ask the holder of the lease to stop; False if no process holds it.
+
+    Raises:
+        ObjectStorageError: the store cannot be used.
+    """
+    while True:
+        head = read_head(store)
+        if head is None or not head.holder or head.version is None:
+            return False
+        wanted = Head(**{**vars(head), "stop_fence": head.fence, "nonce": secrets.token_hex(16)})
+        with contextlib.suppress(WriteConflictError):
+            store.replace(HEAD, wanted.content(), head.version)
+            return True
+
+
+def _at(head: Head, version: Version) -> Head:
+    return Head(**{**vars(head), "version": version})
+
+
+def _who(head: Head) -> str:
+    if not head.holder:
+        return "a process that ended"
+    return f"process {head.holder.get('process_id')} on {head.holder.get('host')} (ngsgd {head.purpose})"
+
+
+def reserve(store: ObjectStore) -> bool:
+    """Create the head of a new folder; False if there is one already."""
+    try:
+        store.create(HEAD, Head(nonce=secrets.token_hex(16)).content())
+        return True
+    except WriteConflictError:
+        return False

@@ -1,0 +1,37 @@
+"""URLs of object storage, and the folders of this machine for them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ngsgd.errors import ConfigError
+
+SCHEMES = ("s3", "gs", "az")
+
+
+def is_url(text: str) -> bool:
+    """Whether a path of the configuration or the command line names object storage."""
+    return "://" in text
+
+
+def check_url(url: str) -> None:
+    """Raise ConfigError unless `url` names a bucket, without credentials."""
+    parts = urlsplit(url)
+    if parts.scheme not in SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise ConfigError(f"{parts.scheme}:// URLs are not supported; use {known} or a path without file://.")
+    if not parts.hostname:
+        raise ConfigError(f"{url} names no bucket; write {parts.scheme}://BUCKET/FOLDER.")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError(f"a {parts.scheme}:// URL may contain only the bucket and a folder; set credentials in the environment.")
+
+
+def local_root(output_dir: str) -> Path:
+    """The folder of this machine for an output directory: itself, or a cache if it is a URL."""
+    if not is_url(output_dir):
+        return Path(output_dir)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "ngsgd" / "object-storage" / hashlib.sha256(output_dir.rstrip("/").encode()).hexdigest()[:16]

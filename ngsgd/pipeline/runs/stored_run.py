@@ -1,0 +1,190 @@
+"""Runs in object storage: a working folder on this machine, published after each commit."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ngsgd.errors import CheckpointError, ConfigError, NgsgdError, ObjectStorageError
+from ngsgd.files import make_directories, read_regular_text, write_text
+from ngsgd.object_storage.client import ObjectStore
+from ngsgd.object_storage.folder import StoredFolder, fetch, newest_manifest
+from ngsgd.object_storage.lease import Lease, read_head, request_stop, reserve
+from ngsgd.object_storage.urls import local_root
+from ngsgd.training.storage.lock import RunLock, holder_of
+
+# file of a working folder that contains the URL of the run
+_URL = ".object-storage"
+# files that only training and decoding need
+_MODELS = ".safetensors"
+
+
+class StoredLock(RunLock):
+    """The lock of a working folder and the lease of its run."""
+
+    def __init__(self, lock: RunLock, folder: StoredFolder) -> None:
+        super().__init__(lock.path, lock.purpose, lock.fence)
+        self._lock = lock
+        self._folder = folder
+        self.fence = max(lock.fence, folder.lease.fence)
+
+    def acquire(self) -> None:
+        """Nothing: the lock is held before this object exists."""
+
+    def release(self) -> None:
+        """Nothing: `locked` releases the lock."""
+
+    def require_held(self) -> None:
+        """Raise RunLockedError if another process has taken the lock or the lease since."""
+        self._lock.require_held()
+        self._folder.lease.require_held()
+
+    def committed(self) -> None:
+        """Publish the working folder."""
+        self._folder.publish()
+
+    def stop_requested(self) -> bool:
+        """Whether `ngsgd stop URL` was called."""
+        return self._folder.lease.stop_requested()
+
+
+def url_of(folder: Path) -> str:
+    """URL of the run that a folder is the working folder of; empty for other folders."""
+    try:
+        return read_regular_text(folder / _URL, max_bytes=4096).strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def address(folder: Path) -> str:
+    """How a user names a run: the URL of a run in object storage, else its folder."""
+    return url_of(folder) or str(folder)
+
+
+def stop(folder: Path) -> bool:
+    """Ask the process that trains a run in object storage to stop; False if there is none."""
+    return request_stop(ObjectStore(url_of(folder)))
+
+
+def holder(folder: Path) -> tuple[Mapping[str, Any], float]:
+    """The process that holds the lease of a run, and seconds since its last sign of life.
+
+    The process is empty if the lease was released. The time is approximate: it compares the clock
+    of this machine with that of the service.
+    """
+    head = read_head(ObjectStore(url_of(folder)))
+    if head is None or head.version is None:
+        return {}, math.inf
+    return head.holder, max(0.0, time.time() - head.version.written_s)
+
+
+def check_output_url(url: str) -> None:
+    """Raise an error unless objects can be written there, and conditional writes work.
+
+    Raises:
+        ConfigError: the URL is not valid, or the service has no conditional writes.
+        ObjectStorageError: the bucket cannot be reached, or access is denied.
+    """
+    store = ObjectStore(f"{url.rstrip('/')}/.check-{os.urandom(8).hex()}", retry_s=20.0)
+    try:
+        if not reserve(store) or reserve(store):
+            raise ConfigError(f"the service of {url} ignores the condition of a write (If-None-Match), so it cannot keep two "
+                              "coordinators apart; use another service.")
+        with Lease(store, "check") as lease:
+            lease.renew()
+    finally:
+        with contextlib.suppress(ObjectStorageError):
+            store.delete(list(store.keys()))
+
+
+def reserved(folder: Path, output_url: str) -> bool:
+    """Reserve the name of a new run; False if there is such a run."""
+    url = f"{output_url.rstrip('/')}/{folder.name}"
+    if not reserve(ObjectStore(url)):
+        return False
+    write_text(folder / _URL, url + "\n")
+    return True
+
+
+@contextlib.contextmanager
+def locked(folder: Path, lock: RunLock, report: Callable[[str], None]) -> Iterator[StoredLock]:
+    """Hold the lease of a run; make its working folder current, and publish it at the end.
+
+    Raises:
+        RunLockedError: another process holds the lease.
+        ObjectStorageError: the store cannot be used.
+    """
+    store = ObjectStore(url_of(folder))
+    with Lease(store, lock.purpose, report=report) as lease:
+        stored = StoredFolder(store, folder, lease)
+        if lease.head.manifest:
+            fetch(store, stored.manifest, folder, remove_others=True)
+            stored.remove_abandoned()
+        try:
+            yield StoredLock(lock, stored)
+        except BaseException:
+            # error.json, too; the first error is the one to report
+            with contextlib.suppress(NgsgdError, OSError):
+                stored.publish()
+            raise
+        stored.publish()
+
+
+def fetched(url: str, *, with_models: bool = True) -> Path | None:
+    """Return the working folder of a run, with the files of its newest commit.
+
+    Args:
+        url: URL of the run.
+        with_models: also fetch checkpoints and models, which `ngsgd status` and `logs` do not need.
+
+    Returns:
+        None if there is no such run.
+
+    Raises:
+        ConfigError: the URL is not valid.
+        CheckpointError: an object is damaged, or the disk of this machine is full.
+        ObjectStorageError: the store cannot be used.
+    """
+    folder = _working_folder(url)
+    if holder_of(folder / "lock"):
+        # a process of this machine writes to it
+        return folder
+    store = ObjectStore(url)
+    manifest = newest_manifest(store)
+    if manifest is None:
+        return None
+    try:
+        make_directories(folder)
+        write_text(folder / _URL, store.url + "\n")
+        fetch(store, manifest, folder, lambda file: with_models or not file.endswith(_MODELS), remove_others=True)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder} could not be written ({error.strerror}); free disk space, or set "
+                              "XDG_CACHE_HOME to another folder.") from error
+    return folder
+
+
+def known_folder(url: str) -> Path | None:
+    """Return the working folder of a run as it is on this machine; None if there is none."""
+    folder = _working_folder(url)
+    return folder if (folder / _URL).is_file() else None
+
+
+def names_of_runs(output_url: str) -> list[str]:
+    """Return the names of all runs below a URL."""
+    return sorted(ObjectStore(output_url).folders())
+
+
+def fetched_runs(output_url: str) -> list[Path]:
+    """Return the working folders of all runs below a URL, without models."""
+    found = [fetched(f"{output_url.rstrip('/')}/{name}", with_models=False) for name in names_of_runs(output_url)]
+    return [folder for folder in found if folder is not None]
+
+
+def _working_folder(url: str) -> Path:
+    output_url, _, name = url.rstrip("/").rpartition("/")
+    return local_root(output_url) / name

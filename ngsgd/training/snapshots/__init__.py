@@ -1,0 +1,1 @@
+"""Snapshots of running jobs, from which a retry continues on any worker."""

@@ -1,0 +1,221 @@
+"""Snapshots that a worker takes of its job, at minibatch boundaries.
+
+A snapshot is taken after `failure.snapshot_interval_s`, or later: the time for snapshots is at most
+`failure.snapshot_cost` of the time of the job. Shorter jobs take none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ngsgd.training.job import Job, WorkItem
+from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.settings import EngineSettings
+from ngsgd.training.snapshots.free_memory import free_memory
+from ngsgd.training.snapshots.job_state import JobState
+from ngsgd.training.snapshots.packing import HEADER_BYTES, Block, Header, Packed, unpack
+from ngsgd.training.validation.checksums import digest
+
+NUM_BLOCKS = 2
+# before the first measurement; memory that is new to a process is slower than a copy
+_BYTES_PER_S = 5e8
+# with snapshots=auto, the fraction of the free memory of the machine that all workers may use
+_MOST_MEMORY = 0.25
+
+
+class SnapshotMemory(Protocol):
+    """Two blocks that outlive the worker; they are written alternately."""
+
+    def room(self, index: int, num_bytes: int) -> Block:
+        """Return a block for writing, with at least so many bytes; raise OSError without memory."""
+
+    def block(self, index: int) -> Block:
+        """Return a block for reading, of any size."""
+
+
+@dataclass
+class SnapshotTimer:
+    """Decides when a snapshot is due, from the measured time of earlier ones."""
+
+    interval_s: float
+    # maximum fraction of the time of a job
+    max_cost: float
+    clock: Callable[[], float] = time.perf_counter
+    # of the cost; on a busy machine waiting for a core is no cost of a snapshot
+    work_clock: Callable[[], float] = time.thread_time
+    bytes_per_s: float = _BYTES_PER_S
+    # expected size; 0: not known
+    num_bytes: int = 0
+    _since: float = 0.0
+    _work_since: float = 0.0
+    _wait_work_s: float = 0.0
+    _is_measured: bool = True    # in the current job
+
+    def begin(self, num_bytes: int) -> None:
+        """Start to wait for the first snapshot of a job with at least so many bytes."""
+        self.num_bytes = max(self.num_bytes, num_bytes)
+        if not self._is_measured and self.bytes_per_s < _BYTES_PER_S:
+            # a single slow copy on a busy machine must not end snapshots in all later jobs
+            self.bytes_per_s *= 2.0
+        self._is_measured = False
+        self._wait(self.num_bytes / self.bytes_per_s)
+
+    def is_due(self) -> bool:
+        is_late = self.clock() - self._since >= self.interval_s
+        return is_late and self.work_clock() - self._work_since >= self._wait_work_s
+
+    def taken(self, num_bytes: int, seconds: float) -> None:
+        """Start to wait for the next snapshot."""
+        self.num_bytes, self.bytes_per_s = num_bytes, num_bytes / max(seconds, 1e-9)
+        self._is_measured = True
+        self._wait(seconds)
+
+    def _wait(self, cost_s: float) -> None:
+        self._since, self._work_since = self.clock(), self.work_clock()
+        self._wait_work_s = cost_s / self.max_cost
+
+
+class Snapshots:
+    """The snapshots of one worker, for one job after another."""
+
+    def __init__(self, settings: EngineSettings, device: torch.device, *, is_possible: bool) -> None:
+        failure = settings.failure
+        # copies from a GPU wait without work of this thread
+        work_clock = time.thread_time if device.type == "cpu" else time.perf_counter
+        self.timer = SnapshotTimer(failure.snapshot_interval_s, failure.snapshot_cost, work_clock=work_clock)
+        # of the next job; None: no snapshots
+        self.memory: SnapshotMemory | None = None
+        # whether the worker was asked to end, so that another one continues the job
+        self.is_leaving: Callable[[], bool] = lambda: False
+        self._num_workers = settings.cluster.num_workers
+        self._limits_memory = failure.snapshots == "auto"
+        self._is_possible = is_possible
+
+    def of(self, job: Job, start: Vector, state: JobState) -> JobSnapshots | None:
+        """Begin a job; None if it takes no snapshots."""
+        memory, self.memory = self.memory, None
+        if memory is None or not self._is_possible:
+            return None
+        # an optimizer often has as much state as there are parameters
+        self.timer.begin(2 * start.nbytes)
+        return JobSnapshots(self, job, start, state, memory)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether the machine has memory for the snapshots of all workers."""
+        if not self._limits_memory:
+            return True
+        return NUM_BLOCKS * num_bytes * self._num_workers <= _MOST_MEMORY * free_memory()
+
+
+class JobSnapshots:
+    """The snapshots of one attempt at a job."""
+
+    def __init__(self, worker: Snapshots, job: Job, start: Vector, state: JobState, memory: SnapshotMemory) -> None:
+        self.job = job
+        self.state = state
+        self._worker = worker
+        self._memory = memory
+        self._start = start
+        self._identity: bytes | None = None
+        # mapped for writing; a new mapping costs a page fault per 4 kB
+        self._blocks: dict[int, Block] = {}
+        self._last = NUM_BLOCKS - 1    # block
+        # time for minibatches in the attempts that this one continues
+        self.earlier_s = 0.0
+        self._began = time.perf_counter()
+        self._is_off = False
+
+    @property
+    def identity(self) -> bytes:
+        """Hash of everything that determines the result of the job."""
+        if self._identity is None:
+            self._identity = identity_of(self.job, self._start, self.state.device)
+        return self._identity
+
+    def restore(self) -> int:
+        """Continue from the newest valid snapshot of this job.
+
+        Returns:
+            Number of completed minibatches; 0 if there is no snapshot.
+        """
+        found = []
+        for index in range(NUM_BLOCKS):
+            header = Header.decode(self._memory.block(index)[:HEADER_BYTES].tobytes())
+            if header is not None and header.identity == self.identity:
+                found.append((header.num_minibatches, index))
+        for number, index in sorted(found, reverse=True):
+            values = unpack(self._memory.block(index))
+            if values is not None:
+                self.state.load(values["state"])
+                self._last, self.earlier_s = index, values["seconds"]
+                return number
+        return 0
+
+    def after_minibatch(self, num_minibatches: int) -> None:
+        """Take a snapshot if one is due, or if another worker will continue the job."""
+        if not self._is_off and (self._worker.timer.is_due() or self._worker.is_leaving()):
+            self._take(num_minibatches)
+
+    def _take(self, num_minibatches: int) -> None:
+        began = self._worker.timer.work_clock()
+        seconds = self.earlier_s + time.perf_counter() - self._began
+        packed = Packed.of({"state": self.state.values(), "seconds": seconds})
+        index = (self._last + 1) % NUM_BLOCKS
+        try:
+            block = self._room(index, packed.num_bytes)
+        except OSError as error:
+            self._is_off = True
+            warnings.warn(f"no snapshots of this job: {packed.num_bytes / 1e6:.0f} MB are not available "
+                          f"({error.strerror or error}); after a fault it starts at its beginning.", stacklevel=2)
+            return
+        packed.write(block, self.identity, num_minibatches)
+        self._last = index
+        self._worker.timer.taken(packed.num_bytes, self._worker.timer.work_clock() - began)
+
+    def _room(self, index: int, num_bytes: int) -> Block:
+        """Return a block for writing."""
+        if index not in self._blocks or len(self._blocks[index]) < num_bytes:
+            if len(self._memory.block(index)) < num_bytes and not self._worker.has_room(num_bytes):
+                raise OSError("not enough free memory")
+            self._blocks[index] = self._memory.room(index, num_bytes)
+        return self._blocks[index]
+
+
+def identity_of(job: Job, start: Vector, device: torch.device) -> bytes:
+    """Hash everything that determines the result of a job, except the attempt."""
+    content = hashlib.blake2b(digest_size=16)
+    fields = (job.outer_iter, job.job, job.pieces, job.lr, job.lr_factor, job.progress, job.returns, job.send,
+              job.keep_fisher, job.keep_own, sorted(job.layer_rates.items()), job.excluded, digest(start),
+              # the same arithmetic
+              device.type, torch.__version__, torch.get_num_threads())
+    content.update(repr(fields).encode())
+    for name, state in sorted((job.start.fisher or {}).items()):
+        content.update(name.encode())
+        for key, value in sorted(state.items()):
+            content.update(key.encode() + np.asarray(value).tobytes())
+    return content.digest()
+
+
+def remaining(pieces: Sequence[WorkItem], done: int, numbers: Callable[[WorkItem], range]) -> tuple[WorkItem, ...]:
+    """The work items of a job after its first `done` minibatches.
+
+    Args:
+        pieces: work items.
+        done: completed minibatches.
+        numbers: minibatches of a work item.
+    """
+    left: list[WorkItem] = []
+    for piece in pieces:
+        size = len(numbers(piece))
+        if done < size:
+            left.append(replace(piece, first=piece.first + done) if done else piece)
+        done = max(0, done - size)
+    return tuple(left)

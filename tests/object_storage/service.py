@@ -1,0 +1,132 @@
+"""An S3 service on this machine that injects faults: moto behind a layer that counts requests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug import serving
+
+BUCKET = "bucket"
+# what a fault does to one request; "stop" stops the process, as a long pause of its machine does
+FAULTS = ("kill_before", "kill_after", "lost_answer", "error_500", "slow_down", "timeout", "expired")
+_EXPIRED = (b'<?xml version="1.0"?><Error><Code>ExpiredToken</Code>'
+            b"<Message>The provided token has expired.</Message></Error>")
+
+
+@dataclass
+class Fault:
+    """The failure of request `number` (from 1) and of the `length - 1` requests after it."""
+
+    kind: str
+    number: int
+    length: int = 1
+
+
+@dataclass
+class Faults:
+    """The requests of one case: they are counted, and some of them fail.
+
+    Only requests that change something are counted, since a process that dies between two of them
+    leaves the same objects.
+    """
+
+    fault: Fault | None = None
+    # the process to kill
+    victim: int = 0
+    num_writes: int = 0
+    num_faults: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def of_this_write(self) -> str:
+        """Count a write; return the fault it gets, empty for none."""
+        with self.lock:
+            self.num_writes += 1
+            fault = self.fault
+            if fault is None or not fault.number <= self.num_writes < fault.number + fault.length:
+                return ""
+            self.num_faults += 1
+            return fault.kind
+
+
+class Service:
+    """The server; `faults` is replaced before each case."""
+
+    def __init__(self) -> None:
+        self.faults = Faults()
+        self._app = DomainDispatcherApplication(create_backend_app)
+        self._server = serving.make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Quiet)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.port}"
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables of a process that uses the service."""
+        return {"AWS_ENDPOINT_URL": self.url, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+                "AWS_REGION": "us-east-1"}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        writes = environ["REQUEST_METHOD"] in ("PUT", "POST", "DELETE")
+        kind = self.faults.of_this_write() if writes else ""
+        if kind == "kill_before":
+            os.kill(self.faults.victim, signal.SIGKILL)
+            _no_answer(environ)
+        if kind in ("error_500", "slow_down"):
+            start_response("500 Internal Server Error" if kind == "error_500" else "503 Slow Down", [("Content-Length", "0")])
+            return [b""]
+        if kind == "expired":
+            start_response("403 Forbidden", [("Content-Type", "application/xml"), ("Content-Length", str(len(_EXPIRED)))])
+            return [_EXPIRED]
+        if kind == "stop":
+            os.kill(self.faults.victim, signal.SIGSTOP)
+        if kind not in ("", "stop"):
+            # moto changes its state while the answer is read
+            list(self._app(environ, lambda *_status: None))
+            if kind == "kill_after":
+                os.kill(self.faults.victim, signal.SIGKILL)
+            if kind == "timeout":
+                time.sleep(3)
+            _no_answer(environ)
+        answer: Iterable[bytes] = self._app(environ, start_response)
+        return answer
+
+
+def _no_answer(environ: dict[str, Any]) -> NoReturn:
+    """Close the connection of a request."""
+    with contextlib.suppress(OSError):
+        environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+    raise ConnectionAbortedError
+
+
+class _Quiet(serving.WSGIRequestHandler):
+    def log(self, *_args: Any) -> None:
+        """Nothing."""
+
+    def log_error(self, *_args: Any) -> None:
+        """Nothing: closed connections are intended."""
+
+
+@contextlib.contextmanager
+def running(environment: Callable[[str, str], None]) -> Iterator[Service]:
+    """A service with an empty bucket, whose variables are set with `environment`."""
+    service = Service()
+    for name, value in service.environment().items():
+        environment(name, value)
+    try:
+        urllib.request.urlopen(urllib.request.Request(f"{service.url}/{BUCKET}", method="PUT")).close()
+        yield service
+    finally:
+        service.close()

@@ -1,0 +1,36 @@
+"""Runs against an S3 service over HTTP that fails: equal models, nothing counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto.server")
+
+from tests.object_storage.service import FAULTS, Fault, running
+from tests.object_storage.trials import LENGTHS, Trials
+
+pytestmark = [pytest.mark.faults, pytest.mark.same_process("object storage service")]
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
+    with pytest.MonkeyPatch.context() as patch, running(patch.setenv) as service:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        found = Trials(service, tmp_path_factory.mktemp("runs"))
+        yield found
+        found.trainer.close()
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.97])
+def test_a_failing_write_changes_no_result(trials: Trials, kind: str, part: float) -> None:
+    fault = Fault(kind, max(1, int(part * trials.num_writes)), LENGTHS.get(kind, 1))
+    assert list(trials.problems(fault)) == []
+
+
+@pytest.mark.parametrize("part", [0.3, 0.7])
+def test_a_process_that_was_replaced_during_a_pause_changes_nothing(trials: Trials, part: float) -> None:
+    assert list(trials.interrupted_by_another(int(part * trials.num_writes))) == []

@@ -1,0 +1,152 @@
+"""Trials of runs in object storage: each write of a run fails, and the run is resumed elsewhere.
+
+    python -m tests.object_storage.trials [FAULT...]      # all points of these faults, else of all
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ngsgd.errors import ObjectStorageError, RunLockedError
+from ngsgd.object_storage.client import ObjectStore
+from ngsgd.object_storage.lease import read_head
+from ngsgd.pipeline.runs import stored_run
+from ngsgd.training.storage import audit
+from tests.object_storage.service import BUCKET, FAULTS, Fault, Faults, Service, running
+from tests.object_storage.trainer import Trainer
+
+_SHORT_LEASE_S = 2.0
+LENGTHS = {"slow_down": 4, "expired": 10_000}
+
+
+class Trials:
+    """One service, one process that forks trainers, and the result of an undisturbed run."""
+
+    def __init__(self, service: Service, folder: Path) -> None:
+        self.service = service
+        self.trainer = Trainer(folder, service.environment())
+        self._num_cases = 0
+        service.faults = Faults()
+        url = self.new_url()
+        assert self.run(url, "first") == 0, self.trainer.errors()
+        self.num_writes = service.faults.num_writes
+        self.digest = self.final_digest(url)
+
+    def new_url(self) -> str:
+        """A URL without runs."""
+        self._num_cases += 1
+        return f"s3://{BUCKET}/case{self._num_cases}"
+
+    def run(self, url: str, cache: str, *, resume: str = "", fault: Fault | None = None) -> int:
+        """Train or resume with a fault; return the exit code."""
+        process = self.trainer.begin(url, f"{cache}{self._num_cases}", resume=resume)
+        self.service.faults = Faults(fault, process)
+        os.kill(process, signal.SIGCONT)
+        return self.trainer.end()
+
+    def interrupted_by_another(self, number: int) -> Iterator[str]:
+        """Stop the process of a run at a write until another machine has finished the run."""
+        url = self.new_url()
+        process = self.trainer.begin(url, "paused", lease_s=_SHORT_LEASE_S)
+        self.service.faults = Faults(Fault("stop", number), process)
+        os.kill(process, signal.SIGCONT)
+        while not self.service.faults.num_faults:
+            time.sleep(0.05)
+        (name,) = self.names(url)
+        other = Trainer(self.trainer.folder, self.service.environment())
+        os.kill(other.begin(url, "other", resume=f"{url}/{name}", lease_s=_SHORT_LEASE_S), signal.SIGCONT)
+        if other.end() != 0:
+            yield f"the run could not be taken over: {self.trainer.errors()}"
+        other.close()
+        head = read_head(ObjectStore(f"{url}/{name}"))
+        os.kill(process, signal.SIGCONT)
+        code, errors = self.trainer.end(), self.trainer.errors()
+        # a request that was open during the pause may fail first
+        if code not in (RunLockedError.exit_code, ObjectStorageError.exit_code) or len(errors) != 1:
+            yield f"the replaced process ended with {code} and the messages {errors}"
+        if read_head(ObjectStore(f"{url}/{name}")) != head or self.final_digest(url) != self.digest:
+            yield "the replaced process changed the run"
+
+    def final_digest(self, url: str) -> str:
+        """SHA-256 of the only finished model below a URL, as another machine reads it."""
+        (name,) = [name for name in self.names(url) if self.is_finished(f"{url}/{name}")]
+        model = self.fetched(f"{url}/{name}") / "final" / "model.safetensors"
+        return hashlib.sha256(model.read_bytes()).hexdigest()
+
+    def names(self, url: str) -> list[str]:
+        return stored_run.names_of_runs(url)
+
+    def is_finished(self, run: str) -> bool:
+        folder = self.fetched(run)
+        return (folder / "final" / "model.safetensors").is_file()
+
+    def fetched(self, run: str) -> Path:
+        os.environ["XDG_CACHE_HOME"] = str(self.trainer.folder / "reader")
+        folder = stored_run.fetched(run)
+        return folder if folder else Path(os.devnull)
+
+    def problems(self, fault: Fault) -> Iterator[str]:
+        """Disturb a run, end it on another machine, and yield the problems."""
+        url = self.new_url()
+        code = self.run(url, "first", fault=fault)
+        if not self.service.faults.num_faults:
+            yield "the fault was not reached"
+        errors = self.trainer.errors()
+        allowed = [ObjectStorageError.exit_code] if fault.kind == "expired" else [0, ObjectStorageError.exit_code]
+        if code != -signal.SIGKILL and (code not in allowed or len(errors) > 1):
+            yield f"the run ended with {code} and the messages {errors}"
+        if code != 0:
+            yield from self._resume(url)
+            yield from (f"after the resumption: {error}" for error in self.trainer.errors())
+        if self.final_digest(url) != self.digest:
+            yield "the final model differs"
+        for name in self.names(url):
+            folder = self.fetched(f"{url}/{name}")
+            if (folder / "ledger.jsonl").exists():
+                yield from audit.audit(folder / "ledger.jsonl")
+            yield from self._objects_left(f"{url}/{name}")
+
+    def _resume(self, url: str) -> Iterator[str]:
+        found = [name for name in self.names(url) if self.fetched(f"{url}/{name}").is_dir()]
+        code = self.run(url, "second", resume=f"{url}/{found[0]}" if found else "")
+        if code != 0:
+            yield f"the resumption ended with {code}"
+
+    def _objects_left(self, run: str) -> Iterator[str]:
+        """Objects that no commit of a finished run needs, beyond those of the last two."""
+        store = ObjectStore(run)
+        num_objects = len(list(store.keys()))
+        if num_objects > 120:
+            yield f"{num_objects} objects are left"
+
+
+def faults_of(kind: str, num_writes: int) -> list[Fault]:
+    """A fault at each write of a run."""
+    return [Fault(kind, number, LENGTHS.get(kind, 1)) for number in range(1, num_writes + 1)]
+
+
+def main(kinds: Sequence[str]) -> int:
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder, running(os.environ.__setitem__) as service:
+        trials = Trials(service, Path(folder))
+        print(f"{trials.num_writes} writes in a run")
+        for kind in kinds or FAULTS:
+            faults = faults_of(kind, trials.num_writes)
+            for fault in faults:
+                for problem in trials.problems(fault):
+                    failed += 1
+                    print(f"{kind} {fault.number}: {problem}", flush=True)
+            print(f"{kind}: {len(faults)} points", flush=True)
+        trials.trainer.close()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
