@@ -152,8 +152,11 @@ def draw_faults(random: random.Random, counts: Counter[str], scenario: Scenario)
 
 def draw_faulty_worker(random: random.Random, scenario: Scenario) -> list[Fault]:
     """Draw a worker with faulty arithmetic, in some of the audited runs."""
-    num_workers = scenario.settings["cluster"]["num_workers"]
+    num_workers, schedule = scenario.settings["cluster"]["num_workers"], scenario.settings["schedule"]
     if not scenario.audit_every or num_workers < 2 or random.random() >= _FAULTY:
+        return []
+    # the workers that are left could not begin enough jobs within schedule.sync_interval_s
+    if schedule["load_balancing"] == "time" and num_workers <= schedule["num_jobs_final"]:
         return []
     # two workers that agree with themselves end the run
     what = random.choice(("wrong bit", "wrong bits")) if num_workers > 2 else "wrong bits"

@@ -119,7 +119,8 @@ class Trial:
     @property
     def has_no_data(self) -> bool:
         """Whether the run ended because all its data are in quarantine."""
-        return bool(self.lives) and self.lives[-1].ending == "no data"
+        # a second coordinator may be rejected after it
+        return next((life.ending for life in reversed(self.lives) if life.ending != "locked"), "") == "no data"
 
     def _live(self, host: str, keep: dict[int, str] | None = None) -> bool:
         """Run one coordinator process; return whether the run is finished."""
