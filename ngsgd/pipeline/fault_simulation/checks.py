@@ -217,8 +217,10 @@ def _record(event: dict[str, Any], one: OuterIterationLines) -> Iterator[str]:
 
 def _leftovers(trial: Trial) -> Iterator[str]:
     """Files that nobody needs after the end."""
-    # a file that the disk refuses to remove stays; some file systems need space to remove one
-    is_removable = not any(fault.what in ("EIO", "ENOSPC") and fault.where == "operation" for fault in trial.world.occurred)
+    # a file that the disk refuses to read or to remove stays
+    # some file systems need space to remove one
+    is_removable = not any(fault.what in ("EIO", "ENOSPC") and fault.where in ("operation", "read")
+                           for fault in trial.world.occurred)
     for path in sorted(trial.folder.rglob("*")):
         # without locks it is unknown whether the writer of a temporary file lives
         if path.name.endswith(".tmp") and trial.scenario.has_locks and is_removable:
