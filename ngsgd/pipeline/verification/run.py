@@ -84,5 +84,5 @@ def _coverage(num_repeatable: int, num_counted: int, config: RunConfig) -> str:
     line = f"{num_repeatable} of {num_counted} counted jobs can be repeated"
     if num_repeatable == num_counted:
         return line
-    return (f"{line}, because the models that the others started from were removed; checkpoint.num_to_keep="
+    return (f"{line}, because the checkpoints that the others started from are not on disk; checkpoint.num_to_keep="
             f"{config.checkpoint.num_to_keep} keeps the last ones, and a larger number keeps more")

@@ -12,13 +12,11 @@ from typing import Literal
 
 from ngsgd.errors import AuditError, CheckpointError, ConfigError
 from ngsgd.pipeline.verification.counted import CountedJob, Starts
-from ngsgd.training.auditing.comparison import TOLERANCE
+from ngsgd.training.auditing.comparison import SMALLEST_OBJECTIVE, TOLERANCE
 from ngsgd.training.job import Job, JobResult
 from ngsgd.training.worker_pool import WorkerPool
 
 Outcome = Literal["identical", "close", "differs", "not reproducible", "failed"]
-# the objective per frame of a job is compared with this precision where bits may differ
-_SMALLEST_OBJECTIVE = 0.01
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def _check_all(outer_iter: int, wanted: Sequence[CountedJob], starts: Starts, po
         if recorded is None:
             yield Check(one, "failed", reason="events.jsonl holds no record of it")
             continue
-        distance = abs(result.objf - recorded) / max(abs(recorded), _SMALLEST_OBJECTIVE)
+        distance = abs(result.objf - recorded) / max(abs(recorded), SMALLEST_OBJECTIVE)
         yield Check(one, "close" if distance <= TOLERANCE else "differs", distance)
 
 
