@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import queue
 import time
 from collections.abc import Iterator
@@ -140,7 +141,7 @@ def _verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     shares = [None if count is None else len(range(number, count, options.processes)) for number in range(options.processes)]
-    processes = [context.Process(target=_work, args=(results, options.first_seed + number, share, options.seconds,
+    processes = [context.Process(target=_work, args=(results, os.getpid(), options.first_seed + number, share, options.seconds,
                                                      options.processes, options.audit_all), daemon=True)
                  for number, share in enumerate(shares)]
     for process in processes:
@@ -154,8 +155,10 @@ def _verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
         raise RuntimeError("a process of the fault simulation ended early")
 
 
-def _work(results: Any, first: int, count: int | None, seconds: float | None, step: int, audits_all: bool) -> None:
+def _work(results: Any, parent: int, first: int, count: int | None, seconds: float | None, step: int, audits_all: bool) -> None:
+    from ngsgd.cluster.newborn import die_with_parent
     from ngsgd.pipeline.fault_simulation.campaign import run_seeds
 
+    die_with_parent(parent)
     for verdict in run_seeds(first, count, seconds, step, audits_all=audits_all):
         results.put(verdict)
