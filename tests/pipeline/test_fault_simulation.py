@@ -118,8 +118,7 @@ def test_files_outside_are_not_touched(disk: SimulatedDisk, tmp_path: Path) -> N
         assert (tmp_path / "outside").read_text() == "x"
 
 
-@pytest.mark.slow
-@pytest.mark.faults
+@pytest.mark.end_to_end
 def test_some_hundred_seeds_have_no_problem() -> None:
     command = [sys.executable, "-m", "ngsgd.launcher", "simulate", "--faults", "--first-seed", "200", "--seeds", "400",
                "--until-failure"]
