@@ -1,4 +1,4 @@
-"""`ngsgd verify`: the jobs of a run are repeated from its checkpoints and compared with its ledger."""
+"""`ngsgd verify`: jobs of a run are repeated from its checkpoints and compared with its ledger."""
 
 from __future__ import annotations
 

@@ -132,7 +132,11 @@ def setting_of(scenario: Scenario) -> str:
 
 @contextmanager
 def simulator(*, audits_all: bool = False) -> Iterator[Simulator]:
-    """Provide a simulator, with its disk in memory where there is one; `audits_all` audits every job."""
+    """Provide a simulator, with its disk in memory where there is one.
+
+    Args:
+        audits_all: audit every job, in longer runs.
+    """
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="ngsgd-faults-", dir=memory if os.access(memory, os.W_OK) else None))
     torch.set_num_threads(1)

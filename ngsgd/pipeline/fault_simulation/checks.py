@@ -93,7 +93,7 @@ def false_alarms(trial: Trial) -> Iterator[str]:
     has_others = any(fault.what == "not finite" for fault in trial.world.occurred)
     right = set()
     for line in _audit_lines(trial):
-        # two workers, one of them faulty, cannot be told apart
+        # two workers, one of them faulty, cannot be distinguished
         is_false = line["outcome"] == "not_reproducible" or (line["outcome"] == "undecided" and not faulty)
         if not has_others and (set(line["faulty"]) - faulty or is_false):
             yield (f"the audit of job {line['job']} of outer iteration {line['outer_iter']} ended with {line['outcome']} and "

@@ -1,4 +1,4 @@
-"""The jobs of a run that were counted, and their initial states, from the ledger and the models on disk."""
+"""The counted jobs of a run, and their initial states, from the ledger and the models on disk."""
 
 from __future__ import annotations
 

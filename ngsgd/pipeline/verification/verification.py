@@ -1,4 +1,4 @@
-"""Repetition of jobs of a finished or stopped run, and comparison with the results that it counted."""
+"""Repetition of jobs of a finished or stopped run, and comparison with the counted results."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import is_damaged
 from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
 
-# failed repetitions of one job, after which its audit ends without a verdict; more if results differ
+# failed repetitions of one job, after which its audit ends without a verdict; more if results
+# differ
 _MAX_FAILED, _MAX_FAILED_IF_DIFFERENT = 3, 10
 
 
@@ -127,7 +128,8 @@ class Audits:
         if case.pieces and not result.continued_at:
             self._judge(case)
         else:
-            # nothing to compare, or a part of it was computed by another worker (`ngsgd.training.snapshots`)
+            # nothing to compare, or another worker computed a part of it
+            # (`ngsgd.training.snapshots`)
             self._end(case, "skipped")
         return True
 
@@ -338,8 +340,8 @@ class Audits:
         self._write(case, "undecided", ())
         names = " and ".join(dict.fromkeys(run.identity.name for run in case.runs))
         raise AuditError(f"{names} compute different results of job {case.job.job} of outer iteration "
-                         f"{case.job.outer_iter + 1}{_how(case.runs)}, and no further worker decides which is right; the last "
-                         "checkpoint is complete: check these machines, then resume with at least three workers "
+                         f"{case.job.outer_iter + 1}{_how(case.runs)}, and no further worker decides which is right. The last "
+                         "checkpoint is complete. Check these machines, then resume with at least three workers "
                          "(ngsgd resume --workers 3), or on another machine.")
 
     def _end(self, case: Case, outcome: str, faulty: tuple[int, ...] = (), right: Sequence[Run] = (), *,

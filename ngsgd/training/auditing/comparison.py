@@ -84,7 +84,7 @@ class Comparison:
         return not is_bitwise(one, other) and self.distance(one.result, other.result) <= TOLERANCE
 
     def distance(self, one: JobResult, other: JobResult) -> float:
-        """Largest relative difference of the objectives and of the norms of the parameter deltas."""
+        """Larger relative difference: of the objectives, or of the norms of the deltas."""
         if one.num_minibatches != other.num_minibatches:
             return float("inf")
         objectives = abs(one.objf - other.objf) / max(abs(one.objf), abs(other.objf), SMALLEST_OBJECTIVE)

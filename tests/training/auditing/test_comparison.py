@@ -69,7 +69,7 @@ def by_value(*values: int) -> tuple[list[Run], Callable[[Run, Run], bool]]:
     return runs, agree
 
 
-@pytest.mark.parametrize("values, others, outcome, faulty", [
+@pytest.mark.parametrize(("values", "others", "outcome", "faulty"), [
     ((1,), True, "ask_other", ()), ((1,), False, "alone", ()), ((1, 1), True, "agreed", ()), ((1, 2), True, "ask_other", ()),
     ((1, 2), False, "ask_again", ()), ((1, 2, 2), True, "decided", (0,)), ((1, 2, 1), True, "decided", (1,)),
     ((1, 2, 3), True, "ask_again", ()), ((1, 2, 3, 1, 4, 5), True, "decided", (1, 2)),

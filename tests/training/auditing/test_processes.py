@@ -1,4 +1,4 @@
-"""The audit with real worker processes: a wrong worker is named, and faults of processes are not."""
+"""The audit with real worker processes: a wrong worker is named, and faults are not."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from ngsgd.training.storage.audit import audit
 from ngsgd.training.validation.checksums import digest
 from ngsgd.training.worker import Place, Worker, never, np_empty
 from tests.toy import Run, config, undisturbed
-
-FAULTY = 1
+from tests.training.auditing.faulty import FAULTY, WrongBit
 
 
 def audited(every: int, *, num_workers: int = 3, num_jobs: int = 3, **changes: Any) -> RunConfig:
@@ -33,18 +32,6 @@ def audited(every: int, *, num_workers: int = 3, num_jobs: int = 3, **changes: A
                 "num_jobs_final": num_jobs, **changes.pop("schedule", {})}
     return config(failure=failure, schedule=ScheduleConfig(**schedule),
                   cluster=ClusterConfig(num_workers=num_workers, threads_per_worker=1, **changes.pop("cluster", {})), **changes)
-
-
-class WrongBit(Worker):
-    """Worker 1 flips the lowest bit of one parameter in each job."""
-
-    def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
-        result = super().run(job, place, should_stop)
-        if self.index != FAULTY:
-            return result
-        assert isinstance(result.sent, LocalRef)
-        result.sent.vector.view(np.uint32)[job.job] ^= np.uint32(1)
-        return replace(result, digest=digest(result.sent.vector))
 
 
 def pool_of(run: Run, make_worker: Callable[..., Worker] = Worker) -> ProcessPool:
