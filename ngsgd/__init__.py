@@ -48,7 +48,7 @@ _HOME_OF = {
     "train": "ngsgd.pipeline.api",
 }
 
-_MODULES = ("asr", "cluster", "config", "curvature", "data", "hypergrad", "models", "ops", "optim",
+_MODULES = ("asr", "cluster", "config", "curvature", "data", "hypergrad", "models", "object_storage", "ops", "optim",
             "pipeline", "preconditioners", "sequence", "tasks", "training")
 
 moved.install()

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -363,6 +363,8 @@ class ProcessPool:
             if slot.job is None or message.job.identity != slot.job.identity:
                 self.num_discarded += 1
                 return
+            # the job as it was submitted: references are counted by identity
+            message = replace(message, job=slot.job)
             self._outcomes.append(message if isinstance(message, JobFailure)
                                   else remote(message, self._fetch))
             self._snapshots.ended(message)

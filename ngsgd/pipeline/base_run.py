@@ -64,6 +64,8 @@ class Training:
     latest: Checkpoint | None
     trackers: Trackers
     events: EventLog
+    # damaged checkpoints that are newer than `latest`
+    skipped: Sequence[Incident]
 
 
 class BaseRun(ABC):
@@ -155,6 +157,8 @@ class BaseRun(ABC):
                 # recorded before the trackers are closed, so that MLflow receives it as well
                 with self._errors(training.events), self.folder.marked_as_running():
                     training.events.opened(self._purpose)
+                    for incident in training.skipped:
+                        training.trackers.incident(incident)
                     yield training
                 status = "FINISHED"
             except RunInterrupted:
@@ -214,11 +218,15 @@ class BaseRun(ABC):
             self.services.warn(f"{sum(job_counts)} jobs train for {num_epochs:.3g} epochs, and schedule.num_epochs is "
                                f"{schedule.num_epochs:g}: the data is too small for so many jobs; lower cluster.num_workers or "
                                "egs.samples_per_iter")
-        trackers = Trackers([events, ClippedUpdates(self.services.warn), *self.services.make_trackers(config, folder, job_counts)])
-        here = latest.progress.outer_iter if latest else -1
-        for problem in problems:
-            trackers.incident(Incident("checkpoint_skipped", problem, here, elapsed_s=latest.progress.elapsed_s if latest else 0.0))
-        return Training(spec, task, checkpoints, latest, trackers, events)
+        try:
+            others = self.services.make_trackers(config, folder, job_counts)
+        except BaseException:
+            events.close("FAILED")
+            raise
+        here, elapsed_s = (latest.progress.outer_iter, latest.progress.elapsed_s) if latest else (-1, 0.0)
+        skipped = [Incident("checkpoint_skipped", problem, here, elapsed_s=elapsed_s) for problem in problems]
+        return Training(spec, task, checkpoints, latest, Trackers([events, ClippedUpdates(self.services.warn), *others]), events,
+                        skipped)
 
     def _iterate(self, training: Training) -> Checkpoint:
         """Run the remaining outer iterations on the workers that the services provide."""

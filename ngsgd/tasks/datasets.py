@@ -30,6 +30,8 @@ from ngsgd.training.task import Batch, ShardGrid
 # a longer job makes the loss of a worker expensive; a shorter one makes averaging dominate
 _MAX_SHARD = 16384
 _MIN_SHARDS = 8
+# examples whose order is computed at a time
+_NUM_ORDERED = 4096
 # seed of the split into training and validation examples; independent of the seed of the run, so
 # that all runs of one dataset are scored on the same examples
 _SPLIT_SEED = (0x6E67, 0x7364)
@@ -125,37 +127,45 @@ class DatasetTask(FunctionTask):
 
     def batches(self, shard: Shard, size: int, *, seed: tuple[int, int, int], first: int = 0,
                 stop: int | None = None) -> Iterator[Batch]:
-        examples_of = self._order(shard, size, seed)
-        for number in range(first, self.num_batches(shard, size) if stop is None else stop):
-            examples = examples_of(number)
-            yield Batch(self._train_batch(examples), len(examples))
+        last = self.num_batches(shard, size) if stop is None else stop
+        indices_of = self._order(shard, size, seed, last)
+        for number in range(first, last):
+            indices = indices_of(number)
+            yield Batch(_fetch(self.dataset, indices, self.collate_fn), len(indices))
 
     def example_ids(self, shard: Shard, size: int, *, seed: tuple[int, int, int], number: int) -> list[str]:
         """Indices in the dataset, such as "17"."""
-        return [str(index) for index in self._indices(self._order(shard, size, seed)(number)).tolist()]
+        return [str(index) for index in self._order(shard, size, seed, number + 1)(number).tolist()]
 
-    def _order(self, shard: Shard, size: int, seed: tuple[int, int, int]) -> Callable[[int], Indices]:
-        """Number of a minibatch -> its training examples."""
+    def _order(self, shard: Shard, size: int, seed: tuple[int, int, int], stop: int) -> Callable[[int], Indices]:
+        """Number of a minibatch, below `stop` -> indices of its examples in the dataset."""
         begin, end = self._range(shard)
         length, count = end - begin, self.num_batches(shard, size)
         division = Permutation(self.num_examples, (seed[0],))
         order = Permutation(length, (*seed, shard.archive))
 
-        def examples_of(number: int) -> Indices:
+        # computed for several minibatches at a time: one would take as long
+        known, known_from = np.empty(0, np.int64), 0
+
+        def indices_of(number: int) -> Indices:
+            nonlocal known, known_from
             # sizes differ by at most one: a last minibatch of one example would break batch norms
-            rows = order.at(number * length // count, (number + 1) * length // count)
-            return self._without_excluded(division.of(begin + rows))
-        return examples_of
+            row, end_row = number * length // count, (number + 1) * length // count
+            if not known_from <= row <= end_row <= known_from + len(known):
+                last = min(stop, number + max(1, _NUM_ORDERED * count // length))
+                known, known_from = self._indices(division.of(begin + order.at(row, last * length // count))), row
+            return self._without_excluded(known[row - known_from:end_row - known_from])
+        return indices_of
 
     def exclude(self, examples: Sequence[str]) -> None:
         self._excluded = frozenset(map(int, examples))
 
-    def _without_excluded(self, examples: Indices) -> Indices:
+    def _without_excluded(self, indices: Indices) -> Indices:
         """Drop examples in quarantine, unless none would be left."""
         if not self._excluded:
-            return examples
-        kept = examples[[index not in self._excluded for index in self._indices(examples).tolist()]]
-        return kept if len(kept) else examples
+            return indices
+        kept = indices[[index not in self._excluded for index in indices.tolist()]]
+        return kept if len(kept) else indices
 
     @torch.no_grad()
     def wrong_reduction(self, model: nn.Module) -> str:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("obstore")
 pytest.importorskip("moto.server")
 
-from tests.object_storage.service import FAULTS, Fault, running
+from tests.object_storage.service import Fault, running
 from tests.object_storage.trials import LENGTHS, Trials
 
 pytestmark = [pytest.mark.faults, pytest.mark.same_process("object storage service")]
@@ -24,13 +24,13 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
         found.trainer.close()
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("part", [0.1, 0.5, 0.97])
+@pytest.mark.parametrize(("kind", "part"), [
+    ("kill_before", 0.1), ("kill_before", 0.97), ("kill_after", 0.5), ("lost_answer", 0.3), ("error_500", 0.6), ("slow_down", 0.5),
+    ("timeout", 0.1), ("timeout", 0.97), ("expired", 0.5)])
 def test_a_failing_write_changes_no_result(trials: Trials, kind: str, part: float) -> None:
     fault = Fault(kind, max(1, int(part * trials.num_writes)), LENGTHS.get(kind, 1))
     assert list(trials.problems(fault)) == []
 
 
-@pytest.mark.parametrize("part", [0.3, 0.7])
-def test_a_process_that_was_replaced_during_a_pause_changes_nothing(trials: Trials, part: float) -> None:
-    assert list(trials.interrupted_by_another(int(part * trials.num_writes))) == []
+def test_a_process_that_was_replaced_during_a_pause_changes_nothing(trials: Trials) -> None:
+    assert list(trials.interrupted_by_another(int(0.4 * trials.num_writes))) == []

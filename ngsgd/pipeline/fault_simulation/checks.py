@@ -43,8 +43,8 @@ def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
         # commits and events stay in order
         found = []
     else:
-        found += [*_shards(trial, done), *_given_up(trial, done)]
-    found += [*_without_data(done), *_events(trial, done), *_leftovers(trial), *false_alarms(trial)]
+        found += [*_shards(trial, done), *_given_up(trial, done), *_without_data(done)]
+    found += [*_events(trial, done), *_leftovers(trial), *false_alarms(trial)]
     if keeps_bits(trial, done) and trial.final != baseline.final:
         found.append(f"the final model is {trial.final[:12]}, without faults it is {baseline.final[:12]}")
     return found

@@ -74,8 +74,8 @@ class Audits:
         # outer iteration in which all workers are audited
         self._round: Round | None = None
         self._concluded: list[Conclusion] = []
-        # number of a running repetition -> its outer iteration
-        self._running: dict[int, int] = {}
+        # number of a running repetition -> the job as it was submitted
+        self._running: dict[int, Job] = {}
         # first work item of a job -> results that were discarded because their worker was at fault
         self.redone: Counter[WorkItem] = Counter()
         # outer iteration -> audits with a verdict
@@ -191,15 +191,17 @@ class Audits:
 
     def are_running(self, outer_iter: int) -> bool:
         """Whether repetitions run that read the model of an outer iteration."""
-        return outer_iter in self._running.values()
+        return any(job.outer_iter == outer_iter for job in self._running.values())
 
     def settle(self, outcome: Outcome) -> None:
         """Process the end of a repetition."""
         job = outcome.job
-        if self._running.pop(job.repeat, None) is None:
+        submitted = self._running.pop(job.repeat, None)
+        if submitted is None:
             # duplicate
             return
-        for ref in (job.start.model, job.start.own):
+        # references are counted by identity, and an outcome may hold copies of them
+        for ref in (submitted.start.model, submitted.start.own):
             self._refcount.release(ref)
         case = self._cases.get((job.outer_iter, job.job))
         if case is None or case.running.pop(job.repeat, None) is None or job.pieces != case.pieces:
@@ -240,7 +242,7 @@ class Audits:
         job = replace(case.job, pieces=case.pieces, repeat=next(self._numbers))
         self._ledger.repeated(job, worker)
         case.running[job.repeat] = worker
-        self._running[job.repeat] = job.outer_iter
+        self._running[job.repeat] = job
         # its audit may end before it does, and the next job of the slot then frees these vectors
         for ref in (job.start.model, job.start.own):
             self._refcount.acquire(ref)
