@@ -34,10 +34,13 @@ def test_a_faulty_worker_among_four_is_named_and_its_earlier_results_are_found(t
     run = ngsgd.train(blobs.make_task, num_workers=4, num_epochs=24, batch_size=16, output_dir=tmp_path, quiet=True,
                       services=Services(make_pool=faulty_pool), failure={"audit_every": EVERY}, checkpoint={"num_to_keep": 1000})
     lines = read_json_lines(run.folder.ledger)
-    (end,) = [line for line in lines if line["event"] == "audited" and line["faulty"]]
-    assert end["faulty"] == [FAULTY]
+    # other audits with a run of the worker end with it
+    end, *others = [line for line in lines if line["event"] == "audited" and line["faulty"]]
+    assert end["outcome"] == "decided" and {one["outcome"] for one in others} <= {"distrusted", "decided"}
+    assert all(line["faulty"] == [FAULTY] for line in (end, *others))
     counted = [line for line in lines if line["event"] == "accepted" and line["worker"] == FAULTY]
-    assert len(counted) == EVERY - 1 and all(line["outer_iter"] < end["outer_iter"] for line in counted)
+    # fewer if the turn of another worker comes first
+    assert 0 < len(counted) < EVERY and all(line["outer_iter"] < end["outer_iter"] for line in counted)
     (incident,) = [line for line in read_json_lines(run.folder.events) if line.get("what") == "worker_quarantined"]
     assert incident["worker"] == FAULTY
 

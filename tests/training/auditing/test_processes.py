@@ -17,7 +17,7 @@ from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import ClusterConfig, FailureConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import AuditError
 from ngsgd.files import read_json_lines
-from ngsgd.training.job import Job, JobResult, LocalRef
+from ngsgd.training.job import Job, JobResult, LocalRef, Outcome
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.validation.checksums import digest
 from ngsgd.training.worker import Place, Worker, never, np_empty
@@ -67,7 +67,8 @@ def test_a_worker_with_a_wrong_bit_is_named_within_a_hundred_jobs(tmp_path: Path
     run.train(pool_of(run, WrongBit))
     assert named(run) == [FAULTY]
     counted = [line for line in read_json_lines(run.ledger_path) if line["event"] == "accepted" and line["worker"] == FAULTY]
-    assert len(counted) == 99
+    # fewer if the turn of another worker comes first
+    assert 0 < len(counted) <= 99
 
 
 @pytest.mark.faults
@@ -85,6 +86,29 @@ def test_audits_without_faults_change_no_bit(tmp_path: Path, settings: dict[str,
     assert end.model_sha256 == undisturbed(without).model_sha256
     assert run.recorder.incidents == [] and audit(run.ledger_path) == []
     assert sum(record.num_audited for record in run.recorder.records) == found["agreed"]
+
+
+class Remembering(ProcessPool):
+    """Remembers jobs by identity: users of their vectors are counted by it."""
+
+    num_foreign = 0
+
+    def submit_to(self, job: Job, worker: int) -> None:
+        self.submitted = {**getattr(self, "submitted", {}), id(job): job}
+        super().submit_to(job, worker)
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        outcome = super().wait(timeout_s)
+        self.num_foreign += outcome is not None and id(outcome.job) not in self.submitted
+        return outcome
+
+
+@pytest.mark.faults
+def test_outcomes_hold_the_job_that_was_submitted(tmp_path: Path) -> None:
+    run = Run(tmp_path, audited(1))
+    pool = Remembering(run.spec, 3, 1, run.store.layout.size)
+    run.train(pool)
+    assert len(pool.submitted) > 6 and pool.num_foreign == 0
 
 
 class Killer(ProcessPool):
