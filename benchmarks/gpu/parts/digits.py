@@ -21,7 +21,6 @@ from ngsgd.files import read_json_lines
 _NEEDS = (
     "ray",
     "hydra",
-    "mlflow",
     "safetensors",
     "kaldi_native_fbank",
     "kaldifst",

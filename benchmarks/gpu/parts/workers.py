@@ -38,11 +38,11 @@ def run(measurement: Measurement) -> None:
         whole: Tensor | None = None
         for num_workers in (2,) if measurement.dry_run else (1, 2, 4):
             with measurement.case(f"{num_workers} workers on one device") as figures:
-                measurement.need("safetensors")
+                measurement.need("safetensors", "yaml")
                 figures["train_s"], parameters = _train(measurement, num_workers, folder)
                 whole = parameters if num_workers == 2 else whole
         with measurement.case("kill -9 of one of 2 workers") as figures:
-            measurement.need("safetensors")
+            measurement.need("safetensors", "yaml")
             if whole is None:
                 raise Failed("the undisturbed run did not end")
             Path(os.environ[_ARMED]).touch()
