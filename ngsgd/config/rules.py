@@ -280,6 +280,17 @@ def _outer(c: RunConfig) -> Iterator[str]:
                "between.")
 
 
+def _cuda_graphs(c: RunConfig) -> Iterator[str]:
+    if c.cluster.cuda_graphs != "on":
+        return
+    reason = ("cluster.device is cpu" if c.cluster.device == "cpu" else
+              "cluster.ranks_per_worker is above 1" if c.cluster.ranks_per_worker > 1 else
+              f"optimizer.kind={c.optimizer.kind} waits for the GPU in every step" if c.optimizer.preconditions else
+              f"objective.kind={c.objective.kind} plans each minibatch on the host" if c.objective.kind != "ce" else "")
+    if reason:
+        yield f"cluster.cuda_graphs is on, but {reason}; set cluster.cuda_graphs=auto."
+
+
 def _precision(c: RunConfig) -> Iterator[str]:
     if c.cluster.precision == "tf32" and c.cluster.device == "cpu":
         yield ("cluster.precision is tf32, but cluster.device is cpu, which has no TF32; choose "
@@ -352,4 +363,4 @@ def _tune(c: RunConfig) -> Iterator[str]:
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _name, _ranges, _augmentation, _curvature_frames, _features, _language_model, _held_out,
     _architecture, _growth,
-    _optimizer, _groups, _snapshots, _dropout, _outer, _precision, _exchange, _layers, _objective, _tune)
+    _optimizer, _groups, _snapshots, _dropout, _outer, _cuda_graphs, _precision, _exchange, _layers, _objective, _tune)

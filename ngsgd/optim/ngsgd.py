@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -27,7 +28,7 @@ from ngsgd.optim.layers.attention import NaturalGradientMultiheadAttention
 from ngsgd.optim.layers.base import NaturalGradientLayer
 from ngsgd.optim.layers.batched import BatchedPass
 from ngsgd.optim.layers.fast_linear import FastLinear
-from ngsgd.optim.sgd import OF_LAYERS, SGD, _ParameterSlot, _StepInputs, name_of, require_non_negative
+from ngsgd.optim.sgd import OF_LAYERS, SGD, StepRecord, _ParameterSlot, _StepInputs, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _log = logging.getLogger(__name__)
@@ -311,6 +312,42 @@ class NGSGD(SGD):
         # Queued updates must use the settings under which they were recorded.
         self._context.queue.flush()
         self._follow_groups()
+        self._measure_cosines_in_turn()
+
+    def _next_step_key(self) -> Hashable | None:
+        common, context = super()._next_step_key(), self._context
+        looks_at_first = context.asks_reduction or context.looks_like_mean is not None
+        if common is None or context.measures_cosine or looks_at_first or context.grad_scaler is not None:
+            return None
+        self._follow_groups()
+        # A graph reads the factors, and does not wait for updates.
+        context.queue.wait()
+        states = [(estimate._next_updates(), estimate.state) for _, estimate in self.preconditioners()]
+        if any(updates is None or state is None for updates, state in states):
+            return None
+        return common, tuple((updates, state.W_RD.data_ptr()) for updates, state in states if state is not None)
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[StepRecord]:
+        before = [(estimate, estimate.num_calls) for _, estimate in self.preconditioners()]
+        record = StepRecord((), ())
+        with self._context.queue.held() as updates:
+            yield record
+        record.calls = [estimate for estimate, num_calls in before for _ in range(estimate.num_calls - num_calls)]
+        record.updates = updates
+
+    def _count_replay(self, record: StepRecord) -> None:
+        super()._count_replay(record)
+        for estimate in record.calls:
+            estimate._count_call()
+        self._context.num_steps += 1
+        self._measure_cosines_in_turn()
+
+    def _send_updates(self, record: StepRecord) -> None:
+        self._context.queue.put(record.updates)
+        self._context.queue.flush()
+
+    def _measure_cosines_in_turn(self) -> None:
         self._context.measures_cosine = self.cosine_period > 0 and self._step_count % self.cosine_period == 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -429,7 +466,7 @@ class NGSGD(SGD):
         for name, layer in self._preconditioners.items():
             layer.cosine = state["cosines"][name]
         self._context.num_steps = state["num_steps"]
-        self._context.measures_cosine = self.cosine_period > 0 and self._step_count % self.cosine_period == 0
+        self._measure_cosines_in_turn()
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigError("an NGSGD cannot be copied or pickled, because it is attached to the "

@@ -6,6 +6,7 @@ loss, multiply them by the minibatch size.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -13,7 +14,7 @@ import math
 import statistics
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -74,6 +75,14 @@ class _StepInputs(NamedTuple):
     rates: tuple[float, ...]       # C: update = rate * direction
     # learning rate of the first component; the others are relative to it
     momentum: float
+
+
+@dataclass
+class StepRecord:
+    """What a replay of a recorded step does not repeat: calls of Fisher estimates and their updates."""
+
+    calls: Sequence[Any]
+    updates: Sequence[Any]
 
 
 # Torch decorates the method with an import of torch._dynamo, which is slower than `import torch`.
@@ -301,6 +310,32 @@ class SGD(torch.optim.Optimizer):
         if scale > 0.0:
             adamw.step(adamw_groups, self.state, is_skipped)
             self._constrain(self.param_groups[index] for index in moving.indices)
+
+    def _next_step_key(self) -> Hashable | None:
+        """Return all that the operations of the next step depend on, except the data.
+
+        None if the step waits for the device, so that a CUDA graph cannot contain it.
+        """
+        number = self._num_steps + 1
+        if self.on_nonfinite == "raise" or number & (number - 1) == 0:
+            return None
+        groups = tuple(tuple(value for key, value in group.items() if key != "params") for group in self.param_groups)
+        is_constrained = any(group["orthonormal_constraint"] for group in self.param_groups)
+        return (groups, self.max_param_change, self._counts.data_ptr(),
+                self._step_count % _ORTHONORMAL_PERIOD if is_constrained else 0)
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[StepRecord]:
+        """Keep what a replay of the step inside does not repeat."""
+        yield StepRecord((), ())
+
+    def _count_replay(self, record: StepRecord) -> None:
+        """Count a step that a CUDA graph takes."""
+        self._num_steps += 1
+        self._step_count += 1
+
+    def _send_updates(self, record: StepRecord) -> None:
+        """Complete a step that a CUDA graph has taken."""
 
     def _adamw_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["rule"] == "adamw"]

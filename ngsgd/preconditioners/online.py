@@ -417,12 +417,20 @@ class OnlineNaturalGradient:
                           "flat and does not change them; multiply the loss by a constant and "
                           "divide lr by it.", stacklevel=2)
 
-    def _updates_now(self) -> bool:
+    def _updates_now(self, num_calls_ahead: int = 0) -> bool:
         if self.frozen:
             return False
         first = _NNET3_FIRST_UPDATES if self.schedule == "nnet3" else _NNET2_FIRST_UPDATES
-        past_first = self.num_calls - (first - 1)
+        past_first = self.num_calls + num_calls_ahead - (first - 1)
         return past_first <= 0 or past_first % self.update_period == 0
+
+    def _next_updates(self) -> tuple[bool, ...] | None:
+        """Return which calls of the next step update the estimate, if it has as many as the last.
+
+        None if one of them waits for an update in the same step.
+        """
+        updates = tuple(self._updates_now(ahead) for ahead in range(self._calls_since))
+        return None if any(updates[:-1]) else updates
 
     def _may_use(self, X_ND: Tensor, one_N: Tensor | None, dim: int) -> bool:
         """Return whether the first rows are finite and have more than one dimension.

@@ -6,7 +6,8 @@ synchronized with the host at most once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -72,6 +73,7 @@ class UpdateQueue:
         # ids of the estimates with waiting updates
         self._ids = set[int]()
         self._transfer: tuple[Tensor, Any] | None = None
+        self._is_held = False
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy must not contain events or rows of a minibatch.
@@ -93,8 +95,29 @@ class UpdateQueue:
             self._waiting, self._transfer = kept, None
             self._ids.remove(id(estimate))
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[list[Any]]:
+        """Keep the updates that are added inside for `put`, and ignore `flush`.
+
+        For a CUDA graph, whose replays compute their tensors again.
+        """
+        held: list[Any] = []
+        self._is_held = True
+        try:
+            yield held
+        finally:
+            held += self._waiting
+            self._waiting, self._ids, self._is_held = [], set(), False
+
+    def put(self, updates: Sequence[Any]) -> None:
+        """Queue held updates again."""
+        self._waiting += updates
+        self._ids.update(id(update.estimate) for update in updates)
+
     def flush(self) -> None:
         """End a step: apply waiting updates on a CPU, else start the transfer and return."""
+        if self._is_held:
+            return
         self.num_commits += 1
         if self._waiting and self._transfer is None:
             if self._waiting[0].J_RD.is_cpu:
@@ -107,12 +130,18 @@ class UpdateQueue:
         if not self._waiting or (needed is not None and id(needed) not in self._ids):
             return
         waiting, self._waiting, self._ids = self._waiting, [], set()
+        threads: contextlib.AbstractContextManager[None]
         if waiting[0].J_RD.is_cpu:
             moments = [_moments(update.KL_2RR, update.numbers) for update in waiting]
+            threads = contextlib.nullcontext()
         else:
             moments = self._received(waiting)
-        waiting[0].estimate.update_together([(update.estimate, update.J_RD, one)
-                                             for update, one in zip(waiting, moments, strict=True)])
+            # A worker with a GPU has many cores, and starting their threads takes longer than the
+            # algebra of matrices of 80 rows.
+            threads = one_thread()
+        with threads:
+            waiting[0].estimate.update_together([(update.estimate, update.J_RD, one)
+                                                 for update, one in zip(waiting, moments, strict=True)])
 
     def _received(self, waiting: Sequence[_PendingUpdate]) -> list[Moments]:
         """Return the moments from the device after the transfer."""
@@ -123,6 +152,17 @@ class UpdateQueue:
         parts = [update.num_sent for update in waiting]
         return [update.moments(part)
                 for update, part in zip(waiting, numbers.split(parts), strict=True)]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread of the host inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _moments(KL_2RR: Tensor, numbers: Any) -> Moments:

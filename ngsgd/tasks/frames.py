@@ -94,6 +94,8 @@ class FrameClassification(Task):
         self.chance_objf = -math.log(frames.info.num_classes)
         # the forward pass of a custom module may change its parameters
         self.has_bounded_updates = not config.model._target_
+        # it may also wait for the GPU
+        self.can_be_graphed = not config.model._target_
         self._excluded: frozenset[str] = frozenset()
         # (shard, seed) of the last pass whose rows were named, and their utterance ids
         self._ids: tuple[object, list[str]] | None = None

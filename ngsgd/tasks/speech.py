@@ -33,6 +33,8 @@ class SequenceTraining(FrameClassification):
     def __init__(self, config: RunConfig, frames: EgsReader, sequences: SequenceReader, denominator: Denominator,
                  device: torch.device | None = None) -> None:
         super().__init__(config, frames, device, sequences)
+        # the host plans the sums over the paths of each minibatch
+        self.can_be_graphed = False
         self._denominator = denominator
 
     def loss(self, model: nn.Module, data: Any) -> BatchLoss:

@@ -118,6 +118,9 @@ class Task(ABC):
     can_continue_jobs: bool = False
     # whether only the optimizer changes parameters, so that clipping bounds the delta of a job
     has_bounded_updates: bool = False
+    # whether `loss` never waits for the GPU and uses no random numbers but those of torch's default
+    # generator, so that cluster.cuda_graphs=auto can record it
+    can_be_graphed: bool = False
 
     @abstractmethod
     def model(self) -> nn.Module:

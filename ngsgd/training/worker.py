@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ngsgd.config import ClusterConfig, OptimizerConfig
 from ngsgd.errors import BadBatchError, ConfigError
 from ngsgd.optim import NGSGD, SGD
+from ngsgd.optim.graphed_step import GraphedStep
 from ngsgd.optim.inspection import figures
 from ngsgd.optim.layer_options import layer_options
 from ngsgd.optim.rules import backstitch_step, shrink
@@ -36,7 +37,7 @@ from ngsgd.training.precision import autocast, set_precision
 from ngsgd.training.ranks import ALONE, Ranks
 from ngsgd.training.snapshots.job_snapshots import Snapshots, remaining
 from ngsgd.training.snapshots.job_state import JobState, is_random_reader
-from ngsgd.training.task import Batch, BatchLoss, TaskSpec, data_to_device, seeded_model
+from ngsgd.training.task import Batch, BatchLoss, TaskSpec, data_to_device, map_tensors, seeded_model
 from ngsgd.training.validation import bad_batches
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.validation.plausibility import impossible
@@ -152,11 +153,15 @@ class Worker:
             if is_random:
                 # from the beginning, without snapshots
                 return self.train(job, should_stop)
+        graphed = self._graphed_training(network, optimizer, preconditioner)
         for index, (batch, left) in enumerate(on_device(batches, self.device), done):
             is_turn = (index + job.outer_iter) % settings.backstitch_interval == 0
             steps_back = not has_preconditioner and is_turn
-            self._train(network, batch, optimizer, preconditioner, sums,
-                        settings.backstitch_scale if steps_back else 0.0)
+            if graphed is not None and batch is not None and not (steps_back and settings.backstitch_scale):
+                graphed(batch, sums)
+            else:
+                self._train(network, batch, optimizer, preconditioner, sums,
+                            settings.backstitch_scale if steps_back else 0.0)
             is_asked = self.ranks.any(should_stop())
             if snapshots and left:
                 snapshots.after_minibatch(index + 1)
@@ -267,6 +272,35 @@ class Worker:
             loss = gradients()
             optimizer.step(num_samples=num_samples)
         sums.add(num_examples, found, loss, optimizer.last_update)
+
+    def _graphed_training(self, network: nn.Module, optimizer: SGD,
+                          preconditioner: Preconditioner | None) -> Callable[[Batch, JobSums], None] | None:
+        """Return a function that trains on a minibatch with CUDA graphs; None where there are none."""
+        wanted = self.settings.cluster.cuda_graphs
+        is_possible = self.device.type == "cuda" and preconditioner is None and self.ranks.size == 1
+        if not is_possible or not (wanted == "on" or (wanted == "auto" and self.task.can_be_graphed)):
+            return None
+        current: Batch
+
+        def run(*tensors: Tensor) -> list[Tensor | float]:
+            rest = iter(tensors)
+            optimizer.zero_grad(set_to_none=True)
+            with autocast(self.settings.cluster.precision, self.device):
+                found = self.task.loss(network, map_tensors(current.data, lambda _: next(rest)))
+            found.total.backward()
+            optimizer.step(num_samples=current.num_examples)
+            assert optimizer.last_update is not None
+            return [found.total.detach(), found.weight, found.num_correct, optimizer.last_update]
+
+        step = GraphedStep(optimizer, run)
+
+        def train(batch: Batch, sums: JobSums) -> None:
+            nonlocal current
+            current, tensors = batch, list[Tensor]()
+            others = repr(map_tensors(batch.data, tensors.append))
+            total, weight, num_correct, update = step(*tensors, key=(batch.num_examples, others)).unbind()
+            sums.add(batch.num_examples, BatchLoss(total, weight, num_correct), total, update)
+        return train
 
     def _result(self, job: Job, trained: _Trained, place: Place) -> JobResult:
         sums, optimizer = trained.sums, trained.optimizer

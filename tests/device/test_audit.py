@@ -105,6 +105,15 @@ def test_numbers_on_the_device_are_those_of_a_cpu() -> None:
         assert of_estimates < 1e-3, case
 
 
+def test_recorded_steps_are_bitwise_those_without_a_graph() -> None:
+    """Parameters, Fisher estimates, counts and returned numbers after 60 steps."""
+    found = _run("tests.device.graphed")
+    for case, result in found.items():
+        assert result.get("equal") == ["parameters", "numbers", "estimates", "calls", "activity"], (case, result)
+        # a model that raises an error at NaN waits for the device in each step
+        assert (result["graphs"] == 0) == (case == "raise")
+
+
 @pytest.mark.parametrize(("case", "error"), [
     ("mixes devices", "WrongDevice"), ("no device", "WrongDevice")])
 def test_the_audit_detects_a_tensor_on_the_wrong_device(case: str, error: str) -> None:

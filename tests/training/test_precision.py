@@ -80,6 +80,17 @@ def test_tf32_on_cpus_is_refused_before_a_worker_starts() -> None:
     assert check(toy.config(cluster=ClusterConfig(device="cpu", precision="bf16"))) == []
 
 
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"cluster": ClusterConfig(device="cpu", cuda_graphs="on")}, "cluster.device is cpu"),
+    ({"cluster": ClusterConfig(ranks_per_worker=2, cuda_graphs="on")}, "ranks_per_worker"),
+    ({"cluster": ClusterConfig(cuda_graphs="on"), "optimizer": OptimizerConfig(kind="kfac")}, "kfac")])
+def test_cuda_graphs_without_effect_are_refused(changes: dict[str, Any], words: str) -> None:
+    (problem,) = check(toy.config(**changes))
+    assert "cluster.cuda_graphs" in problem
+    assert words in problem
+    assert check(toy.config(**{**changes, "cluster": replace(changes["cluster"], cuda_graphs="auto")})) == []
+
+
 def test_tf32_is_refused_by_a_worker_that_finds_no_gpu(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from ngsgd.config import AugmentConfig, ModelConfig, OptimizerConfig, RunConfig, check
 from ngsgd.data.archives import prepare_archives
 from ngsgd.errors import ConfigError
+from ngsgd.optim import graphed_step
 from ngsgd.schedules import Shard
 from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training import worker as worker_module
@@ -50,6 +52,30 @@ def test_backstitch_trains_on_every_minibatch_once_and_elsewhere_than_plain_step
 def test_backstitch_at_intervals_is_between_the_two(tmp_path: Path) -> None:
     every, second = (run(tmp_path, optimizer(backstitch_scale=0.5, backstitch_interval=n)) for n in (1, 2))
     assert not np.array_equal(every.sent.read(), second.sent.read())
+
+
+@pytest.mark.parametrize("weight", [None, 0.5])
+@pytest.mark.parametrize("kind", ["ngsgd", "sgd"])
+def test_training_with_recorded_steps_has_the_same_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str,
+                                                       weight: float | None) -> None:
+    """The step of a worker that `GraphedStep` records, here without a graph."""
+    plain = run(tmp_path, optimizer(kind=kind), weight)
+    graphed = []
+
+    def seems_a_gpu(self: Worker, network: Any, optimizer: Any, preconditioner: Any) -> Any:
+        device, self.device = self.device, SimpleNamespace(type="cuda")  # type: ignore[assignment]
+        graphed.append(made := of_worker(self, network, optimizer, preconditioner))
+        self.device = device
+        return made
+
+    of_worker = Worker._graphed_training
+    monkeypatch.setattr(Worker, "_graphed_training", seems_a_gpu)
+    monkeypatch.setattr(graphed_step, "_MOST_GRAPHS", 0)
+    again = run(tmp_path, optimizer(kind=kind), weight)
+    assert len(graphed) == 1
+    assert graphed[0] is not None
+    assert np.array_equal(again.sent.read(), plain.sent.read())
+    assert (again.objf, again.accuracy, again.num_frames) == (plain.objf, plain.accuracy, plain.num_frames)
 
 
 def test_shrinking_changes_where_a_job_starts(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ PARTS = {
             90.0,
         ),
         Part("steps", "Time of a training step, and its share of the roofline", 150.0),
-        Part("graphs", "CUDA graphs of forward, backward and step", 60.0),
+        Part("graphs", "Training steps as CUDA graphs", 120.0),
         Part("memory", "Memory and the planner's prediction", 60.0),
         Part("exchange", "NCCL and gloo with tensors of the device", 60.0),
         Part("workers", "Workers of one device, and kill -9 of a worker", 90.0),

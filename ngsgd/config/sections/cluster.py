@@ -31,6 +31,10 @@ class ClusterConfig:
         "float32",
         "precision of matrix products on the workers; tf32: GPUs only; bf16: autocast of forward "
         "pass and loss; parameters and Fisher factors stay float32")
+    cuda_graphs: Literal["auto", "on", "off"] = option(
+        "auto",
+        "training steps on a GPU as CUDA graphs, with one launch per minibatch; auto: for the tasks of ngsgd "
+        "that allow it; on: also for your own task, whose loss must not wait for the GPU")
     address: str = option(
         "", "address of a Ray cluster, HOST:PORT or auto; empty: new Ray instance on this machine",
         used="kind=ray")

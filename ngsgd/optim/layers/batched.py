@@ -134,7 +134,7 @@ class BatchedPass:
         if not waiting:
             return
         with without_autocast(waiting[0].X_NI.device.type):
-            groups = [self._projected(shape, rows) for shape, rows in by_shape.items()]
+            groups = [self._projected(rows) for rows in by_shape.values()]
             norms_23L = self._norms(groups)
             # Norm of [X | 1], then its product with the norm of the derivatives.
             inputs_2L = torch.hypot(norms_23L[:, 0], norms_23L[:, 1])
@@ -150,9 +150,11 @@ class BatchedPass:
                                       loss_scale)
                 first = last
 
-    def _projected(self, shape: Any, rows: Sequence[_Rows]) -> _Group:
+    def _projected(self, rows: Sequence[_Rows]) -> _Group:
         layers = tuple(one.layer for one in rows)
-        key = (shape, tuple(layer.number for layer in layers))
+        # Not by the number of rows: the factors of a layer have one place in memory, which a CUDA
+        # graph may read.
+        key = tuple(layer.number for layer in layers)
         if key not in self._sides:
             if len(self._sides) >= _MANY_GROUPS:
                 self._sides.clear()

@@ -1,0 +1,136 @@
+"""Training steps as CUDA graphs: one launch per minibatch instead of several hundred.
+
+With a small network the host needs more time to launch the operations of a step than the GPU needs
+to compute them. A graph is recorded once for each shape of minibatch, and replayed with new data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ngsgd.errors import ConfigError
+from ngsgd.optim.sgd import SGD, StepRecord
+
+Number = Tensor | float
+# Equal steps that run without a graph first; they create the tensors that all steps share.
+_WARM_UP = 2
+# Recorded steps; each keeps the memory of one step.
+_MOST_GRAPHS = 16
+# Different steps that are counted.
+_MOST_COUNTED = 1000
+
+
+class _Recorded(NamedTuple):
+    """A recorded step: its graph and the memory that the graph reads and writes."""
+
+    graph: Any
+    inputs: list[Tensor]
+    numbers_M: Tensor
+    record: StepRecord
+
+
+class GraphedStep:
+    """Take the steps of `SGD` or `NGSGD` as CUDA graphs, with the same results.
+
+    The first steps of each kind run without a graph, and so do steps that wait for the device. A
+    kind is the shapes of the tensors, `key`, and the settings of the optimizer. So a learning rate
+    that changes in every step is never recorded.
+
+    Args:
+        optimizer: the optimizer of the step, for parameters on a GPU.
+        run: `zero_grad`, forward pass, backward pass and `optimizer.step` on the given tensors.
+            Returns M numbers, such as the loss, as 0-d tensors or floats. It must not wait for the
+            device (`.item()`, printing a loss), and it may use no random numbers but those of
+            torch's default generator.
+
+    Example:
+        >>> def run(x, y):                                       # doctest: +SKIP
+        ...     optimizer.zero_grad()
+        ...     loss = torch.nn.functional.cross_entropy(model(x), y)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return [loss.detach()]
+        >>> step = GraphedStep(optimizer, run)                   # doctest: +SKIP
+        >>> for x, y in minibatches:                             # doctest: +SKIP
+        ...     (loss,) = step(x, y)
+    """
+
+    def __init__(self, optimizer: SGD, run: Callable[..., Sequence[Number]]) -> None:
+        self._optimizer, self._run = optimizer, run
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._num_seen = Counter[Hashable]()
+
+    def __call__(self, *tensors: Tensor, key: Hashable = None) -> Tensor:
+        """Take one step.
+
+        Args:
+            tensors: the minibatch, on the GPU; a graph reads copies of them.
+            key: everything else that `run` depends on.
+
+        Returns:
+            The M numbers of `run`, float64.
+
+        Raises:
+            ConfigError: the step cannot be recorded.
+        """
+        own = self._optimizer._next_step_key()
+        if own is None:
+            return self._numbers(tensors)
+        kind = (own, key, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
+        found = self._recorded.get(kind)
+        if found is not None:
+            self._optimizer._count_replay(found.record)
+            torch._foreach_copy_(found.inputs, list(tensors))
+        else:
+            self._num_seen[kind] += 1
+            if self._num_seen[kind] <= _WARM_UP or len(self._recorded) >= _MOST_GRAPHS:
+                if len(self._num_seen) > _MOST_COUNTED:
+                    self._num_seen.clear()
+                return self._numbers(tensors)
+            found = self._recorded[kind] = self._record(tensors)
+        found.graph.replay()
+        self._optimizer._send_updates(found.record)
+        # The next replay overwrites the numbers.
+        return found.numbers_M.clone()
+
+    def _numbers(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Run the step; return its numbers."""
+        numbers = self._run(*tensors)
+        self._optimizer._count_all()
+        device = tensors[0].device
+        return torch.stack([number.to(torch.float64) if isinstance(number, Tensor) else
+                            torch.full((), number, dtype=torch.float64, device=device)
+                            for number in numbers])
+
+    def _record(self, tensors: Sequence[Tensor]) -> _Recorded:
+        inputs = [tensor.clone() for tensor in tensors]
+        # The graph counts its own step only.
+        self._optimizer._count_all()
+        try:
+            with self._optimizer._recording() as record:
+                graph, numbers_M = record_graph(lambda: self._numbers(inputs), inputs[0].device)
+        except RuntimeError as error:
+            raise ConfigError("the training step cannot be recorded as a CUDA graph: "
+                              f"{str(error).partition(chr(10))[0]}. A step with a graph may not wait for the "
+                              "GPU; remove the place, or train without graphs (cluster.cuda_graphs=off).") from error
+        return _Recorded(graph, inputs, numbers_M, record)
+
+
+def record_graph(run: Callable[[], Tensor], device: torch.device) -> tuple[Any, Tensor]:
+    """Record the operations of `run` without executing them; return (graph, its result)."""
+    graph, stream, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        # Other threads, which read and copy data, may allocate memory meanwhile.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            result = run()
+        finally:
+            graph.capture_end()
+    current.wait_stream(stream)
+    return graph, result
