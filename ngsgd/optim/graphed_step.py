@@ -20,7 +20,7 @@ Number = Tensor | float
 # Equal steps that run without a graph first; they create the tensors that all steps share.
 _WARM_UP = 2
 # Recorded steps; each keeps the memory of one step.
-_MOST_GRAPHS = 16
+MOST_GRAPHS = 16
 # Different steps that are counted.
 _MOST_COUNTED = 1000
 
@@ -88,7 +88,7 @@ class GraphedStep:
             torch._foreach_copy_(found.inputs, list(tensors))
         else:
             self._num_seen[kind] += 1
-            if self._num_seen[kind] <= _WARM_UP or len(self._recorded) >= _MOST_GRAPHS:
+            if self._num_seen[kind] <= _WARM_UP or len(self._recorded) >= MOST_GRAPHS:
                 if len(self._num_seen) > _MOST_COUNTED:
                     self._num_seen.clear()
                 return self._numbers(tensors)

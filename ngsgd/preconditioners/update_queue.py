@@ -130,18 +130,12 @@ class UpdateQueue:
         if not self._waiting or (needed is not None and id(needed) not in self._ids):
             return
         waiting, self._waiting, self._ids = self._waiting, [], set()
-        threads: contextlib.AbstractContextManager[None]
         if waiting[0].J_RD.is_cpu:
             moments = [_moments(update.KL_2RR, update.numbers) for update in waiting]
-            threads = contextlib.nullcontext()
         else:
             moments = self._received(waiting)
-            # A worker with a GPU has many cores, and starting their threads takes longer than the
-            # algebra of matrices of 80 rows.
-            threads = one_thread()
-        with threads:
-            waiting[0].estimate.update_together([(update.estimate, update.J_RD, one)
-                                                 for update, one in zip(waiting, moments, strict=True)])
+        waiting[0].estimate.update_together([(update.estimate, update.J_RD, one)
+                                             for update, one in zip(waiting, moments, strict=True)])
 
     def _received(self, waiting: Sequence[_PendingUpdate]) -> list[Moments]:
         """Return the moments from the device after the transfer."""
@@ -152,17 +146,6 @@ class UpdateQueue:
         parts = [update.num_sent for update in waiting]
         return [update.moments(part)
                 for update, part in zip(waiting, numbers.split(parts), strict=True)]
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread of the host inside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _moments(KL_2RR: Tensor, numbers: Any) -> Moments:

@@ -153,7 +153,7 @@ class Worker:
             if is_random:
                 # from the beginning, without snapshots
                 return self.train(job, should_stop)
-        graphed = self._graphed_training(network, optimizer, preconditioner)
+        graphed = self.graphed_training(network, optimizer, preconditioner)
         for index, (batch, left) in enumerate(on_device(batches, self.device), done):
             is_turn = (index + job.outer_iter) % settings.backstitch_interval == 0
             steps_back = not has_preconditioner and is_turn
@@ -273,7 +273,7 @@ class Worker:
             optimizer.step(num_samples=num_samples)
         sums.add(num_examples, found, loss, optimizer.last_update)
 
-    def _graphed_training(self, network: nn.Module, optimizer: SGD,
+    def graphed_training(self, network: nn.Module, optimizer: SGD,
                           preconditioner: Preconditioner | None) -> Callable[[Batch, JobSums], None] | None:
         """Return a function that trains on a minibatch with CUDA graphs; None where there are none."""
         wanted = self.settings.cluster.cuda_graphs

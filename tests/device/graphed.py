@@ -116,7 +116,7 @@ class _Never(dict[Any, Any]):
     """No step is recorded, because there seem to be too many."""
 
     def __len__(self) -> int:
-        return graphed_step._MOST_GRAPHS
+        return graphed_step.MOST_GRAPHS
 
 
 def main() -> None:

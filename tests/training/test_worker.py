@@ -68,9 +68,9 @@ def test_training_with_recorded_steps_has_the_same_sums(tmp_path: Path, monkeypa
         self.device = device
         return made
 
-    of_worker = Worker._graphed_training
-    monkeypatch.setattr(Worker, "_graphed_training", seems_a_gpu)
-    monkeypatch.setattr(graphed_step, "_MOST_GRAPHS", 0)
+    of_worker = Worker.graphed_training
+    monkeypatch.setattr(Worker, "graphed_training", seems_a_gpu)
+    monkeypatch.setattr(graphed_step, "MOST_GRAPHS", 0)
     again = run(tmp_path, optimizer(kind=kind), weight)
     assert len(graphed) == 1
     assert graphed[0] is not None

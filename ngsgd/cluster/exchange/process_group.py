@@ -146,7 +146,7 @@ class GlooGroup:
 
 
 class NcclGroup:
-    """GPUs connected by NCCL; it has not run on a GPU yet, and tests replace it by gloo.
+    """GPUs connected by NCCL; it has run on one GPU, with one rank; tests replace it by gloo.
 
     Every wait has a deadline, and ends immediately when the rendezvous is closed. The coordinator
     closes it when a worker dies, and it closes when a member disconnects. `close` then aborts the

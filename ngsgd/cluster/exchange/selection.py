@@ -75,7 +75,7 @@ def choose_way(wanted: str, devices: Sequence[WorkerDevice], *, jobs_keep_state:
     if not obstacle and not jobs_keep_state:
         # a default must have run on the hardware that it is for
         return "shared_memory", ("cluster.exchange=nccl would average between the GPUs of the "
-                                 "workers, but has not run on a GPU yet")
+                                 "workers, but has run with one GPU only")
     return "shared_memory", (obstacle or "jobs continue from their own results") + ", and some are on other machines"
 
 

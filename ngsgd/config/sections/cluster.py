@@ -48,7 +48,7 @@ class ClusterConfig:
         "auto",
         "transport of parameters; auto: shared memory on the coordinator's machine, else Ray's "
         "object store; collective: averaging by the workers with gloo; nccl: with NCCL, one GPU "
-        "per worker (not yet run on a GPU)")
+        "per worker (run on one GPU only)")
     exchange_timeout_s: float = option(
         60.0,
         "maximum time for a worker to send its part of an average, after which it counts as "
