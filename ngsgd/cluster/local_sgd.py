@@ -48,8 +48,8 @@ class LocalSGD:
 
     If a rank dies, the samples of its round are lost: the other ranks form a new group and
     continue. This requires a live process of the rendezvous store (rank 0, or the agent of
-    torchrun). With NCCL, which has run with one rank only, a dead rank is detected after `timeout_s`,
-    and `init_process_group` must not get a `device_id`. A rank that starts later loads
+    torchrun). With NCCL, which has run with one rank only, a dead rank is detected after
+    `timeout_s`, and `init_process_group` must not get a `device_id`. A rank that starts later loads
     `state_dict()` of a rank. All ranks then form a new process group, as after an elastic restart
     of torchrun.
 

@@ -49,15 +49,20 @@ class GraphedStep:
             torch's default generator.
 
     Example:
-        >>> def run(x, y):                                       # doctest: +SKIP
+        >>> from ngsgd import NGSGD
+        >>> device = "cuda" if torch.cuda.is_available() else "cpu"
+        >>> model = torch.nn.Linear(4, 3).to(device)
+        >>> optimizer = NGSGD(model)
+        >>> def run(x, y):
         ...     optimizer.zero_grad()
         ...     loss = torch.nn.functional.cross_entropy(model(x), y)
         ...     loss.backward()
         ...     optimizer.step()
         ...     return [loss.detach()]
-        >>> step = GraphedStep(optimizer, run)                   # doctest: +SKIP
-        >>> for x, y in minibatches:                             # doctest: +SKIP
-        ...     (loss,) = step(x, y)
+        >>> step = GraphedStep(optimizer, run)
+        >>> x, y = torch.randn(8, 4, device=device), torch.zeros(8, dtype=torch.int64, device=device)
+        >>> [step(x, y).shape for _ in range(2)]        # the first steps run without a graph
+        [torch.Size([1]), torch.Size([1])]
     """
 
     def __init__(self, optimizer: SGD, run: Callable[..., Sequence[Number]]) -> None:
@@ -115,9 +120,10 @@ class GraphedStep:
             with self._optimizer._recording() as record:
                 graph, numbers_M = record_graph(lambda: self._numbers(inputs), inputs[0].device)
         except RuntimeError as error:
-            raise ConfigError("the training step cannot be recorded as a CUDA graph: "
-                              f"{str(error).partition(chr(10))[0]}. A step with a graph may not wait for the "
-                              "GPU; remove the place, or train without graphs (cluster.cuda_graphs=off).") from error
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"the training step cannot be recorded as a CUDA graph: {reason}. A "
+                              "step with a graph may not wait for the GPU; remove the place, or "
+                              "train without graphs (cluster.cuda_graphs=off).") from error
         return _Recorded(graph, inputs, numbers_M, record)
 
 

@@ -79,7 +79,7 @@ class _StepInputs(NamedTuple):
 
 @dataclass
 class StepRecord:
-    """What a replay of a recorded step does not repeat: calls of Fisher estimates and their updates."""
+    """Calls of Fisher estimates and their updates, which a replay of a step does not repeat."""
 
     calls: Sequence[Any]
     updates: Sequence[Any]

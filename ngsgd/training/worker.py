@@ -275,7 +275,7 @@ class Worker:
 
     def graphed_training(self, network: nn.Module, optimizer: SGD,
                           preconditioner: Preconditioner | None) -> Callable[[Batch, JobSums], None] | None:
-        """Return a function that trains on a minibatch with CUDA graphs; None where there are none."""
+        """Return a function that trains on a minibatch with CUDA graphs; None without graphs."""
         wanted = self.settings.cluster.cuda_graphs
         is_possible = self.device.type == "cuda" and preconditioner is None and self.ranks.size == 1
         if not is_possible or not (wanted == "on" or (wanted == "auto" and self.task.can_be_graphed)):

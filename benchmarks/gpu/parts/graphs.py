@@ -1,8 +1,8 @@
-"""Training steps as CUDA graphs: torch's own optimizers captured by hand, NG-SGD with `GraphedStep`, and
+"""Training steps as CUDA graphs: torch's optimizers captured by hand, NG-SGD with `GraphedStep`, and
 a job of a worker with and without graphs.
 
-Each step runs on three copies: two without graphs, whose difference is the one of this GPU's sums in
-another order, and one with. On a CPU steps without graphs replace them, so that everything except
+Each step runs on three copies: two without graphs, whose difference is that of sums in another
+order, and one with. On a CPU steps without graphs replace them, so that everything except
 the capture runs.
 """
 
@@ -120,7 +120,7 @@ def _vector(step: TrainingStep) -> Tensor:
 
 
 def _job(measurement: Measurement, kind: str) -> dict[str, Any]:
-    """Frames per second of one job with and without graphs, alternating, and whether the results are equal."""
+    """Frames per second of a job with and without graphs, and whether the results are equal."""
     measurement.need("safetensors", "yaml")
     found: dict[str, list[tuple[float, np.ndarray[Any, Any], float]]] = {"off": [], "auto": []}
     with TemporaryDirectory() as folder:

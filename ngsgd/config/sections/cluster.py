@@ -33,8 +33,8 @@ class ClusterConfig:
         "pass and loss; parameters and Fisher factors stay float32")
     cuda_graphs: Literal["auto", "on", "off"] = option(
         "auto",
-        "training steps on a GPU as CUDA graphs, with one launch per minibatch; auto: for the tasks of ngsgd "
-        "that allow it; on: also for your own task, whose loss must not wait for the GPU")
+        "whether a GPU runs each training step as one CUDA graph; auto: for frame objectives; on: also "
+        "for your own task, whose loss must not wait for the GPU")
     address: str = option(
         "", "address of a Ray cluster, HOST:PORT or auto; empty: new Ray instance on this machine",
         used="kind=ray")
