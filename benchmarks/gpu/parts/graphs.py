@@ -1,5 +1,5 @@
-"""Training steps as CUDA graphs: torch's optimizers captured by hand, NG-SGD with `GraphedStep`, and
-a job of a worker with and without graphs.
+"""Training steps as CUDA graphs: torch's optimizers captured by hand, NG-SGD with `GraphedStep`,
+and a job of a worker with and without graphs.
 
 Each step runs on three copies: two without graphs, whose difference is that of sums in another
 order, and one with. On a CPU steps without graphs replace them, so that everything except
