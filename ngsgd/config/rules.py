@@ -285,7 +285,7 @@ def _cuda_graphs(c: RunConfig) -> Iterator[str]:
         return
     reason = ("cluster.device is cpu" if c.cluster.device == "cpu" else
               "cluster.ranks_per_worker is above 1" if c.cluster.ranks_per_worker > 1 else
-              f"optimizer.kind={c.optimizer.kind} waits for the GPU in every step" if c.optimizer.preconditions else
+              f"optimizer.kind={c.optimizer.kind} trains without graphs" if c.optimizer.preconditions else
               f"objective.kind={c.objective.kind} plans each minibatch on the host" if c.objective.kind != "ce" else "")
     if reason:
         yield f"cluster.cuda_graphs is on, but {reason}; set cluster.cuda_graphs=auto."

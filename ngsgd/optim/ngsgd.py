@@ -330,11 +330,11 @@ class NGSGD(SGD):
     @contextlib.contextmanager
     def _recording(self) -> Iterator[StepRecord]:
         before = [(estimate, estimate.num_calls) for _, estimate in self.preconditioners()]
-        record = StepRecord((), ())
         with self._context.queue.held() as updates:
+            record = StepRecord([], updates)
             yield record
-        record.calls = [estimate for estimate, num_calls in before for _ in range(estimate.num_calls - num_calls)]
-        record.updates = updates
+        for estimate, num_calls in before:
+            record.calls.extend([estimate] * (estimate.num_calls - num_calls))
 
     def _count_replay(self, record: StepRecord) -> None:
         super()._count_replay(record)

@@ -77,12 +77,11 @@ class _StepInputs(NamedTuple):
     momentum: float
 
 
-@dataclass
-class StepRecord:
+class StepRecord(NamedTuple):
     """Calls of Fisher estimates and their updates, which a replay of a step does not repeat."""
 
-    calls: Sequence[Any]
-    updates: Sequence[Any]
+    calls: list[Any]
+    updates: list[Any]
 
 
 # Torch decorates the method with an import of torch._dynamo, which is slower than `import torch`.
@@ -327,7 +326,7 @@ class SGD(torch.optim.Optimizer):
     @contextlib.contextmanager
     def _recording(self) -> Iterator[StepRecord]:
         """Keep what a replay of the step inside does not repeat."""
-        yield StepRecord((), ())
+        yield StepRecord([], [])
 
     def _count_replay(self, record: StepRecord) -> None:
         """Count a step that a CUDA graph takes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -247,8 +248,7 @@ class Worker:
 
         def forward() -> Tensor:
             nonlocal found
-            with autocast(self.settings.cluster.precision, self.device):
-                found = self.task.loss(network, data)
+            found = self._loss(network, data)
             return found.total
 
         def gradients() -> Tensor:
@@ -273,8 +273,12 @@ class Worker:
             optimizer.step(num_samples=num_samples)
         sums.add(num_examples, found, loss, optimizer.last_update)
 
+    def _loss(self, network: nn.Module, data: Any) -> BatchLoss:
+        with autocast(self.settings.cluster.precision, self.device):
+            return self.task.loss(network, data)
+
     def graphed_training(self, network: nn.Module, optimizer: SGD,
-                          preconditioner: Preconditioner | None) -> Callable[[Batch, JobSums], None] | None:
+                         preconditioner: Preconditioner | None) -> Callable[[Batch, JobSums], None] | None:
         """Return a function that trains on a minibatch with CUDA graphs; None without graphs."""
         wanted = self.settings.cluster.cuda_graphs
         is_possible = self.device.type == "cuda" and preconditioner is None and self.ranks.size == 1
@@ -285,8 +289,7 @@ class Worker:
         def run(*tensors: Tensor) -> list[Tensor | float]:
             rest = iter(tensors)
             optimizer.zero_grad(set_to_none=True)
-            with autocast(self.settings.cluster.precision, self.device):
-                found = self.task.loss(network, map_tensors(current.data, lambda _: next(rest)))
+            found = self._loss(network, map_tensors(current.data, lambda _: next(rest)))
             found.total.backward()
             optimizer.step(num_samples=current.num_examples)
             assert optimizer.last_update is not None
@@ -297,7 +300,8 @@ class Worker:
         def train(batch: Batch, sums: JobSums) -> None:
             nonlocal current
             current, tensors = batch, list[Tensor]()
-            others = repr(map_tensors(batch.data, tensors.append))
+            # exact, unlike the repr of a long array
+            others = pickle.dumps(map_tensors(batch.data, tensors.append))
             total, weight, num_correct, update = step(*tensors, key=(batch.num_examples, others)).unbind()
             sums.add(batch.num_examples, BatchLoss(total, weight, num_correct), total, update)
         return train

@@ -298,7 +298,7 @@ def _preconditioners(measurement: Measurement) -> None:
         for kind in ("linear", "conv frames"):
             with measurement.case(f"preconditioner {name}, {kind}") as figures:
                 if name in _RANDOM:
-                    raise Skipped("draws random vectors on the device")
+                    raise Skipped("samples random vectors on the device")
                 case = problem(kind)
                 found, wanted = (
                     _directions(name, model, x, case.y)

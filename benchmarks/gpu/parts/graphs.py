@@ -8,7 +8,6 @@ the capture runs.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -122,14 +121,14 @@ def _vector(step: TrainingStep) -> Tensor:
 def _job(measurement: Measurement, kind: str) -> dict[str, Any]:
     """Frames per second of a job with and without graphs, and whether the results are equal."""
     measurement.need("safetensors", "yaml")
+    num_frames = _NUM_FRAMES // 20 if measurement.dry_run else _NUM_FRAMES
     found: dict[str, list[tuple[float, np.ndarray[Any, Any], float]]] = {"off": [], "auto": []}
     with TemporaryDirectory() as folder:
         for _ in range(1 if measurement.dry_run else 3):
             for graphs, results in found.items():
-                results.append(_one_job(measurement, Path(folder), kind, graphs))
+                results.append(_one_job(measurement, Path(folder), num_frames, kind, graphs))
     measured = {graphs: statistics.median(seconds for seconds, *_ in results) for graphs, results in found.items()}
     plain, again, graphed = found["off"][0][1], found["off"][-1][1], found["auto"][-1][1]
-    num_frames = _NUM_FRAMES // 20 if measurement.dry_run else _NUM_FRAMES
     return {
         "frames_per_s": round(num_frames / measured["off"]),
         "graphed_frames_per_s": round(num_frames / measured["auto"]),
@@ -140,7 +139,9 @@ def _job(measurement: Measurement, kind: str) -> dict[str, Any]:
     }
 
 
-def _one_job(measurement: Measurement, folder: Path, kind: str, graphs: str) -> tuple[float, Any, float]:
+def _one_job(
+    measurement: Measurement, folder: Path, num_frames: int, kind: Any, graphs: Any
+) -> tuple[float, Any, float]:
     """(seconds, parameters, objf) of a job."""
     from ngsgd.config import ClusterConfig, EgsConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
     from ngsgd.data.archives import prepare_archives
@@ -149,13 +150,12 @@ def _one_job(measurement: Measurement, folder: Path, kind: str, graphs: str) -> 
     from ngsgd.training.job import Job, JobInit, LocalRef, WorkItem
     from ngsgd.training.worker import Worker
 
-    num_frames = _NUM_FRAMES // 20 if measurement.dry_run else _NUM_FRAMES
     config = RunConfig(
         egs=EgsConfig(left_context=9, right_context=5, frames_per_eg=8, samples_per_iter=num_frames, num_diagnostic_frames=500),
         model=ModelConfig(kind="tdnn", hidden_dim=64 if measurement.dry_run else 512),
         schedule=ScheduleConfig(num_epochs=1.0, minibatch_size=_MINIBATCH),
         optimizer=OptimizerConfig(kind=kind),
-        cluster=dataclasses.replace(ClusterConfig(), kind="local", num_workers=1, cuda_graphs=graphs))
+        cluster=ClusterConfig(kind="local", num_workers=1, cuda_graphs=graphs))
     train, valid = (_frames(count, seed) for count, seed in ((num_frames, 1), (2000, 2)))
     egs = prepare_archives(train, valid, config.egs, num_classes=200, digest="gpu", cache_root=folder)
     worker = Worker(SpeechTaskSpec(config, str(egs)), 0)

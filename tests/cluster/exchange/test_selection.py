@@ -43,7 +43,7 @@ SLICE_EACH = [(f"n{one}", False, f"MIG-{one}", 0x3b, "H100 MIG 1g.10gb") for one
 def test_the_way_follows_from_the_gpus(monkeypatch: pytest.MonkeyPatch, devices: list[Properties],
                                        is_nccl_possible: bool) -> None:
     found = [pretended(monkeypatch, properties) for properties in devices]
-    # NCCL has not run on a GPU, so that only its name chooses it
+    # NCCL has not run between GPUs, so that only its name chooses it
     assert choose_way("auto", found, jobs_keep_state=False)[0] == "shared_memory"
     if is_nccl_possible:
         assert choose_way("nccl", found, jobs_keep_state=False)[0] == "nccl"
