@@ -38,6 +38,7 @@ def change_ledger(run: TaskRun, change: Callable[[dict[str, Any]], None]) -> Non
     run.folder.ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     {}, {"outer": "average"}, {"outer": {"kind": "diloco"}}, {"optimizer": {"curvature_state": "keep"}},
     {"optimizer": "sgd", "schedule": {"load_balancing": "speed"}},
@@ -67,6 +68,7 @@ def test_models_for_the_final_combination_start_jobs_of_plain_averaging(tmp_path
     assert found.count("identical") == len(found.checks)
 
 
+@pytest.mark.slow
 def test_the_worker_of_a_wrong_result_is_named(tmp_path: Path) -> None:
     run = trained(tmp_path, checkpoint={"num_to_keep": 100})
 
@@ -81,6 +83,7 @@ def test_the_worker_of_a_wrong_result_is_named(tmp_path: Path) -> None:
     assert "worker 0" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_if_every_worker_differs_this_machine_is_suspected(tmp_path: Path) -> None:
     run = trained(tmp_path, checkpoint={"num_to_keep": 100})
     change_ledger(run, lambda line: line.update(digest="0" * 16))
@@ -88,6 +91,7 @@ def test_if_every_worker_differs_this_machine_is_suspected(tmp_path: Path) -> No
         run.verify(ALL).require_equal()
 
 
+@pytest.mark.slow
 def test_with_another_fingerprint_objectives_are_compared(tmp_path: Path) -> None:
     run = trained(tmp_path, checkpoint={"num_to_keep": 100})
     change_ledger(run, lambda line: line.update(digest="0" * 16))
@@ -100,6 +104,7 @@ def test_with_another_fingerprint_objectives_are_compared(tmp_path: Path) -> Non
     found.require_equal()
 
 
+@pytest.mark.slow
 def test_a_sample_has_a_size_and_a_seed(tmp_path: Path) -> None:
     run = trained(tmp_path, checkpoint={"num_to_keep": 100})
 
@@ -125,6 +130,7 @@ def test_a_run_without_outer_iterations_has_nothing_to_verify(tmp_path: Path) ->
         run.verify(ALL)
 
 
+@pytest.mark.slow
 def test_the_command_has_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     assert cli.main(["train", "task=tests.tasks.blobs:make_task", "schedule.num_epochs=1", "cluster=in_process",

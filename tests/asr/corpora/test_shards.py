@@ -311,6 +311,7 @@ def test_memory_does_not_grow_with_the_features(tmp_path: Path) -> None:
     assert large - small < 0.35 * (size_of_large - size_of_small)
 
 
+@pytest.mark.slow
 def test_tables_take_few_bytes_per_utterance(tmp_path: Path) -> None:
     """As Python objects a line of the three tables takes 1,400 bytes."""
     number = 1000
