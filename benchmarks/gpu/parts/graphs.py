@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks.gpu.measurement import Failed, Measurement
 from benchmarks.gpu.training import DRY_WORKLOADS, PERIOD, WARM_UP, WORKLOADS, TrainingStep
+from ngsgd.optim import NGSGD
 from ngsgd.optim.graphed_step import GraphedStep
 
 _ROUNDS, _STEPS = 5, 16
@@ -87,11 +88,10 @@ def _measure(measurement: Measurement, net: str, optimizer: str) -> dict[str, fl
 def _graphed(measurement: Measurement, step: TrainingStep) -> Callable[[], object]:
     """The step with graphs: by GraphedStep for NG-SGD, otherwise captured by hand."""
     (optimizer,) = step.optimizers
-    is_ours = hasattr(optimizer, "preconditioners")
     if not measurement.on_gpu:
-        step.repeat(0 if is_ours else _SIDE_STEPS)
+        step.repeat(0 if isinstance(optimizer, NGSGD) else _SIDE_STEPS)
         return step
-    if is_ours:
+    if isinstance(optimizer, NGSGD):
         def run(x: Tensor, y: Tensor) -> list[Tensor | float]:
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(step.model(x), y)
