@@ -1,24 +1,24 @@
 """Steady cost of fault tolerance: `ngsgd train` compared with a bare training loop.
 
-    python benchmarks/steady_cost.py [--workers 1] [--jobs 8] [--frames 170000] [--folder FOLDER]
+    python benchmarks/steady_cost.py [--jobs 6] [--frames 150000] [--folder FOLDER]
+    python benchmarks/steady_cost.py --pairs 8 [--jobs 2] [--frames 60000]
 
-`ngsgd train` runs with checkpoints, ledger, checksums, heartbeats and MLflow. The bare loop is one
-process per worker that trains the same minibatches with the same model, loss and optimizer, and
-stores nothing. With one worker the program compares the parameters of both: they are bitwise
-identical.
+`ngsgd train` runs with checkpoints, ledger, checksums, heartbeats and MLflow, and one worker.
 
-Both run interleaved, 0.4 s at a time: the processes of one are stopped (SIGSTOP) while those of the
-other run. Both therefore see the same load of the machine. Time is that of the turns. It is
-measured from the end of the first job, so start and decoding do not count. `--frames` is the length
-of a job.
+The first command measures three parts of the cost in one run, each relative to a job of 20 s:
 
-Costs:
+- loop: time of a minibatch of the worker, compared with a bare loop of forward, backward,
+  optimizer step, and sums of loss and accuracy. The worker process trains both in turn, 7
+  minibatches at a time, with the same model.
+- other processes: time of a bare minibatch while the coordinator runs, compared with the time while
+  it is stopped (SIGSTOP), 0.4 s at a time.
+- between jobs: time of an outer iteration outside of the minibatches of its job.
 
-- wall: time of the turns per job, compared with the bare loop;
-- CPU: CPU time of all processes per job without the diagnostics, compared with the bare loop;
-- diagnostics: CPU time of the objective on held-out frames, in a thread of low priority of the
-  coordinator. A bare loop that is evaluated as often has the same;
-- between jobs: time of an outer iteration outside of the minibatches of its slowest job.
+Two processes with the same code and data differ by several percent, because of the addresses of
+their memory. A comparison of processes therefore cannot show the cost. The second command shows
+this: pairs of `ngsgd train` and a bare process, and pairs of two bare processes. Both processes of
+a pair run in turn, 0.4 s at a time, from the end of the first job. After each pair the program
+compares the parameters: those of the run and of the bare process are bitwise identical.
 """
 
 from __future__ import annotations
@@ -33,34 +33,53 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from ngsgd.cluster.process_pool import ProcessPool
+from ngsgd.cluster.worker_process import MakeWorker
 from ngsgd.config import RunConfig
 from ngsgd.data.archives import prepare_archives
 from ngsgd.data.frames import FrameSet
 from ngsgd.files import read_json_lines
 from ngsgd.launcher.commands.train import services_of
 from ngsgd.launcher.config.compose import compose
+from ngsgd.optim import SGD
 from ngsgd.pipeline.base_run import BaseRun, Training
 from ngsgd.pipeline.runs.config_file import to_yaml
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
 from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.services import PoolRequest
 from ngsgd.schedules import Schedule
 from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.job import Job
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.records import FinalReport
 from ngsgd.training.storage.checkpoint import Checkpoint
-from ngsgd.training.task import Task, TaskSpec, seeded_model
-from ngsgd.training.worker import make_optimizer
+from ngsgd.training.task import Batch, Task, TaskSpec, seeded_model
+from ngsgd.training.worker import Worker, make_optimizer, never
+from ngsgd.training.worker_pool import WorkerPool
 
 DIM, NUM_CLASSES, UTTERANCE = 40, 100, 500
 TURN_S, POLL_S = 0.4, 0.01
+# seconds after a stop or a start of other processes that are not measured
+_SETTLING_S = 0.05
+# length of the job of which the costs are a part
+_JOB_S = 20.0
+# minibatches; the first of a block finds other code in the caches of the processor, and is omitted
+WORKER, BARE, FIRST = 0, 1, 2
+# minibatches of a block
+_BLOCK = 7
+# first minibatches of a job, whose estimates are updated in each
+_WARM_UP, _DRAWS = 48, 200
+# environment variable with the folder of the times
+_FOLDER = "STEADY_COST_FOLDER"
 
 
 def prepared(folder: Path, config: RunConfig, num_archives: int, num_frames: int) -> Path:
@@ -76,9 +95,9 @@ def prepared(folder: Path, config: RunConfig, num_archives: int, num_frames: int
 
 
 def configured(options: argparse.Namespace, folder: Path) -> RunConfig:
-    """The default recipe, with jobs of `--frames` frames."""
-    return compose([f"cluster.num_workers={options.workers}", "cluster=local", "cluster.threads_per_worker=1", "outer=average",
-                    f"schedule.num_jobs_initial={options.workers}", f"schedule.num_jobs_final={options.workers}",
+    """The default recipe, with one worker and jobs of `--frames` frames."""
+    return compose(["cluster.num_workers=1", "cluster=local", "cluster.threads_per_worker=1", "outer=average",
+                    "schedule.num_jobs_initial=1", "schedule.num_jobs_final=1",
                     f"egs.samples_per_iter={options.frames}", "egs.frames_per_eg=1", "schedule.num_epochs=1000",
                     f"output_dir={folder / 'runs'}", "name=steady"])
 
@@ -106,170 +125,178 @@ class ArchiveRun(BaseRun):
         raise NotImplementedError
 
 
-def train_run(config: RunConfig, egs: Path) -> None:
+def train_run(config: RunConfig, egs: Path, make_worker: MakeWorker | None = None) -> None:
     """Train until the process is killed, with the services of the command line."""
     folder = RunFolder.create(config, to_yaml(config))
     check = FingerprintCheck.of_new_run(config, folder, allow_other_bits=False)
-    run = ArchiveRun(config, folder, services_of(config, quiet=True), check, is_new=True)
+    services = services_of(config, quiet=True)
+
+    def make_pool(request: PoolRequest) -> WorkerPool:
+        pool = services.make_pool(request)
+        assert isinstance(pool, ProcessPool)
+        if make_worker is not None:
+            pool.make_worker = make_worker
+        return pool
+    run = ArchiveRun(config, folder, replace(services, make_pool=make_pool), check, is_new=True)
     run.egs = egs
     run.train_only()
 
 
-def train_bare(config: RunConfig, egs: Path, job: int, log: Path, num_jobs: int) -> None:
-    """The bare loop; writes the time of each job and the parameters at the end."""
+class BareLoop:
+    """Minibatches of a bare loop, which also adds its loss and the number of correct frames."""
+
+    loss_sum, num_correct = 0.0, 0.0
+
+    def minibatch(self, task: Task, model: torch.nn.Module, optimizer: SGD, batch: Batch) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss = task.loss(model, batch.data)
+        loss.total.backward()
+        optimizer.step(num_samples=batch.num_examples)
+        self.loss_sum += loss.total.item()
+        self.num_correct += float(loss.num_correct)
+
+
+def train_bare(config: RunConfig, egs: Path, log: Path, num_jobs: int) -> None:
+    """The bare loop; writes a line after each job, and the parameters at the end."""
     torch.set_num_threads(1)
     task = SpeechTaskSpec(config, str(egs)).task(torch.device("cpu"))
     schedule = task.shards().schedule(config.schedule)
     model = seeded_model(task, config.seed)
     layout = FlatLayout.of(model)
+    loop = BareLoop()
     with log.open("w") as file:
         for outer_iteration in schedule.outer_iterations():
             optimizer = make_optimizer(model, config.optimizer, outer_iteration.lr, outer_iteration.lr_factor)
-            for batch in task.batches(outer_iteration.shards[job], config.schedule.minibatch_size,
-                                      seed=(config.seed, outer_iteration.outer_iter, job)):
-                optimizer.zero_grad(set_to_none=True)
-                loss = task.loss(model, batch.data).total
-                loss.backward()
-                optimizer.step(num_samples=batch.num_examples)
+            for batch in task.batches(outer_iteration.shards[0], config.schedule.minibatch_size,
+                                      seed=(config.seed, outer_iteration.outer_iter, 0)):
+                loop.minibatch(task, model, optimizer, batch)
             if outer_iteration.outer_iter + 1 == num_jobs:
                 np.save(log.with_suffix(".npy"), layout.flatten(model.state_dict()))
             file.write(f"{outer_iteration.outer_iter}\n")
             file.flush()
 
 
-# Turns ------------------------------------------------------------------------------------------
+# The parts of the cost in one run ----------------------------------------------------------------
 
 
-@dataclass
-class Side:
-    """The processes of one variant, and the time and CPU time of their turns at each job's end."""
+class PairedWorker(Worker):
+    """A worker that also trains minibatches of a bare loop, with the same model."""
 
-    name: str
-    commands: list[list[str]]
-    active_s: float = 0.0
-    at: list[tuple[float, float, float]] = field(default_factory=list)
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    def __init__(self, spec: TaskSpec, index: int) -> None:
+        super().__init__(spec, index)
+        self.folder = Path(os.environ[_FOLDER])
+        (self.folder / f"worker-{os.getpid()}").touch()
 
-    def start(self, folder: Path) -> None:
-        for number, command in enumerate(self.commands):
-            output = (folder / f"{self.name}-{number}.log").open("w")
-            self.processes.append(subprocess.Popen(command, stdout=output, stderr=output))
+    def train(self, job: Job, should_stop: Callable[[], bool] = never) -> Any:
+        piece = job.pieces[0]
+        read = itertools.chain.from_iterable(
+            self.task.batches(piece.shard, self.settings.schedule.minibatch_size, seed=(self.settings.seed, 10_000 + number, 0))
+            for number in itertools.count())
+        times: list[tuple[float, float, int]] = []
+        loop = BareLoop()
+        began = time.perf_counter()
 
-    def tree(self) -> list[int]:
-        found = [process.pid for process in self.processes]
-        for pid in found:
-            for path in Path(f"/proc/{pid}/task").glob("*/children"):
-                with contextlib.suppress(OSError):
-                    found += [int(child) for child in path.read_text().split()]
-        return found
+        def note(kind: int) -> None:
+            nonlocal began
+            now = time.perf_counter()
+            times.append((began, now - began, kind))
+            began = time.perf_counter()
 
-    def signal(self, number: signal.Signals) -> None:
-        for pid in self.tree():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        def bare() -> bool:
+            answer = should_stop()
+            position = len(times) % (2 * _BLOCK)
+            note(WORKER if position else FIRST)
+            if position == _BLOCK - 1:
+                for number in range(_BLOCK):
+                    loop.minibatch(self.task, self.model, self._optimizer, next(read))
+                    note(BARE if number else FIRST)
+            return answer
+        trained = super().train(job, bare)
+        np.save(self.folder / f"times-{job.outer_iter}.npy", np.array(times))
+        return trained
 
-    def cpu_s(self) -> tuple[float, float]:
-        """CPU seconds of all threads, and of those of low priority among them; from the scheduler,
-        in nanoseconds.
-        """
-        total = background = 0.0
-        for pid in self.tree():
-            normal = _niceness(Path(f"/proc/{pid}"))
-            for path in Path(f"/proc/{pid}/task").iterdir():
-                with contextlib.suppress(OSError):
-                    seconds = int((path / "schedstat").read_text().split()[0]) / 1e9
-                    total += seconds
-                    background += seconds * (_niceness(path) > normal)
-        return total, background
-
-    def mark(self, num_done: int) -> None:
-        """Record the time of jobs that have ended since the last call."""
-        while len(self.at) < num_done:
-            self.at.append((self.active_s, *self.cpu_s()))
-
-    def per_job(self) -> list[list[float]]:
-        """Of the jobs after the first: seconds, CPU seconds, and those of threads of low priority.
-        """
-        return [[after[i] - before[i] for before, after in itertools.pairwise(self.at)] for i in range(3)]
-
-
-def _niceness(process: Path) -> int:
-    return int((process / "stat").read_text().rpartition(")")[2].split()[16])
+    def _train(self, network: torch.nn.Module, batch: Batch | None, optimizer: SGD, *others: Any) -> None:
+        self._optimizer = optimizer
+        super()._train(network, batch, optimizer, *others)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    """Run both variants interleaved, and print the costs."""
+    """Measure the parts of the cost, and print them."""
     config = configured(options, folder)
-    egs = prepared(folder, config, 2 * options.workers, options.frames)
-    own = [sys.executable, __file__, "--workers", str(options.workers), "--frames", str(options.frames),
-           "--jobs", str(options.jobs), "--folder", str(folder), "--egs", str(egs)]
-    run = Side("ngsgd", [[*own, "--part", "run"]])
-    bare = Side("bare", [[*own, "--part", str(job)] for job in range(options.workers)])
+    egs = prepared(folder, config, 2, options.frames)
+    side = Side("ngsgd", own_command(options, folder, egs, "parts"))
+    side.start(folder)
+    stopped: list[tuple[float, float]] = []
     try:
-        for side in (run, bare):
-            side.start(folder)
-        take_turns(run, bare, folder, options)
+        # in the second half of the jobs the coordinator is stopped for half of the time
+        while (done := num_done(side, folder)) < options.jobs:
+            time.sleep(TURN_S)
+            side.check(folder)
+            if done >= options.jobs // 2:
+                began = time.perf_counter()
+                side.signal(signal.SIGSTOP, without={int(path.name[7:]) for path in folder.glob("worker-*")})
+                time.sleep(TURN_S)
+                stopped.append((began, time.perf_counter()))
+                side.signal(signal.SIGCONT)
     finally:
-        for side in (run, bare):
-            side.signal(signal.SIGKILL)
-            for process in side.processes:
-                process.wait()
-    show(run, bare, folder, options)
+        side.end()
+    show_parts(folder, options, config.optimizer.update_period, stopped)
 
 
-def take_turns(run: Side, bare: Side, folder: Path, options: argparse.Namespace) -> None:
-    """Let each side run alone for a turn, until both have ended all jobs."""
-    sides = (run, bare)
-    # both start at once, and then wait for the other
-    while not all(num_done(side, folder, options) for side in sides):
-        time.sleep(POLL_S)
-        for side in sides:
-            side.signal(signal.SIGSTOP if num_done(side, folder, options) else signal.SIGCONT)
-            if any(process.poll() is not None for process in side.processes):
-                raise RuntimeError(f"{side.name} ended: {(folder / f'{side.name}-0.log').read_text()[-2000:]}")
-    turn = 0
-    while min(len(side.at) for side in sides) <= options.jobs:
-        side = sides[turn % 2]
-        turn += 1
-        if len(side.at) > options.jobs:
-            continue
-        side.signal(signal.SIGCONT)
-        began = time.perf_counter()
-        before = side.active_s
-        while (passed := time.perf_counter() - began) < TURN_S:
-            time.sleep(POLL_S)
-            side.active_s = before + passed
-            side.mark(num_done(side, folder, options))
-        side.signal(signal.SIGSTOP)
-        side.active_s = before + time.perf_counter() - began
+def show_parts(folder: Path, options: argparse.Namespace, period: int, stopped: Sequence[tuple[float, float]]) -> None:
+    half = options.jobs // 2
+    times = [np.load(folder / f"times-{job}.npy")[_WARM_UP:] for job in range(options.jobs)]
+    # the first job starts with cold caches
+    worker, bare = (np.concatenate([_of_kind(one, kind, period) for one in times[1:half]]) for kind in (WORKER, BARE))
+    bare_ms = 1e3 * float(bare[:, 1].mean())
+    loop = _difference(worker, bare)
+    later = np.concatenate([_of_kind(one, BARE, period) for one in times[half:]])
+    ends = later[:, 0] + later[:, 1]
+    within = np.zeros(len(later), bool)
+    across = np.zeros(len(later), bool)
+    for began, ended in stopped:
+        within |= (later[:, 0] >= began + _SETTLING_S) & (ends <= ended)
+        across |= (later[:, 0] < ended + _SETTLING_S) & (ends > began)
+    others = _difference(later[~across], later[within])
+    events = [line for path in folder.glob("runs/*/events.jsonl") for line in read_json_lines(path)]
+    gaps = [between(line) for line in events if line["event"] == "outer_iteration"][1:half]
+    gap = 100 * statistics.median(gaps) / _JOB_S
+    print(f"a bare minibatch takes {bare_ms:.2f} ms; load {os.getloadavg()[0]:.1f}")
+    counts = f"{(~across).sum()} and {within.sum()} minibatches"
+    print(f"loop            {loop[0]:+.2f} % ({loop[1]:+.2f} to {loop[2]:+.2f}), {len(worker)} and {len(bare)} minibatches")
+    print(f"other processes {others[0]:+.2f} % ({others[1]:+.2f} to {others[2]:+.2f}), {counts}")
+    print(f"between jobs    {gap:+.2f} % of a job of {_JOB_S:.0f} s: {1e3 * statistics.median(gaps):.0f} ms")
+    print(f"sum             {loop[0] + others[0] + gap:+.2f} %")
 
 
-def num_done(side: Side, folder: Path, options: argparse.Namespace) -> int:
-    """Jobs that have ended; in an outer iteration with several, all of them."""
-    if side.name == "bare":
-        logs = [folder / f"job-{job}.txt" for job in range(options.workers)]
-        return min((path.read_text().count("\n") if path.exists() else 0) for path in logs)
-    return sum(line["event"] == "committed" for path in folder.glob("runs/*/ledger.jsonl") for line in read_json_lines(path))
+def _of_kind(times: NDArray[np.float64], kind: int, period: int) -> NDArray[np.float64]:
+    """(start, seconds, class) of minibatches; Fisher estimates are updated in one class of `period`
+    minibatches, whose minibatches take longer.
+    """
+    classes = (np.arange(len(times)) + _WARM_UP) % period
+    found: NDArray[np.float64] = np.column_stack([times[:, :2], classes])[times[:, 2] == kind]
+    return found
 
 
-def show(run: Side, bare: Side, folder: Path, options: argparse.Namespace) -> None:
-    """Print the costs; those of a job are compared with the bare job of the same minibatches."""
-    (run_s, run_cpu_s, background_s), (bare_s, bare_cpu_s, _) = run.per_job(), bare.per_job()
-    own_cpu_s = [all_s - one for all_s, one in zip(run_cpu_s, background_s, strict=True)]
-    print(f"{len(run_s)} jobs of {statistics.median(bare_s):.1f} s on {options.workers} worker(s), load {os.getloadavg()[0]:.1f}")
-    for name, ours, theirs in (("wall", run_s, bare_s), ("CPU", own_cpu_s, bare_cpu_s)):
-        ratios = [100 * (a / b - 1) for a, b in zip(ours, theirs, strict=False)]
-        print(f"{name:5} {100 * (sum(ours) / sum(theirs) - 1):+.2f} % (jobs: median {statistics.median(ratios):+.2f} %, "
-              f"{min(ratios):+.2f} to {max(ratios):+.2f})")
-    print(f"diagnostics, in a thread of low priority: {100 * sum(background_s) / sum(bare_cpu_s):.2f} % of CPU time")
-    lines = [line for path in folder.glob("runs/*/events.jsonl") for line in read_json_lines(path)]
-    gaps = [between(line) for line in lines if line["event"] == "outer_iteration"][1:]
-    if gaps:
-        typical = statistics.median(gaps)
-        print(f"between jobs {1000 * typical:.1f} ms an outer iteration ({1000 * min(gaps):.1f} to {1000 * max(gaps):.1f}), "
-              f"{100 * typical / statistics.median(bare_s):.3f} % of a job")
-    if options.workers == 1:
-        compare_bits(next(folder.glob("runs/steady*")), folder, options)
+def _difference(ones: NDArray[np.float64], others: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Percent by which minibatches of `ones` take longer, and the interval of 95 % (bootstrap).
+
+    Medians of each class, averaged over the classes: a few minibatches are interrupted by other
+    programs.
+    """
+    random = np.random.default_rng(0)
+
+    def mean(rows: NDArray[np.float64], classes: NDArray[np.float64]) -> float:
+        return float(np.mean([np.median(rows[rows[:, 2] == one, 1]) for one in classes]))
+    classes = np.unique(others[:, 2])
+    found = [100 * (mean(a, classes) / mean(b, classes) - 1)
+             for a, b in [(ones, others), *((_drawn(ones, random), _drawn(others, random)) for _ in range(_DRAWS))]]
+    low, high = np.percentile(found[1:], [2.5, 97.5])
+    return found[0], float(low), float(high)
+
+
+def _drawn(rows: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.float64]:
+    return rows[random.integers(0, len(rows), len(rows))]
 
 
 def between(event: dict[str, Any]) -> float:
@@ -278,35 +305,139 @@ def between(event: dict[str, Any]) -> float:
     return float(steps - max(job["seconds"] for job in event["jobs"]))
 
 
-def compare_bits(run: Path, folder: Path, options: argparse.Namespace) -> None:
-    """Compare the parameters after the last job with those of the checkpoint."""
+# Pairs of processes -------------------------------------------------------------------------------
+
+
+def measure_pairs(options: argparse.Namespace, folder: Path) -> None:
+    """Compare `ngsgd train` with a bare process, and two bare processes with each other."""
+    config = configured(options, folder)
+    egs = prepared(folder, config, 2, options.frames)
+    found: dict[str, list[float]] = {"ngsgd": [], "bare": []}
+    for number in range(2 * options.pairs):
+        name = "ngsgd" if number % 2 == 0 else "bare"
+        here = folder / str(number)
+        sides = [Side(name, own_command(options, here / "one", egs, "run" if name == "ngsgd" else "bare")),
+                 Side("bare", own_command(options, here / "other", egs, "bare"))]
+        try:
+            for side, part in zip(sides, ("one", "other"), strict=True):
+                (here / part).mkdir(parents=True)
+                side.start(here / part)
+            take_turns(sides, (here / "one", here / "other"), options)
+        finally:
+            for side in sides:
+                side.end()
+        one_s, other_s = (side.at[-1] - side.at[0] for side in sides)
+        found[name].append(100 * (one_s / other_s - 1))
+        same = ""
+        if name == "ngsgd":
+            same = ", bitwise identical" if is_equal(here, options, egs) else ", OTHER BITS"
+        print(f"{name} and bare process: {found[name][-1]:+.2f} % wall time{same}", flush=True)
+    for name, percent in found.items():
+        print(f"{name} and bare process: median {statistics.median(percent):+.2f} %, {min(percent):+.2f} to {max(percent):+.2f}")
+
+
+def take_turns(sides: Sequence[Side], folders: Sequence[Path], options: argparse.Namespace) -> None:
+    """Let each side run alone for a turn, until both have ended all jobs."""
+    # both start at once, and then wait for the other
+    while not all(num_done(side, folder) for side, folder in zip(sides, folders, strict=True)):
+        time.sleep(POLL_S)
+        for side, folder in zip(sides, folders, strict=True):
+            side.signal(signal.SIGSTOP if num_done(side, folder) else signal.SIGCONT)
+            side.check(folder)
+    for turn in itertools.count():
+        if all(len(side.at) > options.jobs for side in sides):
+            return
+        side, folder = sides[turn % 2], folders[turn % 2]
+        side.signal(signal.SIGCONT)
+        began = time.perf_counter()
+        before = side.active_s
+        while (passed := time.perf_counter() - began) < TURN_S:
+            time.sleep(POLL_S)
+            side.active_s = before + passed
+            while len(side.at) < num_done(side, folder):
+                side.at.append(side.active_s)
+        side.signal(signal.SIGSTOP)
+        side.active_s = before + time.perf_counter() - began
+
+
+def is_equal(folder: Path, options: argparse.Namespace, egs: Path) -> bool:
+    """Compare the parameters of the bare process with those of the checkpoint."""
     from ngsgd.training.storage.checkpoint import CheckpointStore
 
-    expected = np.load(folder / "job-0.npy")
-    config = configured(options, folder)
-    task = SpeechTaskSpec(config, str(next(folder.glob("egs-*")))).task(torch.device("cpu"))
-    store = CheckpointStore(run / "checkpoints", FlatLayout.of(seeded_model(task, config.seed)), 3)
-    found = store.model_after(options.jobs - 1)
-    print(f"parameters after job {options.jobs}: {'bitwise identical' if found.tobytes() == expected.tobytes() else 'OTHER BITS'}")
+    config = configured(options, folder / "one")
+    task = SpeechTaskSpec(config, str(egs)).task(torch.device("cpu"))
+    run = next((folder / "one").glob("runs/steady*"))
+    found = CheckpointStore(run / "checkpoints", FlatLayout.of(seeded_model(task, config.seed)), 3).model_after(options.jobs - 1)
+    expected = np.load(folder / "other" / "job.npy")
+    return bool(found.tobytes() == expected.tobytes())
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Side:
+    """The processes of one variant, and the time of their turns at the end of each job."""
+
+    name: str
+    command: list[str]
+    active_s: float = 0.0
+    at: list[float] = field(default_factory=list)
+
+    def start(self, folder: Path) -> None:
+        with (folder / "output.log").open("w") as output:
+            self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env={**os.environ, _FOLDER: str(folder)})
+
+    def check(self, folder: Path) -> None:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"{self.name} ended: {(folder / 'output.log').read_text()[-2000:]}")
+
+    def signal(self, number: signal.Signals, without: Collection[int] = ()) -> None:
+        found = [self.process.pid]
+        for pid in found:
+            for path in Path(f"/proc/{pid}/task").glob("*/children"):
+                with contextlib.suppress(OSError):
+                    found += [int(child) for child in path.read_text().split()]
+        for pid in set(found) - set(without):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def end(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def own_command(options: argparse.Namespace, folder: Path, egs: Path, part: str) -> list[str]:
+    return [sys.executable, __file__, "--frames", str(options.frames), "--jobs", str(options.jobs), "--folder", str(folder),
+            "--egs", str(egs), "--part", part]
+
+
+def num_done(side: Side, folder: Path) -> int:
+    """Jobs that have ended."""
+    if side.name == "bare":
+        log = folder / "job.txt"
+        return log.read_text().count("\n") if log.exists() else 0
+    return sum(line["event"] == "committed" for path in folder.glob("runs/*/ledger.jsonl") for line in read_json_lines(path))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=1, help="worker processes")
-    parser.add_argument("--jobs", type=int, default=8, help="measured jobs per worker")
-    parser.add_argument("--frames", type=int, default=170_000, help="frames of a job; the default takes about 20 s of CPU time")
+    parser.add_argument("--jobs", type=int, default=6, help="measured jobs")
+    parser.add_argument("--frames", type=int, default=150_000, help="frames of a job")
+    parser.add_argument("--pairs", type=int, default=0, help="compare pairs of processes")
     parser.add_argument("--folder", type=Path, default=None, help="parent of the temporary files")
     parser.add_argument("--egs", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.part == "run":
-        train_run(configured(options, options.folder), options.egs)
-    elif options.part:
-        train_bare(configured(options, options.folder), options.egs, int(options.part), options.folder / f"job-{options.part}.txt",
-                   options.jobs)
-    else:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            measure(options, Path(folder))
+    if options.part:
+        config = configured(options, options.folder)
+        if options.part == "bare":
+            train_bare(config, options.egs, options.folder / "job.txt", options.jobs)
+        else:
+            train_run(config, options.egs, PairedWorker if options.part == "parts" else None)
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        (measure_pairs if options.pairs else measure)(options, Path(folder))
 
 
 if __name__ == "__main__":

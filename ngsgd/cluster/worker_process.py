@@ -65,6 +65,9 @@ class JobAssignment:
 
 # 128 + SIGTERM, the convention of the shell: distinguishes a request from an exit of the job's code
 _EXIT_TERMINATED = 143
+# seconds between two looks for messages during a job, because system calls are slow in some virtual
+# machines
+_LOOK_S = 0.05
 # request to end the job after the current minibatch
 STOP = "stop"
 
@@ -99,12 +102,14 @@ class WorkerProcess:
     def __init__(self, messages: Messages, setup: WorkerSetup) -> None:
         self.messages = messages
         self.setup = setup
-        self._heartbeats = setup.heartbeats.map().view(np.uint64)
+        # NumPy's numbers are slow when their code is not in a cache of the processor
+        self._heartbeats = setup.heartbeats.map().view(np.uint64).data
         # SIGTERM: the machine is needed elsewhere
         self._should_end = False
         self._is_idle = False
         # the coordinator requests partial results
         self._should_stop = False
+        self._next_look = 0.0
 
     def terminate(self, signum: int, frame: FrameType | None) -> None:
         self._should_end = True
@@ -170,8 +175,11 @@ class WorkerProcess:
 
     def _heartbeat(self) -> bool:
         """Count a completed minibatch; return True if the job should end here."""
-        self._heartbeats[self.setup.index] += np.uint64(1)
-        self._should_stop |= STOP in self.messages.arrived()
+        self._heartbeats[self.setup.index] += 1
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_S
+            self._should_stop |= STOP in self.messages.arrived()
         return self._should_stop or self._should_end
 
 

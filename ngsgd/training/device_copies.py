@@ -20,6 +20,13 @@ def on_device(batches: Iterable[tuple[Batch | None, Left]], device: torch.device
     On a GPU the host queues each copy and continues. Steps are queued as well, so the copy of a
     minibatch runs while the GPU computes the previous step. The step waits for its copy on the GPU.
     """
+    # a task reads its data into the memory of the CPU
+    if device.type == "cpu":
+        return iter(batches)
+    return _copies(batches, device)
+
+
+def _copies(batches: Iterable[tuple[Batch | None, Left]], device: torch.device) -> Iterator[tuple[Batch | None, Left]]:
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     for batch, left in batches:
         if batch is None:

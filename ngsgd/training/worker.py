@@ -11,7 +11,7 @@ import itertools
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -100,6 +100,7 @@ class Worker:
         self.device = choose_device(self.settings.cluster.device, index * ranks.size + ranks.rank)
         # before the task, which may choose another precision
         set_precision(self.settings.cluster.precision, self.device)
+        self._uses_autocast = self.settings.cluster.precision == "bf16"
         self.task = spec.task(self.device)
         self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)
@@ -148,14 +149,16 @@ class Worker:
         done = snapshots.restore() if snapshots else 0
         began = time.perf_counter()
         remainder: tuple[WorkItem, ...] = ()
-        batches = self._batches(replace(job, pieces=remaining(job.pieces, done, self._numbers)) if done else job)
+        pieces = remaining(job.pieces, done, self._numbers) if done else job.pieces
+        batches = self._batches(pieces)
+        size = sum(len(self._numbers(piece)) for piece in pieces)
         if done and not self.task.starts_anywhere:
             is_random, batches = is_random_reader(batches, self.device)
             if is_random:
                 # from the beginning, without snapshots
                 return self.train(job, should_stop)
         graphed = self.graphed_training(network, optimizer, preconditioner)
-        for index, (batch, left) in enumerate(on_device(batches, self.device), done):
+        for index, (batch, num_done) in enumerate(on_device(batches, self.device), done):
             is_turn = (index + job.outer_iter) % settings.backstitch_interval == 0
             steps_back = not has_preconditioner and is_turn
             if graphed is not None and batch is not None and not (steps_back and settings.backstitch_scale):
@@ -164,10 +167,10 @@ class Worker:
                 self._train(network, batch, optimizer, preconditioner, sums,
                             settings.backstitch_scale if steps_back else 0.0)
             is_asked = self.ranks.any(should_stop())
-            if snapshots and left:
-                snapshots.after_minibatch(index + 1)
-            if is_asked and left:
-                remainder = left
+            if snapshots and num_done < size and snapshots.is_due(is_asked):
+                snapshots.take(index + 1)
+            if num_done < size and is_asked:
+                remainder = remaining(pieces, num_done, self._numbers)
                 break
         sums.reduce(self.ranks)
         seconds = time.perf_counter() - began + (snapshots.earlier_s if snapshots else 0.0)
@@ -213,67 +216,76 @@ class Worker:
         self.layout.load(self.model, vector)
         return vector
 
-    def _batches(self, job: Job) -> Iterator[tuple[Batch | None, tuple[WorkItem, ...]]]:
-        """Yield each minibatch of the job in order, with the work that remains after it.
+    def _batches(self, pieces: Sequence[WorkItem]) -> Iterator[tuple[Batch | None, int]]:
+        """Yield each minibatch of the work items in order, with the number of minibatches until
+        then.
 
         In a group, only minibatches of this rank. None stands for the last step of a work item that
         does not have a minibatch for every rank.
         """
-        for index, piece in enumerate(job.pieces):
-            later = job.pieces[index + 1:]
-            size, last = self._batch_size(piece), self._numbers(piece).stop
-            read = partial(self.task.batches, piece.shard, size,
+        num_ranks, before = self.ranks.size, 0
+        for piece in pieces:
+            numbers = self._numbers(piece)
+            first, stop, length = numbers.start, numbers.stop, len(numbers)
+            read = partial(self.task.batches, piece.shard, self._batch_size(piece),
                            seed=(self.settings.seed, piece.outer_iter, piece.job))
-            if self.ranks.size == 1:
-                batches = read(first=piece.first, stop=last)
+            if num_ranks == 1:
+                batches = read(first=first, stop=stop)
             elif self.task.starts_anywhere:
                 batches = itertools.chain.from_iterable(
-                    read(first=number, stop=number + 1)
-                    for number in self.ranks.of_rank(piece.first, last))
+                    read(first=number, stop=number + 1) for number in self.ranks.of_rank(first, stop))
             else:
-                batches = itertools.islice(read(first=piece.first, stop=last), self.ranks.rank,
-                                           None, self.ranks.size)
-            for number in range(piece.first, last, self.ranks.size):
-                done = min(number + self.ranks.size, last)
-                yield next(batches, None), ((replace(piece, first=done),)
-                                            if done < last else ()) + later
+                batches = itertools.islice(read(first=first, stop=stop), self.ranks.rank, None, num_ranks)
+            for done in range(num_ranks, length + num_ranks, num_ranks):
+                yield next(batches, None), before + (done if done < length else length)
+            before += length
 
     def _train(self, network: nn.Module, batch: Batch | None, optimizer: SGD,
                preconditioner: Preconditioner | None, sums: JobSums, backstitch_scale: float) -> None:
         """Process one minibatch: forward, backward and the update of the parameters."""
-        data = None if batch is None else batch.data
-        num_examples = 0 if batch is None else batch.num_examples
-        num_samples = num_examples
         found = self._no_loss
-
-        def forward() -> Tensor:
-            nonlocal found
-            found = self._loss(network, data)
-            return found.total
-
-        def gradients() -> Tensor:
-            nonlocal num_samples
-            optimizer.zero_grad(set_to_none=True)
-            lr = optimizer.param_groups[0]["lr"]
-            if preconditioner is not None and self.ranks.size == 1:
-                return preconditioner.evaluate_and_step(forward, lr)
-            if preconditioner is not None and data is not None:
-                preconditioner.evaluate(forward)
-            elif data is not None:
-                forward().backward()
-            num_samples = self.ranks.sum_gradients(network, num_examples)
-            if preconditioner is not None:
-                preconditioner.step(lr)
-            return found.total.detach()
-
+        num_examples = 0 if batch is None else batch.num_examples
         if backstitch_scale:
+            def gradients() -> Tensor:
+                nonlocal found
+                loss, found, _ = self._gradients(network, batch, optimizer, preconditioner)
+                return loss
             loss = backstitch_step(optimizer, gradients, backstitch_scale, num_samples=num_examples)
         else:
-            loss = gradients()
+            loss, found, num_samples = self._gradients(network, batch, optimizer, preconditioner)
             optimizer.step(num_samples=num_samples)
         sums.add(num_examples, found, loss, optimizer.last_update)
 
+    def _gradients(self, network: nn.Module, batch: Batch | None, optimizer: SGD,
+                   preconditioner: Preconditioner | None) -> tuple[Tensor, BatchLoss, int]:
+        """Forward and backward; return the loss of this rank, the same with the sums for the
+        objective, and the examples of all ranks.
+        """
+        optimizer.zero_grad(set_to_none=True)
+        found, loss = self._no_loss, self._no_loss.total
+        if preconditioner is not None:
+            def forward() -> Tensor:
+                nonlocal found
+                found = self._loss(network, None if batch is None else batch.data)
+                return found.total
+            lr = optimizer.param_groups[0]["lr"]
+            if self.ranks.size == 1:
+                loss = preconditioner.evaluate_and_step(forward, lr)
+            elif batch is not None:
+                preconditioner.evaluate(forward)
+                loss = found.total
+        elif batch is not None:
+            found = self._loss(network, batch.data)
+            loss = found.total
+            loss.backward()
+        num_samples = self.ranks.sum_gradients(network, 0 if batch is None else batch.num_examples)
+        if preconditioner is not None and self.ranks.size > 1:
+            preconditioner.step(lr)
+        return loss, found, num_samples
+
     def _loss(self, network: nn.Module, data: Any) -> BatchLoss:
+        if not self._uses_autocast:
+            return self.task.loss(network, data)
         with autocast(self.settings.cluster.precision, self.device):
             return self.task.loss(network, data)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,51 +16,53 @@ from ngsgd.training.validation.bad_batches import BatchLog
 
 
 class JobSums:
-    """Running totals that stay on the device until they are read."""
+    """Values of each minibatch, which stay on the device until the end of the job."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.num_examples = 0
-        self.num_batches = 0
-        self.log = BatchLog()
+        self.log = BatchLog(device.type == "cpu")
+        # (objf, correct, weight), over all ranks
+        self._sums: tuple[float, float, float] | None = None
         # without minibatches whose loss is not finite, if there are few
         self._finite_means: tuple[float, float] | None = None
-        self._objf, self._correct, self._weight = torch.zeros(3, dtype=torch.float64, device=device)
+
+    @property
+    def num_batches(self) -> int:
+        """Steps of this rank."""
+        return len(self.log.losses)
 
     def add(self, num_examples: int, batch: BatchLoss, loss: Tensor, update: Tensor | None) -> None:
-        self.log.add(loss, batch.num_correct, batch.weight, update)
         self.num_examples += num_examples
-        self.num_batches += 1
-        self._objf -= loss
-        self._correct += batch.num_correct
-        self._weight += batch.weight
+        self.log.add(loss, batch.num_correct, batch.weight, update)
 
     def state(self) -> dict[str, Any]:
-        """The sums so far, for `load_state`."""
-        return {"num_examples": self.num_examples, "num_batches": self.num_batches, "log": self.log.state(),
-                "sums": torch.stack([self._objf, self._correct, self._weight])}
+        """The values so far, for `load_state`."""
+        return {"num_examples": self.num_examples, "log": self.log.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from `state` of another process."""
-        device = self._objf.device
-        self.num_examples, self.num_batches = state["num_examples"], state["num_batches"]
-        self.log.load_state(state["log"], device)
-        self._objf, self._correct, self._weight = state["sums"].to(device).unbind()
+        self.num_examples = state["num_examples"]
+        self.log.load_state(state["log"])
 
     def reduce(self, ranks: Ranks) -> None:
-        """Add the sums of the other ranks; the number of minibatches stays the steps of this
-        rank.
-        """
-        num_examples = torch.tensor(float(self.num_examples), dtype=torch.float64,
-                                    device=self._objf.device)
-        ranks.sum_([self._objf, self._correct, self._weight, num_examples])
-        self.num_examples = int(num_examples)
+        """Compute the sums over the minibatches of all ranks."""
+        sums = list(torch.tensor([*self.log.sums(), self.num_examples], dtype=torch.float64, device=self.device).unbind())
+        ranks.sum_(sums)
+        objf, correct, weight, num_examples = map(float, sums)
+        self._sums, self.num_examples = (objf, correct, weight), int(num_examples)
 
     def omit(self, bad: dict[int, str], found: Sequence[BadBatch]) -> None:
         """Exclude bad minibatches from the means, unless the job diverges."""
         self._finite_means = self.log.means_without(bad, found)
 
     def means(self) -> tuple[float, float]:
-        """(objf, accuracy) per unit of weight, as in Kaldi; NaN for a shard without examples."""
+        """(objf, accuracy) per unit of weight, as in Kaldi; NaN for a shard without examples.
+
+        `reduce` must be called before.
+        """
         if self._finite_means is not None:
             return self._finite_means
-        return tuple((torch.stack([self._objf, self._correct]) / self._weight).tolist())
+        assert self._sums is not None
+        objf, correct, weight = self._sums
+        return (objf / weight, correct / weight) if weight else (math.nan, math.nan)

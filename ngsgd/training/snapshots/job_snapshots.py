@@ -159,12 +159,14 @@ class JobSnapshots:
                 return number
         return 0
 
-    def after_minibatch(self, num_minibatches: int) -> None:
-        """Take a snapshot if one is due, or if another worker will continue the job."""
-        if not self._is_off and (self._worker.timer.is_due() or self._worker.is_leaving()):
-            self._take(num_minibatches)
+    def is_due(self, should_stop: bool) -> bool:
+        """Whether it is time for a snapshot, or this worker was asked to end."""
+        return (should_stop and self._worker.is_leaving()) or self._worker.timer.is_due()
 
-    def _take(self, num_minibatches: int) -> None:
+    def take(self, num_minibatches: int) -> None:
+        """Take a snapshot; without memory, only warn."""
+        if self._is_off:
+            return
         began = self._worker.timer.work_clock()
         seconds = self.earlier_s + time.perf_counter() - self._began
         packed = Packed.of({"state": self.state.values(), "seconds": seconds})

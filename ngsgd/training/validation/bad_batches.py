@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,42 +26,50 @@ _MOST_SHOWN = 5
 INPUT, LOSS, GRADIENT = "an input is not finite", "the loss is not finite", "the gradient is not finite"
 
 
-@dataclass
 class BatchLog:
-    """Losses and skipped steps of the minibatches of a job, on the device."""
+    """Losses and skipped steps of the minibatches of a job: numbers, or 0-d tensors of a GPU."""
 
-    # 0-d tensors: summed loss; sums for the objective; norm of the update, NaN if it was skipped
-    losses: list[Tensor] = field(default_factory=list)
-    corrects: list[Tensor | float] = field(default_factory=list)
-    weights: list[Tensor | float] = field(default_factory=list)
-    updates: list[Tensor | None] = field(default_factory=list)
+    def __init__(self, on_cpu: bool) -> None:
+        # tensors kept between the gradients of two minibatches would fragment the memory of a CPU
+        self._keep: Callable[[Tensor], Tensor | float] = Tensor.item if on_cpu else Tensor.detach
+        # summed loss; sums for the objective; norm of the update, NaN if it was skipped
+        self.losses: list[Tensor | float] = []
+        self.corrects: list[Tensor | float] = []
+        self.weights: list[Tensor | float] = []
+        self.updates: list[Tensor | float | None] = []
 
     def add(self, loss: Tensor, num_correct: Tensor | float, weight: Tensor | float, update: Tensor | None) -> None:
-        self.losses.append(loss.detach())
-        self.corrects.append(num_correct)
-        self.weights.append(weight)
-        self.updates.append(update)
+        keep = self._keep
+        self.losses.append(keep(loss))
+        self.corrects.append(keep(num_correct) if isinstance(num_correct, Tensor) else num_correct)
+        self.weights.append(keep(weight) if isinstance(weight, Tensor) else weight)
+        self.updates.append(update if update is None else keep(update))
+
+    def sums(self) -> tuple[float, float, float]:
+        """(objf, correct, weight), each added in the order of the minibatches."""
+        losses, corrects, weights = (_numbers(values) for values in (self.losses, self.corrects, self.weights))
+        return -_in_order(losses), _in_order(corrects), _in_order(weights)
 
     def state(self) -> dict[str, list[float | None]]:
         """All values as numbers, for `load_state`."""
-        return {name: _numbers(values) for name, values in vars(self).items()}
+        return {name: _numbers(getattr(self, name)) for name in ("losses", "corrects", "weights", "updates")}
 
-    def load_state(self, state: dict[str, list[float | None]], device: torch.device) -> None:
+    def load_state(self, state: dict[str, list[Any]]) -> None:
         """Continue from `state` of another process."""
-        for name, numbers in state.items():
-            known = iter(torch.tensor([n for n in numbers if n is not None], dtype=torch.float64, device=device).unbind())
-            setattr(self, name, [None if number is None else next(known) for number in numbers])
+        self.losses, self.corrects, self.weights, self.updates = (
+            list(state[name]) for name in ("losses", "corrects", "weights", "updates"))
 
     def bad(self) -> dict[int, str]:
         """Index of a bad minibatch -> LOSS or GRADIENT; waits for the device once."""
-        if not self.losses:
-            return {}
-        losses = [math.isfinite(loss) for loss in torch.stack(self.losses).tolist()]
-        known = [update for update in self.updates if update is not None]
-        values = iter(torch.stack(known).isnan().tolist() if known else [])
-        skipped = [next(values) if update is not None else False for update in self.updates]
-        return {index: LOSS if not is_finite else GRADIENT
-                for index, (is_finite, is_skipped) in enumerate(zip(losses, skipped, strict=True)) if not is_finite or is_skipped}
+        values = _numbers([*self.losses, *self.updates])
+        found = {}
+        for index, (loss, update) in enumerate(zip(values[:len(self.losses)], values[len(self.losses):], strict=True)):
+            assert loss is not None
+            if not math.isfinite(loss):
+                found[index] = LOSS
+            elif update is not None and math.isnan(update):
+                found[index] = GRADIENT
+        return found
 
     def means_without(self, bad: dict[int, str], found: Sequence[BadBatch]) -> tuple[float, float] | None:
         """(objf, accuracy) per unit of weight of the finite minibatches; None if the job diverges.
@@ -132,6 +139,15 @@ def _numbers(values: Sequence[Tensor | float | None]) -> list[float | None]:
     tensors = [value.to(torch.float64) for value in values if isinstance(value, Tensor)]
     known = iter(torch.stack(tensors).tolist() if tensors else [])
     return [next(known) if isinstance(value, Tensor) else value for value in values]
+
+
+def _in_order(values: Sequence[float | None]) -> float:
+    """Sum of float64 numbers; `sum` of newer versions of Python compensates, with other bits."""
+    total = 0.0
+    for value in values:
+        assert value is not None
+        total += value
+    return total
 
 
 def _row(data: Any, row: int, count: int) -> Any:
