@@ -103,7 +103,10 @@ def configured(options: argparse.Namespace, folder: Path) -> RunConfig:
 
 
 class ArchiveRun(BaseRun):
-    """A run on given archives: all that `ngsgd train` does from the first job to the last."""
+    """A run on given archives: all that `ngsgd train` does from the first job to the last.
+
+    It is killed before its last job. It therefore has no model, metrics or end.
+    """
 
     egs: Path
 

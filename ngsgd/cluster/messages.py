@@ -28,9 +28,6 @@ class Messages:
         self.connection = connection
         self._received = bytearray()
         self._unsent = bytearray()
-        # select() supports only the first 1024 descriptors
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
 
     def fileno(self) -> int:
         return self.connection.fileno()
@@ -75,8 +72,6 @@ class Messages:
         arrive.
         """
         found: list[Any] = []
-        if not self._received and not self._is_readable():
-            return found
         with contextlib.suppress(Disconnected):
             while self._is_readable():
                 self._read()
@@ -90,7 +85,10 @@ class Messages:
         self.connection.close()
 
     def _is_readable(self) -> bool:
-        return bool(self._poll.poll(0))
+        # select() supports only the first 1024 descriptors
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _is_closed(self) -> bool:
         if not self._is_readable():

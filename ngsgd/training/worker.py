@@ -11,7 +11,7 @@ import itertools
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -100,7 +100,7 @@ class Worker:
         self.device = choose_device(self.settings.cluster.device, index * ranks.size + ranks.rank)
         # before the task, which may choose another precision
         set_precision(self.settings.cluster.precision, self.device)
-        self._uses_autocast = self.settings.cluster.precision == "bf16"
+        self._autocast = autocast(self.settings.cluster.precision, self.device)
         self.task = spec.task(self.device)
         self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)
@@ -149,9 +149,9 @@ class Worker:
         done = snapshots.restore() if snapshots else 0
         began = time.perf_counter()
         remainder: tuple[WorkItem, ...] = ()
-        pieces = remaining(job.pieces, done, self._numbers) if done else job.pieces
-        batches = self._batches(pieces)
-        size = sum(len(self._numbers(piece)) for piece in pieces)
+        rest = replace(job, pieces=remaining(job.pieces, done, self._numbers)) if done else job
+        batches = self._batches(rest)
+        num_batches = sum(len(self._numbers(piece)) for piece in rest.pieces)
         if done and not self.task.starts_anywhere:
             is_random, batches = is_random_reader(batches, self.device)
             if is_random:
@@ -167,10 +167,10 @@ class Worker:
                 self._train(network, batch, optimizer, preconditioner, sums,
                             settings.backstitch_scale if steps_back else 0.0)
             is_asked = self.ranks.any(should_stop())
-            if snapshots and num_done < size and snapshots.is_due(is_asked):
+            if snapshots and num_done < num_batches and snapshots.is_due(is_asked):
                 snapshots.take(index + 1)
-            if num_done < size and is_asked:
-                remainder = remaining(pieces, num_done, self._numbers)
+            if num_done < num_batches and is_asked:
+                remainder = remaining(rest.pieces, num_done, self._numbers)
                 break
         sums.reduce(self.ranks)
         seconds = time.perf_counter() - began + (snapshots.earlier_s if snapshots else 0.0)
@@ -216,15 +216,14 @@ class Worker:
         self.layout.load(self.model, vector)
         return vector
 
-    def _batches(self, pieces: Sequence[WorkItem]) -> Iterator[tuple[Batch | None, int]]:
-        """Yield each minibatch of the work items in order, with the number of minibatches until
-        then.
+    def _batches(self, job: Job) -> Iterator[tuple[Batch | None, int]]:
+        """Yield each minibatch of the job in order, with the number of minibatches up to it.
 
         In a group, only minibatches of this rank. None stands for the last step of a work item that
         does not have a minibatch for every rank.
         """
         num_ranks, before = self.ranks.size, 0
-        for piece in pieces:
+        for piece in job.pieces:
             numbers = self._numbers(piece)
             first, stop, length = numbers.start, numbers.stop, len(numbers)
             read = partial(self.task.batches, piece.shard, self._batch_size(piece),
@@ -237,7 +236,7 @@ class Worker:
             else:
                 batches = itertools.islice(read(first=first, stop=stop), self.ranks.rank, None, num_ranks)
             for done in range(num_ranks, length + num_ranks, num_ranks):
-                yield next(batches, None), before + (done if done < length else length)
+                yield next(batches, None), before + min(done, length)
             before += length
 
     def _train(self, network: nn.Module, batch: Batch | None, optimizer: SGD,
@@ -284,9 +283,7 @@ class Worker:
         return loss, found, num_samples
 
     def _loss(self, network: nn.Module, data: Any) -> BatchLoss:
-        if not self._uses_autocast:
-            return self.task.loss(network, data)
-        with autocast(self.settings.cluster.precision, self.device):
+        with self._autocast:
             return self.task.loss(network, data)
 
     def graphed_training(self, network: nn.Module, optimizer: SGD,

@@ -130,7 +130,7 @@ class BreakingWorker(Worker):
     def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
         self.is_chosen = (job.outer_iter, job.job) == self.fault.at
         self._number, self._is_slow = 0, False
-        self._last = sum(1 for _ in self._batches(job.pieces)) - 1
+        self._last = sum(1 for _ in self._batches(job)) - 1
         return super().run(job, place, should_stop)
 
     def _load(self, job: Job) -> Vector:

@@ -46,7 +46,8 @@ class JobSums:
         self.log.load_state(state["log"])
 
     def reduce(self, ranks: Ranks) -> None:
-        """Compute the sums over the minibatches of all ranks."""
+        """Compute the sums over the minibatches of all ranks; waits for the device."""
+        self.log.settle()
         sums = list(torch.tensor([*self.log.sums(), self.num_examples], dtype=torch.float64, device=self.device).unbind())
         ranks.sum_(sums)
         objf, correct, weight, num_examples = map(float, sums)

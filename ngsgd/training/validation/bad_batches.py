@@ -45,10 +45,13 @@ class BatchLog:
         self.weights.append(keep(weight) if isinstance(weight, Tensor) else weight)
         self.updates.append(update if update is None else keep(update))
 
+    def settle(self) -> None:
+        """Replace all tensors by numbers; waits for the device."""
+        self.load_state(self.state())
+
     def sums(self) -> tuple[float, float, float]:
         """(objf, correct, weight), each added in the order of the minibatches."""
-        losses, corrects, weights = (_numbers(values) for values in (self.losses, self.corrects, self.weights))
-        return -_in_order(losses), _in_order(corrects), _in_order(weights)
+        return -_in_order(self.losses), _in_order(self.corrects), _in_order(self.weights)
 
     def state(self) -> dict[str, list[float | None]]:
         """All values as numbers, for `load_state`."""
@@ -60,11 +63,9 @@ class BatchLog:
             list(state[name]) for name in ("losses", "corrects", "weights", "updates"))
 
     def bad(self) -> dict[int, str]:
-        """Index of a bad minibatch -> LOSS or GRADIENT; waits for the device once."""
-        values = _numbers([*self.losses, *self.updates])
+        """Index of a bad minibatch -> LOSS or GRADIENT."""
         found = {}
-        for index, (loss, update) in enumerate(zip(values[:len(self.losses)], values[len(self.losses):], strict=True)):
-            assert loss is not None
+        for index, (loss, update) in enumerate(zip(self.losses, self.updates, strict=True)):
             if not math.isfinite(loss):
                 found[index] = LOSS
             elif update is not None and math.isnan(update):
@@ -141,12 +142,11 @@ def _numbers(values: Sequence[Tensor | float | None]) -> list[float | None]:
     return [next(known) if isinstance(value, Tensor) else value for value in values]
 
 
-def _in_order(values: Sequence[float | None]) -> float:
+def _in_order(values: Sequence[Tensor | float]) -> float:
     """Sum of float64 numbers; `sum` of newer versions of Python compensates, with other bits."""
     total = 0.0
     for value in values:
-        assert value is not None
-        total += value
+        total += float(value)
     return total
 
 

@@ -59,7 +59,7 @@ class KilledWorker(Worker):
         self._left: int | None = None
 
     def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
-        self._left = self.kills.place(job, sum(1 for _ in self._batches(job.pieces)))
+        self._left = self.kills.place(job, sum(1 for _ in self._batches(job)))
         return super().run(job, place, should_stop)
 
     def _train(self, *arguments: Any) -> None:
