@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from ngsgd.arguments import checks_arguments
 from ngsgd.errors import ConfigError
+from ngsgd.ops.newton_schulz import orthogonalized
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.optim.sgd import OF_LAYERS, _laid_out, _StepInputs, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
-# Coefficients of Muon's fifth-order polynomial (Jordan et al. 2024). It maps singular values to
-# between 0.7 and 1.2.
-_A, _B, _C = 3.4445, -4.7750, 2.0315
 # Steps then have the root mean square of AdamW steps (Moonshot's Muon).
 _RMS = 0.2
 _LIMITS = ("max_change", "orthonormal_constraint")
@@ -166,19 +164,6 @@ class NaturalMuon(NGSGD):
             u_OI = _without_large_directions(u_OI, layer.sides["output"], layer.sides["input"])
         num_outputs, num_inputs = u_OI.shape
         return orthogonalized(u_OI, self.ns_steps).mul_(_RMS * math.sqrt(max(num_outputs, num_inputs)))
-
-
-def orthogonalized(u_OI: Tensor, num_steps: int = 5) -> Tensor:
-    """Move the singular values to about 1 by Newton-Schulz iterations, in bfloat16 on a GPU."""
-    x = u_OI.bfloat16() if u_OI.is_cuda else u_OI.float()
-    x = x / (torch.linalg.matrix_norm(x) + 1e-7)
-    is_tall = len(x) > x.shape[1]
-    if is_tall:
-        x = x.T
-    for _ in range(num_steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
-    return (x.T if is_tall else x).to(u_OI.dtype)
 
 
 def _without_large_directions(u_OI: Tensor, outputs: OnlineNaturalGradient, inputs: OnlineNaturalGradient) -> Tensor:

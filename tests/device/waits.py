@@ -64,7 +64,7 @@ WAITS = (
          "rows that are not finite are skipped; `NGSGD` decides that on the device"),
     Wait("ngsgd/preconditioners/online.py", "_raise_unless_finite", 16,
          "every step with `on_nonfinite=\"raise\"`", "the error names the minibatch"),
-    Wait("ngsgd/preconditioners/methods/torch_optimizers.py", "apply", 16, _EVERY,
+    Wait("ngsgd/preconditioners/methods/torch_optimizers.py", "finite", 16, _EVERY,
          "a gradient that is not finite leaves the moments alone"),
     Wait("ngsgd/ops/linalg.py", "damped_cholesky", 2, _INVERSE, "more damping where it fails"),
     Wait("ngsgd/ops/linalg.py", "eigh", 2, _INVERSE, "the decomposition checks its result"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ngsgd import NaturalMuon
 from ngsgd.errors import ConfigError
-from ngsgd.optim.natural_muon import orthogonalized
+from ngsgd.ops.newton_schulz import orthogonalized
 from tests.reference import adamw, natural_muon
 
 

@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature.layers import upcast
 from ngsgd.preconditioners.base import Preconditioner
-from ngsgd.preconditioners.options import EveryStepOptions
+from ngsgd.preconditioners.options import EveryStepOptions, Options
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,19 @@ class AdamOptions(EveryStepOptions):
     weight_decay: float = 0.0
 
     def problems(self) -> list[str]:
-        found = super().problems()
-        if not 0.0 <= self.momentum < 1.0:
-            found.append(f"momentum is {self.momentum}; it must be at least 0 and below 1.")
-        if self.weight_decay < 0.0:
-            found.append(f"weight_decay is {self.weight_decay}; it must be at least 0.")
-        if self.layer_options:
-            found.append("layer_options is set; these methods have no settings of single layers.")
-        return found
+        return [*super().problems(), *moment_problems(self)]
+
+
+def moment_problems(options: Any) -> list[str]:
+    """Return one message for each invalid setting of momentum, weight_decay and layer_options."""
+    found = []
+    if not 0.0 <= options.momentum < 1.0:
+        found.append(f"momentum is {options.momentum}; it must be at least 0 and below 1.")
+    if options.weight_decay < 0.0:
+        found.append(f"weight_decay is {options.weight_decay}; it must be at least 0.")
+    if options.layer_options:
+        found.append("layer_options is set; these methods have no settings of single layers.")
+    return found
 
 
 class Adam(Preconditioner):
@@ -65,17 +69,15 @@ class Adam(Preconditioner):
         >>> preconditioner.step()
     """
 
-    Options = AdamOptions
+    Options: ClassVar[type[Options]] = AdamOptions
     joins_bias = False   # elementwise
     agrees_over_ranks = True
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        shown = {name: self.viewed(self.oriented(name, p)) for name, p in model.named_parameters()
-                 if p.requires_grad and name not in self._skipped}
-        self._copies = {name: nn.Parameter(torch.zeros_like(upcast(x)))
-                        for name, x in shown.items()}
-        self._optimizers = {name: self.optimizer(name, copy) for name, copy in self._copies.items()}
+        # by parameter, from its first step on
+        self._copies: dict[str, nn.Parameter] = {}
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
 
     def optimizer(self, name: str, copy: Tensor) -> torch.optim.Optimizer:
         """Create the torch optimizer of one parameter, with learning rate 1."""
@@ -91,26 +93,39 @@ class Adam(Preconditioner):
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parameters = dict(self.model.named_parameters())
-        found = {}
-        for name, g in grads.items():
-            if not bool(g.isfinite().all()):
-                self.note_skipped()
-                found[name] = g
-                continue
-            copy = self._copies[name]
-            # With weight decay start from the parameter, because decay is relative to it.
-            before = torch.zeros_like(copy)
-            if self.options.weight_decay:
-                before = self.viewed(self.oriented(name, parameters[name])).to(copy)
-            copy.copy_(before)
-            copy.grad = self.viewed(g).to(copy)
-            self._optimizers[name].state[copy] = self.statistics.setdefault(name, {})
-            with torch.enable_grad():
-                self._optimizers[name].step()
-            copy.grad = None
+        found = dict(grads)
+        for name in self.finite(grads):
+            found[name] = self.parameter_direction(name, grads[name], parameters[name])
             self.weights[name] = 1.0
-            found[name] = (before - copy.detach()).view_as(g)
         return found
+
+    def parameter_direction(self, name: str, g: Tensor, p: Tensor) -> Tensor:
+        """Return the direction of one parameter and update its moments."""
+        if name not in self._copies:
+            self._copies[name] = nn.Parameter(torch.zeros_like(self.viewed(g)))
+            self._optimizers[name] = self.optimizer(name, self._copies[name])
+        copy = self._copies[name]
+        # With weight decay start from the parameter, because decay is relative to it.
+        before = torch.zeros_like(copy)
+        if self.options.weight_decay:
+            before = self.viewed(self.oriented(name, p)).to(copy)
+        copy.copy_(before)
+        copy.grad = self.viewed(g).to(copy)
+        self._optimizers[name].state[copy] = self.statistics.setdefault(name, {})
+        with torch.enable_grad():
+            self._optimizers[name].step()
+        copy.grad = None
+        return (before - copy.detach()).view_as(g)
+
+    def finite(self, grads: Mapping[str, Tensor]) -> list[str]:
+        """Return the names of finite gradients; count the minibatch as skipped if others exist."""
+        if not grads:
+            return []
+        # One wait for all of them.
+        is_finite = torch.stack([g.isfinite().all().to(self.generator.device) for g in grads.values()]).tolist()
+        if not all(is_finite):
+            self.note_skipped()
+        return [name for name, one in zip(grads, is_finite, strict=True) if one]
 
     def refresh(self) -> None:
         """Do nothing; the moments are applied directly."""
@@ -142,7 +157,7 @@ class AdamW(Adam):
         >>> preconditioner.step()
     """
 
-    Options: ClassVar[type[AdamOptions]] = AdamWOptions
+    Options = AdamWOptions
 
     def optimizer(self, name: str, copy: Tensor) -> torch.optim.Optimizer:
         own = self.options
@@ -160,8 +175,12 @@ class MuonOptions(AdamOptions):
     orthogonal_steps: int = 5
 
     def problems(self) -> list[str]:
-        found = super().problems()
-        return found if self.orthogonal_steps >= 1 else [*found, f"orthogonal_steps is {self.orthogonal_steps}; give at least 1."]
+        return [*super().problems(), *orthogonal_problems(self)]
+
+
+def orthogonal_problems(options: Any) -> list[str]:
+    """Return a message if orthogonal_steps is invalid."""
+    return [] if options.orthogonal_steps >= 1 else [f"orthogonal_steps is {options.orthogonal_steps}; give at least 1."]
 
 
 class Muon(AdamW):
