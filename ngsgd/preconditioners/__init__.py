@@ -6,6 +6,7 @@ from ngsgd.preconditioners.methods.fisher import DiagonalNG, FullNG, LayerWiseNG
 from ngsgd.preconditioners.methods.hessian_free import HessianFree
 from ngsgd.preconditioners.methods.kbfgs import KBFGS
 from ngsgd.preconditioners.methods.kfac import EKFAC, KFAC, SKFAC
+from ngsgd.preconditioners.methods.muon_variants import MuonH, NewtonMuon, NorMuon
 from ngsgd.preconditioners.methods.online_ng import OnlineNG, SimpleNG
 from ngsgd.preconditioners.methods.psgd import PSGD
 from ngsgd.preconditioners.methods.seng_smw import SENG, SMWNG
@@ -33,10 +34,13 @@ METHODS: dict[str, type[Preconditioner]] = {
     "adam": Adam,
     "adamw": AdamW,
     "muon": Muon,
+    "normuon": NorMuon,
+    "muonh": MuonH,
+    "newton_muon": NewtonMuon,
 }
 
 __all__ = [
-    "EKFAC", "KBFGS", "KFAC", "METHODS", "PSGD", "SENG", "SKFAC", "SMWNG", "SOAP", "Adam", "AdamW", "DiagonalNG",
-    "DummyObject", "FullNG", "GradientMaker", "HessianFree", "LayerWiseNG", "Muon", "OnlineNG", "Preconditioner", "Shampoo",
-    "SimpleNG", "UnitWiseNG",
+    "EKFAC", "KBFGS", "KFAC", "METHODS", "PSGD", "SENG", "SKFAC", "SMWNG", "SOAP", "Adam", "AdamW",
+    "DiagonalNG", "DummyObject", "FullNG", "GradientMaker", "HessianFree", "LayerWiseNG", "Muon", "MuonH", "NewtonMuon", "NorMuon",
+    "OnlineNG", "Preconditioner", "Shampoo", "SimpleNG", "UnitWiseNG",
 ]

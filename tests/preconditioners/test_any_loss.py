@@ -50,10 +50,10 @@ def _directions(
     for _ in range(2):
         case.model.zero_grad()
         if at_once:
-            preconditioner.evaluate_and_step(lambda: loss(case), num_rows=num_rows)
+            preconditioner.evaluate_and_step(lambda: loss(case), lr=0.01, num_rows=num_rows)
         else:
             preconditioner.evaluate(lambda: loss(case), num_rows=num_rows)
-            preconditioner.step()
+            preconditioner.step(lr=0.01)
         torch.optim.SGD(case.model.parameters(), lr=0.01).step()
     return {name: p.grad.clone() for name, p in case.model.named_parameters() if p.grad is not None}
 
@@ -93,7 +93,7 @@ def test_rows_are_the_gradients_with_respect_to_the_output(name: str) -> None:
         lambda: LOSSES[name](case.model(case.x), case.y), num_rows=case.num_rows
     )
     plain = {key: p.grad.clone() for key, p in case.model.named_parameters() if p.grad is not None}
-    preconditioner.step()
+    preconditioner.step(lr=0.01)
     found = {key: p.grad for key, p in case.model.named_parameters() if p.grad is not None}
     z = first(case.x)
     h = tanh(z)
@@ -132,7 +132,7 @@ def test_passes_before_a_step_are_one_mean(kind: str) -> None:
                 preconditioner.evaluate(
                     partial(_part_of_loss, case, part), num_rows=len(case.y[part])
                 )
-            preconditioner.step()
+            preconditioner.step(lr=0.01)
             torch.optim.SGD(case.model.parameters(), lr=0.01).step()
         found.append([p.detach() for p in case.model.parameters()])
     for one, other in zip(*found, strict=True):

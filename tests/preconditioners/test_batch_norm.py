@@ -17,7 +17,12 @@ from tests.reference import preconditioners as dense
 from tests.reference.simple_natural_gradient import precondition_by_definition
 
 N, DAMPING = 6, 0.05
-SEES_ROWS = [kind for kind in METHODS if issubclass(METHODS[kind].Options, FisherOptions)]
+# Newton-Muon uses the inputs alone, and orthogonalizes
+SEES_ROWS = [
+    kind
+    for kind in METHODS
+    if issubclass(METHODS[kind].Options, FisherOptions) and kind != "newton_muon"
+]
 AFFINE, NORMS = ("0", "3", "7"), ("1", "4", "8")
 CE = nn.functional.cross_entropy
 
@@ -206,13 +211,15 @@ def test_a_network_with_batch_norm_trains(kind: str) -> None:
         nn.Linear(4, 3),
     )
     x, y = torch.randn(24, 1, 7, 7), torch.arange(24) % 3
-    preconditioner = METHODS[kind](model, damping=0.1, graft="gradient")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    # MuonH's rate is relative to the norm of a weight
+    graft, lr = ("none", 0.05) if kind == "muonh" else ("gradient", 0.5)
+    preconditioner = METHODS[kind](model, damping=0.1, graft=graft)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     losses = []
     for _ in range(25):
         optimizer.zero_grad()
         losses.append(float(preconditioner.evaluate(lambda: CE(model(x), y))))
-        preconditioner.step()
+        preconditioner.step(lr)
         optimizer.step()
     assert losses[-1] < 0.85 * losses[0]
     assert preconditioner.num_skipped == 0

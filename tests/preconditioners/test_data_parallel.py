@@ -23,11 +23,12 @@ DDP = nn.parallel.DistributedDataParallel
 F = nn.functional
 ROWS = 6   # of each rank
 STEPS = 3
+LR = 0.05
 # all need two processes that train
 pytestmark = pytest.mark.slow
 
 SPLIT = ("kfac", "diagonal", "unit", "layer", "shampoo", "soap")
-AGREE = ("adam", "adamw", "muon")   # they see the averaged gradients alone
+AGREE = ("adam", "adamw", "muon", "normuon", "muonh")   # they see the averaged gradients alone
 REFUSED = tuple(kind for kind in METHODS if kind not in SPLIT + AGREE)
 
 
@@ -56,16 +57,16 @@ def _trained(kind: str, way: str, rank: int | None) -> list[Tensor]:
         if "maker" in way:
             maker = GradientMaker(called, preconditioner)
             maker.setup_loss_call(F.cross_entropy, maker.setup_model_call(called, x), y)
-            maker.forward_and_backward()
+            maker.forward_and_backward(LR)
         elif "at once" in way:
-            preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(called(x), y))   # type: ignore[misc]
+            preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(called(x), y), LR)   # type: ignore[misc]
         else:
             preconditioner.evaluate(lambda x=x, y=y: F.cross_entropy(called(x), y))   # type: ignore[misc]
-            preconditioner.step()
+            preconditioner.step(LR)
         with torch.no_grad():
             for p in model.parameters():
                 assert p.grad is not None
-                p.sub_(p.grad, alpha=0.05)
+                p.sub_(p.grad, alpha=LR)
     return [p.detach() for p in model.parameters()]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.reference.curvature import loss_derivatives
+from tests.reference.natural_muon import newton_schulz
 
 
 def at_layer(model: nn.Module, layer: nn.Module, x: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
@@ -199,3 +200,48 @@ def adam(gradients: list[Tensor], *, beta_1: float, beta_2: float, eps: float) -
         m, v = beta_1 * m + (1.0 - beta_1) * G, beta_2 * v + (1.0 - beta_2) * G * G
     t = len(gradients)
     return (m / (1.0 - beta_1**t)) / ((v / (1.0 - beta_2**t)).sqrt() + eps)
+
+
+def _muon(gradients: list[Tensor], beta: float, right: list[Tensor] | None = None) -> list[Tensor]:
+    """Orthogonalized Nesterov momentum of every step, after a matrix of each step on its right."""
+    m, found = torch.zeros_like(gradients[0]), []
+    for step, G in enumerate(gradients):
+        m = beta * m + (1.0 - beta) * G
+        u = (1.0 - beta) * G + beta * m
+        u = u if right is None else u @ right[step]
+        found.append(torch.from_numpy(newton_schulz(u.numpy(), 5)))
+    return found
+
+
+def normuon(gradients: list[Tensor], *, beta_1: float, beta_2: float, eps: float) -> list[Tensor]:
+    """The direction of every step (Li et al. 2025, algorithm 1, with Nesterov momentum)."""
+    v, found = [0.0] * len(gradients[0]), []
+    for N in _muon(gradients, beta_1):
+        v = [beta_2 * old + (1.0 - beta_2) * float((row * row).mean()) for old, row in zip(v, N, strict=True)]
+        rows = torch.stack([row / (square**0.5 + eps) for square, row in zip(v, N, strict=True)])
+        found.append(rows * 0.2 * rows.numel()**0.5 / rows.norm())
+    return found
+
+
+def muonh(W: Tensor, gradients: list[Tensor], *, beta: float, lr: float) -> list[Tensor]:
+    """The weight after every step; its norm is that of the first one."""
+    R, found = W.norm(), []
+    for N in _muon(gradients, beta):
+        W = W - lr * R * N / N.norm()
+        W = R * W / W.norm()
+        found.append(W)
+    return found
+
+
+def newton_muon(gradients: list[Tensor], inputs: list[Tensor], *, beta: float, decay: float, damping: float,
+                inverse_every: int) -> list[Tensor]:
+    """The direction of every step from the input rows of each, X x I (Du and Su 2026)."""
+    num_inputs = inputs[0].shape[1]
+    K, inverses = torch.zeros(num_inputs, num_inputs, dtype=torch.float64), []
+    for step, a_XI in enumerate(inputs):
+        K = decay * K + (1.0 - decay) * sum((torch.outer(a, a) for a in a_XI), torch.zeros_like(K)) / len(a_XI)
+        if step % inverse_every == 0:
+            inverse = torch.linalg.inv(K / K.trace() * num_inputs + damping * torch.eye(num_inputs, dtype=K.dtype))
+        inverses.append(inverse)
+    num_outputs = len(gradients[0])
+    return [max(1.0, num_outputs / num_inputs)**0.5 * N for N in _muon(gradients, beta, inverses)]

@@ -15,21 +15,24 @@ from ngsgd.config.option import default_of, option
 Kind = Literal[
     "ngsgd", "sgd", "kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw",
     "shampoo", "soap", "psgd", "kbfgs", "hessian_free", "simple", "online", "adam", "adamw",
-    "muon"]
+    "muon", "normuon", "muonh", "newton_muon"]
 # Kinds that `ngsgd.preconditioners` implements: SGD on a preconditioned gradient
 METHODS = tuple(kind for kind in get_args(Kind) if kind not in ("ngsgd", "sgd"))
 # Rows and random projections of different jobs have no mean, and no moving average
 WITHOUT_MEAN = ("skfac", "seng", "smw", "simple", "online")
 # What ranks of a group compute alike, because it depends on the sum of their gradients alone
-OF_SUMMED_GRADIENTS = ("ngsgd", "sgd", "adam", "adamw", "muon")
-EVERY_MINIBATCH = ("hessian_free", "simple", "online", "adam", "adamw", "muon")
-FISHER_OF = {"kbfgs": "empirical", "simple": "empirical", "online": "empirical"}
+OF_SUMMED_GRADIENTS = ("ngsgd", "sgd", "adam", "adamw", "muon", "normuon", "muonh")
+EVERY_MINIBATCH = ("hessian_free", "simple", "online", "adam", "adamw", "muon", "normuon", "muonh")
+FISHER_OF = {"kbfgs": "empirical", "simple": "empirical", "online": "empirical", "newton_muon": "empirical"}
 # Options whose default in a run differs from that of the library's classes, which apply the plain
 # method at every step. In a run, steps have the norm of the gradient, so that learning rates keep
 # their meaning, the curvature is updated every 10 minibatches, and jobs hand it on.
 OF_A_RUN = ("graft", "curvature_interval", "inverse_interval", "curvature_state")
 
-_ADAM = ("adam", "adamw", "muon")
+# damping is eps, and ema_decay beta 2
+_ADAM = ("adam", "adamw", "muon", "normuon", "muonh")
+_MUONS = ("muon", "normuon", "muonh", "newton_muon")
+_SOAPS = ("soap",)
 # any type of Fisher matrix
 _OF_FISHER = ("kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw")
 
@@ -87,7 +90,8 @@ class OptimizerConfig:
         "curvature at the start of a job; reset: none; keep: that of the previous job of its "
         "slot; average: mean over all jobs",
         used=_kinds(("ngsgd", *METHODS)),
-        default_of_kind={**dict.fromkeys(("diagonal", "adam", "adamw"), "average"), "soap": "keep"})
+        default_of_kind={**dict.fromkeys(("diagonal", "adam", "adamw", "muonh"), "average"),
+                         **dict.fromkeys(_SOAPS, "keep")})
     alpha: float = option(
         4.0, "smoothing of the Fisher matrix toward the identity (eq. 19)",
         low=0.0, used="kind=ngsgd|simple|online")
@@ -119,9 +123,10 @@ class OptimizerConfig:
     damping: float = option(
         1e-2,
         "damping of the curvature of the mean loss; shampoo: relative to the largest eigenvalue; "
-        "soap, adam, adamw, muon: eps",
+        "newton_muon: relative to the mean eigenvalue; soap, adam, adamw, muon, normuon, "
+        "muonh: eps",
         above=0.0, used=_all_but(),
-        default_of_kind={"shampoo": 1e-6, **dict.fromkeys(("soap", *_ADAM), 1e-8)})
+        default_of_kind={"shampoo": 1e-6, "newton_muon": 0.2, **dict.fromkeys((*_SOAPS, *_ADAM), 1e-8)})
     curvature_interval: int = option(
         10, "interval between two curvature updates",
         unit="minibatches", low=1, used=_all_but(*EVERY_MINIBATCH),
@@ -129,11 +134,12 @@ class OptimizerConfig:
     inverse_interval: int = option(
         10, "interval between two inversions of the curvature",
         unit="minibatches", low=1, used=_all_but(*EVERY_MINIBATCH),
-        default_of_kind=dict.fromkeys(EVERY_MINIBATCH, 1))
+        default_of_kind={**dict.fromkeys(EVERY_MINIBATCH, 1), "newton_muon": 64})
     ema_decay: float = option(
-        0.95, "decay of the moving average of the curvature; soap, adam, adamw, muon: beta2",
+        0.95, "decay of the moving average of the curvature; kinds of soap, adam and muon: beta2",
         low=0.0, high=0.9999, used=_all_but("psgd", *WITHOUT_MEAN),
-        default_of_kind={**dict.fromkeys(WITHOUT_MEAN, 0.0), **dict.fromkeys(_ADAM, 0.999)})
+        default_of_kind={**dict.fromkeys(WITHOUT_MEAN, 0.0),
+                         **dict.fromkeys(("adam", "adamw", "muon", "muonh"), 0.999)})
     fisher: Literal["empirical", "mc", "exact"] = option(
         "empirical",
         "type of Fisher matrix; empirical: gradients of the targets; mc: gradients of sampled "
@@ -141,7 +147,7 @@ class OptimizerConfig:
         default_of_kind=FISHER_OF)  # type: ignore[arg-type]
     graft: Literal["none", "gradient"] = option(
         "gradient", "grafting; gradient: each layer's step has the norm of its gradient",
-        used=_all_but())
+        used=_all_but("muonh"))
     kl_clip: float = option(
         0.0, "maximum of lr^2 <P g, g> per minibatch (KL clipping); 0: no limit",
         low=0.0, used=_all_but())
@@ -152,13 +158,13 @@ class OptimizerConfig:
         used=_all_but())
     beta1: float = option(
         0.9, "decay of the first moment",
-        low=0.0, high=0.9999, used=_kinds(("soap", *_ADAM)),
-        default_of_kind={"muon": 0.95, "soap": 0.95})
+        low=0.0, high=0.9999, used=_kinds((*_SOAPS, *_ADAM, "newton_muon")),
+        default_of_kind=dict.fromkeys((*_SOAPS, *_MUONS), 0.95))
     decoupled_weight_decay: float = option(
         0.0,
         "decoupled weight decay (AdamW): fraction of the parameters subtracted by a step with "
         "learning rate 1",
-        low=0.0, used=_kinds(_ADAM), default_of_kind={"adamw": 0.01})
+        low=0.0, used=_kinds((*_ADAM, "newton_muon")), default_of_kind={"adamw": 0.01})
 
     def __post_init__(self) -> None:
         for spec in fields(self):

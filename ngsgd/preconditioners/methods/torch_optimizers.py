@@ -121,8 +121,9 @@ class Adam(Preconditioner):
         """Return the names of finite gradients; count the minibatch as skipped if others exist."""
         if not grads:
             return []
+        flags = [g.isfinite().all() for g in grads.values()]
         # One wait for all of them.
-        is_finite = torch.stack([g.isfinite().all().to(self.generator.device) for g in grads.values()]).tolist()
+        is_finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
         if not all(is_finite):
             self.note_skipped()
         return [name for name, one in zip(grads, is_finite, strict=True) if one]
@@ -157,7 +158,7 @@ class AdamW(Adam):
         >>> preconditioner.step()
     """
 
-    Options = AdamWOptions
+    Options: ClassVar[type[Options]] = AdamWOptions
 
     def optimizer(self, name: str, copy: Tensor) -> torch.optim.Optimizer:
         own = self.options
@@ -203,7 +204,7 @@ class Muon(AdamW):
         >>> preconditioner.step()
     """
 
-    Options = MuonOptions
+    Options: ClassVar[type[Options]] = MuonOptions
 
     def viewed(self, x: Tensor) -> Tensor:
         return x.detach().flatten(1) if x.ndim > 1 else x.detach()
