@@ -68,7 +68,7 @@ def sweep(rate: float, loss_at: Callable[[float], float]) -> float:
     for k in (best() - 0.5, best() + 0.5):
         if len(losses) < MAX_SWEEP_RUNS:
             losses[k] = loss_at(rate * 2.0 ** k)
-    return rate * 2.0 ** best()
+    return float(rate * 2.0 ** best())
 
 
 def counts(loss_of: Callable[[int], float], target: float, least: float) -> bool:

@@ -5,6 +5,7 @@ Letters: T frames of a set, P padded frames, D features of a frame, W = (left + 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,8 @@ class Frames:
         """Repeat the first and the last frame of each utterance as context."""
         offsets = frames.offsets
         x_TD = np.asarray(frames.features_TD)
-        padded = [np.pad(x_TD[first:end], ((left, right), (0, 0)), mode="edge") for first, end in zip(offsets, offsets[1:], strict=False)]
+        padded = [np.pad(x_TD[first:end], ((left, right), (0, 0)), mode="edge")
+                  for first, end in itertools.pairwise(offsets)]
         flat = torch.from_numpy(np.concatenate(padded)).flatten()
         rows_T = np.arange(len(x_TD)) + np.repeat(np.arange(len(offsets) - 1) * (left + right), np.diff(offsets))
         return cls(flat.unfold(0, (left + 1 + right) * x_TD.shape[1], x_TD.shape[1]), torch.from_numpy(rows_T),
@@ -101,7 +103,8 @@ class LoadedTask:
         self.config = compose([*task.settings, *words, f"data.cache_dir={cache}", "cluster=in_process"])
         corpus = prepare(self.config, print).corpus
         egs = self.config.egs
-        self.train, self.valid = (Frames.of(one.frames, egs.left_context, egs.right_context) for one in (corpus.train, corpus.valid))
+        self.train, self.valid = (Frames.of(one.frames, egs.left_context, egs.right_context)
+                                  for one in (corpus.train, corpus.valid))
         self.num_pdfs = corpus.num_pdfs
 
     def model(self, seed: int) -> nn.Module:
