@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.track import rule
 from benchmarks.track.cost import COSTS
 from benchmarks.track.entries import ENTRIES
-from benchmarks.track.runs import Results
+from benchmarks.track.runs import Key, Results, key_of
 from benchmarks.track.tasks import MINIBATCH, TASKS
 from benchmarks.track.training import Entry
 
@@ -37,15 +37,14 @@ class Standing:
 
 def standing(name: str, entry: Entry, results: Results) -> Standing | None:
     """Apply the rule to the runs of an entry; None if it needs more runs."""
-    used = set[tuple[float, int, int]]()
+    used = set[Key]()
     task = TASKS[name]
 
     def loss(rate: float, steps: int, seed: int) -> float:
-        rate = float(f"{rate:.6g}")
-        key = (entry.settings, entry.schedule, rate, steps, seed)
+        key = key_of(entry, rate, steps, seed)
         if key not in results.losses:
             raise _MissingRunError
-        used.add((rate, steps, seed))
+        used.add(key)
         return results.losses[key]
 
     try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.track.tasks import MINIBATCH
-from benchmarks.track.training import Entry, Step, configured, make_step
+from benchmarks.track.training import Entry, Step, make_step
 from ngsgd.config import ModelConfig
 from ngsgd.models import build_model
 
@@ -38,7 +38,7 @@ def measure(entries: Sequence[Entry]) -> None:
 
 
 def _ratio(entry: Entry) -> float:
-    own, plain = (make_step(_model(), configured(one), 0) for one in (entry, _PLAIN))
+    own, plain = (make_step(_model(), one, 0) for one in (entry, _PLAIN))
     x, pdfs = torch.randn(_BLOCK, MINIBATCH, _INPUTS), torch.randint(_CLASSES, (_BLOCK, MINIBATCH))
     pairs = [(_seconds(own, x, pdfs), _seconds(plain, x, pdfs)) for _ in range(_WARM_UP + _PAIRS)]
     return statistics.median(first / second for first, second in pairs[_WARM_UP:])

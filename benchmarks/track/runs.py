@@ -16,7 +16,11 @@ from ngsgd.files import read_json_lines
 RESULTS = Path(__file__).parent / "results"
 
 # what identifies a run
-Key = tuple[tuple[str, ...], str, float, int, int]
+Key = tuple[tuple[str, ...], str, float, float, int, int]
+
+
+def key_of(entry: Entry, rate: float, steps: int, seed: int) -> Key:
+    return entry.settings, entry.schedule, entry.tail, float(f"{rate:.6g}"), steps, seed
 
 
 class Results:
@@ -26,14 +30,14 @@ class Results:
         self.path = RESULTS / f"{task}.jsonl"
         lines = read_json_lines(self.path) if self.path.exists() else []
         self.losses: dict[Key, float] = {
-            (tuple(line["settings"]), line["schedule"], line["rate"], line["steps"], line["seed"]):
+            (tuple(line["settings"]), line["schedule"], line.get("tail", 0.0), line["rate"], line["steps"], line["seed"]):
                 math.inf if line["valid_loss"] is None else line["valid_loss"] for line in lines}
 
     def add(self, key: Key, name: str, loss: float, seconds: float) -> None:
         """Append a run to the file."""
-        settings, schedule, rate, steps, seed = key
-        line: dict[str, Any] = {"entry": name, "settings": settings, "schedule": schedule, "rate": rate, "steps": steps,
-                                "seed": seed, "valid_loss": round(loss, 5) if math.isfinite(loss) else None,
+        settings, schedule, tail, rate, steps, seed = key
+        line: dict[str, Any] = {"entry": name, "settings": settings, "schedule": schedule, "tail": tail, "rate": rate,
+                                "steps": steps, "seed": seed, "valid_loss": round(loss, 5) if math.isfinite(loss) else None,
                                 "cpu_s": round(seconds, 1), "commit": _commit()}
         self.losses[key] = loss
         print(json.dumps(line), flush=True)
@@ -52,9 +56,9 @@ class Track:
 
     def loss(self, entry: Entry, rate: float, steps: int, seed: int) -> float:
         """Return the loss of a run from the file, or train."""
-        key = (entry.settings, entry.schedule, float(f"{rate:.6g}"), steps, seed)
+        key = key_of(entry, rate, steps, seed)
         if key not in self.results.losses:
-            self.results.add(key, entry.name, *train(self.data, entry, key[2], steps, seed))
+            self.results.add(key, entry.name, *train(self.data, entry, key[3], steps, seed))
         return self.results.losses[key]
 
     def measure(self, entry: Entry) -> None:
