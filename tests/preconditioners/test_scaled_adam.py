@@ -201,7 +201,8 @@ def test_mistakes_are_reported() -> None:
     for lr in (None, -1.0, float("nan")):
         with pytest.raises(ConfigError, match=r"step\(lr="):
             preconditioner.step(lr)
-    for wrong in ({"clipping_scale": -1.0}, {"momentum": 1.0}, {"min_rms": 0.0}, {"curvature_interval": 2}, {"layer_options": {"": {"damping": 1.0}}}):
+    for wrong in ({"clipping_scale": -1.0}, {"momentum": 1.0}, {"min_rms": 0.0}, {"curvature_interval": 2},
+                  {"layer_options": {"": {"damping": 1.0}}}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             ScaledAdam(model, **wrong)
     with pytest.raises(CheckpointError):

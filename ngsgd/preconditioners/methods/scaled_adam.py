@@ -157,8 +157,8 @@ class ScaledAdam(Preconditioner):
             return
         sizes = torch.stack([self.statistics[name]["r"] for name in matrices]).tolist()
         if zeros := [name for name, r in zip(matrices, sizes, strict=True) if r < self.options.min_rms]:
-            warn(f"ScaledAdam hardly changes {', '.join(zeros[:5])}, because the initial values are 0 and steps are proportional to "
-                 "them; set min_rms to 0.01 to 0.1, or initialize them.")
+            warn(f"ScaledAdam hardly changes {', '.join(zeros[:5])}, because the initial values are 0 and steps are proportional "
+                 "to them; set min_rms to 0.01 to 0.1, or initialize them.")
 
     def _clipped(self, gs: list[Tensor], states: Sequence[State]) -> list[Tensor]:
         """Return the gradients times the clipping factor; zeros if a gradient is not finite."""
