@@ -2,9 +2,9 @@
 
 The formulas are those of Kaldi's `steps/nnet3/train_dnn.py` (libs/nnet3/train/common.py,
 frame_level_objf/common.py). The learning-rate and job rules are section 3 and C.1 of arXiv
-1410.7455, and Eden's are icefall's. An archive of examples with `frames_per_eg` frames each is read `frames_per_eg` times per
-epoch, one frame of every example at a time; one reading is called a *pass*. Dropout schedules use
-Kaldi's syntax.
+1410.7455, and Eden's are icefall's. An archive of examples with `frames_per_eg` frames each is read
+`frames_per_eg` times per epoch, one frame of every example at a time; one reading is called a
+*pass*. Dropout schedules use Kaldi's syntax.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Schedule:
         return self.lr_initial * eden_decay(batches, self.eden_batches) * eden_decay(epochs, self.eden_epochs)
 
     def _warm_up(self, outer_iter: int, passes_done: int) -> float:
-        """Return the factor of the warm-up in the middle of an outer iteration, which is above 0."""
+        """Return the factor of the warm-up in the middle of an outer iteration; it is above 0."""
         if self.warm_up:
             return linear_warm_up((passes_done + 0.5 * self.num_jobs(outer_iter)) / self.num_passes, self.warm_up)
         if self.lr_schedule == "eden":

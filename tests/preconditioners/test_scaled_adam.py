@@ -87,7 +87,7 @@ def test_500_steps_equal_the_formulas(dtype: torch.dtype, rtol: float, clipping_
     preconditioner = ScaledAdam(model, clipping_scale=clipping_scale)
     take_steps(preconditioner, random_gradients(model), range(500))
     _require_equal(model, wanted, rtol)
-    # the case contains what it is for: minibatches that are clipped, scalars at their limit
+    # the case contains clipped minibatches and scalars at their limit
     assert any(factor < 1.0 for factor in wanted.clipped[:100]) == bool(clipping_scale)
     assert abs(float(wanted.params["far"][0])) == 10.0 or dtype == torch.float32
     assert preconditioner.num_skipped == 0
@@ -106,7 +106,7 @@ def test_changes_of_the_scale_are_limited(lr: float) -> None:
 def test_a_growing_tensor_stays_at_the_maximum() -> None:
     model = nn.Module()
     model.large = nn.Parameter(torch.full((4,), 2.99, dtype=torch.float64))
-    # the gradient says: grow
+    # this gradient makes the tensor grow
     take_steps(ScaledAdam(model, momentum=0.0), lambda step: {"large": torch.tensor([-1.0, -1.0, 1.0, -1.0]).double()},
                range(200), lambda step: 0.001)
     # the limit is on the change of the scale; a step of 0.001 r itself is not limited

@@ -5,7 +5,7 @@ root mean square of its tensor, whose scale is learned as a parameter. Adam's mo
 the gradient first, and the momentum averages complete updates last.
 
 Letters: p a parameter tensor, g its gradient, r the root mean square of p, s the gradient of the
-scale of p, m the momentum of updates, v and V the second moments of g and s.
+scale of p. m is the momentum of updates; v and V are the second moments of g and s.
 """
 
 from __future__ import annotations
