@@ -4,8 +4,8 @@ The direction is minus the update divided by the learning rate. Each update is p
 root mean square of its tensor, whose scale is learned as a parameter. Adam's moment v normalizes
 the gradient first, and the momentum averages complete updates last.
 
-Letters: p a parameter tensor, g its gradient, r the root mean square of p, s the gradient of the
-scale of p. m is the momentum of updates; v and V are the second moments of g and s.
+Letters: p is a parameter tensor with gradient g and root mean square r. The gradient of its scale
+is s. The momentum of updates is m. The second moments of g and s are v and V.
 """
 
 from __future__ import annotations
