@@ -120,7 +120,7 @@ def trained(kind: Any, options: dict[str, object]) -> Tensor:
     for x_ND, y_N in zip(x_SND, y_SN, strict=True):
         optimizer.zero_grad()
         preconditioner.evaluate(partial(loss_of, model, x_ND, y_N))
-        preconditioner.step()
+        preconditioner.step(lr=0.05)
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 

@@ -50,10 +50,10 @@ def _directions(
     for _ in range(2):
         case.model.zero_grad()
         if at_once:
-            preconditioner.evaluate_and_step(lambda: loss(case), num_rows=num_rows)
+            preconditioner.evaluate_and_step(lambda: loss(case), lr=0.01, num_rows=num_rows)
         else:
             preconditioner.evaluate(lambda: loss(case), num_rows=num_rows)
-            preconditioner.step()
+            preconditioner.step(lr=0.01)
         torch.optim.SGD(case.model.parameters(), lr=0.01).step()
     return {name: p.grad.clone() for name, p in case.model.named_parameters() if p.grad is not None}
 

@@ -71,10 +71,10 @@ def _directions(
         x, y = torch.randn(4, 2, 3, generator=generator, dtype=torch.float64), torch.arange(4) % 3
         model.zero_grad()
         if at_once:
-            preconditioner.evaluate_and_step(lambda x=x, y=y: CE(model(x), y))  # type: ignore[misc]
+            preconditioner.evaluate_and_step(lambda x=x, y=y: CE(model(x), y), lr=0.01)  # type: ignore[misc]
         else:
             preconditioner.evaluate(lambda x=x, y=y: CE(model(x), y))  # type: ignore[misc]
-            preconditioner.step()
+            preconditioner.step(lr=0.01)
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         torch.optim.SGD(model.parameters(), lr=0.01).step()
     return found
@@ -145,4 +145,4 @@ def test_a_reentrant_checkpoint_around_the_model_is_refused(fisher: str) -> None
         preconditioner.evaluate(lambda: CE(checkpoint(model, x, use_reentrant=True), y))
     preconditioner = METHODS["kfac"](model, fisher=fisher)
     preconditioner.evaluate(lambda: CE(checkpoint(model, x, use_reentrant=False), y))
-    preconditioner.step()
+    preconditioner.step(lr=0.01)

@@ -39,7 +39,7 @@ def _trained(kind: str, model: nn.Module, *, half_way: bool = False) -> list[Ten
             preconditioner.load_state_dict(state)
         optimizer.zero_grad()
         preconditioner.evaluate(lambda x=x, y=y: CE(model(x).mean(dim=1), y))  # type: ignore[misc]
-        preconditioner.step()
+        preconditioner.step(lr=0.01)
         optimizer.step()
     is_transposed = any(isinstance(module, Conv1D) for module in model.modules())
     return [

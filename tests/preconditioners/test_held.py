@@ -56,10 +56,10 @@ def _trained(method: type[Preconditioner], *, at_once: bool, loss: Any = None, s
             return F.cross_entropy(model(x), y) if loss is None else loss(model, x, y)
 
         if at_once:
-            preconditioner.evaluate_and_step(closure)
+            preconditioner.evaluate_and_step(closure, lr=0.01)
         else:
             preconditioner.evaluate(closure)
-            preconditioner.step()
+            preconditioner.step(lr=0.01)
         with torch.no_grad():
             for p in model.parameters():
                 assert p.grad is not None and p.grad.shape == p.shape
@@ -89,7 +89,7 @@ def test_every_method_takes_steps_at_once(method: str) -> None:
     for step in range(2):
         x, y = _minibatch(step)
         model.zero_grad()
-        preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(model(x.float()), y))  # type: ignore[misc]
+        preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(model(x.float()), y), lr=0.01)  # type: ignore[misc]
         assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 
 

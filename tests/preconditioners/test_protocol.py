@@ -78,7 +78,7 @@ def test_the_direction_goes_down_hill(method: str) -> None:
     plain = case.gradients()
     case.model.zero_grad()
     preconditioner.evaluate(lambda: case.loss(case.model(case.x)))
-    preconditioner.step()
+    preconditioner.step(lr=0.01)
     found = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
     assert sum(float((found[name] * g).sum()) for name, g in plain.items()) > 0.0
     assert any(not torch.allclose(found[name], g) for name, g in plain.items())
@@ -117,11 +117,11 @@ def test_the_maker_gives_the_steps_of_an_own_loop(method: str) -> None:
         x = own.x + step
         own.model.zero_grad()
         preconditioner.evaluate(partial(_loss, own.model, x, own.y))
-        preconditioner.step()
+        preconditioner.step(lr=0.01)
         case.model.zero_grad()
         y = maker.setup_model_call(case.model, x)
         maker.setup_loss_call(nn.functional.cross_entropy, y.view(-1, y.size(-1)), case.y)
-        maker.forward_and_backward()
+        maker.forward_and_backward(lr=0.01)
         with torch.no_grad():
             for p in (*own.model.parameters(), *case.model.parameters()):
                 assert p.grad is not None
@@ -350,10 +350,10 @@ def test_parameters_of_half_precision_have_estimates_in_float32(method: str, hal
             model.zero_grad()
             closure = partial(_loss, model, x.to(dtype), y)
             if at_once:
-                preconditioner.evaluate_and_step(closure)
+                preconditioner.evaluate_and_step(closure, lr=0.02)
             else:
                 preconditioner.evaluate(closure)
-                preconditioner.step()
+                preconditioner.step(lr=0.02)
             grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
             torch.optim.SGD(model.parameters(), lr=0.02).step()
         preconditioner.load_state_dict(preconditioner.state_dict())

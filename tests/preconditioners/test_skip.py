@@ -74,7 +74,7 @@ def test_single_parameters_keep_their_gradient(kind: str) -> None:
         model.zero_grad()
         preconditioner.evaluate(lambda: CE(model(x), y))
         plain = _gradients(model)
-        preconditioner.step()
+        preconditioner.step(lr=0.01)
     found = _gradients(model)
     assert set(found) == {name for name, _ in model.named_parameters()}
     for name, g in plain.items():
@@ -124,7 +124,7 @@ def test_a_module_skips_all_its_parameters_by_any_of_their_names(skip: tuple[str
         lambda: CE(model(torch.randn(4, 5, dtype=torch.float64)), torch.arange(4))
     )
     plain = _gradients(model)
-    preconditioner.step()
+    preconditioner.step(lr=0.01)
     assert {name for name, g in _gradients(model).items() if torch.equal(g, plain[name])} == {
         "0.weight",
         "2.bias",

@@ -46,7 +46,7 @@ def _require_works(
         model.zero_grad()
         preconditioner.evaluate(lambda: loss(called(x), y), num_rows=num_rows)
         plain = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        preconditioner.step()
+        preconditioner.step(lr=0.01)
         found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         torch.optim.SGD(model.parameters(), lr=0.01).step()
     assert set(found) == set(dict(model.named_parameters()))
