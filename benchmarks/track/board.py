@@ -16,7 +16,8 @@ from benchmarks.track.runs import Key, Results, key_of
 from benchmarks.track.tasks import MINIBATCH, TASKS
 from benchmarks.track.training import Entry
 
-_BASE = "adamw"
+# the best Muon: other entries are relative to it
+_BASE = "muon-momentum-8"
 
 
 class _MissingRunError(Exception):
@@ -74,7 +75,7 @@ def _between(text: str, name: str, table: str) -> str:
 
 
 def _summary(found: dict[str, dict[str, Standing | None]], costs: dict[str, float]) -> str:
-    """One row for each entry, ordered by the mean number of frames relative to AdamW."""
+    """One row for each entry, ordered by the mean number of frames relative to the best Muon."""
     rows = []
     for entry in ENTRIES:
         of_tasks = [found[name][entry.name] for name in TASKS]
@@ -87,7 +88,7 @@ def _summary(found: dict[str, dict[str, Standing | None]], costs: dict[str, floa
                  f"{mean:.2f}" if math.isfinite(mean) else "", f"{cost:.2f}" if cost else "",
                  f"{mean * cost / costs[_BASE]:.2f}" if cost and math.isfinite(mean) and _BASE in costs else "", entry.about]
         rows.append((mean, f"| {' | '.join(cells)} |"))
-    head = [f"| entry | {' | '.join(f'{name}: frames' for name in TASKS)} | frames / AdamW | step / SGD | time / AdamW | notes |",
+    head = [f"| entry | {' | '.join(f'{name}: frames' for name in TASKS)} | frames, relative | step / SGD | time, relative | notes |",
             "|---" * (len(TASKS) + 5) + "|"]
     return "\n".join([*head, *(row for _, row in sorted(rows, key=lambda one: one[0]))])
 
@@ -102,7 +103,7 @@ def _shown(one: Standing | None, ratio: float) -> str:
     if one is None:
         return "not run"
     if one.steps is None:
-        return f"more than {_frames(rule.LENGTHS[-1])}"
+        return "not reached"
     return f"{_frames(one.steps)} ({ratio:.2f})" if math.isfinite(ratio) else _frames(one.steps)
 
 
@@ -112,13 +113,12 @@ def _frames(steps: int) -> str:
 
 def _table(name: str, found: dict[str, Standing | None]) -> str:
     """Learning rate, seeds and probability of each entry of a task."""
-    rows = [f"Target {TASKS[name].target} nats per frame, sigma at least {TASKS[name].sigma}.", "",
-            "| entry | schedule | rate | minibatches | seeds | validation loss | p | runs |", "|---" * 8 + "|"]
+    rows = ["| entry | schedule | rate | minibatches | seeds | validation loss | p | runs |", "|---" * 8 + "|"]
     shown = [(entry, one) for entry in ENTRIES if (one := found[entry.name]) is not None]
     for entry, one in sorted(shown, key=lambda pair: pair[1].steps or math.inf):
         mean = statistics.fmean(one.losses)
         spread = f"{mean:.4f} ({min(one.losses):.4f} to {max(one.losses):.4f})" if math.isfinite(mean) else "diverged"
-        steps = f"{one.steps}" if one.steps else f"more than {rule.LENGTHS[-1]}"
+        steps = f"{one.steps}" if one.steps else f"none to {rule.LENGTHS[-1]}"
         rows.append(f"| {entry.name} | {entry.schedule} | {one.rate:.3g} | {steps} | {len(one.losses)} | {spread} | "
                     f"{rule.p_value(one.z):.1g} | {one.num_runs} |")
     return "\n".join(rows)
