@@ -78,17 +78,18 @@ def _summary(found: dict[str, dict[str, Standing | None]], costs: dict[str, floa
     """One row for each entry, ordered by the mean number of frames relative to the best Muon."""
     rows = []
     for entry in ENTRIES:
-        of_tasks = [found[name][entry.name] for name in TASKS]
-        if all(one is None for one in of_tasks):
+        standings = [found[name][entry.name] for name in TASKS]
+        if all(one is None for one in standings):
             continue
-        ratios = [_ratio(one, found[name][_BASE]) for name, one in zip(TASKS, of_tasks, strict=True)]
+        ratios = [_ratio(one, found[name][_BASE]) for name, one in zip(TASKS, standings, strict=True)]
         mean = math.exp(statistics.fmean(map(math.log, ratios))) if all(map(math.isfinite, ratios)) else math.inf
         cost = costs.get(entry.name)
-        cells = [entry.name, *(_shown(one, ratio) for one, ratio in zip(of_tasks, ratios, strict=True)),
+        cells = [entry.name, *(_shown(one, ratio) for one, ratio in zip(standings, ratios, strict=True)),
                  f"{mean:.2f}" if math.isfinite(mean) else "", f"{cost:.2f}" if cost else "",
                  f"{mean * cost / costs[_BASE]:.2f}" if cost and math.isfinite(mean) and _BASE in costs else "", entry.about]
         rows.append((mean, f"| {' | '.join(cells)} |"))
-    head = [f"| entry | {' | '.join(f'{name}: frames' for name in TASKS)} | frames, relative | step / SGD | time, relative | notes |",
+    of_tasks = " | ".join(f"{name}: frames" for name in TASKS)
+    head = [f"| entry | {of_tasks} | frames, relative | step / SGD | time, relative | notes |",
             "|---" * (len(TASKS) + 5) + "|"]
     return "\n".join([*head, *(row for _, row in sorted(rows, key=lambda one: one[0]))])
 

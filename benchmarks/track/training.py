@@ -70,7 +70,8 @@ def variant_of(entry: Entry) -> dict[str, Any]:
 def make_step(model: nn.Module, entry: Entry, seed: int) -> Step:
     """Return a function that trains on a minibatch with a rate, as a worker of `ngsgd train` does."""
     config, variant = configured(entry), variant_of(entry)
-    optimizer = Variant(model, **variant) if variant else make_optimizer(model, config, 1.0, 1.0, fast_gemm=not config.preconditions)
+    optimizer = Variant(model, **variant) if variant else make_optimizer(
+        model, config, 1.0, 1.0, fast_gemm=not config.preconditions)
     preconditioner = make_preconditioner(model, config, seed) if config.preconditions else None
 
     def step(x_NW: Tensor, pdfs_N: Tensor, lr: float) -> Tensor:

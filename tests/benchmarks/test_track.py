@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_mean_counts_if_it_is_z_standard_errors_below_the_target() -> None:
-    assert rule.z_of([0.70, 0.72, 0.71, 0.71], target=0.72, least=0.0) == pytest.approx(0.01 * 2 / np.std([0.70, 0.72, 0.71, 0.71], ddof=1))
+    losses = [0.70, 0.72, 0.71, 0.71]
+    assert rule.z_of(losses, target=0.72, least=0.0) == pytest.approx(0.01 * 2 / np.std(losses, ddof=1))
     # equal seeds do not prove a small deviation
     assert rule.z_of([0.71] * 4, target=0.72, least=0.01) == pytest.approx(2.0)
     assert rule.p_value(rule.Z) == pytest.approx(0.001, rel=1e-2)
@@ -62,8 +63,8 @@ def test_no_length_is_found_if_the_longest_does_not_count() -> None:
 
 def _frames(num_frames: int = 600) -> Frames:
     random = np.random.default_rng(0)
-    return Frames.of(FrameSet(random.standard_normal((num_frames, 3), np.float32), random.integers(0, 5, num_frames).astype(np.int32),
-                              np.array([0, 200, num_frames]), ("a", "b")), left=1, right=2)
+    features, pdfs = random.standard_normal((num_frames, 3), np.float32), random.integers(0, 5, num_frames)
+    return Frames.of(FrameSet(features, pdfs.astype(np.int32), np.array([0, 200, num_frames]), ("a", "b")), left=1, right=2)
 
 
 def test_windows_repeat_the_frames_at_the_edges_of_an_utterance() -> None:
