@@ -5,7 +5,7 @@ fixed. An entry chooses optimizer, its settings, and the schedule of the learnin
 
 Sweep, the same for all: learning rates with seed 0 at the length SWEEP_STEPS. It begins with the
 rate of the entry, half and twice this rate. It moves by factors of 2 until the best rate has a
-worse one on both sides, and then tries factors of sqrt(2) beside the best. It ends after
+worse one on both sides, and then tries factors of sqrt(2) next to the best. It ends after
 MAX_SWEEP_RUNS runs.
 
 Lengths: an entry is trained for LENGTHS[k] minibatches with the best rate and seeds 1 to NUM_SEEDS,

@@ -68,7 +68,7 @@ def variant_of(entry: Entry) -> dict[str, Any]:
 
 
 def make_step(model: nn.Module, entry: Entry, seed: int) -> Step:
-    """Return a function that trains on a minibatch with a rate, as a worker of `ngsgd train` does."""
+    """Return a function that trains on a minibatch with a rate, as a worker does."""
     config, variant = configured(entry), variant_of(entry)
     optimizer = Variant(model, **variant) if variant else make_optimizer(
         model, config, 1.0, 1.0, fast_gemm=not config.preconditions)
