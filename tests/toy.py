@@ -18,7 +18,6 @@ from ngsgd.data.frames import FrameSet
 from ngsgd.data.reader import EgsReader
 from ngsgd.models.statistics import model_for
 from ngsgd.schedules import Schedule
-from ngsgd.tasks.frames import schedule_of
 from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
 from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
 from ngsgd.training.dispatcher import NeverStop, StopSignal
@@ -26,6 +25,7 @@ from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
+from ngsgd.training.task import run_schedule
 from ngsgd.training.worker_pool import WorkerPool
 
 NUM_CLASSES, DIM = 6, 5
@@ -101,7 +101,7 @@ class Run:
 
     @property
     def schedule(self) -> Schedule:
-        return schedule_of(self.config, self.shards)
+        return run_schedule(self.spec.task(), self.config)
 
     def in_process(self, should_stop: Callable[[], bool] = lambda: False) -> InProcessPool:
         return InProcessPool(self.spec, self.config.cluster.num_workers, 1, should_stop)

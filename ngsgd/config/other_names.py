@@ -84,9 +84,10 @@ _RELATED = {
         "max_steps", "max_iters", "num_iters", "total_steps", "max_updates", "train_steps"),
     "schedule.minibatch_size=FRAMES": (
         "accumulate_grad_batches", "gradient_accumulation_steps", "accum_grad", "max_duration"),
-    "schedule.lr_initial=LR schedule.lr_final=LR": (
-        "scheduler", "lr_scheduler", "lr_scheduler_type", "lr_schedule", "warmup", "warmup_steps",
-        "warmup_ratio", "warmup_epochs"),
+    "schedule.lr_schedule={}": ("scheduler", "lr_scheduler", "lr_scheduler_type"),
+    "schedule.warm_up=FRACTION": ("warmup", "warmup_steps", "warmup_ratio", "warmup_epochs"),
+    "schedule.eden_batches={}": ("lr_batches",),
+    "schedule.eden_epochs={}": ("lr_epochs",),
     "ngsgd resume RUN": (
         "resume", "resume_from", "resume_from_checkpoint", "ckpt_path", "checkpoint",
         "load_checkpoint", "start_epoch", "start_batch", "stage"),

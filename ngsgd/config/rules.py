@@ -83,7 +83,7 @@ def _ranges(c: RunConfig) -> Iterator[str]:
         low, high = (getattr(getattr(c, section), f"{name}_{end}") for end in ("low", "high"))
         if low > high:
             yield f"{path}_low is {low} and above {path}_high, {high}; swap them."
-    if c.schedule.lr_final > c.schedule.lr_initial:
+    if c.schedule.lr_schedule != "eden" and c.schedule.lr_final > c.schedule.lr_initial:
         yield (f"schedule.lr_final is {c.schedule.lr_final} and above schedule.lr_initial, "
                f"{c.schedule.lr_initial}; the rate can only fall.")
     if c.schedule.num_jobs_final < c.schedule.num_jobs_initial:

@@ -169,10 +169,14 @@ def _nested(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     found: dict[str, Any] = {}
     problems: list[str] = []
     names: dict[str, str] = {}
+    given = settings.get("schedule")
+    lr_schedule = settings.get("lr_schedule", given.get("lr_schedule") if isinstance(given, Mapping) else None)
+    # without another schedule, lr is a constant rate
+    rates = ("lr_initial", "lr_final") if lr_schedule in (None, "exponential") else ("lr_initial",)
     for name, value in settings.items():
         section = sections.get(name)
         if name in _LR:
-            layer: dict[str, Any] = {"schedule": {"lr_initial": value, "lr_final": value}}
+            layer: dict[str, Any] = {"schedule": dict.fromkeys(rates, value)}
         elif is_dataclass(section):
             layer = {name: dict(value) if isinstance(value, Mapping) else {"kind": value}}
         elif section is not None:

@@ -15,7 +15,7 @@ from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
 from ngsgd.training.dispatcher import NeverStop, StopSignal
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.storage.ledger import Ledger
-from ngsgd.training.task import TaskSpec, seeded_model
+from ngsgd.training.task import TaskSpec, run_schedule, seeded_model
 from ngsgd.training.tracking import Tracker, Trackers
 from ngsgd.training.worker_pool import WorkerPool
 
@@ -46,7 +46,7 @@ def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start:
         pool.start()
         on_start()
         coordinator = Coordinator(
-            task, seeded_model(task, settings.seed), task.shards().schedule(settings.schedule),
+            task, seeded_model(task, settings.seed), run_schedule(task, settings),
             pool, RunStorage(checkpoints, written, tracker or Trackers([])), settings,
             RunControl(stop or NeverStop(), clock))
         with catch_signals():

@@ -9,6 +9,7 @@ from ngsgd.preconditioners.methods.kfac import EKFAC, KFAC, SKFAC
 from ngsgd.preconditioners.methods.muon_variants import MuonH, NewtonMuon, NorMuon
 from ngsgd.preconditioners.methods.online_ng import OnlineNG, SimpleNG
 from ngsgd.preconditioners.methods.psgd import PSGD
+from ngsgd.preconditioners.methods.scaled_adam import ScaledAdam
 from ngsgd.preconditioners.methods.seng_smw import SENG, SMWNG
 from ngsgd.preconditioners.methods.shampoo import SOAP, Shampoo
 from ngsgd.preconditioners.methods.torch_optimizers import Adam, AdamW, Muon
@@ -37,10 +38,11 @@ METHODS: dict[str, type[Preconditioner]] = {
     "normuon": NorMuon,
     "muonh": MuonH,
     "newton_muon": NewtonMuon,
+    "scaled_adam": ScaledAdam,
 }
 
 __all__ = [
-    "EKFAC", "KBFGS", "KFAC", "METHODS", "PSGD", "SENG", "SKFAC", "SMWNG", "SOAP", "Adam", "AdamW",
-    "DiagonalNG", "DummyObject", "FullNG", "GradientMaker", "HessianFree", "LayerWiseNG", "Muon", "MuonH", "NewtonMuon", "NorMuon",
-    "OnlineNG", "Preconditioner", "Shampoo", "SimpleNG", "UnitWiseNG",
+    "EKFAC", "KBFGS", "KFAC", "METHODS", "PSGD", "SENG", "SKFAC", "SMWNG", "SOAP", "Adam", "AdamW", "DiagonalNG",
+    "DummyObject", "FullNG", "GradientMaker", "HessianFree", "LayerWiseNG", "Muon", "MuonH", "NewtonMuon", "NorMuon",
+    "OnlineNG", "Preconditioner", "ScaledAdam", "Shampoo", "SimpleNG", "UnitWiseNG",
 ]

@@ -91,6 +91,8 @@ class Preconditioner:
     looks_at_held: ClassVar[bool] = False
     # The direction uses the curvature of earlier steps.
     applies_first: ClassVar[bool] = False
+    # Last sentence of the warning about minibatches that are not finite.
+    after_skip: ClassVar[str] = "The optimizer still gets their gradient: call its step() only if the loss is finite."
 
     __signature__: ClassVar[inspect.Signature] = signature_of(Options)
 
@@ -276,7 +278,7 @@ class Preconditioner:
         """Replace `.grad` of every parameter by the preconditioned gradient.
 
         Args:
-            lr: learning rate of the optimizer; only kl_clip needs it.
+            lr: learning rate of the optimizer; kl_clip and ScaledAdam need it.
         """
         with without_autocast(self.generator.device.type):
             self._step(lr)
@@ -376,8 +378,8 @@ class Preconditioner:
         if has_grown(self.num_skipped, self._num_reported):
             self._num_reported = self.num_skipped
             warn(f"{type(self).__name__}: {self.num_skipped} of {self.num_steps + 1} minibatches were excluded "
-                 "from the curvature, since a value was not finite; num_skipped counts them. The optimizer "
-                 "still gets their gradient: call its step() only if the loss is finite.")
+                 "from the curvature, since a value was not finite; num_skipped counts them. "
+                 f"{self.after_skip}")
 
     def _warn_of_ranks(self) -> None:
         """Warn at the first step, because averaging of gradients in the loop cannot be detected."""

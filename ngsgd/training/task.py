@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ngsgd.config import ScheduleConfig
+from ngsgd.config import RunConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
 from ngsgd.schedules import Schedule, Shard
 from ngsgd.training.records import SubsetScore
@@ -31,10 +31,17 @@ class ShardGrid:
     # Kaldi: frames per example, one of which a pass reads
     shards_per_archive: int = 1
 
-    def schedule(self, s: ScheduleConfig) -> Schedule:
-        """Build the schedule of a run over these units."""
+    def schedule(self, s: ScheduleConfig, batches_per_pass: float = 0.0) -> Schedule:
+        """Build the schedule of a run over these units.
+
+        Args:
+            s: the schedule section.
+            batches_per_pass: steps of a worker in one pass over a unit, which only the learning
+                rates of eden need; see `run_schedule`.
+        """
         return Schedule(self.num_archives, self.shards_per_archive, s.num_epochs, s.lr_initial, s.lr_final,
-                        s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step, s.lr_factors)
+                        s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step, s.lr_factors, s.lr_schedule,
+                        s.warm_up, s.eden_batches, s.eden_epochs, batches_per_pass)
 
 
 class Batch(NamedTuple):
@@ -194,6 +201,16 @@ class Task(ABC):
 
     def load_job_state(self, state: Any) -> None:  # noqa: B027  optional
         """Continue from `job_state` of another process, after `prepare_job`."""
+
+
+def run_schedule(task: Task, settings: EngineSettings | RunConfig) -> Schedule:
+    """Build the schedule of a run, with the learning rates of any `schedule.lr_schedule`."""
+    grid, s = task.shards(), settings.schedule
+    if s.lr_schedule != "eden":
+        return grid.schedule(s)
+    # a pass reads one shard of an archive, and all shards of an archive have about one size
+    num_batches = sum(task.num_batches(Shard(archive, 0), s.minibatch_size) for archive in range(grid.num_archives))
+    return grid.schedule(s, num_batches / (grid.num_archives * settings.cluster.ranks_per_worker))
 
 
 class TaskSpec(Protocol):

@@ -89,7 +89,7 @@ def _directions(kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     preconditioner = METHODS[kind](model, damping=DAMPING)
     preconditioner.evaluate(lambda: CE(model(x), y))
     plain = _gradients(model)
-    preconditioner.step()
+    preconditioner.step(lr=0.01)
     return plain, _gradients(model)
 
 
@@ -219,7 +219,7 @@ def test_a_network_with_batch_norm_trains(kind: str) -> None:
     for _ in range(25):
         optimizer.zero_grad()
         losses.append(float(preconditioner.evaluate(lambda: CE(model(x), y))))
-        preconditioner.step(lr)
+        preconditioner.step(lr=0.01)
         optimizer.step()
     assert losses[-1] < 0.85 * losses[0]
     assert preconditioner.num_skipped == 0
@@ -253,7 +253,7 @@ def test_vectors_of_the_loss_pass_through_batch_norm() -> None:
     model, (x, y) = _net(), _minibatch()
     preconditioner = METHODS["kfac"](model, fisher="exact")
     preconditioner.evaluate(lambda: CE(model(x), y))
-    preconditioner.step()
+    preconditioner.step(lr=0.01)
     for layer, B in _exact_output_factors(_net()).items():
         close(preconditioner.curvature(f"{layer}.weight")["B"], B)
 

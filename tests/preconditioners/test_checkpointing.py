@@ -145,4 +145,4 @@ def test_a_reentrant_checkpoint_around_the_model_is_refused(fisher: str) -> None
         preconditioner.evaluate(lambda: CE(checkpoint(model, x, use_reentrant=True), y))
     preconditioner = METHODS["kfac"](model, fisher=fisher)
     preconditioner.evaluate(lambda: CE(checkpoint(model, x, use_reentrant=False), y))
-    preconditioner.step()
+    preconditioner.step(lr=0.01)

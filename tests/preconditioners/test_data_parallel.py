@@ -28,7 +28,7 @@ LR = 0.05
 pytestmark = pytest.mark.slow
 
 SPLIT = ("kfac", "diagonal", "unit", "layer", "shampoo", "soap")
-AGREE = ("adam", "adamw", "muon", "normuon", "muonh")   # they see the averaged gradients alone
+AGREE = ("adam", "adamw", "muon", "normuon", "muonh", "scaled_adam")   # they see the averaged gradients alone
 REFUSED = tuple(kind for kind in METHODS if kind not in SPLIT + AGREE)
 
 
@@ -57,12 +57,12 @@ def _trained(kind: str, way: str, rank: int | None) -> list[Tensor]:
         if "maker" in way:
             maker = GradientMaker(called, preconditioner)
             maker.setup_loss_call(F.cross_entropy, maker.setup_model_call(called, x), y)
-            maker.forward_and_backward(LR)
+            maker.forward_and_backward(lr=0.05)
         elif "at once" in way:
-            preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(called(x), y), LR)   # type: ignore[misc]
+            preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(called(x), y), lr=0.05)   # type: ignore[misc]
         else:
             preconditioner.evaluate(lambda x=x, y=y: F.cross_entropy(called(x), y))   # type: ignore[misc]
-            preconditioner.step(LR)
+            preconditioner.step(lr=0.05)
         with torch.no_grad():
             for p in model.parameters():
                 assert p.grad is not None
@@ -91,7 +91,7 @@ def _warnings_of_an_own_loop(kind: str) -> list[str]:
         preconditioner = METHODS[kind](model, damping=0.1)
         for _ in range(2):
             preconditioner.evaluate(lambda: F.cross_entropy(model(x), y))
-            preconditioner.step()
+            preconditioner.step(lr=0.05)
     return [str(warning.message) for warning in caught]
 
 

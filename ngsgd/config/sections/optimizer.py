@@ -15,14 +15,15 @@ from ngsgd.config.option import default_of, option
 Kind = Literal[
     "ngsgd", "sgd", "kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw",
     "shampoo", "soap", "psgd", "kbfgs", "hessian_free", "simple", "online", "adam", "adamw",
-    "muon", "normuon", "muonh", "newton_muon"]
+    "muon", "normuon", "muonh", "newton_muon", "scaled_adam"]
 # Kinds that `ngsgd.preconditioners` implements: SGD on a preconditioned gradient
 METHODS = tuple(kind for kind in get_args(Kind) if kind not in ("ngsgd", "sgd"))
 # Rows and random projections of different jobs have no mean, and no moving average
 WITHOUT_MEAN = ("skfac", "seng", "smw", "simple", "online")
 # What ranks of a group compute alike, because it depends on the sum of their gradients alone
-OF_SUMMED_GRADIENTS = ("ngsgd", "sgd", "adam", "adamw", "muon", "normuon", "muonh")
-EVERY_MINIBATCH = ("hessian_free", "simple", "online", "adam", "adamw", "muon", "normuon", "muonh")
+OF_SUMMED_GRADIENTS = ("ngsgd", "sgd", "adam", "adamw", "muon", "normuon", "muonh", "scaled_adam")
+EVERY_MINIBATCH = ("hessian_free", "simple", "online", "adam", "adamw", "muon", "normuon", "muonh",
+                   "scaled_adam")
 FISHER_OF = {"kbfgs": "empirical", "simple": "empirical", "online": "empirical", "newton_muon": "empirical"}
 # Options whose default in a run differs from that of the library's classes, which apply the plain
 # method at every step. In a run, steps have the norm of the gradient, so that learning rates keep
@@ -90,7 +91,7 @@ class OptimizerConfig:
         "curvature at the start of a job; reset: none; keep: that of the previous job of its "
         "slot; average: mean over all jobs",
         used=_kinds(("ngsgd", *METHODS)),
-        default_of_kind={**dict.fromkeys(("diagonal", "adam", "adamw", "muonh"), "average"),
+        default_of_kind={**dict.fromkeys(("diagonal", "adam", "adamw", "muonh", "scaled_adam"), "average"),
                          **dict.fromkeys(_SOAPS, "keep")})
     alpha: float = option(
         4.0, "smoothing of the Fisher matrix toward the identity (eq. 19)",
@@ -124,9 +125,10 @@ class OptimizerConfig:
         1e-2,
         "damping of the curvature of the mean loss; shampoo: relative to the largest eigenvalue; "
         "newton_muon: relative to the mean eigenvalue; soap, adam, adamw, muon, normuon, "
-        "muonh: eps",
+        "muonh, scaled_adam: eps",
         above=0.0, used=_all_but(),
-        default_of_kind={"shampoo": 1e-6, "newton_muon": 0.2, **dict.fromkeys((*_SOAPS, *_ADAM), 1e-8)})
+        default_of_kind={"shampoo": 1e-6, "newton_muon": 0.2,
+                         **dict.fromkeys((*_SOAPS, *_ADAM, "scaled_adam"), 1e-8)})
     curvature_interval: int = option(
         10, "interval between two curvature updates",
         unit="minibatches", low=1, used=_all_but(*EVERY_MINIBATCH),
@@ -138,7 +140,7 @@ class OptimizerConfig:
     ema_decay: float = option(
         0.95, "decay of the moving average of the curvature; kinds of soap, adam and muon: beta2",
         low=0.0, high=0.9999, used=_all_but("psgd", *WITHOUT_MEAN),
-        default_of_kind={**dict.fromkeys(WITHOUT_MEAN, 0.0),
+        default_of_kind={**dict.fromkeys(WITHOUT_MEAN, 0.0), "scaled_adam": 0.98,
                          **dict.fromkeys(("adam", "adamw", "muon", "muonh"), 0.999)})
     fisher: Literal["empirical", "mc", "exact"] = option(
         "empirical",
@@ -147,7 +149,7 @@ class OptimizerConfig:
         default_of_kind=FISHER_OF)  # type: ignore[arg-type]
     graft: Literal["none", "gradient"] = option(
         "gradient", "grafting; gradient: each layer's step has the norm of its gradient",
-        used=_all_but("muonh"))
+        used=_all_but("muonh"), default_of_kind={"scaled_adam": "none"})
     kl_clip: float = option(
         0.0, "maximum of lr^2 <P g, g> per minibatch (KL clipping); 0: no limit",
         low=0.0, used=_all_but())
@@ -157,14 +159,23 @@ class OptimizerConfig:
         "commas; empty: none",
         used=_all_but())
     beta1: float = option(
-        0.9, "decay of the first moment",
-        low=0.0, high=0.9999, used=_kinds((*_SOAPS, *_ADAM, "newton_muon")),
+        0.9, "decay of the first moment; scaled_adam: of the update",
+        low=0.0, high=0.9999, used=_kinds((*_SOAPS, *_ADAM, "newton_muon", "scaled_adam")),
         default_of_kind=dict.fromkeys((*_SOAPS, *_MUONS), 0.95))
     decoupled_weight_decay: float = option(
         0.0,
         "decoupled weight decay (AdamW): fraction of the parameters subtracted by a step with "
         "learning rate 1",
         low=0.0, used=_kinds((*_ADAM, "newton_muon")), default_of_kind={"adamw": 0.01})
+    clipping_scale: float = option(
+        2.0,
+        "maximum gradient norm, as a multiple of the median of the last 100 norms; 0: no limit",
+        low=0.0, used="kind=scaled_adam")
+    min_rms: float = option(
+        1e-5,
+        "smallest root mean square of a tensor that its steps are proportional to; layers that start "
+        "at 0 need 0.01 to 0.1",
+        above=0.0, high=3.0, used="kind=scaled_adam")
 
     def __post_init__(self) -> None:
         for spec in fields(self):

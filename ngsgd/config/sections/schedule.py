@@ -21,11 +21,29 @@ class ScheduleConfig:
     lr_initial: float = option(
         0.005, "initial effective learning rate; a job uses num_jobs times this rate",
         unit="per frame", above=0.0)
-    lr_final: float = option(0.0003, "final effective learning rate", unit="per frame", above=0.0)
+    lr_final: float = option(
+        0.0003, "final effective learning rate",
+        unit="per frame", above=0.0, used="lr_schedule=exponential|cosine")
+    lr_schedule: Literal["exponential", "cosine", "eden"] = option(
+        "exponential",
+        "decay of the learning rate; exponential, cosine: from lr_initial to lr_final over the run; "
+        "eden: icefall's, from lr_initial by eden_batches and eden_epochs")
+    warm_up: float = option(
+        0.0,
+        "fraction of the run over which the learning rate rises linearly from 0; 0: none, but eden "
+        "rises from half the rate over 500 minibatches",
+        low=0.0, high=1.0)
+    eden_batches: float = option(
+        7500.0, "minibatches of a worker after which the rate decays by minibatches",
+        unit="minibatches", above=0.0, used="lr_schedule=eden")
+    eden_epochs: float = option(
+        3.5, "epochs after which the rate decays by epochs",
+        unit="epochs", above=0.0, used="lr_schedule=eden")
     lr_factors: tuple[float, ...] = option(
         (1.0,),
         "multipliers of the exponential schedule at equal distances over the data, interpolated "
-        "geometrically; written by ngsgd tune")
+        "geometrically; written by ngsgd tune",
+        used="lr_schedule=exponential")
     num_jobs_initial: int = option(
         1, "number of parallel jobs of the first outer iteration",
         low=1, high=100000)
@@ -46,3 +64,8 @@ class ScheduleConfig:
         "none",
         "rules for the first outer iteration and for those with a new layer; kaldi: half the "
         "minibatch, lower max_change, best job instead of the average")
+
+    @property
+    def lr_after_training(self) -> float:
+        """Effective rate of a job after the run: lr_final, or lr_initial with eden."""
+        return self.lr_initial if self.lr_schedule == "eden" else self.lr_final

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngsgd.config import RunConfig
+from ngsgd.errors import ConfigError
 
 # these import torch, and --help must answer immediately
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ class Proxy:
         from ngsgd.hypergrad import BaseHyperparameters, HyperSpace
         from ngsgd.hypergrad.egs_task import EgsTask
 
+        if config.schedule.lr_schedule != "exponential" or config.schedule.warm_up:
+            raise ConfigError("ngsgd tune starts from the exponential schedule without warm-up; set "
+                              "schedule.lr_schedule=exponential schedule.warm_up=0.")
         # fixed: another number changes the results bitwise
         torch.set_num_threads(config.cluster.threads_per_worker or 1)
         tune, optimizer = config.tune, config.optimizer
