@@ -28,7 +28,8 @@ LR = 0.05
 pytestmark = pytest.mark.slow
 
 SPLIT = ("kfac", "diagonal", "unit", "layer", "shampoo", "soap")
-AGREE = ("adam", "adamw", "muon", "normuon", "muonh", "scaled_adam")   # they see the averaged gradients alone
+# they use the averaged gradients alone
+AGREE = ("adam", "adamw", "muon", "normuon", "muonh", "scaled_adam")
 REFUSED = tuple(kind for kind in METHODS if kind not in SPLIT + AGREE)
 
 
