@@ -219,7 +219,7 @@ def test_a_network_with_batch_norm_trains(kind: str) -> None:
     for _ in range(25):
         optimizer.zero_grad()
         losses.append(float(preconditioner.evaluate(lambda: CE(model(x), y))))
-        preconditioner.step(lr=0.01)
+        preconditioner.step(lr)
         optimizer.step()
     assert losses[-1] < 0.85 * losses[0]
     assert preconditioner.num_skipped == 0
