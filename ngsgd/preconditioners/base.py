@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -91,6 +92,8 @@ class Preconditioner:
     looks_at_held: ClassVar[bool] = False
     # The direction uses the curvature of earlier steps.
     applies_first: ClassVar[bool] = False
+    # Steps depend on the learning rate, which `step` must get.
+    needs_lr: ClassVar[bool] = False
     # Last sentence of the warning about minibatches that are not finite.
     after_skip: ClassVar[str] = "The optimizer still gets their gradient: call its step() only if the loss is finite."
 
@@ -127,6 +130,8 @@ class Preconditioner:
         self._ranks: ProcessGroupComm | None = None
         # Whether a method may overwrite its arguments (a gradient, statistics).
         self._overwrites = False
+        # learning rate of this step, for methods that need it
+        self._lr = 0.0
         # by weight: factored gradients of this step
         self._held: dict[str, FactoredGrad] = {}
         self._skipped = skipped_parameters(model, self.options.skip)
@@ -278,8 +283,16 @@ class Preconditioner:
         """Replace `.grad` of every parameter by the preconditioned gradient.
 
         Args:
-            lr: learning rate of the optimizer; kl_clip and ScaledAdam need it.
+            lr: learning rate of the optimizer; kl_clip, MuonH and ScaledAdam need it.
+
+        Raises:
+            ConfigError: the learning rate is needed, and it is missing, negative or not finite.
         """
+        if type(self).needs_lr:
+            if lr is None or not 0.0 <= float(lr) < math.inf:
+                raise ConfigError(f"{type(self).__name__} needs the learning rate of the optimizer, and it is {lr}: call "
+                                  "step(lr=optimizer.param_groups[0][\"lr\"]).")
+            self._lr = float(lr)
         with without_autocast(self.generator.device.type):
             self._step(lr)
 

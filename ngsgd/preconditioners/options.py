@@ -94,6 +94,11 @@ class EveryStepOptions(Options):
         return found
 
 
+def momentum_problems(momentum: float) -> list[str]:
+    """Return a message if a decay of the gradient average is out of range."""
+    return [] if 0.0 <= momentum < 1.0 else [f"momentum is {momentum}; it must be at least 0 and below 1."]
+
+
 AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 

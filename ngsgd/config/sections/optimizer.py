@@ -33,7 +33,6 @@ OF_A_RUN = ("graft", "curvature_interval", "inverse_interval", "curvature_state"
 # damping is eps, and ema_decay beta 2
 _ADAM = ("adam", "adamw", "muon", "normuon", "muonh")
 _MUONS = ("muon", "normuon", "muonh", "newton_muon")
-_SOAPS = ("soap",)
 # any type of Fisher matrix
 _OF_FISHER = ("kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw")
 
@@ -92,7 +91,7 @@ class OptimizerConfig:
         "slot; average: mean over all jobs",
         used=_kinds(("ngsgd", *METHODS)),
         default_of_kind={**dict.fromkeys(("diagonal", "adam", "adamw", "muonh", "scaled_adam"), "average"),
-                         **dict.fromkeys(_SOAPS, "keep")})
+                         "soap": "keep"})
     alpha: float = option(
         4.0, "smoothing of the Fisher matrix toward the identity (eq. 19)",
         low=0.0, used="kind=ngsgd|simple|online")
@@ -128,7 +127,7 @@ class OptimizerConfig:
         "muonh, scaled_adam: eps",
         above=0.0, used=_all_but(),
         default_of_kind={"shampoo": 1e-6, "newton_muon": 0.2,
-                         **dict.fromkeys((*_SOAPS, *_ADAM, "scaled_adam"), 1e-8)})
+                         **dict.fromkeys(("soap", *_ADAM, "scaled_adam"), 1e-8)})
     curvature_interval: int = option(
         10, "interval between two curvature updates",
         unit="minibatches", low=1, used=_all_but(*EVERY_MINIBATCH),
@@ -160,8 +159,8 @@ class OptimizerConfig:
         used=_all_but())
     beta1: float = option(
         0.9, "decay of the first moment; scaled_adam: of the update",
-        low=0.0, high=0.9999, used=_kinds((*_SOAPS, *_ADAM, "newton_muon", "scaled_adam")),
-        default_of_kind=dict.fromkeys((*_SOAPS, *_MUONS), 0.95))
+        low=0.0, high=0.9999, used=_kinds(("soap", *_ADAM, "newton_muon", "scaled_adam")),
+        default_of_kind=dict.fromkeys(("soap", *_MUONS), 0.95))
     decoupled_weight_decay: float = option(
         0.0,
         "decoupled weight decay (AdamW): fraction of the parameters subtracted by a step with "

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from ngsgd.curvature.forms.kronecker import add_gram
 from ngsgd.curvature.layers import upcast
-from ngsgd.errors import ConfigError
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import damped_inverse
 from ngsgd.ops.newton_schulz import orthogonalized
@@ -147,23 +146,7 @@ class MuonH(MuonVariant):
     """
 
     Options: ClassVar[type[Options]] = MuonHOptions
-    # learning rate of this step
-    _lr = 0.0
-
-    def step(self, lr: float | None = None) -> None:
-        """Replace `.grad` of every parameter by the direction.
-
-        Args:
-            lr: learning rate of the optimizer.
-
-        Raises:
-            ConfigError: lr is None.
-        """
-        if lr is None:
-            raise ConfigError("MuonH needs the learning rate, because its steps end on a sphere: call "
-                              "step(lr=...) with the learning rate of the optimizer.")
-        self._lr = float(lr)
-        super().step(lr)
+    needs_lr = True
 
     def matrix_direction(self, name: str, u_OI: Tensor, W_OI: Tensor) -> Tensor:
         N_OI, lr = self._orthogonalized(u_OI), self._lr

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from ngsgd.arguments import require_state
 from ngsgd.curvature.layers import upcast
-from ngsgd.errors import CheckpointError, ConfigError, DivergenceError
+from ngsgd.errors import CheckpointError, DivergenceError
 from ngsgd.preconditioners.base import Preconditioner
-from ngsgd.preconditioners.options import EveryStepOptions
+from ngsgd.preconditioners.options import EveryStepOptions, momentum_problems
 from ngsgd.preconditioners.states import OWN, State
 from ngsgd.user_warnings import warn
 
@@ -55,9 +55,7 @@ class ScaledAdamOptions(EveryStepOptions):
     min_rms: float = 1e-5
 
     def problems(self) -> list[str]:
-        found = super().problems()
-        if not 0.0 <= self.momentum < 1.0:
-            found.append(f"momentum is {self.momentum}; it must be at least 0 and below 1.")
+        found = [*super().problems(), *momentum_problems(self.momentum)]
         if not self.clipping_scale >= 0.0:
             found.append(f"clipping_scale is {self.clipping_scale}; it must be at least 0, where 0 is no limit.")
         if not 0.0 < self.min_rms <= _MAX_RMS:
@@ -104,19 +102,12 @@ class ScaledAdam(Preconditioner):
     Options = ScaledAdamOptions
     joins_bias = False
     agrees_over_ranks = True
+    needs_lr = True
     after_skip = "Their gradient counted as zero."
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self._clipping = MedianClipping(self.options.clipping_scale)
-        self._lr = 0.0
-
-    def _step(self, lr: float | None) -> None:
-        if lr is None or not 0.0 <= float(lr) < math.inf:
-            raise ConfigError(f"ScaledAdam needs the learning rate of the optimizer, and it is {lr}: call "
-                              "step(lr=optimizer.param_groups[0][\"lr\"]).")
-        self._lr = float(lr)
-        super()._step(lr)
 
     def update_curvature(self, seen: Any) -> None:
         """Do nothing; `apply` updates the moments."""

@@ -26,7 +26,7 @@ from ngsgd.ops import gemm
 from ngsgd.ops.linalg import eigh, inverse_root, inverse_root_newton
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.factored_grad import FactoredGrad
-from ngsgd.preconditioners.options import Options
+from ngsgd.preconditioners.options import Options, momentum_problems
 from ngsgd.preconditioners.states import State
 
 
@@ -165,10 +165,7 @@ class SOAPOptions(BlockOptions):
     momentum: float = 0.95
 
     def problems(self) -> list[str]:
-        found = super().problems()
-        if not 0.0 <= self.momentum < 1.0:
-            found.append(f"momentum is {self.momentum}; it must be at least 0 and below 1.")
-        return found
+        return [*super().problems(), *momentum_problems(self.momentum)]
 
 
 class SOAP(Shampoo):

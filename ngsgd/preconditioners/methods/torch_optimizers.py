@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.preconditioners.base import Preconditioner
-from ngsgd.preconditioners.options import EveryStepOptions, Options
+from ngsgd.preconditioners.options import EveryStepOptions, Options, momentum_problems
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,7 @@ class AdamOptions(EveryStepOptions):
 
 def moment_problems(options: Any) -> list[str]:
     """Return one message for each invalid setting of momentum, weight_decay and layer_options."""
-    found = []
-    if not 0.0 <= options.momentum < 1.0:
-        found.append(f"momentum is {options.momentum}; it must be at least 0 and below 1.")
+    found = momentum_problems(options.momentum)
     if options.weight_decay < 0.0:
         found.append(f"weight_decay is {options.weight_decay}; it must be at least 0.")
     if options.layer_options:

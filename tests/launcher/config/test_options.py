@@ -93,7 +93,7 @@ def test_every_option_of_another_method_is_refused(kind: Any) -> None:
     refused = [setting.path for setting in unused(config)
                if setting.path.startswith("optimizer.") and config_builder.is_refused(setting, given)]
     assert refused == [f"optimizer.{name}" for name in dead] and "kind" not in dead
-    assert len(dead) >= 11
+    assert len(dead) >= 12
 
 
 def options_of(kind: Any) -> list[str]:
