@@ -102,6 +102,17 @@ class Frames:
     pdfs_T: Tensor        # int64
     num_pdfs: int
 
+    @classmethod
+    def of(cls, x_TD: npt.NDArray[np.float32], pdfs_T: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], num_pdfs: int, *,
+           left: int = CONTEXT, right: int = CONTEXT) -> Frames:
+        """Build windows of concatenated utterances; their edges repeat the first and last frame."""
+        padded = [np.pad(x, ((left, right), (0, 0)), mode="edge") for x in np.split(x_TD, offsets[1:-1])]
+        num_features = x_TD.shape[1]
+        windows_PW = torch.from_numpy(np.concatenate(padded)).flatten().unfold(0, (left + 1 + right) * num_features, num_features)
+        # utterance u starts (left + right) u rows later than without padding
+        first_rows_T = np.arange(len(x_TD)) + np.repeat(np.arange(len(offsets) - 1) * (left + right), np.diff(offsets))
+        return cls(windows_PW, torch.from_numpy(first_rows_T), torch.from_numpy(pdfs_T.astype(np.int64)), num_pdfs)
+
     def __len__(self) -> int:
         return len(self.pdfs_T)
 
@@ -111,9 +122,7 @@ class Frames:
 
 
 def read_frames(folder: Path, set_name: str) -> Frames:
-    """The frames of "train" or "test" with their states; edges of an utterance repeat the first and
-    the last frame.
-    """
+    """The frames of "train" or "test" with their states."""
     alignment = np.load(folder / f"ali_{set_name}.npz")
     features = read_ark(folder / f"feats_{set_name}.ark")
     utt_ids = alignment["utt_ids"].tolist()
@@ -123,13 +132,7 @@ def read_frames(folder: Path, set_name: str) -> Frames:
     speaker_of = dict(line.split() for line in (folder / f"utt2spk_{set_name}").read_text().splitlines())
     speakers_T = np.repeat([speaker_of[utt_id] for utt_id in utt_ids], lengths)
     x_TD = _normalise(np.concatenate([features[utt_id] for utt_id in utt_ids]), speakers_T)
-    padded = [np.pad(x, ((CONTEXT, CONTEXT), (0, 0)), mode="edge") for x in np.split(x_TD, alignment["offsets"][1:-1])]
-    num_features = x_TD.shape[1]
-    windows_PW = torch.from_numpy(np.concatenate(padded)).flatten().unfold(0, (2 * CONTEXT + 1) * num_features, num_features)
-    # utterance u starts 2 * CONTEXT * u rows later than without padding
-    first_rows_T = np.arange(len(x_TD)) + np.repeat(np.arange(len(utt_ids)) * 2 * CONTEXT, lengths)
-    return Frames(windows_PW, torch.from_numpy(first_rows_T), torch.from_numpy(alignment["pdf"].astype(np.int64)),
-                  int(alignment["num_pdfs"]))
+    return Frames.of(x_TD, alignment["pdf"], alignment["offsets"], int(alignment["num_pdfs"]))
 
 
 def _normalise(x_TD: npt.NDArray[np.float32], speakers_T: npt.NDArray[np.str_]) -> npt.NDArray[np.float32]:

@@ -38,12 +38,12 @@ def write(page: Path) -> None:
         if not group:
             continue
         _draw(task, group, page.with_name(f"results-{task}.png"))
-        text = _between(text, f"{task} rates", _rates(task))
+        text = between(text, f"{task} rates", _rates(task))
         for name, key, digits in (("objf", "valid_objf", 3), ("wer", "wer_percent", 2), ("clipped", "clipped", 2)):
-            text = _between(text, f"{task} {name}", _matrix(group, key, digits))
-        text = _between(text, f"{task} remedies", _variants(group, ("sqrt-gain", *REMEDIES)))
-        text = _between(text, f"{task} periods", _variants(group, ("sqrt-gain", *PERIODS)))
-        text = _between(text, f"{task} controls", _variants(group, ("sqrt-gain", *CONTROLS)))
+            text = between(text, f"{task} {name}", _matrix(group, key, digits))
+        text = between(text, f"{task} remedies", _variants(group, ("sqrt-gain", *REMEDIES)))
+        text = between(text, f"{task} periods", _variants(group, ("sqrt-gain", *PERIODS)))
+        text = between(text, f"{task} controls", _variants(group, ("sqrt-gain", *CONTROLS)))
     page.write_text(text, encoding="utf-8")
 
 
@@ -64,7 +64,8 @@ def _rate(task: str, method: str, outer: str, num_jobs: int) -> float | None:
     return best_rates(task, (method,)).get(method)
 
 
-def _between(text: str, name: str, table: str) -> str:
+def between(text: str, name: str, table: str) -> str:
+    """Return the text with this table between the markers of that name."""
     begin, end = f"<!-- {name} -->", "<!-- end -->"
     return re.sub(f"{re.escape(begin)}.*?{end}", lambda _: f"{begin}\n\n{table}\n\n{end}", text, flags=re.DOTALL)
 

@@ -51,7 +51,7 @@ def run_all(cells: Iterable[Cell], work: Path, source: str) -> None:
     for cell in cells:
         if cell.key() in known(cell.task):
             continue
-        line = {"key": cell.key(), **asdict(cell), "commit": _commit(), **run(cell, work, source)}
+        line = {"key": cell.key(), **asdict(cell), "commit": commit(), **run(cell, work, source)}
         print({name: value for name, value in line.items() if name != "curve"}, flush=True)
         RESULTS.mkdir(exist_ok=True)
         with (RESULTS / f"{cell.task}.jsonl").open("a", encoding="utf-8") as file:
@@ -104,6 +104,7 @@ def _summary(events: list[Line], wer: Line) -> Line:
                       for step in kept]}
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Return the short hash of the current commit."""
     return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True,
                           check=True).stdout.strip()

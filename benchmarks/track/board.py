@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.paper.report import between
 from benchmarks.track import rule
 from benchmarks.track.cost import COSTS
 from benchmarks.track.entries import ENTRIES
@@ -64,14 +64,10 @@ def write(page: Path) -> None:
     results = {name: Results(name) for name in TASKS}
     found = {name: {entry.name: standing(name, entry, results[name]) for entry in ENTRIES} for name in TASKS}
     costs = json.loads(COSTS.read_text(encoding="utf-8")) if COSTS.exists() else {}
-    text = _between(text, "track", _summary(found, costs))
+    text = between(text, "track", _summary(found, costs))
     for name in TASKS:
-        text = _between(text, f"track {name}", _table(name, found[name]))
+        text = between(text, f"track {name}", _table(name, found[name]))
     page.write_text(text, encoding="utf-8")
-
-
-def _between(text: str, name: str, table: str) -> str:
-    return re.sub(f"<!-- {name} -->.*?<!-- end -->", lambda _: f"<!-- {name} -->\n\n{table}\n\n<!-- end -->", text, flags=re.DOTALL)
 
 
 def _summary(found: dict[str, dict[str, Standing | None]], costs: dict[str, float]) -> str:

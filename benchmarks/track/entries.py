@@ -32,5 +32,12 @@ ENTRIES = (
     Entry("ngsgd-unlimited", ("optimizer=ngsgd", *_UNLIMITED), 0.002, about="no update-norm limits"),
     Entry("ngsgd-alpha-1", ("optimizer=ngsgd", "optimizer.alpha=1"), 0.004, about="less smoothing"),
     Entry("ngsgd-rank", ("optimizer=ngsgd", "optimizer.rank_in=80", "optimizer.rank_out=120"), 0.004, about="ranks 80 and 120"),
+    Entry("ngsgd-average", ("optimizer=ngsgd",), 0.008, schedule="linear", tail=0.2, about="average of the last fifth"),
+    Entry("orthogonal-momentum", ("variant.momentum=0.9", "variant.estimates=none", "variant.length=orthogonal"), 0.01,
+          about="NaturalMuon without estimates"),
+    Entry("natural-muon", ("variant.momentum=0.9", "variant.length=orthogonal"), 0.01, about="NaturalMuon with momentum 0.9"),
+    Entry("natural-rows", ("variant.momentum=0.9", "variant.length=row"), 0.01, about="momentum, estimates, rows of equal length"),
+    Entry("natural-length", ("variant.rows=true", "variant.momentum=0.9", "variant.estimates=none"), 0.01,
+          about="momentum of NG-SGD's gradients with fixed length"),
     Entry("simple-ng", ("optimizer=simple",), 0.004, about="the paper's simple method"),
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper.runs import commit
 from benchmarks.track import rule
 from benchmarks.track.tasks import TASKS, LoadedTask
 from benchmarks.track.training import Entry, train
@@ -38,7 +38,7 @@ class Results:
         settings, schedule, tail, rate, steps, seed = key
         line: dict[str, Any] = {"entry": name, "settings": settings, "schedule": schedule, "tail": tail, "rate": rate,
                                 "steps": steps, "seed": seed, "valid_loss": round(loss, 5) if math.isfinite(loss) else None,
-                                "cpu_s": round(seconds, 1), "commit": _commit()}
+                                "cpu_s": round(seconds, 1), "commit": commit()}
         self.losses[key] = loss
         print(json.dumps(line), flush=True)
         RESULTS.mkdir(exist_ok=True)
@@ -66,8 +66,3 @@ class Track:
         rate = rule.sweep(entry.rate, lambda rate: self.loss(entry, rate, rule.SWEEP_STEPS, 0))
         steps = rule.shortest(lambda steps: rule.counts(lambda seed: self.loss(entry, rate, steps, seed), self.target, self.sigma))
         print(entry.name, "rate", f"{rate:.4g}", "minibatches", steps, flush=True)
-
-
-def _commit() -> str:
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True,
-                          check=True).stdout.strip()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel
 
-from benchmarks.track.tasks import LoadedTask
+from benchmarks.learning import evaluate
+from benchmarks.track.tasks import LoadedTask, minibatches
 from benchmarks.track.variants import Variant
 from ngsgd.config import OptimizerConfig
 from ngsgd.launcher.config.compose import compose
@@ -32,8 +33,6 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "cosine": lambda part: min(part / _WARM_UP, 0.5 + 0.5 * math.cos(math.pi * max(0.0, part - _WARM_UP) / (1.0 - _WARM_UP))),
     "linear": lambda part: min(part / _WARM_UP, (1.0 - part) / (1.0 - _WARM_UP)),
     "exponential": lambda part: _LAST_SHARE ** part,
-    # constant, then a power of the remaining part
-    "late": lambda part: min(part / _WARM_UP, 1.0, (2.0 * (1.0 - part)) ** 1.5),
 }
 _VARIANT = "variant."
 # forward and backward of a minibatch, then the step
@@ -95,7 +94,7 @@ def train(task: LoadedTask, entry: Entry, rate: float, num_steps: int, seed: int
     step, schedule = make_step(model, entry, seed), SCHEDULES[entry.schedule]
     began, recent = time.process_time(), torch.zeros(())
     average = AveragedModel(model) if entry.tail else None
-    for index, (x_NW, pdfs_N) in enumerate(task.train.minibatches(num_steps, seed)):
+    for index, (x_NW, pdfs_N) in enumerate(minibatches(task.train, num_steps, seed)):
         recent += step(x_NW, pdfs_N, rate * schedule((index + 0.5) / num_steps)) / len(pdfs_N)
         if average is not None and index >= num_steps * (1.0 - entry.tail):
             average.update_parameters(model)
@@ -104,5 +103,5 @@ def train(task: LoadedTask, entry: Entry, rate: float, num_steps: int, seed: int
                 return math.inf, time.process_time() - began
             recent.zero_()
     seconds = time.process_time() - began
-    loss = task.valid.loss(model if average is None else average)
+    loss, _ = evaluate(model if average is None else average, task.valid)
     return (loss if math.isfinite(loss) else math.inf), seconds

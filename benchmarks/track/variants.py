@@ -26,15 +26,17 @@ from ngsgd.optim.natural_muon import _name_of_layer, _without_large_directions
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _RMS = 0.2
+# of a side that is not used: without data, it changes nothing
+_NO_ESTIMATE = OnlineNaturalGradient(1)
 
 
 class Variant(NaturalMuon):
     """See the module; options have the names of the formulas."""
 
     def __init__(self, model: nn.Module, lr: float = 1.0, *, rows: bool = False, estimates: str = "both", length: str = "matrix",
-                 second_moments: float = 0.0, keep_norm: float = 0.0, **options: Any) -> None:
+                 second_moments: float = 0.0, **options: Any) -> None:
         self.rows, self.estimates, self.length = rows, estimates, length
-        self.second_moments, self.keep_norm = second_moments, keep_norm
+        self.second_moments = second_moments
         super().__init__(model, lr, **options)
 
     def _attach(self, model: nn.Module) -> None:
@@ -49,9 +51,9 @@ class Variant(NaturalMuon):
         u_OI = torch.add(gradient, velocity, alpha=group["momentum"]).flatten(1)
         layer = self._preconditioners.get(_name_of_layer(group))
         if layer is not None and layer.weight is p and self.estimates != "none":
-            none = OnlineNaturalGradient(1)
-            u_OI = _without_large_directions(u_OI, layer.sides["output"] if self.estimates in ("both", "output") else none,
-                                             layer.sides["input"] if self.estimates in ("both", "input") else none)
+            outputs, inputs = (layer.sides[side] if self.estimates in ("both", side) else _NO_ESTIMATE
+                               for side in ("output", "input"))
+            u_OI = _without_large_directions(u_OI, outputs, inputs)
         if self.second_moments:
             squares = state.setdefault("squares", torch.zeros_like(u_OI))
             squares.lerp_(u_OI.square(), 1.0 - self.second_moments)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.learning import Frames
 from benchmarks.track import board, rule
 from benchmarks.track.entries import ENTRIES
-from benchmarks.track.tasks import MINIBATCH, Frames
+from benchmarks.track.tasks import MINIBATCH, minibatches
 from benchmarks.track.training import SCHEDULES, Entry, configured, make_step, variant_of
 from ngsgd.config import ModelConfig
-from ngsgd.data.frames import FrameSet
 from ngsgd.models import build_model
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def test_no_length_is_found_if_the_longest_does_not_count() -> None:
 def _frames(num_frames: int = 600) -> Frames:
     random = np.random.default_rng(0)
     features, pdfs = random.standard_normal((num_frames, 3), np.float32), random.integers(0, 5, num_frames)
-    return Frames.of(FrameSet(features, pdfs.astype(np.int32), np.array([0, 200, num_frames]), ("a", "b")), left=1, right=2)
+    return Frames.of(features, pdfs.astype(np.int32), np.array([0, 200, num_frames]), 5, left=1, right=2)
 
 
 def test_windows_repeat_the_frames_at_the_edges_of_an_utterance() -> None:
@@ -80,7 +80,7 @@ def test_windows_repeat_the_frames_at_the_edges_of_an_utterance() -> None:
 
 def test_the_order_of_the_frames_depends_on_the_seed_only() -> None:
     frames = _frames()
-    first, again, other = ([pdfs.tolist() for _, pdfs in frames.minibatches(5, seed)] for seed in (1, 1, 2))
+    first, again, other = ([pdfs.tolist() for _, pdfs in minibatches(frames, 5, seed)] for seed in (1, 1, 2))
     assert first == again != other
     assert all(len(pdfs) == MINIBATCH for pdfs in first)
 
