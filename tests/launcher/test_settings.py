@@ -20,7 +20,7 @@ def test_without_a_pattern_all_options_are_listed(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(("pattern", "found"), [
     ("checkpoint", ["checkpoint.num_to_keep", "checkpoint.job_states"]),
     ("tune.proxy", ["tune.proxy.steps", "tune.proxy.outer_iters"]),
-    ("schedule.lr*", ["schedule.lr_initial", "schedule.lr_final", "schedule.lr_factors"]),
+    ("schedule.lr*", ["schedule.lr_initial", "schedule.lr_final", "schedule.lr_schedule", "schedule.lr_factors"]),
     ("minibatch_size", ["schedule.minibatch_size"]),
     ("Nesterov", ["outer.kind", "outer.momentum"]),
 ])

@@ -312,7 +312,8 @@ def test_completion_offers_flags_and_runs(
 
 
 @pytest.mark.parametrize(("line", "offered"), [
-    ("ngsgd train schedule.lr_", ["schedule.lr_initial=", "schedule.lr_final=", "schedule.lr_factors="]),
+    ("ngsgd train schedule.lr_", ["schedule.lr_initial=", "schedule.lr_final=", "schedule.lr_schedule=",
+                                 "schedule.lr_factors="]),
     ("ngsgd train seed=1 sched", ["schedule."]),
     ("ngsgd train optimizer=kfac,so", ["optimizer=kfac,soap"]),
     ("ngsgd train cluster.elastic=", ["cluster.elastic=true", "cluster.elastic=false"]),
