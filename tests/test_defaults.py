@@ -26,8 +26,8 @@ from ngsgd.preconditioners.build import LIBRARY_NAMES, make_preconditioner, opti
                    "`NGSGD` and `SGD` equal `OptimizerConfig`'s; stated exceptions: `graft`, the two intervals "
                    "and `curvature_state`")
 @pytest.mark.entry("P2", "you compare the defaults of a method in the library with those of the command line", "works",
-                   "they are equal, damping 1e-2 included; stated exceptions, which docs/preconditioners.md lists: in a run "
-                   "`graft` is `gradient`, the intervals are 10 and `curvature_state` (`averaging`) depends on the kind")
+                   "they are equal, damping 1e-2 included, except four options that docs/preconditioners.md lists: `graft`, "
+                   "both intervals and `curvature_state` (`averaging`)")
 @pytest.mark.parametrize("kind", METHODS)
 def test_defaults_of_a_method_are_equal_in_the_library_and_in_a_run(kind: Any) -> None:
     config, options = OptimizerConfig(kind), METHODS[kind].Options()

@@ -27,9 +27,9 @@ METHODS = {
     # a job here is too short for new Fisher estimates
     "online-ng": ["optimizer=ngsgd", "optimizer.curvature_state=keep"],
     "simple-ng": ["optimizer=simple"],
-    "adam": ["optimizer=adam"],
-    "adamw": ["optimizer=adamw"],
-    "muon": ["optimizer=muon"],
+    "adam": ["optimizer=adam", "optimizer.graft=gradient"],
+    "adamw": ["optimizer=adamw", "optimizer.graft=gradient"],
+    "muon": ["optimizer=muon", "optimizer.graft=gradient"],
     "shampoo": ["optimizer=shampoo"],
 }
 MATRIX_METHODS = ("sgd", "adam", "online-ng", "simple-ng")

@@ -25,9 +25,12 @@ OF_SUMMED_GRADIENTS = ("ngsgd", "sgd", "adam", "adamw", "muon", "normuon", "muon
 EVERY_MINIBATCH = ("hessian_free", "simple", "online", "adam", "adamw", "muon", "normuon", "muonh",
                    "scaled_adam")
 FISHER_OF = {"kbfgs": "empirical", "simple": "empirical", "online": "empirical", "newton_muon": "empirical"}
+# The length of a step does not depend on that of the gradient, so grafting has no purpose
+_FIXED_LENGTH = ("adam", "adamw", "soap", "muon", "normuon", "muonh", "newton_muon", "scaled_adam")
 # Options whose default in a run differs from that of the library's classes, which apply the plain
-# method at every step. In a run, steps have the norm of the gradient, so that learning rates keep
-# their meaning, the curvature is updated every 10 minibatches, and jobs hand it on.
+# method at every step. In a run, steps of the other methods have the norm of the gradient, so that
+# learning rates keep their meaning, the curvature is updated every 10 minibatches, and jobs hand
+# it on.
 OF_A_RUN = ("graft", "curvature_interval", "inverse_interval", "curvature_state")
 
 # damping is eps, and ema_decay beta 2
@@ -148,7 +151,7 @@ class OptimizerConfig:
         default_of_kind=FISHER_OF)  # type: ignore[arg-type]
     graft: Literal["none", "gradient"] = option(
         "gradient", "grafting; gradient: each layer's step has the norm of its gradient",
-        used=_all_but("muonh"), default_of_kind={"scaled_adam": "none"})
+        used=_all_but("muonh"), default_of_kind=dict.fromkeys(_FIXED_LENGTH, "none"))
     kl_clip: float = option(
         0.0, "maximum of lr^2 <P g, g> per minibatch (KL clipping); 0: no limit",
         low=0.0, used=_all_but())

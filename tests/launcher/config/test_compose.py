@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ngsgd.config import ModelConfig, RunConfig, check
+from ngsgd.config import ModelConfig, OptimizerConfig, RunConfig, check
 from ngsgd.config.build import flatten, paths, plain
 from ngsgd.config.other_names import OTHER_NAMES, SETTINGS_INSTEAD, instead_of
 from ngsgd.errors import ConfigError
@@ -222,7 +222,10 @@ def test_flatten_has_every_leaf_once() -> None:
 
 def test_conf_repeats_no_default() -> None:
     for file in (compose.conf_dir() / "optimizer").glob("*.yaml"):
-        assert yaml.safe_load(file.read_text()) == {"kind": file.stem}
+        content = yaml.safe_load(file.read_text())
+        default = asdict(OptimizerConfig(content["optimizer"].pop("kind")))
+        assert all(value != default[name] for name, value in content["optimizer"].items())
+        assert content["schedule"].keys() == {"lr_initial", "lr_final"}
 
 
 @pytest.mark.parametrize("name", ["exp/a1", "../../x", "/tmp/x", "..", ".hidden", "-flag", "a\\b", "a" * 300, "ü" * 101, "a\nb",

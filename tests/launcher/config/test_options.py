@@ -255,12 +255,14 @@ def test_a_sweep_over_old_methods_trains_the_new_ones() -> None:
 
 @pytest.mark.slow
 @pytest.mark.entry("P3", "you choose a method by `optimizer.kind=soap` instead of `optimizer=soap`", "works",
-                   "both compose the same settings for all methods; the defaults of each kind are in `ngsgd/config`")
+                   "both compose the same method; `optimizer=NAME` also sets the learning rate where steps have a fixed length")
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_kind_has_its_defaults_with_and_without_its_file(kind: Any) -> None:
-    by_group = compose.compose([f"optimizer={kind}"])
-    assert by_group == compose.compose([f"optimizer.kind={kind}"])
-    assert by_group.optimizer == OptimizerConfig(kind)
+    by_group, by_kind = (compose.compose([f"{name}={kind}"]) for name in ("optimizer", "optimizer.kind"))
+    assert by_kind.optimizer == OptimizerConfig(kind)
+    # conf/optimizer has learning rates, and a minimum of scaled_adam
+    optimizer = replace(by_group.optimizer, min_rms=by_kind.optimizer.min_rms)
+    assert replace(by_group, optimizer=optimizer, schedule=by_kind.schedule) == by_kind
 
 
 @pytest.mark.entry("P3")
@@ -268,6 +270,18 @@ def test_defaults_of_a_kind_are_printed_and_may_be_changed(capsys: pytest.Captur
     assert cli.main(["train", "--cfg", "job", "--resolve", "optimizer=soap", "optimizer.ema_decay=0.9"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)["optimizer"]
     assert (printed["damping"], printed["ema_decay"], printed["curvature_state"]) == (1e-8, 0.9, "keep")
+
+
+@pytest.mark.parametrize(("words", "rates"), [
+    (["optimizer=adam"], (0.001, 0.0001)),
+    (["optimizer=muon", "schedule.lr_final=0.005"], (0.01, 0.005)),
+    (["optimizer.kind=adam"], (0.002, 0.0002)),
+    (["optimizer=kfac"], (0.002, 0.0002)),
+    ([], (0.002, 0.0002)),
+])
+def test_optimizers_with_steps_of_a_fixed_length_set_their_learning_rate(words: list[str], rates: tuple[float, float]) -> None:
+    schedule = compose.compose(["recipe=fsdd", *words]).schedule
+    assert (schedule.lr_initial, schedule.lr_final) == rates
 
 
 # Recipes ------------------------------------------------------------------------------------------
