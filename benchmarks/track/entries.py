@@ -39,5 +39,7 @@ ENTRIES = (
     Entry("natural-rows", ("variant.momentum=0.9", "variant.length=row"), 0.01, about="momentum, estimates, rows of equal length"),
     Entry("natural-length", ("variant.rows=true", "variant.momentum=0.9", "variant.estimates=none"), 0.01,
           about="momentum of NG-SGD's gradients with fixed length"),
+    Entry("root-natural", ("variant.power=0.5",), 0.01, about="square roots of Fisher factors, rows of equal length"),
+    Entry("root-natural-75", ("variant.power=0.75",), 0.01, about="power 0.75"),
     Entry("simple-ng", ("optimizer=simple",), 0.004, about="the paper's simple method"),
 )

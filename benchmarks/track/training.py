@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from benchmarks.learning import evaluate
 from benchmarks.track.tasks import LoadedTask, minibatches
-from benchmarks.track.variants import Variant
+from benchmarks.track.variants import RootNatural, Variant
 from ngsgd.config import OptimizerConfig
 from ngsgd.launcher.config.compose import compose
 from ngsgd.preconditioners.build import make_preconditioner
@@ -69,8 +69,11 @@ def variant_of(entry: Entry) -> dict[str, Any]:
 def make_step(model: nn.Module, entry: Entry, seed: int) -> Step:
     """Return a function that trains on a minibatch with a rate, as a worker does."""
     config, variant = configured(entry), variant_of(entry)
-    optimizer = Variant(model, **variant) if variant else make_optimizer(
-        model, config, 1.0, 1.0, fast_gemm=not config.preconditions)
+    optimizer: Any
+    if variant:
+        optimizer = (RootNatural if "power" in variant else Variant)(model, **variant)
+    else:
+        optimizer = make_optimizer(model, config, 1.0, 1.0, fast_gemm=not config.preconditions)
     preconditioner = make_preconditioner(model, config, seed) if config.preconditions else None
 
     def step(x_NW: Tensor, pdfs_N: Tensor, lr: float) -> Tensor:

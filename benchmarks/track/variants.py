@@ -10,6 +10,12 @@ For each weight matrix:
     W <- (1 - lr weight_decay) W - lr u
 
 AdamW trains the other parameters.
+
+`RootNatural` takes the square roots of complete Fisher factors, without Newton-Schulz:
+
+    u <- (B + d)^(-power) u (A + d)^(-power),  A = mean of a a^T, B = mean of e e^T, mean eigenvalue 1
+
+with rows of length 0.2 sqrt(I). Adam trains biases.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd import NaturalMuon
+from ngsgd.ops.linalg import eigh
 from ngsgd.ops.newton_schulz import orthogonalized
 from ngsgd.optim.natural_muon import _name_of_layer, _without_large_directions
 from ngsgd.preconditioners.online import OnlineNaturalGradient
@@ -66,3 +73,63 @@ class Variant(NaturalMuon):
         elif self.length == "matrix":
             u_OI = u_OI * (_RMS * math.sqrt(num_outputs * num_inputs) / (u_OI.norm() + 1e-20))
         return u_OI
+
+
+class RootNatural:
+    """See the module; A and B are measured every 4 minibatches.
+
+    The roots are computed after 1, 2, 4 .. minibatches and at every multiple of `interval`.
+    """
+
+    _MEASURE_PERIOD = 4
+
+    def __init__(self, model: nn.Module, *, power: float = 0.5, momentum: float = 0.9, damping: float = 0.3, decay: float = 0.96,
+                 interval: int = 48) -> None:
+        self.power, self.momentum, self.damping, self.decay, self.interval = power, momentum, damping, decay, interval
+        self.layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        self.biases = torch.optim.Adam([layer.bias for layer in self.layers], betas=(0.9, 0.99))
+        self.param_groups = self.biases.param_groups
+        self.num_steps = 0
+        self.factors: list[dict[str, Tensor]] = [{} for _ in self.layers]
+        self.roots: list[dict[str, Tensor]] = [{} for _ in self.layers]
+        self.velocities = [torch.zeros_like(layer.weight) for layer in self.layers]
+        for layer, factors in zip(self.layers, self.factors, strict=True):
+            layer.register_forward_hook(self._measuring(factors))
+
+    def _measuring(self, factors: dict[str, Tensor]) -> Any:
+        def measure(key: str, x_XD: Tensor) -> None:
+            product_DD = x_XD.T @ x_XD / len(x_XD)
+            factors[key] = product_DD if key not in factors else factors[key].lerp_(product_DD, 1.0 - self.decay)
+
+        def seen(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+            if torch.is_grad_enabled() and self.num_steps % self._MEASURE_PERIOD == 0:
+                measure("A", inputs[0].detach())
+                output.register_hook(lambda e_XO: measure("B", e_XO))
+        return seen
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        for layer in self.layers:
+            layer.zero_grad(set_to_none=set_to_none)
+
+    @torch.no_grad()
+    def step(self, num_samples: int) -> None:
+        lr = self.param_groups[0]["lr"]
+        self.num_steps += 1
+        begins = self.num_steps < self.interval and self.num_steps.bit_count() == 1
+        for layer, factors, roots, velocity in zip(self.layers, self.factors, self.roots, self.velocities, strict=True):
+            if begins or self.num_steps % self.interval == 0:
+                roots.update({key: self._root(factor_DD) for key, factor_DD in factors.items()})
+            assert layer.weight.grad is not None
+            velocity.mul_(self.momentum).add_(layer.weight.grad)
+            u_OI = roots["B"] @ torch.add(layer.weight.grad, velocity, alpha=self.momentum) @ roots["A"]
+            u_OI *= _RMS * math.sqrt(u_OI.shape[1]) / (u_OI.norm(dim=1, keepdim=True) + 1e-20)
+            layer.weight.sub_(u_OI, alpha=lr)
+        self.biases.step()
+
+    def _root(self, factor_DD: Tensor) -> Tensor:
+        values_D, U_DD = eigh(factor_DD)
+        mean = values_D.mean()
+        if not mean > 0.0:
+            # the gradients of the first minibatch below an output layer of zeros
+            return torch.eye(len(factor_DD))
+        return U_DD * (values_D.clamp(min=0.0) / mean + self.damping).pow(-self.power) @ U_DD.T
