@@ -22,6 +22,7 @@ ENTRIES = (
     Entry("newton-muon", ("optimizer=newton_muon", *_RIVAL), 0.02, about="Muon with whitened inputs"),
     Entry("scaled-adam", ("optimizer=scaled_adam", "optimizer.min_rms=0.05", *_UNLIMITED), 0.02, about="icefall's"),
     Entry("soap", ("optimizer=soap", *_RIVAL), 0.002, about="basis every 10 minibatches"),
+    Entry("kl-soap", ("optimizer=kl_soap", *_RIVAL), 0.002, about="basis every 10 minibatches"),
     Entry("shampoo", ("optimizer=shampoo", *_UNLIMITED), 0.002, about="grafting to the gradient"),
     Entry("psgd", ("optimizer=psgd", *_UNLIMITED), 0.004, about="Kronecker factors, grafting to the gradient"),
     Entry("kfac", ("optimizer=kfac",), 0.004, about="grafting to the gradient"),

@@ -6,6 +6,7 @@ from ngsgd.preconditioners.methods.fisher import DiagonalNG, FullNG, LayerWiseNG
 from ngsgd.preconditioners.methods.hessian_free import HessianFree
 from ngsgd.preconditioners.methods.kbfgs import KBFGS
 from ngsgd.preconditioners.methods.kfac import EKFAC, KFAC, SKFAC
+from ngsgd.preconditioners.methods.kl_soap import KLSOAP
 from ngsgd.preconditioners.methods.muon_variants import MuonH, NewtonMuon, NorMuon
 from ngsgd.preconditioners.methods.online_ng import OnlineNG, SimpleNG
 from ngsgd.preconditioners.methods.psgd import PSGD
@@ -27,6 +28,7 @@ METHODS: dict[str, type[Preconditioner]] = {
     "smw": SMWNG,
     "shampoo": Shampoo,
     "soap": SOAP,
+    "kl_soap": KLSOAP,
     "psgd": PSGD,
     "kbfgs": KBFGS,
     "hessian_free": HessianFree,
@@ -42,7 +44,7 @@ METHODS: dict[str, type[Preconditioner]] = {
 }
 
 __all__ = [
-    "EKFAC", "KBFGS", "KFAC", "METHODS", "PSGD", "SENG", "SKFAC", "SMWNG", "SOAP", "Adam", "AdamW", "DiagonalNG",
+    "EKFAC", "KBFGS", "KFAC", "KLSOAP", "METHODS", "PSGD", "SENG", "SKFAC", "SMWNG", "SOAP", "Adam", "AdamW", "DiagonalNG",
     "DummyObject", "FullNG", "GradientMaker", "HessianFree", "LayerWiseNG", "Muon", "MuonH", "NewtonMuon", "NorMuon",
     "OnlineNG", "Preconditioner", "ScaledAdam", "Shampoo", "SimpleNG", "UnitWiseNG",
 ]

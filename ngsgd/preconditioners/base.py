@@ -253,7 +253,7 @@ class Preconditioner:
             raise ConfigError(f"{method.__name__} does not support DistributedDataParallel: each "
                               "rank would use the curvature of its own rows, and the replicas "
                               "would diverge. Choose KFAC, DiagonalNG, UnitWiseNG, LayerWiseNG, "
-                              "Shampoo or SOAP, which average it over the ranks.")
+                              "Shampoo, SOAP or KLSOAP, which average it over the ranks.")
         self._is_replicated = True
 
     @contextlib.contextmanager
@@ -432,7 +432,7 @@ class Preconditioner:
         """
         if not type(self).splits_work:
             raise ConfigError(f"{type(self).__name__} cannot split its work over ranks; KFAC, DiagonalNG, UnitWiseNG, "
-                              "LayerWiseNG, Shampoo and SOAP can.")
+                              "LayerWiseNG, Shampoo, SOAP and KLSOAP can.")
         self._ranks = ProcessGroupComm(group, self.generator.device)
 
     # steps

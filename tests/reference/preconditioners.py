@@ -147,7 +147,8 @@ def shampoo(gradients: list[Tensor], ridge: float, *, decay: float | None) -> Te
     return (torch.kron(power(L, 4).contiguous(), power(R, 4).contiguous()) @ G.flatten()).view_as(G)
 
 
-def soap(gradients: list[Tensor], *, beta_1: float, beta_2: float, eps: float, look_every: int, basis_every: int) -> list[Tensor]:
+def soap(gradients: list[Tensor], *, beta_1: float, beta_2: float, eps: float, look_every: int, basis_every: int,
+         kl: bool = False) -> list[Tensor]:
     """The direction of every step (Vyas et al. 2024, algorithm 3); a vector's basis is the
     identity.
 
@@ -155,22 +156,36 @@ def soap(gradients: list[Tensor], *, beta_1: float, beta_2: float, eps: float, l
     direction is taken in the basis of the steps before. Later bases are one round of power
     iteration, columns in falling order of their Rayleigh quotients, made orthogonal by
     Gram-Schmidt; v keeps to its columns, m stays in the original space.
+
+    With `kl` a factor is measured with gradients that the other one whitens (arXiv 2509.03378).
     """
     first = gradients[0]
     m, v, directions = torch.zeros_like(first), torch.zeros_like(first), [torch.zeros_like(first)]
-    factors = [_second_moment(first, k) * (1.0 - beta_2) for k in range(2 if first.ndim == 2 else 0)]
+    sides = range(2 if first.ndim == 2 else 0)
+    root = first.square().mean().sqrt()
+    factors = [_second_moment(first, k) / (first.shape[1 - k] * root if kl else 1.0) * (1.0 - beta_2) for k in sides]
+    weight = 1.0 - beta_2
     bases = [torch.linalg.eigh(L)[1] for L in factors]
     for step, G in enumerate(gradients[1:], start=1):
         m, v = beta_1 * m + (1.0 - beta_1) * G, beta_2 * v + (1.0 - beta_2) * _in_basis(G, bases).square()
         adam = (_in_basis(m, bases) / (1.0 - beta_1**step)) / ((v / (1.0 - beta_2**step)).sqrt() + eps)
         directions.append(_in_basis(adam, [Q.T for Q in bases]))
         if step % look_every == 0:
-            factors = [beta_2 * L + (1.0 - beta_2) * _second_moment(G, k) for k, L in enumerate(factors)]
+            whitened = [_whitened(G, factors[1 - k] / weight, bases[1 - k], k) if kl else G for k in sides]
+            factors = [beta_2 * factors[k] + (1.0 - beta_2) * _second_moment(whitened[k], k) for k in sides]
+            weight = beta_2 * weight + 1.0 - beta_2
         if step % basis_every == 0:
             for k, (L, Q) in enumerate(zip(factors, bases, strict=True)):
                 order = (Q.T @ L @ Q).diagonal().argsort(descending=True)
                 bases[k], v = _gram_schmidt((L @ Q)[:, order]), v.index_select(k, order)
     return directions
+
+
+def _whitened(G: Tensor, other: Tensor, basis: Tensor, side: int) -> Tensor:
+    """G with 1 / sqrt(D Q diag(Q^T L Q) Q^T) on the other side, whose size is D."""
+    values = (basis.T @ other @ basis).diagonal()
+    inverse = basis @ torch.diag(1.0 / (len(basis) * values.clamp(min=1e-6 * values.max())).sqrt()) @ basis.T
+    return G @ inverse if side == 0 else inverse @ G
 
 
 def _second_moment(G: Tensor, side: int) -> Tensor:

@@ -14,7 +14,7 @@ from ngsgd.config.option import default_of, option
 
 Kind = Literal[
     "ngsgd", "sgd", "kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw",
-    "shampoo", "soap", "psgd", "kbfgs", "hessian_free", "simple", "online", "adam", "adamw",
+    "shampoo", "soap", "kl_soap", "psgd", "kbfgs", "hessian_free", "simple", "online", "adam", "adamw",
     "muon", "normuon", "muonh", "newton_muon", "scaled_adam"]
 # Kinds that `ngsgd.preconditioners` implements: SGD on a preconditioned gradient
 METHODS = tuple(kind for kind in get_args(Kind) if kind not in ("ngsgd", "sgd"))
@@ -26,7 +26,7 @@ EVERY_MINIBATCH = ("hessian_free", "simple", "online", "adam", "adamw", "muon", 
                    "scaled_adam")
 FISHER_OF = {"kbfgs": "empirical", "simple": "empirical", "online": "empirical", "newton_muon": "empirical"}
 # The length of a step does not depend on that of the gradient, so grafting has no purpose
-_FIXED_LENGTH = ("adam", "adamw", "soap", "muon", "normuon", "muonh", "newton_muon", "scaled_adam")
+_FIXED_LENGTH = ("adam", "adamw", "soap", "kl_soap", "muon", "normuon", "muonh", "newton_muon", "scaled_adam")
 # Options whose default in a run differs from that of the library's classes, which apply the plain
 # method at every step. In a run, steps of the other methods have the norm of the gradient, so that
 # learning rates keep their meaning, the curvature is updated every 10 minibatches, and jobs hand
@@ -35,6 +35,7 @@ OF_A_RUN = ("graft", "curvature_interval", "inverse_interval", "curvature_state"
 
 # damping is eps, and ema_decay beta 2
 _ADAM = ("adam", "adamw", "muon", "normuon", "muonh")
+_SOAPS = ("soap", "kl_soap")
 _MUONS = ("muon", "normuon", "muonh", "newton_muon")
 # any type of Fisher matrix
 _OF_FISHER = ("kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw")
@@ -94,7 +95,7 @@ class OptimizerConfig:
         "slot; average: mean over all jobs",
         used=_kinds(("ngsgd", *METHODS)),
         default_of_kind={**dict.fromkeys(("diagonal", "adam", "adamw", "muonh", "scaled_adam"), "average"),
-                         "soap": "keep"})
+                         **dict.fromkeys(_SOAPS, "keep")})
     alpha: float = option(
         4.0, "smoothing of the Fisher matrix toward the identity (eq. 19)",
         low=0.0, used="kind=ngsgd|simple|online")
@@ -126,11 +127,11 @@ class OptimizerConfig:
     damping: float = option(
         1e-2,
         "damping of the curvature of the mean loss; shampoo: relative to the largest eigenvalue; "
-        "newton_muon: relative to the mean eigenvalue; soap, adam, adamw, muon, normuon, "
+        "newton_muon: relative to the mean eigenvalue; soap, kl_soap, adam, adamw, muon, normuon, "
         "muonh, scaled_adam: eps",
         above=0.0, used=_all_but(),
         default_of_kind={"shampoo": 1e-6, "newton_muon": 0.2,
-                         **dict.fromkeys(("soap", *_ADAM, "scaled_adam"), 1e-8)})
+                         **dict.fromkeys((*_SOAPS, *_ADAM, "scaled_adam"), 1e-8)})
     curvature_interval: int = option(
         10, "interval between two curvature updates",
         unit="minibatches", low=1, used=_all_but(*EVERY_MINIBATCH),
@@ -162,8 +163,8 @@ class OptimizerConfig:
         used=_all_but())
     beta1: float = option(
         0.9, "decay of the first moment; scaled_adam: of the update",
-        low=0.0, high=0.9999, used=_kinds(("soap", *_ADAM, "newton_muon", "scaled_adam")),
-        default_of_kind=dict.fromkeys(("soap", *_MUONS), 0.95))
+        low=0.0, high=0.9999, used=_kinds((*_SOAPS, *_ADAM, "newton_muon", "scaled_adam")),
+        default_of_kind=dict.fromkeys((*_SOAPS, *_MUONS), 0.95))
     decoupled_weight_decay: float = option(
         0.0,
         "decoupled weight decay (AdamW): fraction of the parameters subtracted by a step with "
