@@ -4,6 +4,7 @@
     python -m benchmarks.paper remedies an4-relu --source AN4 --jobs 16
     python -m benchmarks.paper periods an4-relu --source AN4 --jobs 16
     python -m benchmarks.paper controls an4-relu --source AN4 --jobs 16
+    python -m benchmarks.paper many-jobs an4-relu --source AN4 --jobs 16 32 --seeds 0 1 2 3 4
     python -m benchmarks.paper clock an4-relu --source AN4
     python -m benchmarks.paper report [--page docs/results.md]
 
@@ -12,7 +13,8 @@ does not have; it may be interrupted and repeated.  Jobs are simulated: one proc
 after another, bitwise identical to as many machines. `remedies` tries settings that may reduce the
 loss of averaging over many jobs. `periods` tries other numbers of frames between two averagings,
 `controls` synchronous baselines on as many machines: gradients summed at every step, and one of the
-jobs alone. `clock` measures, on an idle machine, the time of one job of an outer iteration on a
+jobs alone. `many-jobs` gives every optimizer and outer optimizer its own learning rate for that
+number of jobs. `clock` measures, on an idle machine, the time of one job of an outer iteration on a
 dedicated core.  `report` draws the figures with that clock, as the paper did, and writes the tables
 into the page.
 """
@@ -24,7 +26,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from benchmarks.paper import clock, report
+from benchmarks.paper import clock, many_jobs, report
 from benchmarks.paper.cells import (
     CONTROLS,
     JOBS,
@@ -52,6 +54,10 @@ def main() -> None:
     methods = tuple(options.methods)
     if options.command == "clock":
         clock.measure(options.task, methods, best_rates(options.task, methods), options.work, options.source)
+        return
+    if options.command == "many-jobs":
+        for num_jobs in options.jobs:
+            many_jobs.measure(options.task, num_jobs, tuple(options.seeds), options.work, options.source)
         return
     for cells in _wanted(options, methods):
         run_all(cells, options.work, options.source)
@@ -86,7 +92,7 @@ def _controls(options: argparse.Namespace, rates: dict[str, float]) -> Iterator[
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("run", "remedies", "periods", "controls", "clock"):
+    for name in ("run", "remedies", "periods", "controls", "clock", "many-jobs"):
         one = commands.add_parser(name)
         one.add_argument("task", choices=list(TASKS))
         one.add_argument("--source", default="", help="folder of the corpus, for an4")

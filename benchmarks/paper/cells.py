@@ -22,17 +22,20 @@ RATES = (0.0005, 0.001, 0.002, 0.004, 0.008)
 _OWN_RATES = {"adam": (0.0001, 0.0002, 0.0004, 0.0008, 0.0016)}
 _FINAL = 0.1
 
+# steps of the papers, without the limits of NG-SGD
+_UNLIMITED = ["optimizer.max_change=0", "optimizer.max_param_change=0"]
 METHODS = {
     "sgd": ["optimizer=sgd"],
     # a job here is too short for new Fisher estimates
     "online-ng": ["optimizer=ngsgd", "optimizer.curvature_state=keep"],
-    "simple-ng": ["optimizer=simple"],
     "adam": ["optimizer=adam", "optimizer.graft=gradient"],
     "adamw": ["optimizer=adamw", "optimizer.graft=gradient"],
     "muon": ["optimizer=muon", "optimizer.graft=gradient"],
     "shampoo": ["optimizer=shampoo"],
+    "muon-plain": ["optimizer=muon", *_UNLIMITED, "optimizer.beta1=0.9", "optimizer.curvature_state=keep"],
+    "soap-plain": ["optimizer=soap", *_UNLIMITED],
 }
-MATRIX_METHODS = ("sgd", "adam", "online-ng", "simple-ng")
+MATRIX_METHODS = ("sgd", "adam", "online-ng")
 # synchronous baselines on as many machines; Shampoo's directions have the gradient's norm, so its
 # rates are these
 SYNCHRONOUS_RATES = {"adam": (0.0003, 0.001, 0.003, 0.01), "adamw": (0.0003, 0.001, 0.003, 0.01),
@@ -41,6 +44,7 @@ OUTERS = {
     "average": ["outer=average"],
     "sqrt-gain": ["outer=bmuf", "outer.gain=0"],
     "diloco": ["outer=diloco"],
+    "nesterov 0.5": ["outer=diloco", "outer.lr=1", "outer.momentum=0.5"],
 }
 FRAMES_PER_JOB = 2048
 
@@ -68,7 +72,6 @@ TASKS = {
     # one splice of +-7 cepstra, 102 states; 2048 frames a job, so that 16 jobs still average about
     # 28 times
     "an4-relu": Task(["recipe=an4", "model=relu", "model.hidden_dim=256", "model.dropout_schedule=''"], 4, 128, _AN4, True),
-    "an4-pnorm": Task(["recipe=an4", "model=pnorm", "model.hidden_dim=500", "model.dropout_schedule=''"], 4, 128, _AN4, True),
     "digits": Task(["recipe=digits", "model=relu", "data.train_minutes=40"], 2, 256,
                    ["decode.acoustic_scales=[0.1,0.15,0.2]", "decode.word_penalties=[0.0,4.0]"]),
 }

@@ -9,7 +9,7 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from benchmarks.paper import clock
+from benchmarks.paper import clock, many_jobs
 from benchmarks.paper.cells import (
     CONTROLS,
     JOBS,
@@ -27,7 +27,7 @@ from ngsgd.launcher.reports import plots, svg
 
 Group = dict[tuple[str, str, int], list[Line]]   # by method, outer optimizer, number of jobs
 _RAMP = "ramp from a quarter"
-_STYLES = {"online-ng": "-", "sgd": "--", "simple-ng": ":"}
+_STYLES = {"online-ng": "-", "sgd": "--"}
 
 
 def write(page: Path) -> None:
@@ -43,6 +43,7 @@ def write(page: Path) -> None:
             text = between(text, f"{task} {name}", _matrix(group, key, digits))
         text = between(text, f"{task} remedies", _variants(group, ("sqrt-gain", *REMEDIES)))
         text = between(text, f"{task} periods", _variants(group, ("sqrt-gain", *PERIODS)))
+        text = between(text, f"{task} many jobs", many_jobs.table(task, _spread))
         text = between(text, f"{task} controls", _variants(group, ("sqrt-gain", *CONTROLS)))
     page.write_text(text, encoding="utf-8")
 

@@ -22,8 +22,8 @@ from ngsgd.models import build_model
 
 COSTS = Path(__file__).parent / "results" / "cost.json"
 _INPUTS, _CLASSES = 440, 73
-# minibatches of a block, a multiple of all intervals, and pairs of blocks after the warm-up
-_BLOCK, _PAIRS, _WARM_UP = 20, 21, 3
+# minibatches of a block, a multiple of 48 and 64, the longest intervals; pairs of blocks
+_BLOCK, _PAIRS, _WARM_UP = 192, 5, 1
 _PLAIN = Entry("sgd", ("optimizer=sgd", "optimizer.max_change=0", "optimizer.max_param_change=0"), 0.0)
 
 

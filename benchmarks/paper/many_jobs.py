@@ -1,0 +1,93 @@
+"""Many jobs from the start: every pair of an optimizer and an outer optimizer at its own rate.
+
+The learning rate of a pair is the best by validation objf of seed 0, found with the sweep of the
+optimizer track (benchmarks/track/rule.py). The pairs with the best objf then run with more seeds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.paper.cells import Cell
+from benchmarks.paper.runs import Line, known, run_all
+from benchmarks.track import rule
+
+# first effective learning rate of the sweep with gain 1; a job's rate is num_jobs / gain times this
+INNERS = {"online-ng": 0.002, "muon-plain": 0.002, "soap-plain": 0.0002, "sgd": 0.002}
+OUTER_RULES = ("average", "sqrt-gain", "diloco", "nesterov 0.5")
+NUM_BEST = 3
+Pair = tuple[str, str]
+
+
+class MissingRunError(Exception):
+    """A run of the sweep has no result yet."""
+
+
+def pairs() -> Iterator[Pair]:
+    """Yield the optimizer and the outer optimizer of each pair."""
+    return itertools.product(INNERS, OUTER_RULES)
+
+
+def swept(task: str, pair: Pair, num_jobs: int, line_of: Callable[[Cell], Line]) -> float:
+    """Return the best learning rate of a pair; `line_of` returns the result of a run."""
+    inner, outer = pair
+
+    def loss(rate: float) -> float:
+        line = line_of(Cell(task, inner, outer, num_jobs, 0, float(f"{rate:.3g}")))
+        return math.inf if "diverged" in line else -float(line["valid_objf"])
+    return float(f"{rule.sweep(INNERS[inner], loss):.3g}")
+
+
+def line_of(cell: Cell) -> Line:
+    """Return the stored result of a run.
+
+    Raises:
+        MissingRunError: it has none.
+    """
+    line = known(cell.task).get(cell.key())
+    if line is None:
+        raise MissingRunError
+    return line
+
+
+def best_rate(task: str, pair: Pair, num_jobs: int) -> float | None:
+    """Return the best rate of a pair; None if its sweep is not complete."""
+    try:
+        return swept(task, pair, num_jobs, line_of)
+    except MissingRunError:
+        return None
+
+
+def best_pairs(task: str, num_jobs: int) -> list[tuple[Pair, float]]:
+    """Return the pairs with a complete sweep and their rates, the best objf first."""
+    rates = {pair: rate for pair in pairs() if (rate := best_rate(task, pair, num_jobs))}
+    lines = {pair: line_of(Cell(task, *pair, num_jobs, 0, rate)) for pair, rate in rates.items()}
+    finished = [pair for pair in rates if "diverged" not in lines[pair]]
+    return [(pair, rates[pair]) for pair in sorted(finished, key=lambda pair: -lines[pair]["valid_objf"])]
+
+
+def measure(task: str, num_jobs: int, seeds: tuple[int, ...], work: Path, source: str) -> None:
+    """Run the sweeps that are missing, and the best pairs with all seeds."""
+    def trained(cell: Cell) -> Line:
+        run_all([cell], work, source)
+        return line_of(cell)
+    for pair in pairs():
+        swept(task, pair, num_jobs, trained)
+    for pair, rate in best_pairs(task, num_jobs)[:NUM_BEST]:
+        run_all((Cell(task, *pair, num_jobs, seed, rate) for seed in seeds), work, source)
+
+
+def table(task: str, spread: Callable[[list[Line], str, int], str]) -> str:
+    """Return a row per pair and number of jobs; `spread` writes the values of several seeds."""
+    rows = ["| jobs | optimizer | outer optimizer | rate | seeds | validation objf | test %WER |", "|---" * 7 + "|"]
+    lines = list(known(task).values())
+    for num_jobs in sorted({line["num_jobs"] for line in lines if line["num_jobs"] > 1}):
+        for (inner, outer), rate in best_pairs(task, num_jobs):
+            own = [line for line in lines if (line["method"], line["outer"], line["num_jobs"], line["rate"])
+                   == (inner, outer, num_jobs, rate)]
+            rows.append(f"| {num_jobs} | {inner} | {outer} | {rate:g} | {len(own)} | {spread(own, 'valid_objf', 3)} | "
+                        f"{spread(own, 'wer_percent', 2)} |")
+    return "\n".join(rows) if len(rows) > 2 else "Not run yet."
