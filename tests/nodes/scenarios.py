@@ -22,6 +22,7 @@ from tests.integration.service import events, final_hash
 from tests.nodes.jobs import by_the_documented_commands
 from tests.nodes.lab import SETTINGS, Lab, lab, told
 from tests.nodes.network import ROOT, missing
+from tests.nodes.stored import without_a_shared_disk
 
 _RATE, _LATENCY_S = 2.5e6, 0.05   # 20 Mbit/s, and 50 ms one way
 
@@ -156,6 +157,9 @@ def main(wanted: list[str]) -> int:
                 with lab(output_dir=Path(folder), **network) as cluster:
                     results = [told(scenario, cluster, expected) for scenario in chosen]
                 good = good and all(results)
+        if not wanted or without_a_shared_disk.__name__ in wanted:
+            (Path(folder) / "logs").mkdir(exist_ok=True)
+            good = told(without_a_shared_disk, Path(folder) / "logs", expected) and good
     return 0 if good else 1
 
 

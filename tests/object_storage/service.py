@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -61,18 +62,30 @@ class Faults:
 class Service:
     """The server; `faults` is replaced before each case."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1", port: int = 0) -> None:
         self.faults = Faults()
         self._app = DomainDispatcherApplication(create_backend_app)
-        self._server = serving.make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Quiet)
+        self._server = serving.make_server(address, port, self._answer, threaded=True, request_handler=_Quiet)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.port}"
+        self.url = f"http://{address}:{self._server.port}"
 
     def environment(self) -> dict[str, str]:
         """Environment variables of a process that uses the service."""
-        return {"AWS_ENDPOINT_URL": self.url, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+        return self.environment_of(self.url)
+
+    @staticmethod
+    def environment_of(url: str) -> dict[str, str]:
+        """Environment variables of a process that uses the service at a URL."""
+        return {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
                 "AWS_REGION": "us-east-1"}
+
+    def make_bucket(self) -> None:
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}/{BUCKET}", method="PUT")).close()
+
+    def wait(self) -> None:
+        """Serve until the process ends."""
+        self._thread.join()
 
     def close(self) -> None:
         self._server.shutdown()
@@ -126,7 +139,19 @@ def running(environment: Callable[[str, str], None]) -> Iterator[Service]:
     for name, value in service.environment().items():
         environment(name, value)
     try:
-        urllib.request.urlopen(urllib.request.Request(f"{service.url}/{BUCKET}", method="PUT")).close()
+        service.make_bucket()
         yield service
     finally:
         service.close()
+
+
+def main(address: str, port: str) -> None:
+    """Serve a bucket on an address of a test network."""
+    service = Service(address, int(port))
+    service.make_bucket()
+    print("ready", flush=True)
+    service.wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,85 @@
+"""Machines without a shared disk: the coordinator's machine is lost, and another one resumes the run
+from object storage, by the commands of docs/object-storage.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ngsgd.errors import EXIT_OK
+from tests.nodes.lab import SETTINGS, wait_until
+from tests.nodes.network import Network, Node
+from tests.object_storage.service import BUCKET, Service
+
+_PORT = 9000
+_URL = f"s3://{BUCKET}/runs"
+_COMMAND_S = 400.0
+# that of the model of the last commit, as this machine reads it
+_DIGEST = ("import json, sys; from ngsgd.pipeline.runs import stored_run; folder = stored_run.fetched(sys.argv[1]); "
+           "(newest,) = sorted((folder / 'checkpoints').iterdir())[-1:]; "
+           "print(json.loads((newest / 'manifest.json').read_text())['files']['model.safetensors'])")
+
+
+@dataclass
+class _Machines:
+    """Nodes whose home, cache and working folder are their own; node 0 runs the service."""
+
+    network: Network
+    logs: Path
+
+    def start(self, node: Node, name: str, *words: str) -> subprocess.Popen[bytes]:
+        """Start a program in the folder of a node that no other node sees."""
+        own = self.network.scratch
+        where = [f"HOME={own}", f"XDG_CACHE_HOME={own}/cache", f"TMPDIR={own}"]
+        service = Service.environment_of(f"http://{self.network.nodes[0].address}:{_PORT}")
+        return node.spawn(["env", f"--chdir={own}", *where, *(f"{key}={value}" for key, value in service.items()),
+                           sys.executable, *words], self.log(name))
+
+    def says(self, node: Node, name: str, *words: str) -> str:
+        """Return the output of a program that must succeed."""
+        code = self.start(node, name, *words).wait(_COMMAND_S)
+        said = self.log(name).read_text()
+        assert code == EXIT_OK, f"{' '.join(words)} ended with {code}:\n{said[-2000:]}"
+        return said
+
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    def has(self, name: str, pattern: str) -> bool:
+        return re.search(pattern, self.log(name).read_text()) is not None
+
+
+def without_a_shared_disk(logs: Path, expected: str) -> dict[str, Any]:
+    """Train on one machine, lose it, resume on a second one, and read the model on a third."""
+    ngsgd = ("-m", "ngsgd.launcher")
+    with tempfile.TemporaryDirectory(prefix="ngn-", dir="/tmp") as scratch, Network(4, Path(scratch)) as network:
+        machines = _Machines(network, logs)
+        service, first, second, third = network.nodes
+        for node in network.nodes:
+            node.start(machines.log(node.name))
+        machines.start(service, "service", "-m", "tests.object_storage.service", service.address, str(_PORT))
+        wait_until(lambda: machines.has("service", "ready"), 60.0, f"no service; see {machines.log('service')}")
+        training = machines.start(first, "train", *ngsgd, "train", "name=stored", f"output_dir={_URL}", *SETTINGS)
+        wait_until(lambda: machines.has("train", r"iter +5/") or training.poll() is not None, _COMMAND_S, "no outer iteration")
+        assert training.poll() is None, machines.log("train").read_text()[-2000:]
+        first.stop()
+        lost = time.monotonic()
+        (run,) = re.findall(r"stored-\S+", machines.says(second, "status", *ngsgd, "status", _URL))[:1]
+        machines.says(second, "resume", *ngsgd, "resume", f"{_URL}/{run}")
+        resumed_s = time.monotonic() - lost
+        digest = machines.says(third, "digest", "-c", _DIGEST, f"{_URL}/{run}").split()[-1]
+        assert digest == expected, f"{run} has other bits than one process"
+        status = json.loads(machines.says(third, "report", *ngsgd, "status", f"{_URL}/{run}", "--json"))
+        assert status["is_finished"], status
+        begun = min(map(int, re.findall(r"iter +(\d+)/", machines.log("resume").read_text())))
+        assert begun > 1, "the run began again"
+        return {"first outer iteration after the loss": begun, "seconds from the loss to the end": resumed_s,
+                "result on a third machine": status["wer"]}
