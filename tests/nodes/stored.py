@@ -1,5 +1,5 @@
-"""Machines without a shared disk: the coordinator's machine is lost, and another one resumes the run
-from object storage, by the commands of docs/object-storage.md.
+"""Machines without a shared disk: the coordinator's machine is lost, and another one resumes the
+run from object storage, by the commands of docs/object-storage.md.
 """
 
 from __future__ import annotations
