@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import math
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.paper import report
+from benchmarks.paper import many_jobs, report
 from benchmarks.paper.cells import CONTROLS, REMEDIES, TASKS, Cell
 from benchmarks.paper.runs import known, run
 
@@ -30,6 +32,23 @@ def test_the_page_matches_the_results(tmp_path: Path) -> None:
     page.write_text(kept, encoding="utf-8")
     report.write(page)
     assert page.read_text(encoding="utf-8") == kept, "docs/results.md: run python -m benchmarks.paper report"
+
+
+def test_pairs_of_optimizers_get_the_best_rate_for_their_number_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    best, found = {"online-ng": 0.004, "muon-plain": 0.001}, dict[str, dict[str, Any]]()
+
+    def trained(cell: Cell) -> dict[str, Any]:
+        objf = -0.7 - 0.1 * abs(math.log2(cell.rate / best[cell.method])) - 0.05 * (cell.method == "online-ng")
+        result = {"diverged": True} if cell.rate > 0.01 else {"valid_objf": objf, "wer_percent": 10.0}
+        return found.setdefault(cell.key(), {**asdict(cell), "key": cell.key(), **result})
+    monkeypatch.setattr(many_jobs, "known", lambda _: found)
+    pairs = [(method, "average") for method in best]
+    assert many_jobs.best_rate("an4-relu", pairs[0], 16) is None
+    assert [many_jobs.swept("an4-relu", pair, 16, trained) for pair in pairs] == [0.004, 0.001]
+    assert many_jobs.best_pairs("an4-relu", 16) == [(pairs[1], 0.001), (pairs[0], 0.004)]
+    rows = many_jobs.table("an4-relu", lambda lines, key, _: f"{lines[0][key]}").splitlines()
+    assert rows[2:] == ["| 16 | muon-plain | average | 0.001 | 1 | -0.7 | 10.0 |",
+                        "| 16 | online-ng | average | 0.004 | 1 | -0.75 | 10.0 |"]
 
 
 @pytest.mark.slow
