@@ -23,7 +23,7 @@ _OWN_RATES = {"adam": (0.0001, 0.0002, 0.0004, 0.0008, 0.0016)}
 _FINAL = 0.1
 
 # steps of the papers, without the limits of NG-SGD
-_UNLIMITED = ["optimizer.max_change=0", "optimizer.max_param_change=0"]
+UNLIMITED = ("optimizer.max_change=0", "optimizer.max_param_change=0")
 METHODS = {
     "sgd": ["optimizer=sgd"],
     # a job here is too short for new Fisher estimates
@@ -32,8 +32,8 @@ METHODS = {
     "adamw": ["optimizer=adamw", "optimizer.graft=gradient"],
     "muon": ["optimizer=muon", "optimizer.graft=gradient"],
     "shampoo": ["optimizer=shampoo"],
-    "muon-plain": ["optimizer=muon", *_UNLIMITED, "optimizer.beta1=0.9", "optimizer.curvature_state=keep"],
-    "soap-plain": ["optimizer=soap", *_UNLIMITED],
+    "muon-plain": ["optimizer=muon", *UNLIMITED, "optimizer.beta1=0.9", "optimizer.curvature_state=keep"],
+    "soap-plain": ["optimizer=soap", *UNLIMITED],
 }
 MATRIX_METHODS = ("sgd", "adam", "online-ng")
 # synchronous baselines on as many machines; Shampoo's directions have the gradient's norm, so its

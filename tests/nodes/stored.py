@@ -22,10 +22,9 @@ from tests.object_storage.service import BUCKET, Service
 _PORT = 9000
 _URL = f"s3://{BUCKET}/runs"
 _COMMAND_S = 400.0
-# that of the model of the last commit, as this machine reads it
-_DIGEST = ("import json, sys; from ngsgd.pipeline.runs import stored_run; folder = stored_run.fetched(sys.argv[1]); "
-           "(newest,) = sorted((folder / 'checkpoints').iterdir())[-1:]; "
-           "print(json.loads((newest / 'manifest.json').read_text())['files']['model.safetensors'])")
+# of the model, as this machine reads it
+_DIGEST = ("import sys; from ngsgd.pipeline.runs import stored_run; from tests.integration.service import final_hash; "
+           "print(final_hash(stored_run.fetched(sys.argv[1])))")
 
 
 @dataclass

@@ -32,10 +32,7 @@ class KLSOAP(SOAP):
 
     Args:
         model: the module to precondition.
-        damping: eps, added to sqrt(v). Default 1e-8.
-        ema_decay: beta 2, decay of v and of the L_i. Default 0.95.
-        momentum: beta 1, decay of the gradient average, in [0, 1). Default 0.95.
-        block_size: largest dimension of a factor. Default 1024.
+        damping, ema_decay, momentum, block_size: see `SOAP`.
         options: see `Preconditioner`.
 
     Source: Lin et al. 2025 (arXiv 2509.03378).
