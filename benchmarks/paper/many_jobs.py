@@ -26,9 +26,9 @@ class MissingRunError(Exception):
     """A run of the sweep has no result yet."""
 
 
-def pairs() -> Iterator[Pair]:
-    """Yield the optimizer and the outer optimizer of each pair."""
-    return itertools.product(INNERS, OUTER_RULES)
+def pairs(num_jobs: int) -> Iterator[Pair]:
+    """Yield the optimizer and the outer optimizer of each pair; one job needs no outer optimizer."""
+    return itertools.product(INNERS, OUTER_RULES if num_jobs > 1 else ("average",))
 
 
 def swept(task: str, pair: Pair, num_jobs: int, line_of: Callable[[Cell], Line]) -> float:
@@ -63,7 +63,7 @@ def best_rate(task: str, pair: Pair, num_jobs: int) -> float | None:
 
 def best_pairs(task: str, num_jobs: int) -> list[tuple[Pair, float]]:
     """Return the pairs with a complete sweep and their rates, the best objf first."""
-    rates = {pair: rate for pair in pairs() if (rate := best_rate(task, pair, num_jobs))}
+    rates = {pair: rate for pair in pairs(num_jobs) if (rate := best_rate(task, pair, num_jobs))}
     lines = {pair: line_of(Cell(task, *pair, num_jobs, 0, rate)) for pair, rate in rates.items()}
     finished = [pair for pair in rates if "diverged" not in lines[pair]]
     return [(pair, rates[pair]) for pair in sorted(finished, key=lambda pair: -lines[pair]["valid_objf"])]
@@ -74,7 +74,7 @@ def measure(task: str, num_jobs: int, seeds: tuple[int, ...], work: Path, source
     def trained(cell: Cell) -> Line:
         run_all([cell], work, source)
         return line_of(cell)
-    for pair in pairs():
+    for pair in pairs(num_jobs):
         swept(task, pair, num_jobs, trained)
     for pair, rate in best_pairs(task, num_jobs)[:NUM_BEST]:
         run_all((Cell(task, *pair, num_jobs, seed, rate) for seed in seeds), work, source)
@@ -84,7 +84,7 @@ def table(task: str, spread: Callable[[list[Line], str, int], str]) -> str:
     """Return a row per pair and number of jobs; `spread` writes the values of several seeds."""
     rows = ["| jobs | optimizer | outer optimizer | rate | seeds | validation objf | test %WER |", "|---" * 7 + "|"]
     lines = list(known(task).values())
-    for num_jobs in sorted({line["num_jobs"] for line in lines if line["num_jobs"] > 1}):
+    for num_jobs in sorted({line["num_jobs"] for line in lines}):
         for (inner, outer), rate in best_pairs(task, num_jobs):
             own = [line for line in lines if (line["method"], line["outer"], line["num_jobs"], line["rate"])
                    == (inner, outer, num_jobs, rate)]
