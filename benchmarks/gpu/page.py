@@ -94,7 +94,7 @@ def _sections(run: Run) -> Iterator[str]:
     yield (
         ", ".join(
             f"{name} {about[name]}"
-            for name in ("capability", "memory_gib", "driver", "cudnn", "nccl", "cores")
+            for name in ("capability", "memory_gib", "driver", "cudnn", "nccl", "cores", "load")
             if about.get(name)
         )
         + "."

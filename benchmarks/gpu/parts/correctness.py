@@ -39,8 +39,9 @@ _STEPS = 2e-2
 _CURVATURE = 1e-3
 # for preconditioned gradients after solves with damping 0.1
 _DIRECTION = 5e-3
-# bfloat16 has 8 bits, and Muon's polynomial takes five steps in it
+# bfloat16 has 8 bits, and Muon's polynomial takes five steps in it on a GPU
 _BFLOAT16 = 0.2
+_NEWTON_SCHULZ = ("muon", "normuon", "muonh", "newton_muon")
 _KALDI_ONE_CALL, _KALDI_TRAJECTORY = 1e-3, 1e-2
 _QUANTITIES = (
     "batch_grad",
@@ -304,10 +305,8 @@ def _preconditioners(measurement: Measurement) -> None:
                     _directions(name, model, x, case.y)
                     for model, x in _both(measurement, case.model, case.x)
                 )
-                # torch.optim.Muon computes in bfloat16 everywhere
-                figures["difference"] = _require_close(
-                    found, wanted, _BFLOAT16 if name == "muon" else _DIRECTION
-                )
+                allowed = _BFLOAT16 if name in _NEWTON_SCHULZ else _DIRECTION
+                figures["difference"] = _require_close(found, wanted, allowed)
 
 
 def _directions(method: str, model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
