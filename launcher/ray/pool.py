@@ -244,8 +244,7 @@ class RayPool:
         assert slot.process
         slot.job = job
         if slot.process.shares_memory and self._way == "shared_memory":
-            num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
-            slot.places = tuple(self._vectors.allocate() for _ in range(num_places))
+            slot.places = tuple(self._vectors.allocate() for _ in range(job.num_vectors))
         else:
             start = replace(job.start, model=self._portable(job.start.model), own=job.start.own and self._portable(job.start.own))
             job = replace(job, start=start)
@@ -483,7 +482,7 @@ class RayPool:
         # the job as it was submitted: its references may have been made portable
         result = unpacked(remote(replace(result, job=job), self._fetch))
         if job.keep_own and result.own is None:
-            return replace(result, own=result.sent if job.send == (0, 1) else _StoreRef(own))
+            return replace(result, own=result.sent if job.num_vectors == 1 else _StoreRef(own))
         return result
 
     def _distrusted(self, slot: WorkerSlot, job: Job, places: Sequence[SharedRef]) -> JobFailure:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.cluster.exchange.compressed import packed
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanRequest, MeanShard
 from ngsgd.cluster.exchange.selection import WorkerDevice
 from ngsgd.cluster.exchange.shared_memory import SharedRef
@@ -48,7 +49,6 @@ class RayWorker:
         its type.
         """
         from ngsgd.cluster.exchange.collective import CollectiveWorker
-        from ngsgd.cluster.exchange.compressed import MoveEncoder
         from ngsgd.cluster.groups import make_worker
         from ngsgd.cluster.process import configure_process
         # before the task, whose error would not name the node
@@ -63,8 +63,6 @@ class RayWorker:
         self._worker = make_worker(spec, index)
         self._output_dir = local_root(spec.settings.output_dir)
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
-        codec = spec.settings.cluster.compression
-        self._encoder = None if codec == "none" else MoveEncoder(codec)
         fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device, spec.settings.cluster.precision)
         device = WorkerDevice.of(self._worker.device, is_near=self._heartbeats is not None)
         return Address(os.uname().nodename, os.getpid(), fingerprint, device)
@@ -96,12 +94,13 @@ class RayWorker:
         assert isinstance(result.sent, LocalRef)
         own = result.own.vector if isinstance(result.own, LocalRef) else None
         if places:
-            return replace(result, sent=refs[id(result.sent.vector)], own=refs[id(own)] if own is not None else None), None
+            return replace(result, sent=refs[id(result.sent.vector)], own=refs[id(own)] if own is not None else None,
+                           encoded=None), None
+        if own is result.sent.vector:
+            own = None
         if keep:
-            return self._member.keep(result), None
-        if self._encoder:
-            return replace(self._encoder.packed(result), own=None), own if own is not result.sent.vector else None
-        return replace(result, own=None), own if own is not result.sent.vector else None
+            return replace(self._member.keep(result), own=None, encoded=None), own
+        return replace(packed(result), own=None), own
 
     def answer(self, question: MeanRequest | FetchRequest) -> MeanShard | GroupFailure | Vector:
         """This worker's share of the mean, or a result that it kept."""

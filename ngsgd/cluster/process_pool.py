@@ -210,9 +210,9 @@ class ProcessPool:
     def submit_to(self, job: Job, worker: int) -> None:
         slot = self._slots[worker]
         slot.job, slot.told_to_stop = job, False
-        num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
-        slot.places = () if self._exchange else tuple(self._vectors.allocate()
-                                                      for _ in range(num_places))
+        # with an exchange the worker keeps the vector to average
+        num_places = job.num_vectors - (self._exchange is not None)
+        slot.places = tuple(self._vectors.allocate() for _ in range(num_places))
         # it died a moment ago; the next poll detects that
         with contextlib.suppress(Disconnected):
             slot.messages.post(JobAssignment(job, slot.places, None if job.repeat else self._snapshots.lend(job, slot.index)))

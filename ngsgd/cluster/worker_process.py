@@ -56,7 +56,9 @@ class Ready:
 
 @dataclass(frozen=True)
 class JobAssignment:
-    """A job, and the memory for its results; without memory, the worker keeps them."""
+    """A job, and the memory for its vectors; without memory for it, the worker keeps the vector to
+    average.
+    """
 
     job: Job
     places: tuple[SharedRef, ...]
@@ -152,10 +154,14 @@ class WorkerProcess:
 
     def _outcome(self, worker: Worker, assignment: JobAssignment) -> JobResult | JobFailure:
         refs: dict[int, SharedRef] = {}
-        places = list(assignment.places)
+        keeps = len(assignment.places) < assignment.job.num_vectors
+        places: list[SharedRef | None] = [*([None] if keeps else []), *assignment.places]
 
         def place(size: int) -> Vector:
-            ref = replace(places.pop(0), size=size)
+            place = places.pop(0)
+            if place is None:
+                return np_empty(size)
+            ref = replace(place, size=size)
             vector = ref.read()
             refs[id(vector)] = ref
             return vector
@@ -165,11 +171,13 @@ class WorkerProcess:
             return refs[id(held.vector)]
         worker.snapshots.memory = assignment.snapshots
         try:
-            result = worker.run(assignment.job, place if assignment.places else np_empty, self._heartbeat)
+            result = worker.run(assignment.job, place, self._heartbeat)
+            own = shared(result.own) if result.own else None
+            if not keeps:
+                return replace(result, sent=shared(result.sent), own=own, encoded=None)
             # a leaving worker keeps no results
-            if not assignment.places:
-                return result if self._should_end else self._member.keep(result)
-            return replace(result, sent=shared(result.sent), own=shared(result.own) if result.own else None)
+            kept = result if self._should_end else self._member.keep(result)
+            return replace(kept, own=own, encoded=None)
         except Exception as error:
             return JobFailure(assignment.job, self.setup.index, f"{type(error).__name__}: {error}", False, error)
 

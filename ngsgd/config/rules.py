@@ -265,9 +265,9 @@ def _dropout(c: RunConfig) -> Iterator[str]:
 
 
 def _outer(c: RunConfig) -> Iterator[str]:
-    if not c.checkpoint.job_states and not c.outer.jobs_keep_state:
-        yield ("checkpoint.job_states is false, but jobs keep no state; leave it true, or choose outer.overlap=true or "
-               "outer.kind=streaming.")
+    if not c.checkpoint.job_states and not c.jobs_keep_state:
+        yield ("checkpoint.job_states is false, but jobs keep no state; leave it true, or choose outer.overlap=true, "
+               "outer.kind=streaming or a cluster.compression.")
     if c.outer.overlap and c.outer.kind == "streaming":
         yield ("outer.overlap is true with outer.kind streaming, whose jobs continue from their "
                "own models; leave it false and set outer.fragment_delay=1 to overlap.")
@@ -308,10 +308,9 @@ def _exchange(c: RunConfig) -> Iterator[str]:
         why = "outer.overlap" if c.outer.overlap else f"outer.kind {c.outer.kind}"
         yield (f"cluster.exchange is {cluster.exchange} with {why}, whose jobs continue from their "
                "own results; leave it auto.")
-    stays_here = cluster.exchange == "shared_memory" or (possible and cluster.exchange == "auto")
-    if cluster.compression != "none" and stays_here:
-        yield (f"cluster.compression is {cluster.compression}, but no parameters leave this "
-               "machine; leave it none, or choose cluster.exchange=collective.")
+    if cluster.codec and c.outer.kind == "streaming":
+        yield (f"cluster.compression is {cluster.compression} with outer.kind streaming, whose jobs continue from "
+               "their own parameters; leave it none.")
 
 
 def _layers(c: RunConfig) -> Iterator[str]:

@@ -56,3 +56,8 @@ class RunConfig:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
+
+    @property
+    def jobs_keep_state(self) -> bool:
+        """Whether a job also depends on a vector of the previous job of its slot."""
+        return self.outer.jobs_keep_state or self.cluster.codec is not None

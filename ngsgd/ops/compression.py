@@ -10,9 +10,12 @@ then relative to a small number, and the next delta includes it.
 | int8  | -127..127, in units of p / 127     | 1 + 4 / row       | 0.5001 p / 127 + 2^-150         |
 | e3m0  | sign, 3-bit exponent: 0, p / 64,   | 1/2 + 4 / row     | max(abs(x) / 3, p / 128)        |
 |       | p / 32, .., p                      |                   | + 2^-150, with 0.3334 for 1/3   |
+| topk  | the 64 largest of 4096: place, and | 120 / 4096, so    | abs(x) if it is not sent        |
+|       | sign and one of two magnitudes     | 1/137 of float32  |                                 |
 
 The peak of a row is its largest magnitude, sent in float32. int8 and e3m0 preserve it, and all
-three preserve zeros.
+codecs preserve zeros. The two magnitudes of topk are means: of the sent elements above their mean
+magnitude, and of those below. The error of a row of topk is therefore never longer than the row.
 
 Derivation of the bounds: all codecs round to nearest. bf16 has 8 significant bits, so its numbers
 near x are at most abs(x) / 2^7 apart, or 2^-133 below 2^-126. Numbers of int8 are p / 127 apart.
@@ -20,12 +23,13 @@ Numbers of e3m0 differ by a factor of two. In the worst case x is midway between
 or, below p / 64, midway between 0 and p / 64. The last digits are those of float32: two roundings
 of 2^-24 in encoding, two in decoding, and 2^-150 if the decoded number is subnormal.
 
-No error therefore exceeds a fraction c of the peak of its row, c = 0.004, 0.004 and 0.2501. Error
+No error of the first three therefore exceeds a fraction c of the peak of its row, c = 0.004, 0.004 and 0.2501. Error
 feedback stays bounded: with deltas of at most m, the error stays at most c m / (1 - c), because c
 (m + c m / (1 - c)) is the same number.
 
 Sources: error feedback, Seide and others, Interspeech 2014; 4-bit E3M0 deltas, Streaming DiLoCo,
-arXiv 2501.18512.
+arXiv 2501.18512; 64 of 4096 elements with 2 bits and decaying error feedback, SparseLoCo,
+arXiv 2508.15706.
 """
 
 from __future__ import annotations
@@ -40,9 +44,17 @@ import numpy.typing as npt
 
 Vector = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
-Codec = Literal["bf16", "int8", "e3m0"]
+Codec = Literal["bf16", "int8", "e3m0", "topk"]
 # Elements that share a peak: 4 bytes for 1024 elements.
 ROW_LENGTH = 1024
+# Elements of which topk sends NUM_SENT; their places have 12 bits. Encoded vectors can be divided
+# at multiples of it.
+BLOCK_LENGTH = 4096
+NUM_SENT = 64
+# bytes of places, and of signs and magnitudes, of a block
+_PLACE_BYTES, _SIGN_BYTES = NUM_SENT * 3 // 2, NUM_SENT // 4
+# share of the error of topk that the next delta includes
+DECAY = 0.95
 # Elements processed together (complete rows); temporary copies fit into the cache.
 _CHUNK = 1 << 15
 
@@ -63,7 +75,7 @@ class Encoded:
     # length of every row but the last, or of each
     rows: int | tuple[int, ...]
     codes: Bytes
-    # one per row; none for bf16
+    # one per row; none for bf16; the two magnitudes of each block for topk
     peaks: Vector
 
     @property
@@ -82,8 +94,8 @@ def encode(vector: Vector, codec: Codec, *, rows: int | Sequence[int] = ROW_LENG
 
     Args:
         vector: finite float32 numbers.
-        codec: "bf16", "int8" or "e3m0".
-        rows: length of the rows, or the lengths of all of them. Default 1024.
+        codec: "bf16", "int8", "e3m0" or "topk".
+        rows: length of the rows of int8 and e3m0, or the lengths of all of them. Default 1024.
 
     Raises:
         ValueError: NaN or Inf, row lengths that do not sum to the length of the vector, or another
@@ -101,6 +113,8 @@ def encode(vector: Vector, codec: Codec, *, rows: int | Sequence[int] = ROW_LENG
     kept_rows = rows if isinstance(rows, int) else tuple(rows)
     if codec == "bf16":
         return Encoded(codec, len(vector), kept_rows, _to_bf16(vector), np.empty(0, np.float32))
+    if codec == "topk":
+        return Encoded(codec, len(vector), kept_rows, *_largest(vector))
     lengths = _row_lengths(kept_rows, len(vector))
     peaks = np.zeros(len(lengths), np.float32)
     codes = np.zeros(len(vector) + len(vector) % 2, np.uint8)
@@ -114,27 +128,38 @@ def encode(vector: Vector, codec: Codec, *, rows: int | Sequence[int] = ROW_LENG
 
 
 def decode(encoded: Encoded) -> Vector:
-    """Return the float32 vector; ValueError if the number of bytes is wrong."""
+    """Return the float32 vector; ValueError if the bytes are damaged, as far as that can be seen."""
     size, codes, peaks = encoded.size, encoded.codes, encoded.peaks
-    lengths = _row_lengths(encoded.rows, size) if encoded.codec != "bf16" else np.empty(0, np.int64)
-    expected = {"bf16": 2 * size, "int8": size, "e3m0": (size + 1) // 2}[encoded.codec]
-    if len(codes) != expected or len(peaks) != len(lengths):
+    has_rows = encoded.codec in ("int8", "e3m0")
+    lengths = _row_lengths(encoded.rows, size) if has_rows else np.empty(0, np.int64)
+    num_codes, num_peaks = num_bytes(size, encoded.codec)
+    expected = len(lengths) if has_rows else num_peaks // 4
+    if len(codes) != num_codes or len(peaks) != expected:
         raise ValueError(f"{len(codes)} bytes and {len(peaks)} peaks are not {size} elements in {encoded.codec}, "
-                         f"which take {expected} and {len(lengths)}")
+                         f"which take {num_codes} and {expected}")
     if encoded.codec == "bf16":
         return (codes.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    if encoded.codec == "topk":
+        return _from_largest(codes, peaks, size)
     vector = _INT8[codes] if encoded.codec == "int8" else _E3M0_PAIRS[codes].view(np.float32)[:size]
     for group, part in _groups(lengths):
         vector[part] *= np.repeat(peaks[group], lengths[group])
     return vector
 
 
+def num_bytes(size: int, codec: Codec) -> tuple[int, int]:
+    """Return the bytes of the codes and of the peaks of `size` elements, with rows of ROW_LENGTH."""
+    num_blocks, peaks = -(-size // BLOCK_LENGTH), 4 * -(-size // ROW_LENGTH)
+    return {"bf16": (2 * size, 0), "int8": (size, peaks), "e3m0": ((size + 1) // 2, peaks),
+            "topk": (num_blocks * (_PLACE_BYTES + _SIGN_BYTES), 8 * num_blocks)}[codec]
+
+
 class ErrorFeedback:
     """Codec of one sender with memory: the loss of a delta is added to the next one.
 
-    The sum of the sent deltas is the sum of the deltas minus `error`, for any number of them. Call
-    `reset` if the sender does not continue from its last delta, such as a worker that replaces
-    another.
+    Without decay the sum of the sent deltas is the sum of the deltas minus `error`, for any number
+    of them; the error of topk decays. Call `reset` if the sender does not continue from its last
+    delta, such as a worker that replaces another.
     """
 
     def __init__(self, codec: Codec, *, rows: int | Sequence[int] = ROW_LENGTH) -> None:
@@ -148,7 +173,7 @@ class ErrorFeedback:
         if self.error is not None and self.error.shape != move.shape:
             raise ValueError(f"a delta of {len(move)} elements follows deltas of "
                              f"{len(self.error)}; call reset() first")
-        wanted = move.copy() if self.error is None else move + self.error
+        wanted = move.copy() if self.error is None else add_error(move, self.error, self.codec)
         encoded = encode(wanted, self.codec, rows=self.rows)
         self.error = np.subtract(wanted, decode(encoded), out=wanted)
         return encoded
@@ -156,6 +181,69 @@ class ErrorFeedback:
     def reset(self) -> None:
         """Discard the error."""
         self.error = None
+
+
+def add_error(move: Vector, error: Vector, codec: Codec) -> Vector:
+    """Return the vector to encode: the delta plus the error of the last one, which topk decays."""
+    if codec == "topk":
+        error = np.multiply(error, np.float32(DECAY))
+    return np.add(move, error)
+
+
+def _largest(vector: Vector) -> tuple[Bytes, Vector]:
+    """Return the codes and the magnitudes of the blocks of topk."""
+    num_blocks = -(-len(vector) // BLOCK_LENGTH)
+    codes = np.empty((num_blocks, _PLACE_BYTES + _SIGN_BYTES), np.uint8)
+    peaks = np.empty((num_blocks, 2), np.float32)
+    blocks_at_once = _CHUNK // BLOCK_LENGTH
+    for first in range(0, num_blocks, blocks_at_once):
+        part = vector[first * BLOCK_LENGTH:(first + blocks_at_once) * BLOCK_LENGTH]
+        blocks = np.zeros((-(-len(part) // BLOCK_LENGTH), BLOCK_LENGTH), np.float32)
+        blocks.reshape(-1)[:len(part)] = part
+        group = slice(first, first + len(blocks))
+        codes[group], peaks[group] = _largest_of_blocks(blocks)
+    return codes.reshape(-1), peaks.reshape(-1)
+
+
+def _largest_of_blocks(blocks: Vector) -> tuple[Bytes, Vector]:
+    size = np.abs(blocks)
+    places = np.argpartition(size, -NUM_SENT, axis=1)[:, -NUM_SENT:]
+    # equal bytes for equal vectors, whatever the order of a partition is
+    places.sort(axis=1)
+    sizes = np.take_along_axis(size, places, axis=1)
+    # a zero has no code; the largest element is sent again instead, the first one if all are zero
+    top = np.take_along_axis(places, sizes.argmax(axis=1)[:, None], axis=1)
+    places = np.where(sizes > 0.0, places, top * (sizes.max(axis=1, keepdims=True) > 0.0))
+    values = np.take_along_axis(blocks, places, axis=1).astype(np.float64)
+    sizes_64 = np.abs(values)
+    is_large = sizes_64 > sizes_64.mean(axis=1, keepdims=True)
+    num_large = is_large.sum(axis=1)
+    large = (sizes_64 * is_large).sum(axis=1)
+    peaks = np.stack([(sizes_64.sum(axis=1) - large) / np.maximum(NUM_SENT - num_large, 1),
+                      large / np.maximum(num_large, 1)], axis=1)
+    pairs = places.astype(np.uint32).reshape(len(blocks), NUM_SENT // 2, 2)
+    packed = pairs[:, :, 0] | (pairs[:, :, 1] << 12)
+    # three bytes for two places
+    in_bytes = packed.astype("<u4").view(np.uint8).reshape(len(blocks), NUM_SENT // 2, 4)[:, :, :3]
+    twos = ((values < 0.0).astype(np.uint8) << 1 | is_large).reshape(len(blocks), NUM_SENT // 4, 4)
+    signs = (twos << np.array([0, 2, 4, 6], np.uint8)).sum(axis=2, dtype=np.uint8)
+    return np.concatenate([in_bytes.reshape(len(blocks), _PLACE_BYTES), signs], axis=1), peaks.astype(np.float32)
+
+
+def _from_largest(codes: Bytes, peaks: Vector, size: int) -> Vector:
+    blocks, magnitudes = codes.reshape(-1, _PLACE_BYTES + _SIGN_BYTES), peaks.reshape(-1, 2)
+    in_bytes = blocks[:, :_PLACE_BYTES].reshape(len(blocks), NUM_SENT // 2, 3).astype(np.uint32)
+    packed = in_bytes[:, :, 0] | (in_bytes[:, :, 1] << 8) | (in_bytes[:, :, 2] << 16)
+    places = np.stack([packed & 0xFFF, packed >> 12], axis=2).reshape(len(blocks), NUM_SENT).astype(np.int64)
+    twos = (blocks[:, _PLACE_BYTES:, None] >> np.array([0, 2, 4, 6], np.uint8)).reshape(len(blocks), NUM_SENT) & 3
+    values = np.take_along_axis(magnitudes, (twos & 1).astype(np.int64), axis=1)
+    places += BLOCK_LENGTH * np.arange(len(blocks))[:, None]
+    vector = np.zeros(size, np.float32)
+    try:
+        vector[places.reshape(-1)] = np.where(twos & 2, -values, values).reshape(-1)
+    except IndexError as error:
+        raise ValueError(f"a place is outside of {size} elements") from error
+    return vector
 
 
 def _to_bf16(vector: Vector) -> Bytes:

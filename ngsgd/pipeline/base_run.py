@@ -237,7 +237,7 @@ class BaseRun(ABC):
         # the model, at most two buffers of the outer optimizer, and a moving average
         start = self._start(training)
         num_vectors = 1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)
-        if config.outer.jobs_keep_state:
+        if config.jobs_keep_state:
             if config.checkpoint.job_states:
                 num_vectors += 1 + config.schedule.num_jobs_final
             if training.latest and not start.has_jobs:

@@ -86,7 +86,7 @@ class Coordinator:
         self._dispatch = Dispatcher(self.pool, ledger, self._averaged.layout, settings,
                                     self.control.stop, self._emit_incident, self.control.clock)
         self._refcount = self._dispatch.refcount
-        self._job_init = JobInitializer(settings.outer, self._refcount,
+        self._job_init = JobInitializer(settings.outer, self._refcount, codec=settings.cluster.codec,
                                         mean_fisher=settings.mean_fisher)
         self._averager = Averager(self.task, self.model, self._averaged, self._dispatch,
                                   self._job_init)
@@ -170,8 +170,8 @@ class Coordinator:
         if plan is None:
             return None
         if self._averaged.enter(plan.outer_iter):
-            # the estimates belong to other layers, or to other parameters of these layers
-            self._job_init.fisher.clear()
+            # they belong to other layers, or to other parameters of these layers
+            self._job_init.forget()
         gain = self._averaged.optimizer.rule.gain(plan.num_jobs, self.schedule.num_outer_iters)
         plan = replace(plan, iteration=replace(plan.iteration, gain=gain),
                        keeps_best=self.task.growth.is_early(plan.outer_iter))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from ngsgd.ops.compression import Codec, Encoded
 from ngsgd.schedules import Shard
 from ngsgd.training.parameter_deltas import Deltas
 from ngsgd.training.parameter_vector import Vector
@@ -59,6 +60,9 @@ class JobInit:
     (1 - mix) model in the fragment that is merged, x elsewhere. With the previous parameter delta m
     of the slot (overlapped averaging): model + m, since the model is one outer iteration old and
     does not contain m yet.
+
+    With compression, x is the vector that the previous job of the slot encoded: its delta and the
+    error before it. What it sent and the error that is left follow from x.
     """
 
     model: VectorRef
@@ -69,6 +73,8 @@ class JobInit:
     take: tuple[int, int] | None = (0, 1)
     # Fisher estimates to continue from; None: new estimates
     fisher: Fisher | None = None
+    # compression of the parameter delta; None: none
+    codec: Codec | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,11 @@ class Job:
     def identity(self) -> tuple[int, int, int]:
         """(outer iteration, job, attempt): unique within a run; negative for repetitions."""
         return self.outer_iter, self.job, -self.repeat or self.attempt
+
+    @property
+    def num_vectors(self) -> int:
+        """Vectors that a result contains: the one to average, and `own` if it is another one."""
+        return 1 + (self.keep_own and (self.send != (0, 1) or self.start.codec is not None))
 
     @property
     def shard(self) -> Shard:
@@ -148,6 +159,8 @@ class JobResult:
     num_skipped: int               # minibatches
     # with `keep_own`: input of the next start of this job
     own: VectorRef | None = None
+    # with a codec: the compressed delta that `sent` was computed from
+    encoded: Encoded | None = None
     fisher: Fisher | None = None   # with `keep_fisher`
     # problem in `sent` found by the worker; empty if none
     rejection_reason: str = ""

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from ngsgd.config import OuterConfig
+from ngsgd.ops.compression import Codec
 from ngsgd.training.dispatcher import OuterIterationState
 from ngsgd.training.job import Fisher, JobInit, VectorRef
 from ngsgd.training.parameter_vector import Vector
@@ -33,10 +34,11 @@ class JobInitializer:
     job slot.
 
     Overlap adds the last parameter delta of the slot to a model that does not contain it yet.
-    Streaming continues from the last parameters of the slot.
+    Streaming continues from the last parameters of the slot. Compression adds the last encoding
+    error of the slot to its next delta.
     """
 
-    def __init__(self, config: OuterConfig, refcount: VectorRefcount, *,
+    def __init__(self, config: OuterConfig, refcount: VectorRefcount, *, codec: Codec | None = None,
                  mean_fisher: Callable[[Sequence[Fisher]], Fisher] | None = None) -> None:
         self.config = config
         # combines the estimates of all jobs to one for every job; None: each slot keeps its
@@ -44,7 +46,8 @@ class JobInitializer:
         self.mean_fisher = mean_fisher
         # job -> Fisher estimates that its last run ended with
         self.fisher: dict[int, Fisher] = {}
-        self.need_own = config.jobs_keep_state
+        self.need_own = config.jobs_keep_state or codec is not None
+        self.codec = codec
         self.delay = config.fragment_delay if config.kind == "streaming" else int(config.overlap)
         self.returns: Literal["parameters", "move"] = "move" if config.overlap else "parameters"
         self._refcount = refcount
@@ -65,14 +68,14 @@ class JobInitializer:
         fisher = self.fisher.get(job)
         if self.mean_fisher is not None and self.fisher:
             fisher = self.mean_fisher([left for _, left in sorted(self.fisher.items())])
-        return replace(self._of(plan, job, model), fisher=fisher)
+        return replace(self._of(plan, job, model), fisher=fisher, codec=self.codec)
 
     def _of(self, plan: Plan, job: int, model: VectorRef) -> JobInit:
         left = self._own.get(job)
         if left is None or left.outer_iter != plan.outer_iter - 1:
             return JobInit(model)
-        if self.config.overlap:
-            return JobInit(model, left.own, own_is_move=True)
+        if self.config.overlap or self.codec is not None:
+            return JobInit(model, left.own, own_is_move=self.config.overlap)
         averaged = plan.outer_iter - 1 - self.delay
         return JobInit(model, left.own, mix=self.config.fragment_mixing, take=self.fragment(averaged) if averaged >= 0 else None)
 
@@ -117,7 +120,7 @@ class JobInitializer:
             self._own[job] = _Left(outer_iter, ref)
 
     def forget(self) -> None:
-        """Drop all results, so that all jobs start from the model again."""
+        """Drop the state of all jobs, so that they start from the model again."""
         for left in self._own.values():
             self._drop(left)
         self._own.clear()

@@ -48,6 +48,11 @@ class EngineSettings:
         return self.optimizer.keeps_curvature
 
     @property
+    def jobs_keep_state(self) -> bool:
+        """Whether a job also depends on a vector of the previous job of its slot."""
+        return self.outer.jobs_keep_state or self.cluster.codec is not None
+
+    @property
     def mean_fisher(self) -> Callable[[Sequence[Fisher]], Fisher] | None:
         """Function that averages the states of the jobs if every job continues from the average."""
         return mean_of_states(self.optimizer)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ngsgd.config import ClusterConfig, OptimizerConfig
 from ngsgd.errors import BadBatchError, ConfigError
+from ngsgd.ops.compression import Encoded, add_error, decode, encode
 from ngsgd.optim import NGSGD, SGD
 from ngsgd.optim.graphed_step import GraphedStep
 from ngsgd.optim.inspection import figures
@@ -73,6 +74,9 @@ def part_of_initial_parameters(start: JobInit, layout: FlatLayout) -> PartOfStar
     """
     model = start.model.read()
     own = None if start.own is None else start.own.read()
+    if start.codec is not None:
+        # what the previous job sent; its error is added at the end of this job
+        own = decode(encode(own, start.codec)) if own is not None and start.own_is_move else None
     taken = [part for part, _ in layout.fragment(*start.take)] if start.take else []
 
     def part_of_start(part: slice) -> Vector:
@@ -318,9 +322,10 @@ class Worker:
     def _result(self, job: Job, trained: _Trained, place: Place) -> JobResult:
         sums, optimizer = trained.sums, trained.optimizer
         is_complete = job.send == (0, 1)
+        is_move = job.returns == "move" or job.start.codec is not None
         end = self.layout.flatten(self.model.state_dict(),
                                   place(self.layout.size) if is_complete or job.keep_own else None)
-        if job.returns == "move":
+        if is_move:
             np.subtract(end, trained.start, out=end)
         pieces = self.layout.fragment(*job.send)
         sent = end
@@ -337,19 +342,46 @@ class Worker:
             limits = change_limits(self.model, optimizer, self._settings(job), sums.num_batches,
                                    job.lr)
         start_of = part_of_initial_parameters(job.start, self.layout)
-        deltas = measure(sent, job.returns == "move", start_of, self.layout, pieces, limits)
+        deltas = measure(sent, is_move, start_of, self.layout, pieces, limits)
+        reason = not_finite(sent, self.layout, pieces)
+        own, encoded = end if job.keep_own else None, None
+        if job.start.codec is not None:
+            own, encoded = _encoded(job.start, sent, place, is_valid=not reason)
+            if job.returns == "parameters":
+                np.add(sent, trained.start, out=sent)
         result = JobResult(
             job, self.index, LocalRef(sent), digest(sent), sums.num_examples, sums.num_batches,
             objf, accuracy, trained.seconds,
             sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
-            own=LocalRef(end) if job.keep_own else None,
+            own=LocalRef(own) if own is not None else None, encoded=encoded,
             fisher=fisher_of(optimizer, trained.preconditioner) if job.keep_fisher else None,
-            rejection_reason=not_finite(sent, self.layout, pieces), remainder=trained.remainder,
+            rejection_reason=reason, remainder=trained.remainder,
             health=figures(optimizer) if isinstance(optimizer, NGSGD) else {}, deltas=deltas,
             bad_batches=trained.bad_batches, continued_at=trained.continued_at)
         # checked before all jobs have ended, because a successor may start from this result earlier
         return replace(result,
                        rejection_reason=result.rejection_reason or impossible(result, self.layout))
+
+
+def _encoded(start: JobInit, move: Vector, place: Place, *, is_valid: bool) -> tuple[Vector, Encoded | None]:
+    """Replace the delta of a job by what its receiver decodes.
+
+    Returns:
+        The vector that was encoded, which contains the error of the previous job, and its code;
+        None for a delta that is not finite.
+    """
+    assert start.codec is not None
+    wanted = place(len(move))
+    np.copyto(wanted, move)
+    if not is_valid:
+        return wanted, None
+    if start.own is not None:
+        before = start.own.read()
+        error = before - decode(encode(before, start.codec))
+        np.copyto(wanted, add_error(move, error, start.codec))
+    encoded = encode(wanted, start.codec)
+    np.copyto(move, decode(encoded))
+    return wanted, encoded
 
 
 class _Trained(NamedTuple):

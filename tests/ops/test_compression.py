@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ngsgd.ops.compression import Codec, Encoded, ErrorFeedback, decode, encode
+from ngsgd.ops.compression import BLOCK_LENGTH, DECAY, NUM_SENT, Codec, Encoded, ErrorFeedback, decode, encode
 from tests.reference import compression as reference
 
 CODECS: tuple[Codec, ...] = ("bf16", "int8", "e3m0")
+# those that send every element
 EVERY_CODEC = pytest.mark.parametrize("codec", CODECS)
+WITH_TOPK = pytest.mark.parametrize("codec", [*CODECS, "topk"])
 LARGEST, SMALLEST = float(np.finfo(np.float32).max), 2.0**-149
 # any finite float32, and rows whose elements are of similar size
 FLOATS = st.one_of(st.floats(width=32, allow_nan=False, allow_infinity=False), st.floats(-1.0, 1.0, width=32),
@@ -61,6 +64,46 @@ def test_int8_and_e3m0_come_as_near_as_the_slow_ones(codec: Codec, vector_and_ro
         assert abs(y - x) <= abs(slow(x, peak) - x) + 1e-6 * peak + 2.0**-150
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 63, 64, 100, 4096, 4097, 9000, 40_001])
+@pytest.mark.parametrize("num_zeros", [0, 4000])
+def test_topk_is_the_slow_one_per_block(size: int, num_zeros: int) -> None:
+    vector = a_move(size)
+    vector[np.random.default_rng(1).permutation(size)[:num_zeros]] = 0.0
+    expected = []
+    for first in range(0, size, BLOCK_LENGTH):
+        block = [float(x) for x in vector[first:first + BLOCK_LENGTH]]
+        expected += reference.topk(block + [0.0] * (BLOCK_LENGTH - len(block)), NUM_SENT)[:len(block)]
+    # float64 sums in another order, rounded to float32
+    np.testing.assert_allclose(decode(encode(vector, "topk")), expected, rtol=2.0**-23)
+
+
+def test_the_error_of_a_block_of_topk_is_not_longer_than_the_block() -> None:
+    for seed in range(20):
+        block = a_move(BLOCK_LENGTH, seed) ** (1 + seed % 3)
+        error = block - decode(encode(block, "topk"))
+        assert np.linalg.norm(error) < np.linalg.norm(block)
+
+
+def test_a_damaged_place_of_topk_is_refused() -> None:
+    encoded = encode(a_move(5000), "topk")
+    codes = encoded.codes.copy()
+    # a place in the last block, which has 904 elements
+    codes[-112:-109] = 255
+    with pytest.raises(ValueError, match="outside of 5000 elements"):
+        decode(dataclasses.replace(encoded, codes=codes))
+
+
+def test_the_error_of_topk_decays() -> None:
+    sender = ErrorFeedback("topk")
+    move = a_move(5000)
+    first = decode(sender.encode(move))
+    assert sender.error is not None and np.array_equal(sender.error, move - first)
+    error = sender.error.copy()
+    second = decode(sender.encode(np.zeros_like(move)))
+    np.testing.assert_array_equal(second, decode(encode(error * np.float32(DECAY), "topk")))
+
+
 # ------------------------------------------------------------------------------------------- bounds
 @pytest.mark.slow
 @settings(max_examples=300)
@@ -91,7 +134,7 @@ def test_huge_and_subnormal_numbers_stay_finite_and_near(codec: Codec, value: fl
         assert found[[0, 1, 3]].tolist() == vector[[0, 1, 3]].tolist()
 
 
-@EVERY_CODEC
+@WITH_TOPK
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("index", [0, 4711, 69_999])
 def test_numbers_that_are_not_finite_are_refused_by_their_place(codec: Codec, bad: float, index: int) -> None:
@@ -110,10 +153,11 @@ def test_only_flat_float32_vectors_are_accepted() -> None:
 
 
 # ----------------------------------------------------------------------------------- rows and bytes
-@pytest.mark.parametrize(("codec", "bytes_per_element"), [("bf16", 2.0), ("int8", 1.0 + 4 / 1024), ("e3m0", 0.5 + 4 / 1024)])
+@pytest.mark.parametrize(("codec", "bytes_per_element"), [("bf16", 2.0), ("int8", 1.0 + 4 / 1024), ("e3m0", 0.5 + 4 / 1024),
+                                                           ("topk", 120 / 4096)])
 def test_bytes_per_element(codec: Codec, bytes_per_element: float) -> None:
-    encoded = encode(a_move(1024 * 50), codec)
-    assert encoded.nbytes == bytes_per_element * 1024 * 50
+    encoded = encode(a_move(1024 * 48), codec)
+    assert encoded.nbytes == bytes_per_element * 1024 * 48
     assert encoded.ratio == bytes_per_element / 4
 
 
@@ -156,7 +200,7 @@ def test_rows_that_do_not_make_the_vector_are_refused(rows: Any) -> None:
         encode(a_move(7), "int8", rows=rows)
 
 
-@EVERY_CODEC
+@WITH_TOPK
 def test_equal_vectors_have_equal_bytes(codec: Codec) -> None:
     vector = a_move(70_000)
     first, second = encode(vector, codec), encode(vector.copy(), codec)
@@ -164,7 +208,7 @@ def test_equal_vectors_have_equal_bytes(codec: Codec) -> None:
     assert np.array_equal(vector, a_move(70_000))  # and the vector is left as it was
 
 
-@EVERY_CODEC
+@WITH_TOPK
 @pytest.mark.parametrize("rows", [1024, (3000, 0, 2000)])
 def test_encoded_vectors_travel_as_json_and_raw_bytes(codec: Codec, rows: Any) -> None:
     encoded = encode(a_move(), codec, rows=rows)
@@ -174,7 +218,7 @@ def test_encoded_vectors_travel_as_json_and_raw_bytes(codec: Codec, rows: Any) -
     assert np.array_equal(decode(again), decode(encoded))
 
 
-@EVERY_CODEC
+@WITH_TOPK
 def test_truncated_bytes_are_refused(codec: Codec) -> None:
     whole = encode(a_move(), codec)
     for codes, peaks in ((whole.codes[:-1], whole.peaks), (whole.codes, np.append(whole.peaks, np.float32(1.0)))):
@@ -237,7 +281,7 @@ def test_a_move_too_small_for_the_codec_gets_through_in_the_end() -> None:
     np.testing.assert_allclose(sent, [1000.0, 1.0], atol=1.0 / 64)
 
 
-@EVERY_CODEC
+@WITH_TOPK
 def test_a_reset_clears_the_residual(codec: Codec) -> None:
     feedback = ErrorFeedback(codec)
     first = feedback.encode(a_move()).codes

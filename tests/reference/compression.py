@@ -45,3 +45,23 @@ def row_peaks(vector: list[float], lengths: list[int]) -> list[float]:
         peaks += [max(abs(x) for x in row)] * length if row else []
         first += length
     return peaks
+
+
+def topk(block: list[float], num_sent: int) -> list[float]:
+    """The block with its largest magnitudes rounded to two, each with its sign, and zeros
+    elsewhere.
+
+    The two are the mean magnitudes of those above the mean of all that are sent, and of the others.
+    If fewer are not zero, the largest counts as often as zeros are missing.
+    """
+    order = sorted(range(len(block)), key=lambda place: -abs(block[place]))
+    sent = [place for place in order[:num_sent] if block[place]]
+    if not sent:
+        return [0.0] * len(block)
+    sizes = [abs(block[place]) for place in sent] + [abs(block[sent[0]])] * (num_sent - len(sent))
+    middle = sum(sizes) / num_sent
+    found = [0.0] * len(block)
+    for place in sent:
+        group = [size for size in sizes if (size > middle) == (abs(block[place]) > middle)]
+        found[place] = math.copysign(sum(group) / len(group), block[place])
+    return found

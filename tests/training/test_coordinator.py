@@ -128,7 +128,27 @@ def test_training_learns(tmp_path: Path) -> None:
     ids=["bmuf", "average", "diloco", "overlap", "average-overlap", "streaming", "streaming-delay"])
 def test_a_death_and_a_resume_change_no_bit(outer: OuterConfig, tmp_path: Path) -> None:
     assert OuterConfig() == RunConfig().outer and OuterConfig().kind == "bmuf"
-    settings = config(outer=outer, optimizer=OptimizerConfig(), failure=FailureConfig())
+    require_no_bit_changes(config(outer=outer, optimizer=OptimizerConfig(), failure=FailureConfig()), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "e3m0", "topk"])
+def test_a_death_and_a_resume_keep_the_error_of_compression(codec: Any, overlap: bool, tmp_path: Path) -> None:
+    settings = config(outer=OuterConfig("average", overlap=overlap))
+    settings = dataclasses.replace(settings, cluster=dataclasses.replace(settings.cluster, compression=codec))
+    require_no_bit_changes(settings, tmp_path)
+    without = Run(tmp_path / "without", settings)
+    without.store.keeps_jobs = False
+    with pytest.raises(RunInterrupted):
+        without.train(stop=StopAfter(3, at_once=False))
+    # the error is part of the result
+    assert without.train().model_sha256 != undisturbed(settings).model_sha256
+
+
+def require_no_bit_changes(settings: RunConfig, tmp_path: Path) -> None:
+    """Compare a run without faults, one with a dead worker, and one that was stopped and resumed."""
+    outer = settings.outer
     whole = undisturbed(settings)
     if outer.kind == "bmuf":   # the momentum is at work, or the test would show averaging
         assert np.abs(whole.outer_state()["arrays"]["block_momentum"]).max() > 0.0

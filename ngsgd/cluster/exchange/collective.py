@@ -10,9 +10,7 @@ identical to the mean computed by the coordinator.
 Results stay unchanged in their worker until it begins the next outer iteration. If a group breaks,
 only the results of dead workers are lost.
 
-With a codec, parameter deltas are transferred: parameters minus the model that the jobs started
-from. The encoding error of a delta is added to the next delta of the same job slot. This error
-feedback belongs to the worker, so a replacement worker starts without it.
+With a codec, the compressed parameter deltas of the jobs are transferred.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from ngsgd.cluster.exchange.authentication import derive
 from ngsgd.cluster.exchange.process_group import Backend, Bytes, Group, join
 from ngsgd.cluster.exchange.shard_serialization import pack, parcel_size, shard_edges, unpack
 from ngsgd.ops.averaging import CHUNK, mean_of_chunk
-from ngsgd.ops.compression import Codec, Encoded, ErrorFeedback
+from ngsgd.ops.compression import Codec, Encoded
 from ngsgd.training.job import Job, JobResult
 from ngsgd.training.parameter_vector import FlatLayout, Mean, Vector
 
@@ -115,6 +114,15 @@ def process_name(process_id: int) -> str:
     return f"{os.uname().nodename}/{process_id}"
 
 
+class _Kept(NamedTuple):
+    """A result that is stored here."""
+
+    vector: Vector
+    # model that the job started from
+    start: Vector
+    encoded: Encoded | None
+
+
 @dataclass
 class CollectiveWorker:
     """Keeps the results of a worker, and averages its shard of all results."""
@@ -122,18 +130,14 @@ class CollectiveWorker:
     worker: int
     layout: FlatLayout
     device: torch.device
-    # result, and the model that it started from
-    _kept: dict[Identity, tuple[Vector, Vector]] = field(default_factory=dict)
-    _lanes: dict[int, ErrorFeedback] = field(default_factory=dict)               # by job number
-    # error feedback of a lane before it sent a result
-    _owed: dict[Identity, Vector | None] = field(default_factory=dict)
+    _kept: dict[Identity, _Kept] = field(default_factory=dict)
     _group: Group | None = None
     _generation: int = 0
 
     def keep(self, result: JobResult) -> JobResult:
         """Keep the vector here and return the result with a reference to it."""
         job = result.job
-        self._kept[job.identity] = result.sent.read(), job.start.model.read()
+        self._kept[job.identity] = _Kept(result.sent.read(), job.start.model.read(), result.encoded)
         return replace(result, sent=RemoteResultRef(self.worker, process_name(os.getpid()), job.identity))
 
     def make_room(self, job: Job) -> None:
@@ -144,13 +148,10 @@ class CollectiveWorker:
             # a repetition for the audit is compared with a result that may be here
             if identity[0] != job.outer_iter or (identity[1] == job.job and not job.repeat):
                 del self._kept[identity]
-                self._owed.pop(identity, None)
 
     def fetch(self, identity: Identity) -> Vector:
         """Return a complete result without compression."""
-        # the coordinator averages this vector, so a compressed transfer does not count
-        self._lane(identity)
-        return self._kept[identity][0]
+        return self._kept[identity].vector
 
     def average(self, order: MeanRequest) -> MeanShard | GroupFailure:
         """Return the shard of the mean that belongs to this worker."""
@@ -192,26 +193,18 @@ class CollectiveWorker:
         mean = _mean(vectors, order.shares, own.stop - own.start)
         if order.codec is not None:
             # the received vectors are deltas from that model
-            mean += self._kept[held[0]][1][own]
+            mean += self._kept[held[0]].start[own]
         layers = self.layout.mean_and_variance()
         return MeanShard(order.generation, mean, layers,
-                     {identity: _gathered(self._kept[identity][0], layers) for identity in held})
+                     {identity: _gathered(self._kept[identity].vector, layers) for identity in held})
 
     def _content(self, identity: Identity, codec: Codec | None) -> Vector | Encoded:
-        vector, start = self._kept[identity]
+        kept = self._kept[identity]
         if codec is None:
-            return vector
-        lane = self._lane(identity)
-        lane.codec = codec
-        self._owed[identity] = lane.error
-        return lane.encode(vector - start)
-
-    def _lane(self, identity: Identity) -> ErrorFeedback:
-        """Return the error feedback of a job slot as it was before the first send of the result."""
-        lane = self._lanes.setdefault(identity[1], ErrorFeedback("bf16"))
-        if identity in self._owed:
-            lane.error = self._owed.pop(identity)
-        return lane
+            return kept.vector
+        if kept.encoded is None:
+            raise ValueError(f"job {identity[1]} was not compressed in {codec}")
+        return kept.encoded
 
 
 def _packed(contents: Mapping[Identity, Vector | Encoded], edges: Sequence[int], order: MeanRequest) -> tuple[Bytes, list[int]]:

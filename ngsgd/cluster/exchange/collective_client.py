@@ -184,8 +184,7 @@ class Exchange:
 
 def exchange_of(config: ClusterConfig, host: str, backend: Backend = "gloo") -> Exchange:
     """Build the configured exchange for workers that reach this machine as `host`."""
-    codec: Codec | None = None if config.compression == "none" else config.compression
-    return Exchange(host, config.exchange_timeout_s, backend=backend, codec=codec)
+    return Exchange(host, config.exchange_timeout_s, backend=backend, codec=config.codec)
 
 
 def _require_all(results: Sequence[JobResult], refs: Sequence[RemoteResultRef], why_lost: WhyLost) -> None:

@@ -1,6 +1,6 @@
 """Serialization of a result in shards, each with a message authentication code.
 
-Shards end between the rows of the codecs of `ngsgd.ops.compression`, so a result is encoded once
+Shards end between the blocks of the codecs of `ngsgd.ops.compression`, so a result is encoded once
 and then divided.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.cluster.exchange.authentication import TAG_BYTES, RefusedError, is_tag, tag
-from ngsgd.ops.compression import ROW_LENGTH, Codec, Encoded, decode
+from ngsgd.ops.compression import BLOCK_LENGTH, ROW_LENGTH, Codec, Encoded, decode, num_bytes
 from ngsgd.training.parameter_vector import Vector
 
 Bytes = npt.NDArray[np.uint8]
@@ -19,12 +19,12 @@ _WORD = 8
 
 
 def shard_edges(size: int, count: int) -> list[int]:
-    """Offsets of the shards of `size` elements, and the end; rows are never split.
+    """Offsets of the shards of `size` elements, and the end; blocks of a codec are never split.
 
     Some shards may be empty.
     """
-    num_rows = -(-size // ROW_LENGTH)
-    return [min(size, num_rows * index // count * ROW_LENGTH) for index in range(count + 1)]
+    num_blocks = -(-size // BLOCK_LENGTH)
+    return [min(size, num_blocks * index // count * BLOCK_LENGTH) for index in range(count + 1)]
 
 
 def parcel_size(num_elements: int, codec: Codec | None) -> int:
@@ -57,16 +57,13 @@ def unpack(parcel: Bytes, num_elements: int, codec: Codec | None, key: bytes) ->
 
 def _raw_sizes(num_elements: int, codec: Codec | None) -> tuple[int, int]:
     """(bytes of codes or numbers, bytes of peaks)."""
-    peaks = 4 * -(-num_elements // ROW_LENGTH)
-    return {None: (4 * num_elements, 0), "bf16": (2 * num_elements, 0), "int8": (num_elements, peaks),
-            "e3m0": ((num_elements + 1) // 2, peaks)}[codec]
+    return (4 * num_elements, 0) if codec is None else num_bytes(num_elements, codec)
 
 
 def _cut(encoded: Encoded, part: slice) -> list[Bytes]:
-    first, _ = _raw_sizes(part.start, encoded.codec)
-    stop, _ = _raw_sizes(part.stop, encoded.codec)
-    peaks = encoded.peaks[part.start // ROW_LENGTH:-(-part.stop // ROW_LENGTH)]
-    return [encoded.codes[first:stop], peaks.view(np.uint8)]
+    first, first_peak = num_bytes(part.start, encoded.codec)
+    stop, last_peak = num_bytes(part.stop, encoded.codec)
+    return [encoded.codes[first:stop], encoded.peaks.view(np.uint8)[first_peak:last_peak]]
 
 
 def _padded(num_bytes: int) -> int:

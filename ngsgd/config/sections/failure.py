@@ -77,5 +77,6 @@ class CheckpointConfig:
     num_to_keep: int = option(3, "number of checkpoints that are kept, the newest ones", low=1)
     job_states: bool = option(
         True,
-        "checkpoints with outer.overlap or outer.kind=streaming contain one vector per job, which its next "
-        "run continues from, so that a resumed run is bitwise identical; false: jobs start from the model")
+        "checkpoints with outer.overlap, outer.kind=streaming or cluster.compression contain one vector per "
+        "job, which its next run continues from, so that a resumed run is bitwise identical; false: jobs start "
+        "from the model, without the error of compression")

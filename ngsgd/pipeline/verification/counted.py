@@ -81,7 +81,7 @@ class Starts:
         """Whether the jobs of an outer iteration can run again."""
         if outer_iter == 0:
             return True
-        if self.settings.outer.jobs_keep_state:
+        if self.settings.jobs_keep_state:
             # they also start from results of earlier jobs
             return self.store.has_jobs(outer_iter - 1)
         return outer_iter - 1 in self.store.outer_iters() or (self._is_model_enough and outer_iter - 1 in self.store.kept())
@@ -103,12 +103,13 @@ class Starts:
         model = seeded_model(self.task, self.settings.seed)
         averaged = AveragedModel(self.task, model, self.settings, self.store, self.schedule.num_outer_iters)
         averaged.begin(before)
-        init = JobInitializer(self.settings.outer, VectorRefcount(pool), mean_fisher=self.settings.mean_fisher)
+        init = JobInitializer(self.settings.outer, VectorRefcount(pool), codec=self.settings.cluster.codec,
+                              mean_fisher=self.settings.mean_fisher)
         init.fisher.update(before.fisher)
-        if averaged.enter(outer_iter):
-            init.fisher.clear()
         progress, states = before.progress, self.store.load_jobs(before) if before.has_jobs else JobStates()
         init.restore(progress.outer_iter, states)
+        if averaged.enter(outer_iter):
+            init.forget()
         if states.layer_rates is not None and states.excluded is not None:
             progress = replace(progress, layer_rates=states.layer_rates, bad_examples=states.excluded)
         start = pool.publish(averaged.optimizer.broadcast if states.model is None else partial(_copy, states.model))

@@ -195,7 +195,8 @@ def identity_of(job: Job, start: Vector, device: torch.device) -> bytes:
     """Hash everything that determines the result of a job, except the attempt."""
     content = hashlib.blake2b(digest_size=16)
     fields = (job.outer_iter, job.job, job.pieces, job.lr, job.lr_factor, job.progress, job.returns, job.send,
-              job.keep_fisher, job.keep_own, sorted(job.layer_rates.items()), job.excluded, digest(start),
+              job.keep_fisher, job.keep_own, sorted(job.layer_rates.items()), job.excluded, digest(start), job.start.codec,
+              digest(job.start.own.read()) if job.start.codec and job.start.own else 0,
               # the same arithmetic
               device.type, torch.__version__, torch.get_num_threads())
     content.update(repr(fields).encode())
