@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.cluster.exchange.compressed import packed
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanRequest, MeanShard
+from ngsgd.cluster.exchange.compressed import packed
 from ngsgd.cluster.exchange.selection import WorkerDevice
 from ngsgd.cluster.exchange.shared_memory import SharedRef
 from ngsgd.cluster.fingerprint import Fingerprint
