@@ -51,6 +51,8 @@ RENAMED = {
 # option -> old value -> value
 RENAMED_VALUES: dict[str, dict[Any, Any]] = {
     "combination.kind": {"generalised": "generalized"},
+    # as exact as bf16 in half of its bytes
+    "cluster.compression": {"bf16": "int8", "e3m0": "int8"},
     "schedule.load_balancing": {"equal": "none"},
 }
 @dataclass(frozen=True)

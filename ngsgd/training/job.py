@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from ngsgd.ops.compression import Codec, Encoded
+from ngsgd.ops.compression import Codec, Encoded, decode
 from ngsgd.schedules import Shard
 from ngsgd.training.parameter_deltas import Deltas
 from ngsgd.training.parameter_vector import Vector
@@ -48,6 +48,9 @@ class WorkItem:
     stop: int | None = None
 
 
+# (first element, values) of parts of a vector
+Exact = tuple[tuple[int, Vector], ...]
+NOTHING: Exact = ()
 # name of an estimate -> its state, as NumPy arrays and numbers
 Fisher = Mapping[str, Mapping[str, Any]]
 
@@ -62,7 +65,8 @@ class JobInit:
     does not contain m yet.
 
     With compression, x is the vector that the previous job of the slot encoded: its delta and the
-    error before it. What it sent and the error that is left follow from x.
+    error before it. The job starts from the model + the error that is left, so a worker continues
+    from its own training that the others do not have yet.
     """
 
     model: VectorRef
@@ -161,6 +165,8 @@ class JobResult:
     own: VectorRef | None = None
     # with a codec: the compressed delta that `sent` was computed from
     encoded: Encoded | None = None
+    # elements of the delta that are not compressed
+    exact: Exact = ()
     fisher: Fisher | None = None   # with `keep_fisher`
     # problem in `sent` found by the worker; empty if none
     rejection_reason: str = ""
@@ -197,6 +203,16 @@ class JobFailure:
 
 
 Outcome = JobResult | JobFailure
+
+
+def decoded(encoded: Encoded, exact: Exact) -> Vector:
+    """Return a compressed delta; ValueError if it is damaged, as far as that can be seen."""
+    move = decode(encoded)
+    for first, values in exact:
+        if not 0 <= first <= len(move) - len(values):
+            raise ValueError(f"elements {first} to {first + len(values)} are outside of a delta of {len(move)}")
+        move[first:first + len(values)] = values
+    return move
 
 
 class ResultsLost(Exception):

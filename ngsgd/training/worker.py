@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ngsgd.config import ClusterConfig, OptimizerConfig
 from ngsgd.errors import BadBatchError, ConfigError
-from ngsgd.ops.compression import Encoded, add_error, decode, encode
+from ngsgd.ops.compression import Codec, Encoded, decode, encode
 from ngsgd.optim import NGSGD, SGD
 from ngsgd.optim.graphed_step import GraphedStep
 from ngsgd.optim.inspection import figures
@@ -32,7 +32,18 @@ from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.build import make_preconditioner
 from ngsgd.training.device_copies import on_device
 from ngsgd.training.diagnostics.job_sums import JobSums
-from ngsgd.training.job import BadBatch, Fisher, Job, JobInit, JobResult, LocalRef, WorkItem
+from ngsgd.training.job import (
+    NOTHING,
+    BadBatch,
+    Exact,
+    Fisher,
+    Job,
+    JobInit,
+    JobResult,
+    LocalRef,
+    WorkItem,
+    decoded,
+)
 from ngsgd.training.parameter_deltas import NO_LIMITS, PartOfStart, change_limits, measure
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.precision import autocast, set_precision
@@ -74,15 +85,16 @@ def part_of_initial_parameters(start: JobInit, layout: FlatLayout) -> PartOfStar
     """
     model = start.model.read()
     own = None if start.own is None else start.own.read()
-    if start.codec is not None:
-        # what the previous job sent; its error is added at the end of this job
-        own = decode(encode(own, start.codec)) if own is not None and start.own_is_move else None
+    if own is not None and start.codec is not None and not start.own_is_move:
+        # the other part of the delta is in the model
+        own = error_of(own, start.codec)
+    is_move = start.own_is_move or start.codec is not None
     taken = [part for part, _ in layout.fragment(*start.take)] if start.take else []
 
     def part_of_start(part: slice) -> Vector:
         if own is None:
             return model[part]
-        if start.own_is_move:
+        if is_move:
             return model[part] + own[part]
         vector = own[part].copy()
         for one in taken:
@@ -319,6 +331,31 @@ class Worker:
             sums.add(batch.num_examples, BatchLoss(total, weight, num_correct), total, update)
         return train
 
+    def _encoded(self, start: JobInit, move: Vector, place: Place, *, is_valid: bool) -> tuple[Vector, Encoded | None, Exact]:
+        """Replace the delta of a job by what its receiver decodes.
+
+        Statistics of normalization layers are sent exactly: a variance with an error may be
+        negative.
+
+        Returns:
+            The vector that was encoded, which is the delta and the error of the previous job; its
+            code, None for a delta that is not finite; and the exact elements.
+        """
+        assert start.codec is not None
+        wanted = place(len(move))
+        np.copyto(wanted, move)
+        if not is_valid:
+            return wanted, None, NOTHING
+        if start.own is not None:
+            np.add(wanted, error_of(start.own.read(), start.codec), out=wanted)
+        parts = [part for pair in self.layout.mean_and_variance() for part in pair]
+        exact = tuple((part.start, move[part].copy()) for part in parts)
+        for part in parts:
+            wanted[part] = 0.0
+        encoded = encode(wanted, start.codec)
+        np.copyto(move, decoded(encoded, exact))
+        return wanted, encoded, exact
+
     def _result(self, job: Job, trained: _Trained, place: Place) -> JobResult:
         sums, optimizer = trained.sums, trained.optimizer
         is_complete = job.send == (0, 1)
@@ -344,16 +381,16 @@ class Worker:
         start_of = part_of_initial_parameters(job.start, self.layout)
         deltas = measure(sent, is_move, start_of, self.layout, pieces, limits)
         reason = not_finite(sent, self.layout, pieces)
-        own, encoded = end if job.keep_own else None, None
+        own, encoded, exact = end if job.keep_own else None, None, NOTHING
         if job.start.codec is not None:
-            own, encoded = _encoded(job.start, sent, place, is_valid=not reason)
+            own, encoded, exact = self._encoded(job.start, sent, place, is_valid=not reason)
             if job.returns == "parameters":
-                np.add(sent, trained.start, out=sent)
+                np.add(sent, job.start.model.read(), out=sent)
         result = JobResult(
             job, self.index, LocalRef(sent), digest(sent), sums.num_examples, sums.num_batches,
             objf, accuracy, trained.seconds,
             sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
-            own=LocalRef(own) if own is not None else None, encoded=encoded,
+            own=LocalRef(own) if own is not None else None, encoded=encoded, exact=exact,
             fisher=fisher_of(optimizer, trained.preconditioner) if job.keep_fisher else None,
             rejection_reason=reason, remainder=trained.remainder,
             health=figures(optimizer) if isinstance(optimizer, NGSGD) else {}, deltas=deltas,
@@ -363,25 +400,9 @@ class Worker:
                        rejection_reason=result.rejection_reason or impossible(result, self.layout))
 
 
-def _encoded(start: JobInit, move: Vector, place: Place, *, is_valid: bool) -> tuple[Vector, Encoded | None]:
-    """Replace the delta of a job by what its receiver decodes.
-
-    Returns:
-        The vector that was encoded, which contains the error of the previous job, and its code;
-        None for a delta that is not finite.
-    """
-    assert start.codec is not None
-    wanted = place(len(move))
-    np.copyto(wanted, move)
-    if not is_valid:
-        return wanted, None
-    if start.own is not None:
-        before = start.own.read()
-        error = before - decode(encode(before, start.codec))
-        np.copyto(wanted, add_error(move, error, start.codec))
-    encoded = encode(wanted, start.codec)
-    np.copyto(move, decode(encoded))
-    return wanted, encoded
+def error_of(own: Vector, codec: Codec) -> Vector:
+    """Return the part of a delta that its code does not contain."""
+    return np.subtract(own, decode(encode(own, codec)))
 
 
 class _Trained(NamedTuple):

@@ -42,7 +42,7 @@ def change_ledger(run: TaskRun, change: Callable[[dict[str, Any]], None]) -> Non
 @pytest.mark.parametrize("settings", [
     {}, {"outer": "average"}, {"outer": {"kind": "diloco"}}, {"optimizer": {"curvature_state": "keep"}},
     {"optimizer": "sgd", "schedule": {"load_balancing": "speed"}},
-    {"outer": {"kind": "bmuf", "overlap": True}}, {"compression": "topk"},
+    {"outer": {"kind": "bmuf", "overlap": True}}, {"compression": "sparse"},
     {"outer": {"kind": "streaming", "num_fragments": 2, "fragment_delay": 1}}],
     ids=["bmuf", "average", "diloco", "kept estimates", "speed", "overlap", "compression", "streaming"])
 def test_all_jobs_of_kept_checkpoints_are_identical(tmp_path: Path, settings: dict[str, Any]) -> None:

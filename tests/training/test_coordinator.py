@@ -133,7 +133,7 @@ def test_a_death_and_a_resume_change_no_bit(outer: OuterConfig, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("codec", ["bf16", "int8", "e3m0", "topk"])
+@pytest.mark.parametrize("codec", ["int8", "sparse"])
 def test_a_death_and_a_resume_keep_the_error_of_compression(codec: Any, overlap: bool, tmp_path: Path) -> None:
     settings = config(outer=OuterConfig("average", overlap=overlap))
     settings = dataclasses.replace(settings, cluster=dataclasses.replace(settings.cluster, compression=codec))

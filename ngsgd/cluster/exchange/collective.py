@@ -190,10 +190,11 @@ class CollectiveWorker:
         vectors = [unpack(arrived[first:first + size], own.stop - own.start, order.codec,
                           order.key(holder, order.rank, identity))
                    for first, (holder, identity) in zip(_places(order.results, size), order.results, strict=True)]
-        mean = _mean(vectors, order.shares, own.stop - own.start)
         if order.codec is not None:
-            # the received vectors are deltas from that model
-            mean += self._kept[held[0]].start[own]
+            # deltas from the model; rounded as the coordinator rounds the complete vectors
+            start = self._kept[held[0]].start[own]
+            vectors = [vector + start for vector in vectors]
+        mean = _mean(vectors, order.shares, own.stop - own.start)
         layers = self.layout.mean_and_variance()
         return MeanShard(order.generation, mean, layers,
                      {identity: _gathered(self._kept[identity].vector, layers) for identity in held})

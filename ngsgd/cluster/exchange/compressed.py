@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ngsgd.ops.compression import decode
-from ngsgd.training.job import JobResult, LocalRef
+from ngsgd.training.job import JobResult, LocalRef, decoded
 from ngsgd.training.parameter_vector import Vector
 
 
@@ -33,7 +32,7 @@ def unpacked(result: JobResult) -> JobResult:
     """Decode a result in the coordinator, if its vector was not sent."""
     if result.encoded is None:
         return result
-    move = decode(result.encoded)
+    move = decoded(result.encoded, result.exact)
     if result.job.returns == "parameters":
         np.add(move, result.job.start.model.read(), out=move)
-    return replace(result, sent=LocalRef(move), encoded=None)
+    return replace(result, sent=LocalRef(move), encoded=None, exact=())

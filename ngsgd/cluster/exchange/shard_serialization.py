@@ -1,6 +1,6 @@
 """Serialization of a result in shards, each with a message authentication code.
 
-Shards end between the blocks of the codecs of `ngsgd.ops.compression`, so a result is encoded once
+Shards end between the rows of the codecs of `ngsgd.ops.compression`, so a result is encoded once
 and then divided.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.cluster.exchange.authentication import TAG_BYTES, RefusedError, is_tag, tag
-from ngsgd.ops.compression import BLOCK_LENGTH, ROW_LENGTH, Codec, Encoded, decode, num_bytes
+from ngsgd.ops.compression import ROW_LENGTH, Codec, Encoded, decode, num_bytes
 from ngsgd.training.parameter_vector import Vector
 
 Bytes = npt.NDArray[np.uint8]
@@ -19,12 +19,12 @@ _WORD = 8
 
 
 def shard_edges(size: int, count: int) -> list[int]:
-    """Offsets of the shards of `size` elements, and the end; blocks of a codec are never split.
+    """Offsets of the shards of `size` elements, and the end; rows of a codec are never split.
 
     Some shards may be empty.
     """
-    num_blocks = -(-size // BLOCK_LENGTH)
-    return [min(size, num_blocks * index // count * BLOCK_LENGTH) for index in range(count + 1)]
+    num_rows = -(-size // ROW_LENGTH)
+    return [min(size, num_rows * index // count * ROW_LENGTH) for index in range(count + 1)]
 
 
 def parcel_size(num_elements: int, codec: Codec | None) -> int:
@@ -52,7 +52,7 @@ def unpack(parcel: Bytes, num_elements: int, codec: Codec | None, key: bytes) ->
         return parcel[:4 * num_elements].view(np.float32)
     num_codes, num_peaks = _raw_sizes(num_elements, codec)
     codes, peaks = parcel[:num_codes], parcel[num_codes:num_codes + num_peaks].copy().view(np.float32)
-    return decode(Encoded(codec, num_elements, ROW_LENGTH, codes, peaks))
+    return decode(Encoded(codec, num_elements, codes, peaks))
 
 
 def _raw_sizes(num_elements: int, codec: Codec | None) -> tuple[int, int]:

@@ -54,15 +54,15 @@ class ClusterConfig:
         "maximum time for a worker to send its part of an average, after which it counts as "
         "hanging",
         unit="s", above=0.0, used="exchange=collective|nccl")
-    compression: Literal["none", "bf16", "int8", "e3m0", "topk"] = option(
+    compression: Literal["none", "int8", "sparse"] = option(
         "none",
-        "lossy format of the parameter deltas of jobs, of 1/2, 1/4, 1/8 or 1/137 of the size; the "
+        "lossy format of the parameter deltas of jobs, of 1/4 (int8) or 1/103 (sparse) of the size; the "
         "error of a delta is added to the next one of the job slot")
     elastic: bool = option(
         False,
         "fewer jobs per outer iteration while workers are missing, instead of a queue of jobs")
 
     @property
-    def codec(self) -> Literal["bf16", "int8", "e3m0", "topk"] | None:
+    def codec(self) -> Literal["int8", "sparse"] | None:
         """The compression of parameter deltas; None without."""
         return None if self.compression == "none" else self.compression

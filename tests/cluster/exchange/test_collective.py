@@ -154,7 +154,7 @@ def test_a_result_that_changed_in_its_worker_is_not_averaged() -> None:
 
 
 # -------------------------------------------------------------------------------------- compression
-@pytest.mark.parametrize("codec", ["bf16", "int8", "e3m0", "topk"])
+@pytest.mark.parametrize("codec", ["int8", "sparse"])
 def test_the_mean_of_compressed_deltas_is_that_of_what_they_decode_to(codec: Codec) -> None:
     swarm = Swarm(PLAIN, 2, codec)
     start = some(PLAIN.size, 99)
@@ -166,10 +166,10 @@ def test_the_mean_of_compressed_deltas_is_that_of_what_they_decode_to(codec: Cod
     mean = swarm.mean(results)
     assert mean is not None
     moves = [decode(encode((start + 0.01 * some(PLAIN.size, job)) - start, codec)) for job in range(2)]
-    assert np.array_equal(mean, central(PLAIN, moves, [10.0, 11.0]) + start)
+    assert np.array_equal(mean, central(PLAIN, [start + move for move in moves], [10.0, 11.0]))
 
 
-@pytest.mark.parametrize("codec", [None, "bf16", "int8", "e3m0", "topk"])
+@pytest.mark.parametrize("codec", [None, "int8", "sparse"])
 @pytest.mark.parametrize(("size", "count"), [(5000, 3), (1, 1), (1023, 2), (4096, 4), (5, 7), (20_000, 3)])
 def test_parcels_hold_each_shard_once_and_notice_a_wrong_byte(size: int, count: int, codec: Codec | None) -> None:
     vector = some(size, 0)
@@ -207,7 +207,16 @@ def pool_of(run: Run) -> ProcessPool:
     pytest.param(5, 5, OuterConfig("average"), marks=pytest.mark.slow)],
     ids=lambda value: getattr(value, "kind", None))
 def test_collective_and_one_process_give_identical_bits(tmp_path: Path, num_workers: int, jobs: int, outer: OuterConfig) -> None:
-    settings = collective(num_workers, outer, jobs=jobs)
+    require_the_bits_of_one_process(tmp_path, collective(num_workers, outer, jobs=jobs))
+
+
+@pytest.mark.parametrize("codec", ["int8", "sparse"])
+def test_compressed_deltas_give_the_bits_of_one_process(tmp_path: Path, codec: Codec) -> None:
+    settings = collective(2, OuterConfig("average"), jobs=3)
+    require_the_bits_of_one_process(tmp_path, replace(settings, cluster=replace(settings.cluster, compression=codec)))
+
+
+def require_the_bits_of_one_process(tmp_path: Path, settings: RunConfig) -> None:
     whole = undisturbed(settings)
     run = Run(tmp_path / "collective", settings)
     pool = PoolThatCounts(run)
@@ -325,16 +334,17 @@ def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_compressed_deltas_learns_as_well(tmp_path: Path) -> None:
+def test_a_run_with_compressed_deltas_learns(tmp_path: Path) -> None:
     settings = collective(2)
     objf = {}
-    for codec in ("none", "int8", "e3m0"):
+    for codec in ("none", "int8", "sparse"):
         run = Run(tmp_path / codec, replace(settings, cluster=replace(settings.cluster, compression=codec)))
         run.train(pool_of(run))
         objf[codec] = run.recorder.records[-1].valid.objf
         assert audit(run.ledger_path) == []
-    assert len(set(objf.values())) == 3
-    assert abs(objf["int8"] - objf["none"]) < 0.01 and abs(objf["e3m0"] - objf["none"]) < 0.05, objf
+    assert abs(objf["int8"] - objf["none"]) < 0.01
+    # six outer iterations send a third of the elements once
+    assert run.recorder.records[0].valid.objf < objf["sparse"] < objf["none"]
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
