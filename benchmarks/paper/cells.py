@@ -24,7 +24,7 @@ _FINAL = 0.1
 
 # steps of the papers, without the limits of NG-SGD
 UNLIMITED = ("optimizer.max_change=0", "optimizer.max_param_change=0")
-METHODS = {
+METHODS: dict[str, list[str]] = {
     "sgd": ["optimizer=sgd"],
     # a job here is too short for new Fisher estimates
     "online-ng": ["optimizer=ngsgd", "optimizer.curvature_state=keep"],
@@ -35,6 +35,9 @@ METHODS = {
     "muon-plain": ["optimizer=muon", *UNLIMITED, "optimizer.beta1=0.9", "optimizer.curvature_state=keep"],
     "soap-plain": ["optimizer=soap", *UNLIMITED],
 }
+# with minibatches of 64 frames: the average over many jobs reduces the noise of a gradient anyway
+METHODS |= {"online-ng-64": [*METHODS["online-ng"], "schedule.minibatch_size=64"],
+            "muon-64": [*METHODS["muon-plain"], "schedule.minibatch_size=64"]}
 MATRIX_METHODS = ("sgd", "adam", "online-ng")
 # synchronous baselines on as many machines; Shampoo's directions have the gradient's norm, so its
 # rates are these
@@ -74,6 +77,9 @@ TASKS = {
     "an4-relu": Task(["recipe=an4", "model=relu", "model.hidden_dim=256", "model.dropout_schedule=''"], 4, 128, _AN4, True),
     "digits": Task(["recipe=digits", "model=relu", "data.train_minutes=40"], 2, 256,
                    ["decode.acoustic_scales=[0.1,0.15,0.2]", "decode.word_penalties=[0.0,4.0]"]),
+    # large enough that 16 jobs average more than a hundred times
+    "digits-10h": Task(["recipe=digits", "model=relu", "data.train_minutes=600"], 1, 256,
+                       ["decode.acoustic_scales=[0.1,0.15,0.2]", "decode.word_penalties=[0.0,4.0]"]),
 }
 
 # remedies for the loss of averaging over many jobs (tried with online-ng)
@@ -101,6 +107,12 @@ def _synchronous(task: str, num_jobs: int, frames: int) -> Words:
             f"egs.samples_per_iter={FRAMES_PER_JOB * num_jobs}"]
 
 
+def _compressed(outer: str, codec: str) -> Variant:
+    return lambda task, num_jobs: [*OUTERS[outer], f"cluster.compression={codec}"]
+
+
+COMPRESSED: dict[str, Variant] = {f"{outer}, {codec}": _compressed(outer, codec)
+                                  for outer in ("average", "nesterov 0.5") for codec in ("int8", "sparse")}
 SYNCHRONOUS: dict[str, Variant] = {
     "synchronous, equal frames": lambda task, num_jobs: _synchronous(task, num_jobs, TASKS[task].minibatch),
     "synchronous, equal bytes": lambda task, num_jobs: _synchronous(task, num_jobs, FRAMES_PER_JOB),
@@ -110,7 +122,7 @@ CONTROLS: dict[str, Variant] = {
     "one of the jobs alone": lambda task, num_jobs: ["outer=average", "cluster.num_workers=1",
                                                      f"schedule.num_epochs={TASKS[task].epochs / num_jobs:g}"],
 }
-VARIANTS = {**REMEDIES, **PERIODS, **CONTROLS}
+VARIANTS = {**REMEDIES, **PERIODS, **CONTROLS, **COMPRESSED}
 
 
 @dataclass(frozen=True)
