@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,14 +92,9 @@ def _sections(run: Run) -> Iterator[str]:
     about = run["machine"]
     yield f"## {about['device']}, torch {about['torch']}"
     yield ""
-    yield (
-        ", ".join(
-            f"{name} {about[name]}"
-            for name in ("capability", "memory_gib", "driver", "cudnn", "nccl", "cores", "load")
-            if about.get(name)
-        )
-        + "."
-    )
+    names = ("capability", "memory_gib", "driver", "cudnn", "nccl", "cores", "load")
+    words = ", ".join(f"{name} {about[name]}" for name in names if about.get(name))
+    yield from textwrap.wrap(f"{words}.", 100)
     yield ""
     for name, part in PARTS.items():
         found = run["parts"].get(name)

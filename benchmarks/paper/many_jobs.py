@@ -16,7 +16,8 @@ from benchmarks.paper.runs import Line, known, run_all
 from benchmarks.track import rule
 
 # first effective learning rate of the sweep with gain 1; a job's rate is num_jobs / gain times this
-INNERS = {"online-ng": 0.002, "online-ng-64": 0.002, "muon-plain": 0.008, "muon-64": 0.008, "soap-plain": 0.0004}
+INNERS = {"online-ng": 0.002, "online-ng-64": 0.002, "muon-plain": 0.008, "muon-64": 0.008,
+          "soap-plain": 0.0004}
 OUTER_RULES = ("average", "sqrt-gain", "diloco", "nesterov 0.5")
 NUM_BEST = 3
 Pair = tuple[str, str]

@@ -13,10 +13,10 @@ The error of a delta is then relative to a small number, and the next delta incl
 The peak of a row is its largest magnitude, sent in float32. Both codecs preserve zeros; int8
 preserves the peak, too. The error of int8 has 2^-150 more where numbers are subnormal.
 
-The magnitude of sparse is the mean of the largest elements of the groups, weighted by their size. An
-element below half of it is not sent, because x minus the magnitude would be larger than x. (With
-the plain mean, groups with large deltas fall behind, and their errors grow.) Each group of 18 elements is one of
-37 numbers: nothing, or one of 18 places with one of two signs. Twelve groups are a word of 64 bits.
+The magnitude of sparse is the mean of the largest elements of the groups, weighted by their size.
+With the plain mean, the errors of groups with large deltas would grow. An element below half of the
+magnitude is not sent, because its error would be larger than the element. Each group is one of 37
+numbers: nothing, or one of 18 places with one of two signs. Twelve groups are a word of 64 bits.
 
 sparse sends 1/18 of the elements, where top-k with 2 bits for a value (SparseLoCo,
 arXiv 2508.15706) sends 1/64 in the same number of bytes. Deltas with the errors of many earlier
@@ -109,7 +109,11 @@ def encode(vector: Vector, codec: Codec) -> Encoded:
 
 
 def decode(encoded: Encoded) -> Vector:
-    """Return the float32 vector; ValueError if the bytes are damaged, as far as that can be seen."""
+    """Return the float32 vector.
+
+    Raises:
+        ValueError: the bytes are damaged, as far as that can be seen.
+    """
     size, codes, peaks = encoded.size, encoded.codes, encoded.peaks
     num_codes, num_peaks = num_bytes(size, encoded.codec)
     if len(codes) != num_codes or 4 * len(peaks) != num_peaks:

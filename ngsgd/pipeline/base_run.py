@@ -200,7 +200,8 @@ class BaseRun(ABC):
             self.services.report(line)
         layout = FlatLayout.of(model)
         checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep,
-                                      self._kept_models(task, schedule), lock, keeps_jobs=config.checkpoint.job_states)
+                                      self._kept_models(task, schedule), lock, keeps_jobs=config.checkpoint.job_states,
+                                      jobs_interval=config.checkpoint.job_states_interval if config.jobs_keep_state else 1)
         latest, problems = checkpoints.latest()
         if latest is None and (problems or folder.final.exists()):
             # a start from iteration 1 would overwrite the checkpoints and the final model

@@ -282,13 +282,17 @@ class Coordinator:
         self.storage.ledger.sync()
         self._num_rollbacks = 0
         outer_state = self._averaged.optimizer.state_dict()
-        after = self.storage.checkpoints.save(progress, outer_state, {
+        store, jobs = self.storage.checkpoints, None
+        is_last = self.control.stop.requested() or progress.passes_done >= self.schedule.num_passes
+        if store.wants_jobs(progress.outer_iter) or (store.keeps_jobs and is_last):
+            jobs = self._job_init.states(progress.outer_iter, ahead)
+        after = store.save(progress, outer_state, {
             "outer_iter": progress.outer_iter, "frames_processed": progress.frames_processed,
             "parent": before.model_sha256,
             "num_accepted": record.num_accepted,
             "numbers": {"lr": state.plan.iteration.lr, **outer_state["numbers"]}},
             fisher=self._job_init.fisher, record=record,
-            jobs=self._job_init.states(progress.outer_iter, ahead) if self.storage.checkpoints.keeps_jobs else None)
+            jobs=jobs)
         self.storage.ledger.committed(after.commit)
         return after
 

@@ -1,4 +1,4 @@
-"""Codecs for parameter deltas against slow ones, their error bounds, and what is refused."""
+"""Codecs for parameter deltas against slow ones, their error bounds, and their errors."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_damaged_word_of_sparse_is_refused(word: int) -> None:
     encoded = encode(a_delta(), "sparse")
     codes = encoded.codes.copy()
     codes[-8:] = word
-    with pytest.raises(ValueError, match="5000 elements is damaged"):
+    with pytest.raises(ValueError, match="of 5000 elements"):
         decode(dataclasses.replace(encoded, codes=codes))
 
 

@@ -146,8 +146,38 @@ def test_a_death_and_a_resume_keep_the_error_of_compression(codec: Any, overlap:
     assert without.train().model_sha256 != undisturbed(settings).model_sha256
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_a_killed_run_continues_from_the_newest_checkpoint_with_job_states(overlap: bool, tmp_path: Path) -> None:
+    settings = config(outer=OuterConfig("average", overlap=overlap))
+    settings = dataclasses.replace(settings, cluster=dataclasses.replace(settings.cluster, compression="sparse"))
+    run = Run(tmp_path, settings)
+    run.store.jobs_interval, run.store.num_to_keep = 3, 1
+    whole = undisturbed(settings)
+    assert whole.progress.outer_iter == 5
+
+    class Killed(Exception):
+        pass
+
+    class Pool(InProcessPool):
+        def submit(self, job: Job) -> None:
+            if job.outer_iter == 5:
+                raise Killed
+            super().submit(job)
+    with pytest.raises(Killed):
+        run.train(Pool(run.spec, 2, 1))
+    on_disk = run.store.outer_iters()
+    assert [number for number in on_disk if run.store.has_jobs(number)] == [3]
+    found, problems = run.store.latest()
+    assert found is not None and found.progress.outer_iter == 3 and not problems
+    assert run.train().model_sha256 == whole.model_sha256
+    assert audit(run.ledger_path) == []
+    # the last one contains them, so that a complete run is not repeated
+    assert run.store.outer_iters() == [5] and run.store.has_jobs(5)
+
+
 def require_no_bit_changes(settings: RunConfig, tmp_path: Path) -> None:
-    """Compare a run without faults, one with a dead worker, and one that was stopped and resumed."""
+    """Compare a run without faults, one with a dead worker, and one that was resumed."""
     outer = settings.outer
     whole = undisturbed(settings)
     if outer.kind == "bmuf":   # the momentum is at work, or the test would show averaging

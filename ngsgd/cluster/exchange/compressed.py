@@ -1,4 +1,4 @@
-"""Transfer of a compressed parameter delta through an object store, in place of the vector.
+"""Transfer of a compressed parameter delta through an object store.
 
 Both ends compute the same float32 vector from the initial model of the job and the decoded delta.
 The checksum of the worker therefore applies to the vector that the coordinator averages.

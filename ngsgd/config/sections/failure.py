@@ -77,6 +77,10 @@ class CheckpointConfig:
     num_to_keep: int = option(3, "number of checkpoints that are kept, the newest ones", low=1)
     job_states: bool = option(
         True,
-        "checkpoints with outer.overlap, outer.kind=streaming or cluster.compression contain one vector per "
-        "job, which its next run continues from, so that a resumed run is bitwise identical; false: jobs start "
-        "from the model, without the error of compression")
+        "with outer.overlap, outer.kind=streaming or cluster.compression a checkpoint contains one vector per "
+        "job, so that a resumed run is bitwise identical; false: jobs start from the model alone")
+    job_states_interval: int = option(
+        1,
+        "outer iterations between two checkpoints with these vectors, for slow networks; a run that was killed "
+        "repeats the outer iterations since then, with the same result",
+        low=1)

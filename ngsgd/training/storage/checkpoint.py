@@ -95,12 +95,15 @@ class CheckpointStore:
     """The checkpoints of one run."""
 
     def __init__(self, directory: Path, layout: FlatLayout, num_to_keep: int,
-                 candidates: Collection[int] = (), lock: RunLock | None = None, *, keeps_jobs: bool = True) -> None:
+                 candidates: Collection[int] = (), lock: RunLock | None = None, *, keeps_jobs: bool = True,
+                 jobs_interval: int = 1) -> None:
         self.directory = directory
         self.layout = layout
         self.num_to_keep = num_to_keep
         # whether checkpoints contain the state of jobs, if there is any
         self.keeps_jobs = keeps_jobs
+        # outer iterations between two checkpoints that contain it
+        self.jobs_interval = jobs_interval
         # outer iterations whose models are kept for the final combination, regardless of age
         self.candidates = candidates
         self.models = directory.parent / "models"
@@ -146,8 +149,11 @@ class CheckpointStore:
                 f"then run `ngsgd resume {self.directory.parent}`.") from error
         self._keep_candidates({progress.outer_iter: whole.model_sha256})
         self._undiagnosed.unlink(missing_ok=True)
-        for old in self._found()[:-self.num_to_keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        found = self._found()
+        resumable = [path for path in found if (path / _JOBS).is_file()][-1:]
+        for old in found[:-self.num_to_keep]:
+            if old not in resumable:
+                shutil.rmtree(old, ignore_errors=True)
         if self.lock:
             self.lock.committed()
         return whole
@@ -155,21 +161,33 @@ class CheckpointStore:
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
         """Return (the newest undamaged checkpoint or None, a message for each damaged one
         skipped).
+
+        If only some checkpoints contain the state of jobs, it is the newest one of these. The outer
+        iterations after it are repeated, with bitwise identical results.
         """
         remove_abandoned(self.directory)
         # a crash may have occurred between a checkpoint and this step
         self._keep_candidates()
         problems: list[str] = []
+        newest: Checkpoint | None = None
         for path in reversed(self._found()):
             try:
-                return self.load(path), problems
+                found = self.load(path)
             except CheckpointError as error:
                 problems.append(str(error))
-        return None, problems
+                continue
+            if found.has_jobs or not self.keeps_jobs or self.jobs_interval == 1:
+                return found, problems
+            newest = newest or found
+        return newest, problems
 
     def outer_iters(self) -> list[int]:
         """Outer iterations whose checkpoints are on disk, oldest first."""
         return list(map(_outer_iter, self._found()))
+
+    def wants_jobs(self, outer_iter: int) -> bool:
+        """Whether the checkpoint of an outer iteration should contain the state of jobs."""
+        return self.keeps_jobs and outer_iter % self.jobs_interval == 0
 
     def has_jobs(self, outer_iter: int) -> bool:
         """Whether a checkpoint on disk contains the state of jobs."""
