@@ -28,7 +28,7 @@ class MissingRunError(Exception):
 
 
 def pairs(num_jobs: int) -> Iterator[Pair]:
-    """Yield the optimizer and the outer optimizer of each pair; one job needs no outer optimizer."""
+    """Yield the optimizer and the outer optimizer of each pair; one job needs only the first."""
     return itertools.product(INNERS, OUTER_RULES if num_jobs > 1 else ("average",))
 
 
