@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from ngsgd.ops.compression import Codec, Encoded, decode
+from ngsgd.ops.compression import Codec, Encoded
 from ngsgd.schedules import Shard
+from ngsgd.training.delta_compression import Exact
 from ngsgd.training.parameter_deltas import Deltas
 from ngsgd.training.parameter_vector import Vector
 
@@ -48,9 +49,6 @@ class WorkItem:
     stop: int | None = None
 
 
-# (first element, values) of parts of a vector
-Exact = tuple[tuple[int, Vector], ...]
-NOTHING: Exact = ()
 # name of an estimate -> its state, as NumPy arrays and numbers
 Fisher = Mapping[str, Mapping[str, Any]]
 
@@ -203,16 +201,6 @@ class JobFailure:
 
 
 Outcome = JobResult | JobFailure
-
-
-def decoded(encoded: Encoded, exact: Exact) -> Vector:
-    """Return a compressed delta; ValueError if it is damaged, as far as that can be seen."""
-    move = decode(encoded)
-    for first, values in exact:
-        if not 0 <= first <= len(move) - len(values):
-            raise ValueError(f"elements {first} to {first + len(values)} are outside of a delta of {len(move)}")
-        move[first:first + len(values)] = values
-    return move
 
 
 class ResultsLost(Exception):

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from ngsgd.config import ClusterConfig, OptimizerConfig
 from ngsgd.errors import BadBatchError, ConfigError
-from ngsgd.ops.compression import Codec, Encoded, decode, encode
 from ngsgd.optim import NGSGD, SGD
 from ngsgd.optim.graphed_step import GraphedStep
 from ngsgd.optim.inspection import figures
@@ -30,20 +29,10 @@ from ngsgd.optim.layer_options import layer_options
 from ngsgd.optim.rules import backstitch_step, shrink
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.build import make_preconditioner
+from ngsgd.training.delta_compression import Exact, compress, error_of
 from ngsgd.training.device_copies import on_device
 from ngsgd.training.diagnostics.job_sums import JobSums
-from ngsgd.training.job import (
-    NOTHING,
-    BadBatch,
-    Exact,
-    Fisher,
-    Job,
-    JobInit,
-    JobResult,
-    LocalRef,
-    WorkItem,
-    decoded,
-)
+from ngsgd.training.job import BadBatch, Fisher, Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.parameter_deltas import NO_LIMITS, PartOfStart, change_limits, measure
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.precision import autocast, set_precision
@@ -331,31 +320,6 @@ class Worker:
             sums.add(batch.num_examples, BatchLoss(total, weight, num_correct), total, update)
         return train
 
-    def _encoded(self, start: JobInit, move: Vector, place: Place, *, is_valid: bool) -> tuple[Vector, Encoded | None, Exact]:
-        """Replace the delta of a job by what its receiver decodes.
-
-        Statistics of normalization layers are sent exactly: a variance with an error may be
-        negative.
-
-        Returns:
-            The vector that was encoded, which is the delta and the error of the previous job; its
-            code, None for a delta that is not finite; and the exact elements.
-        """
-        assert start.codec is not None
-        wanted = place(len(move))
-        np.copyto(wanted, move)
-        if not is_valid:
-            return wanted, None, NOTHING
-        if start.own is not None:
-            np.add(wanted, error_of(start.own.read(), start.codec), out=wanted)
-        parts = [part for pair in self.layout.mean_and_variance() for part in pair]
-        exact = tuple((part.start, move[part].copy()) for part in parts)
-        for part in parts:
-            wanted[part] = 0.0
-        encoded = encode(wanted, start.codec)
-        np.copyto(move, decoded(encoded, exact))
-        return wanted, encoded, exact
-
     def _result(self, job: Job, trained: _Trained, place: Place) -> JobResult:
         sums, optimizer = trained.sums, trained.optimizer
         is_complete = job.send == (0, 1)
@@ -381,9 +345,14 @@ class Worker:
         start_of = part_of_initial_parameters(job.start, self.layout)
         deltas = measure(sent, is_move, start_of, self.layout, pieces, limits)
         reason = not_finite(sent, self.layout, pieces)
-        own, encoded, exact = end if job.keep_own else None, None, NOTHING
+        own, encoded = end if job.keep_own else None, None
+        exact: Exact = ()
         if job.start.codec is not None:
-            own, encoded, exact = self._encoded(job.start, sent, place, is_valid=not reason)
+            own = place(self.layout.size)
+            own.fill(0.0)
+            if not reason:
+                before = None if job.start.own is None else job.start.own.read()
+                encoded, exact = compress(sent, before, job.start.codec, self.layout, own)
             if job.returns == "parameters":
                 np.add(sent, job.start.model.read(), out=sent)
         result = JobResult(
@@ -398,11 +367,6 @@ class Worker:
         # checked before all jobs have ended, because a successor may start from this result earlier
         return replace(result,
                        rejection_reason=result.rejection_reason or impossible(result, self.layout))
-
-
-def error_of(own: Vector, codec: Codec) -> Vector:
-    """Return the part of a delta that its code does not contain."""
-    return np.subtract(own, decode(encode(own, codec)))
 
 
 class _Trained(NamedTuple):

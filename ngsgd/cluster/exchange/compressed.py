@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ngsgd.training.job import JobResult, LocalRef, decoded
+from ngsgd.training.delta_compression import decompress
+from ngsgd.training.job import JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
 
 
@@ -32,7 +33,7 @@ def unpacked(result: JobResult) -> JobResult:
     """Decode a result in the coordinator, if its vector was not sent."""
     if result.encoded is None:
         return result
-    move = decoded(result.encoded, result.exact)
+    move = decompress(result.encoded, result.exact)
     if result.job.returns == "parameters":
         np.add(move, result.job.start.model.read(), out=move)
     return replace(result, sent=LocalRef(move), encoded=None, exact=())

@@ -75,13 +75,15 @@ class Simulator:
         scenario = Scenario.of(chance)
         if self._audits_all:
             scenario = scenario.fully_audited()
+        # separate, so that other seeds keep their settings and faults
+        scenario = scenario.compressed(random.Random(f"delta {seed}"))
         baseline = Trial(self._disk, scenario, ())
         baseline.run()
         # the next trial has the same folder
         found = [f"without faults: {problem}" for problem in (*baseline.world.problems, *checks.false_alarms(baseline))]
         num_audited = checks.num_audited(baseline)
         faults = draw_faults(chance, baseline.world.counts, scenario)
-        # separate, so that seeds keep their other settings and faults
+        # separate, too
         chance = random.Random(f"audit {seed}")
         if not self._audits_all:
             scenario = scenario.audited(chance)

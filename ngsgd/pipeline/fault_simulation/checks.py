@@ -119,13 +119,15 @@ def _message(life: Life) -> str:
 def _lost_commits(trial: Trial) -> Iterator[str]:
     """A process must continue after the newest commit that was durable when it started.
 
-    A process that could not read a checkpoint may replace it, and die meanwhile.
+    A process that could not read a checkpoint may replace it, and die meanwhile. If only some
+    checkpoints contain the state of jobs, it continues after the newest one of these.
     """
+    interval = trial.config.checkpoint.job_states_interval
     for at, life in enumerate(trial.lives):
         first = life.first_job
         if first is None or any(one.num_read_faults for one in trial.lives[:at + 1]):
             continue
-        if first.outer_iter <= life.acknowledged:
+        if first.outer_iter <= life.acknowledged // interval * interval:
             yield (f"process {life.number} repeated outer iteration {first.outer_iter}, and {life.acknowledged} was "
                    "committed")
 
@@ -233,7 +235,9 @@ def _leftovers(trial: Trial) -> Iterator[str]:
     # a process that ended before it removed the oldest one leaves it
     # a power cut may bring back removed files
     is_removable = is_removable and not any(fault.what.startswith("power cut") for fault in trial.world.occurred)
-    if len(kept) > trial.config.checkpoint.num_to_keep + len(trial.lives) - 1 and is_removable:
+    # the newest one with the state of jobs may be older
+    num_to_keep = trial.config.checkpoint.num_to_keep + (trial.config.checkpoint.job_states_interval > 1)
+    if len(kept) > num_to_keep + len(trial.lives) - 1 and is_removable:
         yield f"{len(kept)} checkpoints are left"
     manifest = trial.folder / "final" / "model.json"
     if not manifest.exists() or not json.loads(manifest.read_text()):

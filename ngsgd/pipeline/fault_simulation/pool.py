@@ -18,6 +18,7 @@ from ngsgd.pipeline.fault_simulation.task import EXAMPLES, SimulatedTask, object
 from ngsgd.pipeline.fault_simulation.world import MAX_WAITS, Fault, Killed, NoProgressError, World
 from ngsgd.pipeline.services import PoolRequest
 from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
+from ngsgd.training.delta_compression import compress
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, ResultsLost, VectorRef
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.validation.checksums import digest, not_finite
@@ -400,7 +401,16 @@ class FaultyPool:
         if not np.isfinite(end).all():
             self.world.report(f"job {job.job} of outer iteration {job.outer_iter} read memory that was released")
         pieces = self.layout.fragment(*job.send)
-        if job.send == (0, 1):
+        own: SimulatedRef | None
+        if job.start.codec is not None:
+            vector = np.zeros_like(end)
+            if np.isfinite(end).all():
+                before = None if job.start.own is None else job.start.own.read()
+                compress(end, before, job.start.codec, self.layout, vector)
+            if job.returns == "parameters":
+                end += job.start.model.read()
+            sent, own = SimulatedRef(end), SimulatedRef(vector)
+        elif job.send == (0, 1):
             sent = SimulatedRef(end)
             own = sent if job.keep_own else None
         else:

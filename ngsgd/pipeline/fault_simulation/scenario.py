@@ -78,6 +78,13 @@ class Scenario:
         assert not problems, problems
         return replace(config, task=replace(config.task, _target_=FROM_PYTHON + "task"))
 
+    def compressed(self, random: random.Random) -> Scenario:
+        """Draw the compression of deltas, and how often its state is in a checkpoint."""
+        if random.random() >= _COMPRESSED or self.settings["outer"]["kind"] == "streaming":
+            return self
+        changed = self._with("cluster", compression=random.choice(("int8", "sparse", "sparse")))
+        return changed._with("checkpoint", job_states_interval=random.choice((1, 1, 2, 5)))
+
     def audited(self, random: random.Random) -> Scenario:
         """Draw whether and how often jobs are audited; other settings stay."""
         return self._with("failure", audit_every=random.choice((1, 1, 2, 5)) if random.random() < _AUDITED else 0)
@@ -104,7 +111,7 @@ class Scenario:
     def jobs_keep_state(self) -> bool:
         """Whether the state of jobs is not in the checkpoint, so that resuming changes the bits."""
         outer = self.settings["outer"]
-        return bool(outer.get("overlap")) or outer["kind"] == "streaming"
+        return bool(outer.get("overlap")) or outer["kind"] == "streaming" or "compression" in self.settings["cluster"]
 
     @property
     def depends_on_time(self) -> bool:
@@ -112,6 +119,8 @@ class Scenario:
         return bool(self.settings["schedule"]["load_balancing"] != "none" or self.settings["cluster"]["elastic"])
 
 
+# fraction of the runs with compressed deltas
+_COMPRESSED = 0.15
 # fraction of the runs that are audited, and of these that have a worker with faulty arithmetic
 _AUDITED, _FAULTY = 0.3, 0.4
 # factor of the length of fully audited runs

@@ -87,7 +87,7 @@ def train_job(job: Job, layout: FlatLayout, seed: int, num_minibatches: int, tas
     and the worker.
 
     Returns:
-        (parameters at the end, work that was not done, Fisher estimates at the end).
+        (parameters at the end or their delta, work that was not done, Fisher estimates at the end).
     """
     x = initial_parameters(job.start, layout).copy()
     start = x.copy()
@@ -111,7 +111,7 @@ def train_job(job: Job, layout: FlatLayout, seed: int, num_minibatches: int, tas
     if job.keep_fisher:
         value = np.array([estimate * np.float32(0.5) + x[0]], np.float32)
         fisher = {"first": {"W": value, "t": 1}}
-    end = x - start if job.returns == "move" else x
+    end = x - start if job.returns == "move" or job.start.codec else x
     return end, tuple(remainder), fisher
 
 
