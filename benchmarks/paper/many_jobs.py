@@ -42,19 +42,19 @@ def swept(task: str, pair: Pair, num_jobs: int, line_of: Callable[[Cell], Line])
     return float(f"{rule.sweep(INNERS[inner], loss):.3g}")
 
 
-def line_of(cell: Cell) -> Line:
-    """Return the stored result of a run.
+def stored(task: str) -> Callable[[Cell], Line]:
+    """Return a function that finds the result of a run; it raises MissingRunError without one."""
+    lines = known(task)
 
-    Raises:
-        MissingRunError: it has none.
-    """
-    line = known(cell.task).get(cell.key())
-    if line is None:
-        raise MissingRunError
-    return line
+    def line_of(cell: Cell) -> Line:
+        line = lines.get(cell.key())
+        if line is None:
+            raise MissingRunError
+        return line
+    return line_of
 
 
-def best_rate(task: str, pair: Pair, num_jobs: int) -> float | None:
+def best_rate(task: str, pair: Pair, num_jobs: int, line_of: Callable[[Cell], Line]) -> float | None:
     """Return the best rate of a pair; None if its sweep is not complete."""
     try:
         return swept(task, pair, num_jobs, line_of)
@@ -64,7 +64,8 @@ def best_rate(task: str, pair: Pair, num_jobs: int) -> float | None:
 
 def best_pairs(task: str, num_jobs: int) -> list[tuple[Pair, float]]:
     """Return the pairs with a complete sweep and their rates, the best objf first."""
-    rates = {pair: rate for pair in pairs(num_jobs) if (rate := best_rate(task, pair, num_jobs))}
+    line_of = stored(task)
+    rates = {pair: rate for pair in pairs(num_jobs) if (rate := best_rate(task, pair, num_jobs, line_of))}
     lines = {pair: line_of(Cell(task, *pair, num_jobs, 0, rate)) for pair, rate in rates.items()}
     finished = [pair for pair in rates if "diverged" not in lines[pair]]
     return [(pair, rates[pair]) for pair in sorted(finished, key=lambda pair: -lines[pair]["valid_objf"])]
@@ -74,7 +75,7 @@ def measure(task: str, num_jobs: int, seeds: tuple[int, ...], work: Path, source
     """Run the sweeps that are missing, and the best pairs with all seeds."""
     def trained(cell: Cell) -> Line:
         run_all([cell], work, source)
-        return line_of(cell)
+        return stored(task)(cell)
     for pair in pairs(num_jobs):
         swept(task, pair, num_jobs, trained)
     for pair, rate in best_pairs(task, num_jobs)[:NUM_BEST]:

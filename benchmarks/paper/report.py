@@ -8,9 +8,11 @@ import re
 import statistics
 from collections import defaultdict
 from pathlib import Path
+from typing import cast
 
 from benchmarks.paper import clock, many_jobs
 from benchmarks.paper.cells import (
+    COMPRESSED,
     CONTROLS,
     JOBS,
     MATRIX_METHODS,
@@ -24,6 +26,7 @@ from benchmarks.paper.cells import (
 )
 from benchmarks.paper.runs import Line, best_rates, best_synchronous_rate, known
 from ngsgd.launcher.reports import plots, svg
+from ngsgd.ops.compression import Codec, num_bytes
 
 Group = dict[tuple[str, str, int], list[Line]]   # by method, outer optimizer, number of jobs
 _RAMP = "ramp from a quarter"
@@ -44,6 +47,7 @@ def write(page: Path) -> None:
         text = between(text, f"{task} remedies", _variants(group, ("sqrt-gain", *REMEDIES)))
         text = between(text, f"{task} periods", _variants(group, ("sqrt-gain", *PERIODS)))
         text = between(text, f"{task} many jobs", many_jobs.table(task, _spread))
+        text = between(text, f"{task} compressed", _compressed(task))
         text = between(text, f"{task} controls", _variants(group, ("sqrt-gain", *CONTROLS)))
     page.write_text(text, encoding="utf-8")
 
@@ -97,6 +101,23 @@ def _variants(group: Group, outers: tuple[str, ...]) -> str:
             rows.append(f"| {num_jobs} | {outer} | {method} | {len(lines)} | {exchanges:.0f} | {_spread(lines, 'valid_objf', 3)} | "
                         f"{_spread(lines, 'wer_percent', 2)} |")
     return "\n".join(rows)
+
+
+def _compressed(task: str) -> str:
+    """Rows of each outer optimizer that ran with compressed deltas, at the rates of these runs."""
+    lines = [line for line in known(task).values() if "diverged" not in line]
+    rows = ["| jobs | outer optimizer | compression | bytes | seeds | validation objf | test %WER |", "|---" * 7 + "|"]
+    settings = {(line["num_jobs"], line["outer"].split(", ")[0], line["rate"], line["method"])
+                for line in lines if line["outer"] in COMPRESSED}
+    for (num_jobs, base, rate, method), codec in itertools.product(sorted(settings), ("", "int8", "sparse")):
+        outer = f"{base}, {codec}" if codec else base
+        own = [line for line in lines if (line["num_jobs"], line["outer"], line["rate"], line["method"])
+               == (num_jobs, outer, rate, method)]
+        if own:
+            size = f"1/{4e6 / sum(num_bytes(10 ** 6, cast(Codec, codec))):.0f}" if codec else "1"
+            rows.append(f"| {num_jobs} | {base} | {codec or 'none'} | {size} | {len(own)} | {_spread(own, 'valid_objf', 3)} | "
+                        f"{_spread(own, 'wer_percent', 2)} |")
+    return "\n".join(rows) if len(rows) > 2 else "Not run yet."
 
 
 def _spread(lines: list[Line], key: str, digits: int) -> str:

@@ -43,7 +43,7 @@ def test_pairs_of_optimizers_get_the_best_rate_for_their_number_of_jobs(monkeypa
         return found.setdefault(cell.key(), {**asdict(cell), "key": cell.key(), **result})
     monkeypatch.setattr(many_jobs, "known", lambda _: found)
     pairs = [(method, "average") for method in best]
-    assert many_jobs.best_rate("an4-relu", pairs[0], 16) is None
+    assert many_jobs.best_rate("an4-relu", pairs[0], 16, many_jobs.stored("an4-relu")) is None
     assert [many_jobs.swept("an4-relu", pair, 16, trained) for pair in pairs] == [0.004, 0.001]
     assert many_jobs.best_pairs("an4-relu", 16) == [(pairs[1], 0.001), (pairs[0], 0.004)]
     rows = many_jobs.table("an4-relu", lambda lines, key, _: f"{lines[0][key]}").splitlines()
