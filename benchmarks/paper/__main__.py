@@ -31,6 +31,7 @@ from benchmarks.paper.cells import (
     CONTROLS,
     JOBS,
     MATRIX_METHODS,
+    MATRIX_OUTERS,
     OUTERS,
     PERIODS,
     REMEDIES,
@@ -98,7 +99,7 @@ def _options() -> argparse.Namespace:
         one.add_argument("--source", default="", help="folder of the corpus, for an4")
         one.add_argument("--work", type=Path, default=Path("runs/paper").resolve(), help="prepared data and MLflow's store")
         one.add_argument("--methods", nargs="+", choices=MATRIX_METHODS, default=["sgd", "online-ng"])
-        one.add_argument("--outers", nargs="+", choices=list(OUTERS), default=["average", "sqrt-gain"])
+        one.add_argument("--outers", nargs="+", choices=list(OUTERS), default=list(MATRIX_OUTERS))
         one.add_argument("--jobs", type=int, nargs="+", default=list(JOBS))
         one.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     commands.add_parser("report").add_argument("--page", type=Path, default=Path("docs/results.md"))

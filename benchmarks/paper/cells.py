@@ -49,6 +49,8 @@ OUTERS = {
     "diloco": ["outer=diloco"],
     "nesterov 0.5": ["outer=diloco", "outer.lr=1", "outer.momentum=0.5"],
 }
+# the others have a rate of their own (many_jobs.py)
+MATRIX_OUTERS = ("average", "sqrt-gain")
 FRAMES_PER_JOB = 2048
 
 Words = list[str]

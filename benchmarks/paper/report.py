@@ -16,13 +16,14 @@ from benchmarks.paper.cells import (
     CONTROLS,
     JOBS,
     MATRIX_METHODS,
+    MATRIX_OUTERS,
     METHODS,
-    OUTERS,
     PERIODS,
     REMEDIES,
     SYNCHRONOUS,
     SYNCHRONOUS_RATES,
     TASKS,
+    grid,
 )
 from benchmarks.paper.runs import Line, best_rates, best_synchronous_rate, known
 from ngsgd.launcher.reports import plots, svg
@@ -79,7 +80,7 @@ def _matrix(group: Group, key: str, digits: int) -> str:
     """Rows by method and outer optimizer, columns by number of jobs: mean (lowest to highest)."""
     jobs = [num_jobs for num_jobs in JOBS if any(setting[2] == num_jobs for setting in group)]
     rows = [f"| method | outer | {' | '.join(map(str, jobs))} |", "|---" * (2 + len(jobs)) + "|"]
-    for method, outer in itertools.product(MATRIX_METHODS, OUTERS):
+    for method, outer in itertools.product(MATRIX_METHODS, MATRIX_OUTERS):
         cells = [group.get((method, "average" if num_jobs == 1 else outer, num_jobs), []) for num_jobs in jobs]
         if any(cell for cell, num_jobs in zip(cells, jobs, strict=True) if num_jobs > 1) or (outer == "average" and any(cells)):
             rows.append(f"| {method} | {outer} | {' | '.join(_spread(cell, key, digits) for cell in cells)} |")
@@ -130,8 +131,8 @@ def _spread(lines: list[Line], key: str, digits: int) -> str:
 
 def _rates(task: str) -> str:
     """The search for the learning rates: validation objf of seed 0 with one job."""
-    found = {(line["method"], line["rate"]): line for line in known(task).values()
-             if line["num_jobs"] == 1 and line["seed"] == 0 and line["outer"] == "average"}
+    lines = known(task)
+    found = {(cell.method, cell.rate): lines[cell.key()] for cell in grid(task, MATRIX_METHODS) if cell.key() in lines}
     rates = sorted({rate for _, rate in found})
     rows = [f"| method | {' | '.join(f'{rate:g}' for rate in rates)} |", "|---" * (1 + len(rates)) + "|"]
     for method in MATRIX_METHODS:
