@@ -112,7 +112,9 @@ MUTANTS = [
     FaultMutant("lost_result_stays_settled", DISPATCHER, "            state.unsettled.add(failure.job.job)\n", ""),
     # checkpoints
     FaultMutant("oldest_checkpoint_resumed", CHECKPOINT, "for path in reversed(self._found()):", "for path in self._found():"),
-    FaultMutant("newest_checkpoint_removed", CHECKPOINT, "self._found()[:-self.num_to_keep]", "self._found()[self.num_to_keep:]"),
+    FaultMutant("newest_checkpoint_removed", CHECKPOINT, "found[:-self.num_to_keep]", "found[self.num_to_keep:]"),
+    FaultMutant("job_states_removed", CHECKPOINT, "if old not in resumable:", "if True:"),
+    FaultMutant("resumed_without_job_states", CHECKPOINT, "or self.jobs_interval == 1:", "or True:"),
     FaultMutant("buffers_not_loaded", CHECKPOINT, "if _OUTER in manifest[\"files\"] else {}", "if False else {}"),
     FaultMutant("pending_not_loaded", CHECKPOINT, "\"pending\": pieces_of(fields[\"pending\"]),", "\"pending\": (),"),
     FaultMutant("checkpoint_not_synced", FILES, "            for path in temporary.rglob(\"*\"):\n                fsync(path)\n",
