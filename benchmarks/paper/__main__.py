@@ -4,7 +4,8 @@
     python -m benchmarks.paper remedies an4-relu --source AN4 --jobs 16
     python -m benchmarks.paper periods an4-relu --source AN4 --jobs 16
     python -m benchmarks.paper controls an4-relu --source AN4 --jobs 16
-    python -m benchmarks.paper many-jobs an4-relu --source AN4 --jobs 16 32 --seeds 0 1 2 3 4
+    python -m benchmarks.paper many-jobs an4-relu --source AN4 --jobs 1 16 32 --seeds 0 1 2 3 4
+    python -m benchmarks.paper compression an4-relu --source AN4 --jobs 8
     python -m benchmarks.paper clock an4-relu --source AN4
     python -m benchmarks.paper report [--page docs/results.md]
 
@@ -14,7 +15,8 @@ after another, bitwise identical to as many machines. `remedies` tries settings 
 loss of averaging over many jobs. `periods` tries other numbers of frames between two averagings,
 `controls` synchronous baselines on as many machines: gradients summed at every step, and one of the
 jobs alone. `many-jobs` gives every optimizer and outer optimizer its own learning rate for that
-number of jobs. `clock` measures, on an idle machine, the time of one job of an outer iteration on a
+number of jobs. `compression` runs natural gradient with compressed deltas at the rates of
+`many-jobs`. `clock` measures, on an idle machine, the time of one job of an outer iteration on a
 dedicated core.  `report` draws the figures with that clock, as the paper did, and writes the tables
 into the page.
 """
@@ -60,6 +62,10 @@ def main() -> None:
         for num_jobs in options.jobs:
             many_jobs.measure(options.task, num_jobs, tuple(options.seeds), options.work, options.source)
         return
+    if options.command == "compression":
+        for num_jobs in options.jobs:
+            many_jobs.measure_compression(options.task, num_jobs, tuple(options.seeds), options.work, options.source)
+        return
     for cells in _wanted(options, methods):
         run_all(cells, options.work, options.source)
 
@@ -93,7 +99,7 @@ def _controls(options: argparse.Namespace, rates: dict[str, float]) -> Iterator[
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("run", "remedies", "periods", "controls", "clock", "many-jobs"):
+    for name in ("run", "remedies", "periods", "controls", "clock", "many-jobs", "compression"):
         one = commands.add_parser(name)
         one.add_argument("task", choices=list(TASKS))
         one.add_argument("--source", default="", help="folder of the corpus, for an4")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.paper.cells import Cell
+from benchmarks.paper.cells import COMPRESSED, Cell
 from benchmarks.paper.runs import Line, known, run_all
 from benchmarks.track import rule
 
@@ -20,6 +21,7 @@ INNERS = {"online-ng": 0.002, "online-ng-64": 0.002, "muon-plain": 0.008, "muon-
           "soap-plain": 0.0004}
 OUTER_RULES = ("average", "sqrt-gain", "diloco", "nesterov 0.5")
 NUM_BEST = 3
+_HEAD = "| jobs | optimizer | outer optimizer | rate | seeds | validation objf | test %WER |"
 Pair = tuple[str, str]
 
 
@@ -82,14 +84,46 @@ def measure(task: str, num_jobs: int, seeds: tuple[int, ...], work: Path, source
         run_all((Cell(task, *pair, num_jobs, seed, rate) for seed in seeds), work, source)
 
 
+def measure_compression(task: str, num_jobs: int, seeds: tuple[int, ...], work: Path, source: str) -> None:
+    """Run natural gradient with and without compression at the best rate without it."""
+    def trained(cell: Cell) -> Line:
+        run_all([cell], work, source)
+        return stored(task)(cell)
+    for outer in ("average", "nesterov 0.5"):
+        rate = swept(task, ("online-ng", outer), num_jobs, trained)
+        names = (outer, *(name for name in COMPRESSED if name.startswith(f"{outer}, ")))
+        run_all((Cell(task, "online-ng", name, num_jobs, seed, rate) for seed in seeds for name in names), work, source)
+
+
+def all_runs(task: str, spread: Callable[[list[Line], str, int], str]) -> str:
+    """Return a row for each setting, with any learning rate; the best objf first."""
+    groups: dict[tuple[int, str, str, float], list[Line]] = {}
+    for line in known(task).values():
+        if "diverged" not in line:
+            groups.setdefault((line["num_jobs"], line["method"], line["outer"], line["rate"]), []).append(line)
+    rows = [_HEAD, "|---" * 7 + "|"]
+    for setting, lines in sorted(groups.items(), key=lambda one: (one[0][0], -_mean_objf(one[1]))):
+        rows.append(_row(*setting, lines, spread))
+    return "\n".join(rows)
+
+
+def _mean_objf(lines: list[Line]) -> float:
+    return statistics.fmean(line["valid_objf"] for line in lines)
+
+
+def _row(num_jobs: int, inner: str, outer: str, rate: float, lines: list[Line],
+         spread: Callable[[list[Line], str, int], str]) -> str:
+    return (f"| {num_jobs} | {inner} | {outer} | {rate:g} | {len(lines)} | {spread(lines, 'valid_objf', 3)} | "
+            f"{spread(lines, 'wer_percent', 2)} |")
+
+
 def table(task: str, spread: Callable[[list[Line], str, int], str]) -> str:
     """Return a row per pair and number of jobs; `spread` writes the values of several seeds."""
-    rows = ["| jobs | optimizer | outer optimizer | rate | seeds | validation objf | test %WER |", "|---" * 7 + "|"]
+    rows = [_HEAD, "|---" * 7 + "|"]
     lines = list(known(task).values())
     for num_jobs in sorted({line["num_jobs"] for line in lines}):
         for (inner, outer), rate in best_pairs(task, num_jobs):
             own = [line for line in lines if (line["method"], line["outer"], line["num_jobs"], line["rate"])
                    == (inner, outer, num_jobs, rate)]
-            rows.append(f"| {num_jobs} | {inner} | {outer} | {rate:g} | {len(own)} | {spread(own, 'valid_objf', 3)} | "
-                        f"{spread(own, 'wer_percent', 2)} |")
+            rows.append(_row(num_jobs, inner, outer, rate, own, spread))
     return "\n".join(rows) if len(rows) > 2 else "Not run yet."

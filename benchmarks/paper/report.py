@@ -38,8 +38,9 @@ def write(page: Path) -> None:
     """Write the tables between their markers in the page, and the figures next to it."""
     text = page.read_text(encoding="utf-8")
     for task in TASKS:
+        text = between(text, f"{task} runs", many_jobs.all_runs(task, _spread))
         group = _by_setting(task)
-        if not group:
+        if f"<!-- {task} objf -->" not in text:
             continue
         _draw(task, group, page.with_name(f"results-{task}.png"))
         text = between(text, f"{task} rates", _rates(task))
