@@ -103,7 +103,7 @@ def all_runs(task: str, spread: Callable[[list[Line], str, int], str]) -> str:
             groups.setdefault((line["num_jobs"], line["method"], line["outer"], line["rate"]), []).append(line)
     rows = [_HEAD, "|---" * 7 + "|"]
     for setting, lines in sorted(groups.items(), key=lambda one: (one[0][0], -_mean_objf(one[1]))):
-        rows.append(_row(*setting, lines, spread))
+        rows.append(_row(*setting[:3], f"{setting[3]:g}", lines, spread))
     return "\n".join(rows)
 
 
@@ -111,19 +111,32 @@ def _mean_objf(lines: list[Line]) -> float:
     return statistics.fmean(line["valid_objf"] for line in lines)
 
 
-def _row(num_jobs: int, inner: str, outer: str, rate: float, lines: list[Line],
+def best_so_far(lines: list[Line], pair: Pair, num_jobs: int) -> float | None:
+    """Return the best rate of a pair among the runs of seed 0; None without one."""
+    own = [line for line in lines if (line["method"], line["outer"]) == pair and line["num_jobs"] == num_jobs
+           and line["seed"] == 0 and "diverged" not in line]
+    return max(own, key=lambda line: line["valid_objf"])["rate"] if own else None
+
+
+def _row(num_jobs: int, inner: str, outer: str, rate: str, lines: list[Line],
          spread: Callable[[list[Line], str, int], str]) -> str:
-    return (f"| {num_jobs} | {inner} | {outer} | {rate:g} | {len(lines)} | {spread(lines, 'valid_objf', 3)} | "
+    return (f"| {num_jobs} | {inner} | {outer} | {rate} | {len(lines)} | {spread(lines, 'valid_objf', 3)} | "
             f"{spread(lines, 'wer_percent', 2)} |")
 
 
 def table(task: str, spread: Callable[[list[Line], str, int], str]) -> str:
-    """Return a row per pair and number of jobs; `spread` writes the values of several seeds."""
+    """Return a row per pair and number of jobs; `spread` writes the values of several seeds.
+
+    A star marks the best rate of a sweep that is not complete.
+    """
     rows = [_HEAD, "|---" * 7 + "|"]
     lines = list(known(task).values())
-    for num_jobs in sorted({line["num_jobs"] for line in lines}):
-        for (inner, outer), rate in best_pairs(task, num_jobs):
-            own = [line for line in lines if (line["method"], line["outer"], line["num_jobs"], line["rate"])
-                   == (inner, outer, num_jobs, rate)]
-            rows.append(_row(num_jobs, inner, outer, rate, own, spread))
+    for num_jobs in sorted({line["num_jobs"] for line in lines} & {1, 16, 32}):
+        complete = dict(best_pairs(task, num_jobs))
+        found = {pair: complete.get(pair) or best_so_far(lines, pair, num_jobs) for pair in pairs(num_jobs)}
+        group = {pair: [line for line in lines if (line["method"], line["outer"], line["num_jobs"], line["rate"])
+                        == (*pair, num_jobs, rate)] for pair, rate in found.items() if rate}
+        for pair in sorted(group, key=lambda pair: -_mean_objf(group[pair])):
+            mark = "" if pair in complete else "*"
+            rows.append(_row(num_jobs, *pair, f"{found[pair]:g}{mark}", group[pair], spread))
     return "\n".join(rows) if len(rows) > 2 else "Not run yet."
