@@ -18,7 +18,7 @@ def test_without_a_pattern_all_options_are_listed(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(("pattern", "found"), [
-    ("checkpoint", ["checkpoint.num_to_keep", "checkpoint.job_states"]),
+    ("checkpoint", ["checkpoint.num_to_keep", "checkpoint.job_states", "checkpoint.job_states_interval"]),
     ("tune.proxy", ["tune.proxy.steps", "tune.proxy.outer_iters"]),
     ("schedule.lr*", ["schedule.lr_initial", "schedule.lr_final", "schedule.lr_schedule", "schedule.lr_factors"]),
     ("minibatch_size", ["schedule.minibatch_size"]),
