@@ -5,7 +5,7 @@
 
 `ngsgd train` runs with checkpoints, ledger, checksums, heartbeats and MLflow, and one worker.
 
-The first command measures three parts of the cost in one run, each relative to a job of 20 s:
+The first command measures four parts of the cost in one run, each relative to a job of 20 s:
 
 - loop: time of a minibatch of the worker, compared with a bare loop of forward, backward,
   optimizer step, and sums of loss and accuracy. The worker process trains both in turn, 7
@@ -13,6 +13,7 @@ The first command measures three parts of the cost in one run, each relative to 
 - other processes: time of a bare minibatch while the coordinator runs, compared with the time while
   it is stopped (SIGSTOP), 0.4 s at a time.
 - between jobs: time of an outer iteration outside of the minibatches of its job.
+- snapshots: time of the snapshots of a job, which the medians of the loop omit.
 
 Two processes with the same code and data differ by several percent, because of the addresses of
 their memory. A comparison of processes therefore cannot show the cost. The second command shows
@@ -44,7 +45,7 @@ from numpy.typing import NDArray
 
 from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.cluster.worker_process import MakeWorker
-from ngsgd.config import RunConfig
+from ngsgd.config import FailureConfig, RunConfig
 from ngsgd.data.archives import prepare_archives
 from ngsgd.data.frames import FrameSet
 from ngsgd.files import read_json_lines
@@ -189,6 +190,15 @@ class PairedWorker(Worker):
         super().__init__(spec, index)
         self.folder = Path(os.environ[_FOLDER])
         (self.folder / f"worker-{os.getpid()}").touch()
+        self._snapshots_s: list[float] = []
+        taken = self.snapshots.timer.taken
+
+        def note(num_bytes: int, seconds: float) -> None:
+            self._snapshots_s.append(seconds)
+            np.save(self.folder / "snapshots.npy", np.array(self._snapshots_s))
+            taken(num_bytes, seconds)
+        # mypy rejects the assignment of a method
+        setattr(self.snapshots.timer, "taken", note)  # noqa: B010
 
     def train(self, job: Job, should_stop: Callable[[], bool] = never) -> Any:
         piece = job.pieces[0]
@@ -243,11 +253,11 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
                 side.signal(signal.SIGCONT)
     finally:
         side.end()
-    show_parts(folder, options, config.optimizer.update_period, stopped)
+    show_parts(folder, options, config, stopped)
 
 
-def show_parts(folder: Path, options: argparse.Namespace, period: int, stopped: Sequence[tuple[float, float]]) -> None:
-    half = options.jobs // 2
+def show_parts(folder: Path, options: argparse.Namespace, config: RunConfig, stopped: Sequence[tuple[float, float]]) -> None:
+    half, period = options.jobs // 2, config.optimizer.update_period
     times = [np.load(folder / f"times-{job}.npy")[_WARM_UP:] for job in range(options.jobs)]
     # the first job starts with cold caches
     worker, bare = (np.concatenate([_of_kind(one, kind, period) for one in times[1:half]]) for kind in (WORKER, BARE))
@@ -269,7 +279,19 @@ def show_parts(folder: Path, options: argparse.Namespace, period: int, stopped: 
     print(f"loop            {loop[0]:+.2f} % ({loop[1]:+.2f} to {loop[2]:+.2f}), {len(worker)} and {len(bare)} minibatches")
     print(f"other processes {others[0]:+.2f} % ({others[1]:+.2f} to {others[2]:+.2f}), {counts}")
     print(f"between jobs    {gap:+.2f} % of a job of {_JOB_S:.0f} s: {1e3 * statistics.median(gaps):.0f} ms")
-    print(f"sum             {loop[0] + others[0] + gap:+.2f} %")
+    snapshots = 100 * snapshots_s(folder, config.failure) / _JOB_S
+    print(f"snapshots       {snapshots:+.2f} %")
+    print(f"sum             {loop[0] + others[0] + gap + snapshots:+.2f} %")
+
+
+def snapshots_s(folder: Path, failure: FailureConfig) -> float:
+    """Seconds of the snapshots of a job of `_JOB_S`."""
+    path = folder / "snapshots.npy"
+    if not path.exists():
+        return 0.0
+    # the first one is slower, because its memory is new to the process
+    seconds = float(np.median(np.load(path)[1:]))
+    return seconds * (_JOB_S // max(failure.snapshot_interval_s, seconds / failure.snapshot_cost))
 
 
 def _of_kind(times: NDArray[np.float64], kind: int, period: int) -> NDArray[np.float64]:

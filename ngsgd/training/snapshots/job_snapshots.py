@@ -57,6 +57,8 @@ class SnapshotTimer:
     _since: float = 0.0
     _work_since: float = 0.0
     _wait_work_s: float = 0.0
+    # no snapshot is due before
+    _earliest: float = 0.0
     _is_measured: bool = True    # in the current job
 
     def begin(self, num_bytes: int) -> None:
@@ -69,8 +71,13 @@ class SnapshotTimer:
         self._wait(self.num_bytes / self.bytes_per_s)
 
     def is_due(self) -> bool:
-        is_late = self.clock() - self._since >= self.interval_s
-        return is_late and self.work_clock() - self._work_since >= self._wait_work_s
+        now = self.clock()
+        if now < self._earliest:
+            return False
+        left_s = self._wait_work_s - (self.work_clock() - self._work_since)
+        # the clock of work is a system call, which is slow after each minibatch
+        self._earliest = now + left_s
+        return left_s <= 0.0
 
     def taken(self, num_bytes: int, seconds: float) -> None:
         """Start to wait for the next snapshot."""
@@ -81,6 +88,8 @@ class SnapshotTimer:
     def _wait(self, cost_s: float) -> None:
         self._since, self._work_since = self.clock(), self.work_clock()
         self._wait_work_s = cost_s / self.max_cost
+        # work takes at least its time
+        self._earliest = self._since + max(self.interval_s, self._wait_work_s)
 
 
 class Snapshots:
