@@ -37,6 +37,7 @@ from ngsgd.launcher.mlflow.store import (
 from ngsgd.launcher.mlflow.tables import WorkerTable, layer_csv
 from ngsgd.launcher.mlflow.tags import origin, versions
 from ngsgd.launcher.text import masked
+from ngsgd.launcher.timeline.efficiency import of_record
 from ngsgd.object_storage.urls import local_root
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command, what_is_trained
@@ -180,6 +181,8 @@ class _MlflowRun:
         self._worker_runs: dict[int, str] = {}
         self._num_incidents = 0
         self._elapsed_s = 0.0
+        # of training so far, by cluster.price_per_hour
+        self._cost = 0.0
         self._model_id, self._is_registered = "", True
         # metrics that have not been zero all the time
         self._shown: set[str] = set()
@@ -227,6 +230,7 @@ class _MlflowRun:
         self._frames_processed = record.frames_processed
         figures = run_metrics(record, is_speech=self._is_speech, before_s=self._elapsed_s)
         figures["workers/incidents"] = self._num_incidents
+        figures["workers/cost"] = self._cost + self._cost_of(record)
         if self._config.tracking.nested_runs:
             # the mean over the workers, whose own charts have the same names
             figures |= worker_metrics([job for job in record.jobs if job.accepted], is_speech=self._is_speech)
@@ -246,8 +250,12 @@ class _MlflowRun:
         self._sent = record.outer_iter
         self._remember(run_id)
 
+    def _cost_of(self, record: OuterIterationRecord) -> float:
+        return of_record(record, self._elapsed_s).cost(self._config.cluster.price_per_hour)
+
     def _count(self, record: OuterIterationRecord) -> None:
         self._workers.add(record)
+        self._cost += self._cost_of(record)
         self._latest, self._elapsed_s, self._frames_processed = record, record.elapsed_s, record.frames_processed
 
     def count_incident(self) -> None:

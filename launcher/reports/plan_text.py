@@ -2,36 +2,75 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ngsgd.launcher.text import duration
 from ngsgd.pipeline.performance_model.multi_gpu import Interconnect, NodesRow
 from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Workload
-from ngsgd.pipeline.performance_model.scaling import MAX_OVERHEAD, Assumptions, Row
+from ngsgd.pipeline.performance_model.scaling import MAX_OVERHEAD, Assumptions, Choice, Row, choose
 
 # efficiency below which more workers are a waste
 _WORTH_IT = 0.5
 
 
-def text(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequence[Row], *, is_speech: bool = True) -> list[str]:
-    """The measurement, the table, the reasons for the job lengths, and one line of advice."""
+@dataclass(frozen=True)
+class Wishes:
+    """What a choice of settings must satisfy."""
+
+    # of a worker; 0: not known
+    price_per_hour: float = 0.0
+    deadline_s: float = math.inf
+    budget: float = math.inf
+
+    def any(self) -> bool:
+        return self.price_per_hour > 0.0 or math.isfinite(self.deadline_s)
+
+
+def text(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequence[Row], found: Sequence[Choice] = (),
+         wishes: Wishes | None = None, *, is_speech: bool = True) -> list[str]:
+    """The measurement, the table, the reasons for the job lengths, one line of advice, and the
+    choice of settings if there are wishes.
+    """
+    has_cost = wishes is not None and wishes.price_per_hour > 0.0
     length = "samples_per_iter" if is_speech else "shard_size"
     lines = _heading(machine, workload, assumed, "frames" if is_speech else "examples")
     lines += ["", "               here                a core or GPU for each worker",
               "workers  s/iter  speed-up   machines  s/iter  efficient  speed-up    lost  best average          " + f"{length:>18}"
-              "  iters  training"]
+              "  iters  training" + ("      cost" if has_cost else "")]
     for row in table:
         here = f"{_seconds(row.here.outer_iter_s):>6}  {row.speed_up_here:>8.3g}" if row.here else f"{'-':>6}  {'-':>8}"
         samples = f"{row.samples.samples}" if row.samples.enough_data else "-"
         best = f"{row.averaging} {_seconds(row.averaging_s)}"
         lines.append(f"{row.workers:>7}  {here}   {row.num_machines:>8}  {_seconds(row.there.outer_iter_s):>6}  "
                      f"{_percent(row.there.efficiency):>9}  {row.speed_up:>8.3g}  {_percent(row.lost):>6}  {best:<22}  "
-                     f"{samples:>16}  {row.num_outer_iters:>5}  {duration(row.total_s):>8}")
+                     f"{samples:>16}  {row.num_outer_iters:>5}  {duration(row.total_s):>8}" + (f"  {row.cost:>8.3g}" if has_cost else ""))
     threads = thread_advice(machine)
     return [*lines, "", *_reasons(table, length), *([f"threads: {threads}"] if threads else []),
-            f"advice: {advice(table, is_speech=is_speech)}"]
+            f"advice: {advice(table, is_speech=is_speech)}",
+            *([f"choice: {choice_text(found, wishes, length)}"] if wishes and wishes.any() else [])]
+
+
+def choice_text(found: Sequence[Choice], wishes: Wishes, length: str) -> str:
+    """The chosen settings with their time and cost, or why there are none."""
+    def priced(one: Choice) -> str:
+        return duration(one.total_s) + (f", cost {one.cost:.3g}" if wishes.price_per_hour else "")
+    if not found:
+        return "none; there is too little data for these numbers of workers, try fewer with --workers."
+    best = choose(found, deadline_s=wishes.deadline_s, budget=wishes.budget)
+    if best is None:
+        fastest, cheapest = min(found, key=lambda one: one.total_s), min(found, key=lambda one: one.cost)
+        return (f"none; the fastest settings have {_workers_of(fastest)}: {priced(fastest)}; the cheapest have "
+                f"{_workers_of(cheapest)}: {priced(cheapest)}.")
+    name = f"egs.{length}" if length == "samples_per_iter" else length
+    return (f"cluster.num_workers={best.workers} {name}={best.samples_per_iter} cluster.compression={best.compression}: "
+            f"{priced(best)}")
+
+
+def _workers_of(one: Choice) -> str:
+    return "1 worker" if one.workers == 1 else f"{one.workers} workers"
 
 
 def _heading(machine: Machine, workload: Workload, assumed: Assumptions, examples: str) -> list[str]:
@@ -113,14 +152,16 @@ def _threads(count: int) -> str:
     return f"{count} thread" if count == 1 else f"{count} threads"
 
 
-def as_json(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequence[Row], *, is_speech: bool = True
-            ) -> dict[str, Any]:
+def as_json(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequence[Row], found: Sequence[Choice] = (),
+            wishes: Wishes | None = None, *, is_speech: bool = True) -> dict[str, Any]:
     def told(one: Prediction | None) -> dict[str, Any] | None:
         derived = ("outer_iter_s", "efficiency", "frames_per_s", "overhead_s")
         return None if one is None else {**asdict(one), **{name: getattr(one, name) for name in derived}}
+    chosen = choose(found, deadline_s=wishes.deadline_s, budget=wishes.budget) if wishes and wishes.any() else None
     return {"machine": machine.to_json(), "workload": asdict(workload), "assumptions": asdict(assumed),
             "rows": [{**asdict(row), "here": told(row.here), "there": told(row.there)} for row in table],
-            "thread_advice": thread_advice(machine), "advice": advice(table, is_speech=is_speech)}
+            "thread_advice": thread_advice(machine), "advice": advice(table, is_speech=is_speech),
+            "choices": [asdict(one) for one in found], "choice": asdict(chosen) if chosen else None}
 
 
 def nodes_text(num_parameters: float, minibatch_size: int, steps_between: float, link: Interconnect, table: Sequence[NodesRow]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import time
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from ngsgd.errors import NgsgdError
 from ngsgd.launcher.screen import SCREEN, Screen, Status
 from ngsgd.launcher.text import duration
 from ngsgd.launcher.timeline.efficiency import efficiency_of
@@ -17,6 +19,7 @@ from ngsgd.launcher.why.faults import bad_examples
 from ngsgd.object_storage.urls import is_url
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs import stored_run
+from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from ngsgd.training.storage.event_log import read_events
 
@@ -172,21 +175,30 @@ def final_lines(report: FinalReport, output_dir: Path | str | None = None) -> li
         lines += [f"objf   valid {report.valid.objf:.3f}, train {report.train.objf:.3f}; "
                   f"frame accuracy {100 * report.valid.accuracy:.1f}%"]
     lines.append(f"used   {trained}")
-    lines += _of_events(Path(report.files["events"])) if "events" in report.files else []
+    lines += _of_events(Path(report.files["events"]), is_speech=not report.metrics) if "events" in report.files else []
     if "final model" in report.files:
         lines.append(f"model  {short_path(report.files['final model'])}")
     commands = enumerate(_next_commands(report, output_dir))
     return [*lines, *(f"{'' if index else 'next':5}  {command}" for index, command in commands)]
 
 
-def _of_events(path: Path) -> list[str]:
-    """Efficiency and bad examples of a run, from its event log."""
+def _of_events(path: Path, *, is_speech: bool) -> list[str]:
+    """Efficiency, cost and bad examples of a run, from its event log."""
     events = read_events(path)
     efficiency, bad = efficiency_of(events), bad_examples(events)
     lines = [f"       {efficiency.text}"] if efficiency.num_possible else []
+    price = _price_of(path.parent)
+    lines += [f"cost   {efficiency.cost_text(price, is_speech=is_speech)}"] if price and efficiency.num_possible else []
     shown = [f"{name} ({reason})" for name, reason in [*bad.items()][:_MOST_BAD]]
     more = f" and {len(bad) - _MOST_BAD} more (ngsgd why)" if len(bad) > _MOST_BAD else ""
     return [*lines, *([f"bad    {', '.join(shown)}{more}"] if bad else [])]
+
+
+def _price_of(run: Path) -> float:
+    """cluster.price_per_hour of a run; 0 without its settings."""
+    with contextlib.suppress(NgsgdError):
+        return read_config(run / "config.yaml").cluster.price_per_hour
+    return 0.0
 
 
 def _next_commands(report: FinalReport, output_dir: Path | str | None) -> list[str]:

@@ -51,6 +51,8 @@ def summary(run: RunHistory, verdict: Verdict, checks: Sequence[Check]) -> Itera
             ("participation", f"{100 * efficiency.participation:.4g}%"),
             ("effective training time", f"{100 * efficiency.effective_share:.3g}%"),
         ]
+        price = run.config.cluster.price_per_hour
+        tiles += [("cost of training", efficiency.cost_text(price, is_speech=run.curve.example == "frame"))] if price else []
     yield html.tiles(tiles)
 
 

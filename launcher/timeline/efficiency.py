@@ -1,16 +1,19 @@
-"""Participation and effective training time, from the outer iterations of a run.
+"""Participation, effective training time and cost, from the outer iterations of a run.
 
 participation = contributions counted / contributions possible
 effective training time = seconds in minibatches of counted jobs / (wall seconds x workers)
+cost = hours of training x workers of each outer iteration x price of a worker for an hour
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ngsgd.training.records import NOT_THE_BEST, OuterIterationRecord
+
+_FRAME_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class Efficiency:
     wall_s: float = 0.0
     # largest number of workers in any outer iteration
     num_workers: int = 0
+    # frames or examples of counted jobs
+    num_samples: int = 0
+    # wall seconds of each outer iteration x its workers
+    worker_s: float = 0.0
 
     @property
     def participation(self) -> float:
@@ -40,6 +47,17 @@ class Efficiency:
         available_s = self.wall_s * self.num_workers
         return self.minibatch_s / available_s if available_s > 0.0 else float("nan")
 
+    def cost(self, price_per_hour: float) -> float:
+        """Price of the workers during training, in the currency of `price_per_hour`."""
+        return self.worker_s / 3600.0 * price_per_hour
+
+    def cost_text(self, price_per_hour: float, *, is_speech: bool) -> str:
+        """The cost, and the cost per hour of trained audio or per million trained examples."""
+        cost = self.cost(price_per_hour)
+        units = self.num_samples * _FRAME_S / 3600.0 if is_speech else self.num_samples / 1e6
+        per_unit = f"{cost / units:.3g} per {'hour of audio' if is_speech else 'million examples'}" if units else ""
+        return ", ".join([f"{cost:.3g}", *([per_unit] if per_unit else [])])
+
     @property
     def text(self) -> str:
         return f"participation {100 * self.participation:.4g} %, effective training time {100 * self.effective_share:.3g} %"
@@ -47,8 +65,8 @@ class Efficiency:
 
 def efficiency_of(events: Iterable[Mapping[str, Any]]) -> Efficiency:
     """Sum over the events "outer_iteration" of a run; the others are ignored."""
-    counted = possible = workers = 0
-    minibatch_s = wall_s = 0.0
+    counted = possible = workers = samples = 0
+    minibatch_s = wall_s = worker_s = before_s = 0.0
     for event in events:
         if event.get("event") != "outer_iteration":
             continue
@@ -56,13 +74,17 @@ def efficiency_of(events: Iterable[Mapping[str, Any]]) -> Efficiency:
         counted += event["num_accepted"]
         possible += event["num_jobs"] - sum(job["reason"] == NOT_THE_BEST for job in jobs)
         minibatch_s += sum(job["seconds"] for job in jobs if job["accepted"])
-        wall_s = max(wall_s, event["elapsed_s"])
-        workers = max(workers, event.get("workers_alive", 0), len({job["worker"] for job in jobs}))
-    return Efficiency(counted, possible, minibatch_s, wall_s, workers)
+        samples += sum(job["num_frames"] for job in jobs if job["accepted"])
+        # elapsed_s begins again in a process that resumes the run
+        seconds = event["elapsed_s"] - (before_s if before_s < event["elapsed_s"] else 0.0)
+        before_s = event["elapsed_s"]
+        here = max(event.get("workers_alive", 0), len({job["worker"] for job in jobs}))
+        wall_s, worker_s, workers = wall_s + seconds, worker_s + seconds * here, max(workers, here)
+    return Efficiency(counted, possible, minibatch_s, wall_s, workers, samples, worker_s)
 
 
 def of_record(record: OuterIterationRecord, before_s: float = 0.0) -> Efficiency:
     """The same of one outer iteration; `before_s` is `elapsed_s` of the one before."""
     one = efficiency_of([{"event": "outer_iteration", **asdict(record)}])
-    since = before_s if before_s < record.elapsed_s else 0.0
-    return Efficiency(one.num_counted, one.num_possible, one.minibatch_s, record.elapsed_s - since, one.num_workers)
+    seconds = record.elapsed_s - (before_s if before_s < record.elapsed_s else 0.0)
+    return replace(one, wall_s=seconds, worker_s=seconds * one.num_workers)

@@ -163,7 +163,9 @@ class Worker:
                 # from the beginning, without snapshots
                 return self.train(job, should_stop)
         graphed = self.graphed_training(network, optimizer, preconditioner)
-        for index, (batch, num_done) in enumerate(on_device(batches, self.device), done):
+        index = done - 1
+        for batch, num_done in on_device(batches, self.device):
+            index += 1
             is_turn = (index + job.outer_iter) % settings.backstitch_interval == 0
             steps_back = not has_preconditioner and is_turn
             if graphed is not None and batch is not None and not (steps_back and settings.backstitch_scale):
@@ -171,6 +173,8 @@ class Worker:
             else:
                 self._train(network, batch, optimizer, preconditioner, sums,
                             settings.backstitch_scale if steps_back else 0.0)
+            # the next minibatch is then read into the same memory, which is in the cache
+            del batch
             is_asked = self.ranks.any(should_stop())
             if snapshots and num_done < num_batches and snapshots.is_due(is_asked):
                 snapshots.take(index + 1)

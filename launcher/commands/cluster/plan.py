@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.arguments import JSON, Parser
-from ngsgd.launcher.reports.plan_text import as_json, nodes_text, text
+from ngsgd.launcher.reports.plan_text import Wishes, as_json, nodes_text, text
 from ngsgd.launcher.reports.predictions import keep, kept_in, saved
 from ngsgd.pipeline.performance_model.multi_gpu import INTERCONNECTS
 from ngsgd.pipeline.performance_model.multi_gpu import rows as on_nodes
 from ngsgd.pipeline.performance_model.planner import Machine, Workload
-from ngsgd.pipeline.performance_model.scaling import Assumptions, momentum_of, rows
+from ngsgd.pipeline.performance_model.scaling import Assumptions, choices, momentum_of, rows
 
 if TYPE_CHECKING:
     from ngsgd.training.task import TaskSpec
@@ -37,16 +37,20 @@ def command(arguments: Sequence[str]) -> int:
     from ngsgd.launcher.config import compose
 
     config = compose.compose(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
+    if math.isfinite(options.budget) and not config.cluster.price_per_hour:
+        raise ConfigError("--budget needs the price of a worker; add cluster.price_per_hour=PRICE.")
     if options.nodes:
         return _on_nodes(config, options)
     machine, workload = _saved(config) if options.saved else measure_machine(config, options.seconds, to_stderr=options.json)
     assumed = _assumptions(options, config, machine)
     table = rows(machine, workload, config, workers, assumed)
+    wishes = Wishes(config.cluster.price_per_hour, options.deadline * 3600, options.budget)
+    found = choices(machine, workload, config, workers, assumed) if wishes.any() else []
     is_speech = not config.task._target_
     if options.json:
-        print(json.dumps(as_json(machine, workload, assumed, table, is_speech=is_speech), indent=1))
+        print(json.dumps(as_json(machine, workload, assumed, table, found, wishes, is_speech=is_speech), indent=1))
     else:
-        print("\n".join(text(machine, workload, assumed, table, is_speech=is_speech)))
+        print("\n".join(text(machine, workload, assumed, table, found, wishes, is_speech=is_speech)))
     return EXIT_OK
 
 
@@ -67,6 +71,12 @@ def _parser() -> Parser:
                            help="duration in seconds (default: %(default)s)")
     measuring.add_argument("--saved", action="store_true",
                            help="reuse the last measurement of these settings")
+    wishes = parser.add_argument_group("choice of settings")
+    wishes.add_argument("--deadline", type=float, default=math.inf, metavar="HOURS",
+                        help="choose the cheapest settings with which training ends in this time")
+    wishes.add_argument("--budget", type=float, default=math.inf, metavar="COST",
+                        help="choose the fastest settings with at most this cost of training, by "
+                             "cluster.price_per_hour")
     _add_assumptions(parser)
     nodes = parser.add_argument_group("GPU nodes")
     nodes.add_argument("--nodes", metavar="N,N,...",
@@ -112,6 +122,9 @@ def _checked(options: argparse.Namespace) -> list[int]:
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value > 0.0):
             problems.append(f"--{name} is {value}; it must be greater than 0.")
+    for name in ("deadline", "budget"):
+        if not getattr(options, name) > 0.0:
+            problems.append(f"--{name} is {getattr(options, name)}; it must be greater than 0.")
     for name in ("latency", "failures_per_worker_hour", "replace_s", "sigma"):
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value >= 0.0):
@@ -121,6 +134,8 @@ def _checked(options: argparse.Namespace) -> list[int]:
                         "less than 1.")
     if options.cores_per_node is not None and options.cores_per_node < 1:
         problems.append(f"--cores-per-node is {options.cores_per_node}; it must be at least 1.")
+    if options.nodes and (math.isfinite(options.deadline) or math.isfinite(options.budget)):
+        problems.append("--deadline and --budget have no effect with --nodes; remove them.")
     if not options.nodes and (options.link or options.parameters):
         problems.append("--link and --parameters need --nodes; add it, or remove them.")
     if problems:

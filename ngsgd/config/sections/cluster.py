@@ -61,6 +61,11 @@ class ClusterConfig:
     elastic: bool = option(
         False,
         "fewer jobs per outer iteration while workers are missing, instead of a queue of jobs")
+    price_per_hour: float = option(
+        0.0,
+        "price of one worker for an hour in any currency, for the cost in summary, report, MLflow and "
+        "ngsgd plan; 0: not known",
+        low=0.0)
 
     @property
     def codec(self) -> Literal["int8", "sparse"] | None:

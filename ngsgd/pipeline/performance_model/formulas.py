@@ -106,7 +106,16 @@ class Link:
 
 def central_s(num_jobs: int, num_bytes: float, link: Link) -> float:
     """One node receives N models, adds them and sends N copies, all through its link."""
-    return 2 * link.latency_s + 2 * num_jobs * num_bytes / link.bandwidth + num_jobs * num_bytes / link.add_speed
+    return travel_time_s(num_jobs, num_bytes, link) + num_jobs * num_bytes / link.add_speed
+
+
+def travel_time_s(num_jobs: int, num_bytes: float, link: Link, *, num_machines: int | None = None,
+                  compression: float = 1.0) -> float:
+    """One node sends the model to each machine (default: one per job) and receives N results of
+    P / c bytes.
+    """
+    num_models = num_jobs if num_machines is None else min(num_jobs, num_machines)
+    return 2 * link.latency_s + num_bytes * (num_models + num_jobs / compression) / link.bandwidth
 
 
 def tree_s(num_jobs: int, num_bytes: float, link: Link, *, radix: int) -> float:

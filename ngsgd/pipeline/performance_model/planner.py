@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ngsgd.pipeline.performance_model.formulas import Link, Spread, central_s, straggler_factor
+from ngsgd.pipeline.performance_model.formulas import Link, Spread, straggler_factor, travel_time_s
 from ngsgd.training.records import OuterIterationRecord
 
 # initial outer iterations of a run from which `extrapolate` predicts the rest
@@ -35,6 +35,8 @@ class Workload:
     # bytes of the optimizer between steps, and peak of a step; 0: not predicted
     state_bytes: int = 0
     peak_bytes: int = 0
+    # float32 bytes of a parameter delta over those of its compressed form
+    compression: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,9 @@ def predict(machine: Machine, workload: Workload, site: Site, *, num_jobs: int,
     sharing = busy / slots
     sigma = machine.spread.of_job(workload.samples / workload.minibatch_size)
     stretch = rounds * max(sharing, straggler_factor(sigma, busy))
-    travel_s = central_s(num_jobs, workload.model_bytes, replace(site.link, add_speed=math.inf))
+    # a machine of a cluster receives the model once, for all of its workers
+    num_models = site.num_machines * rounds if site.num_machines > 1 else num_jobs
+    travel_s = travel_time_s(num_jobs, workload.model_bytes, site.link, num_machines=num_models, compression=workload.compression)
     compute_s = work_s * stretch + rounds * sharing * speed.fixed_s + travel_s
     average_s = num_jobs * workload.model_bytes / site.link.add_speed
     # diagnostics run in a thread of low priority: on cores without workers, and on all cores while

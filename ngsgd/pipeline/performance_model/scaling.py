@@ -1,9 +1,11 @@
-"""The table of `ngsgd plan`: time and efficiency of an outer iteration on 1 to 1000 workers."""
+"""The table of `ngsgd plan`: time, efficiency and cost on 1 to 1000 workers, and a choice."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ngsgd.config import RunConfig
 from ngsgd.pipeline.performance_model import planner
@@ -13,14 +15,20 @@ from ngsgd.pipeline.performance_model.formulas import (
     SampleBounds,
     Spread,
     averaging_times,
+    data_factor,
     recommend_samples,
     restart_all_s,
     retry_wait_s,
 )
 from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Site, Workload
 
+Codec = Literal["int8", "sparse"]
 # fraction of an outer iteration without training above which a change is recommended
 MAX_OVERHEAD = 0.1
+# of the total time; a compression that gains less is not chosen
+_MIN_GAIN = 0.01
+# cost of the choice without deadline and budget over the lowest cost
+_COST_FACTOR = 1.25
 # more workers per core are not predicted
 _SHARED_CORES = 16
 
@@ -69,6 +77,8 @@ class Row:
     num_outer_iters: int
     # all outer iterations on the machines of `there`, failures included
     total_s: float
+    # of all workers for `total_s`; 0 without a price
+    cost: float = 0.0
 
 
 def momentum_of(config: RunConfig) -> float:
@@ -86,32 +96,123 @@ def site_of(machine: Machine, config: RunConfig, num_workers: int) -> Site:
 
 def rows(machine: Machine, workload: Workload, config: RunConfig, workers: Sequence[int], assumed: Assumptions) -> list[Row]:
     """One row per number of workers, each with as many jobs."""
+    workload = replace(workload, compression=compression_of(config.cluster.codec, workload))
     base = _here(machine, workload, config, 1)
-    over_machines = machine if assumed.sigma is None else replace(machine, spread=Spread(assumed.sigma, 0.0))
     found = []
     for count in workers:
-        link = Link(assumed.bandwidth, assumed.latency_s, machine.link.add_speed)
-        site = _site(machine, config, count, assumed, link)
-        there = planner.predict(over_machines, workload, site, num_jobs=count, num_workers=count)
+        site, there, wait_s = _on_cluster(machine, workload, config, count, assumed)
         here = _here(machine, workload, config, count) if count <= _SHARED_CORES * machine.slots(1) else None
         average, average_s = _best_average(count, workload, site.link, there.outer_iter_s)
-        rate = assumed.failures_per_worker_hour / 3600
-        wait_s = retry_wait_s(rate, count, there.compute_s, assumed.replace_s)
-        restarting_s = restart_all_s(rate, count, there.outer_iter_s, assumed.replace_s)
-        bounds = SampleBounds.of(minibatch_size=workload.minibatch_size, total_samples=workload.total_samples, num_jobs=count,
-                                 outer_momentum=assumed.outer_momentum)
-        advice = recommend_samples(now=workload.samples, rate=there.effective_rate, overhead_s=there.overhead_s, bounds=bounds,
-                                   gamma=assumed.gamma, max_overhead=MAX_OVERHEAD)
+        restarting_s = restart_all_s(assumed.failures_per_worker_hour / 3600, count, there.outer_iter_s, assumed.replace_s)
+        advice = _samples(there, workload, count, assumed)
         # archives contain about the configured number of samples
         if advice.samples == round(workload.samples):
             advice = replace(advice, samples=config.egs.samples_per_iter)
-        num_outer_iters = max(1, int(workload.total_samples / (count * workload.samples)))
+        num_outer_iters = _num_outer_iters(workload, count)
+        total_s = num_outer_iters * (there.outer_iter_s + wait_s)
         found.append(Row(
             count, here, there, site.num_machines, there.frames_per_s / base.frames_per_s,
             here.frames_per_s / base.frames_per_s if here else None, wait_s / (there.outer_iter_s + wait_s),
             1.0 - there.outer_iter_s / restarting_s, average, average_s, advice,
-            num_outer_iters, num_outer_iters * (there.outer_iter_s + wait_s)))
+            num_outer_iters, total_s, total_s / 3600 * count * config.cluster.price_per_hour))
     return found
+
+
+# The choice of settings ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings of a run, with its predicted time and cost."""
+
+    workers: int
+    samples_per_iter: int
+    compression: str
+    total_s: float
+    # 0 without a price
+    cost: float
+    efficiency: float
+
+
+def choices(machine: Machine, workload: Workload, config: RunConfig, workers: Sequence[int], assumed: Assumptions) -> list[Choice]:
+    """The settings to choose from: each number of workers with its best samples_per_iter and
+    compression. Numbers of workers with too little data are omitted.
+    """
+    codecs: tuple[Codec | None, ...] = (None,) if config.outer.kind == "streaming" else (None, "int8", "sparse")
+    found = []
+    for count in workers:
+        best: Choice | None = None
+        for codec in codecs:
+            one = _choice(machine, workload, config, count, codec, assumed)
+            if one and (best is None or one.total_s < (1.0 - _MIN_GAIN) * best.total_s):
+                best = one
+        found += [best] if best else []
+    return found
+
+
+def choose(found: Sequence[Choice], *, deadline_s: float = math.inf, budget: float = math.inf) -> Choice | None:
+    """The cheapest choice that ends by a deadline, or the fastest within a budget.
+
+    With both it is the cheapest of those that satisfy both. Without either it is the fastest whose
+    cost is at most 1.25 times the lowest.
+
+    Returns:
+        None if no choice is possible.
+    """
+    limit = budget
+    if found and math.isinf(deadline_s) and math.isinf(budget):
+        limit = _COST_FACTOR * min(one.cost for one in found)
+    possible = [one for one in found if one.total_s <= deadline_s and one.cost <= limit]
+    if math.isfinite(deadline_s):
+        return min(possible, key=lambda one: (one.cost, one.workers * one.total_s), default=None)
+    return min(possible, key=lambda one: one.total_s, default=None)
+
+
+def _choice(machine: Machine, workload: Workload, config: RunConfig, count: int, codec: Codec | None,
+            assumed: Assumptions) -> Choice | None:
+    """Settings with the samples_per_iter that the table recommends; None with too little data."""
+    packed = replace(workload, compression=compression_of(codec, workload))
+    _, there, _ = _on_cluster(machine, packed, config, count, assumed)
+    advice = _samples(there, packed, count, assumed)
+    if not advice.enough_data:
+        return None
+    chosen = replace(packed, samples=float(advice.samples))
+    _, there, wait_s = _on_cluster(machine, chosen, config, count, assumed)
+    data = data_factor(chosen.samples, assumed.gamma) / data_factor(workload.samples, assumed.gamma) if assumed.gamma else 1.0
+    total_s = _num_outer_iters(chosen, count) * (there.outer_iter_s + wait_s) * data
+    samples = config.egs.samples_per_iter if advice.samples == round(workload.samples) else advice.samples
+    cost = total_s / 3600 * count * config.cluster.price_per_hour
+    return Choice(count, samples, codec or "none", total_s, cost, there.efficiency)
+
+
+def compression_of(codec: Codec | None, workload: Workload) -> float:
+    """Bytes of a parameter delta over those of its compressed form."""
+    if codec is None:
+        return 1.0
+    from ngsgd.ops.compression import num_bytes
+
+    return workload.model_bytes / sum(num_bytes(workload.model_bytes // 4, codec))
+
+
+def _on_cluster(machine: Machine, workload: Workload, config: RunConfig, count: int, assumed: Assumptions
+                ) -> tuple[Site, Prediction, float]:
+    """The site, an outer iteration there, and the seconds that it waits for failures on average."""
+    machine = machine if assumed.sigma is None else replace(machine, spread=Spread(assumed.sigma, 0.0))
+    link = Link(assumed.bandwidth, assumed.latency_s, machine.link.add_speed)
+    site = _site(machine, config, count, assumed, link)
+    there = planner.predict(machine, workload, site, num_jobs=count, num_workers=count)
+    return site, there, retry_wait_s(assumed.failures_per_worker_hour / 3600, count, there.compute_s, assumed.replace_s)
+
+
+def _samples(there: Prediction, workload: Workload, count: int, assumed: Assumptions) -> SampleAdvice:
+    bounds = SampleBounds.of(minibatch_size=workload.minibatch_size, total_samples=workload.total_samples, num_jobs=count,
+                             outer_momentum=assumed.outer_momentum)
+    return recommend_samples(now=workload.samples, rate=there.effective_rate, overhead_s=there.overhead_s, bounds=bounds,
+                             gamma=assumed.gamma, max_overhead=MAX_OVERHEAD)
+
+
+def _num_outer_iters(workload: Workload, count: int) -> int:
+    return max(1, int(workload.total_samples / (count * workload.samples)))
 
 
 def _best_average(num_workers: int, workload: Workload, link: Link, outer_iter_s: float) -> tuple[str, float]:

@@ -38,6 +38,19 @@ def test_contributions_and_seconds_are_summed_over_the_run() -> None:
     assert found.participation == pytest.approx(0.8) and found.effective_share == pytest.approx(8.0 / 30.0)
 
 
+def test_cost_counts_the_workers_of_each_outer_iteration_and_process() -> None:
+    first = replace(outer_iteration(0), elapsed_s=1800.0, workers_alive=4)
+    # another process, whose time begins again
+    second = replace(outer_iteration(1), elapsed_s=900.0, workers_alive=2)
+    found = efficiency_of([_event(first), _event(second)])
+    assert (found.wall_s, found.worker_s) == (2700.0, 1800.0 * 4 + 900.0 * 2)
+    assert found.cost(0.5) == pytest.approx(1.25)
+    # frames of 10 ms
+    audio_h = found.num_samples * 0.01 / 3600
+    assert found.cost_text(0.5, is_speech=True) == f"1.25, {1.25 / audio_h:.3g} per hour of audio"
+    assert found.cost_text(0.5, is_speech=False) == f"1.25, {1.25 / (found.num_samples / 1e6):.3g} per million examples"
+
+
 def test_a_job_that_is_not_averaged_by_design_was_no_possible_contribution() -> None:
     best = (job(), replace(job(number=1, accepted=False), reason=NOT_THE_BEST))
     assert efficiency_of([_event(outer_iteration(0, jobs=best))]).participation == 1.0
