@@ -16,7 +16,7 @@ PROCESSES ?=
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel --processes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train check test test-all run-check run-test run-test-all gpu test-matrix mutants chaos soak storm fuzz fault-simulation fault-simulation-nightly fault-mutants nodes slurm reference docs image lint prose format clean
+.PHONY: help setup train check test test-all run-check run-test run-test-all gpu test-matrix mutants chaos soak storm preemptions fuzz fault-simulation fault-simulation-nightly fault-mutants nodes slurm reference docs image lint prose format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -74,6 +74,9 @@ soak: $(STAMP)  ## 16 workers, a random fault every 20 to 30 s for 20 min: what 
 
 storm: $(STAMP)  ## 32 workers, 1-second jobs and 125 faults an hour for 30 min, dead coordinators included; make storm ARGS="--minutes 3"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.storm $(ARGS)
+
+preemptions: $(STAMP)  ## 8 workers, each preempted every 90 s with a notice of 2 s, 20 min; make preemptions ARGS="--minutes 3"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.preemptions $(ARGS)
 
 fuzz: $(STAMP)  ## crash points, full disks, damaged files, power cuts, two coordinators (40 min); make fuzz ARGS="damage --cases 100"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(or $(ARGS),all)

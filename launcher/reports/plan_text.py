@@ -41,12 +41,13 @@ def text(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequ
               "workers  s/iter  speed-up   machines  s/iter  efficient  speed-up    lost  best average          " + f"{length:>18}"
               "  iters  training" + ("      cost" if has_cost else "")]
     for row in table:
+        cost = f"  {row.cost:>8.3g}" if has_cost else ""
         here = f"{_seconds(row.here.outer_iter_s):>6}  {row.speed_up_here:>8.3g}" if row.here else f"{'-':>6}  {'-':>8}"
         samples = f"{row.samples.samples}" if row.samples.enough_data else "-"
         best = f"{row.averaging} {_seconds(row.averaging_s)}"
         lines.append(f"{row.workers:>7}  {here}   {row.num_machines:>8}  {_seconds(row.there.outer_iter_s):>6}  "
                      f"{_percent(row.there.efficiency):>9}  {row.speed_up:>8.3g}  {_percent(row.lost):>6}  {best:<22}  "
-                     f"{samples:>16}  {row.num_outer_iters:>5}  {duration(row.total_s):>8}" + (f"  {row.cost:>8.3g}" if has_cost else ""))
+                     f"{samples:>16}  {row.num_outer_iters:>5}  {duration(row.total_s):>8}{cost}")
     threads = thread_advice(machine)
     return [*lines, "", *_reasons(table, length), *([f"threads: {threads}"] if threads else []),
             f"advice: {advice(table, is_speech=is_speech)}",

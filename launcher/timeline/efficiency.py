@@ -1,8 +1,8 @@
 """Participation, effective training time and cost, from the outer iterations of a run.
 
-participation = contributions counted / contributions possible
-effective training time = seconds in minibatches of counted jobs / (wall seconds x workers)
-cost = hours of training x workers of each outer iteration x price of a worker for an hour
+- participation: contributions counted / contributions possible
+- effective training time: seconds in minibatches of counted jobs / (wall seconds x workers)
+- cost: hours of training x workers of each outer iteration x price of a worker for an hour
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Literal
 
 from ngsgd.config import RunConfig
@@ -25,7 +26,7 @@ from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Site, 
 Codec = Literal["int8", "sparse"]
 # fraction of an outer iteration without training above which a change is recommended
 MAX_OVERHEAD = 0.1
-# of the total time; a compression that gains less is not chosen
+# of the time of an outer iteration; a compression that gains less is not chosen
 _MIN_GAIN = 0.01
 # cost of the choice without deadline and budget over the lowest cost
 _COST_FACTOR = 1.25
@@ -96,7 +97,7 @@ def site_of(machine: Machine, config: RunConfig, num_workers: int) -> Site:
 
 def rows(machine: Machine, workload: Workload, config: RunConfig, workers: Sequence[int], assumed: Assumptions) -> list[Row]:
     """One row per number of workers, each with as many jobs."""
-    workload = replace(workload, compression=compression_of(config.cluster.codec, workload))
+    workload = _packed(workload, config.cluster.codec)
     base = _here(machine, workload, config, 1)
     found = []
     for count in workers:
@@ -141,12 +142,13 @@ def choices(machine: Machine, workload: Workload, config: RunConfig, workers: Se
     codecs: tuple[Codec | None, ...] = (None,) if config.outer.kind == "streaming" else (None, "int8", "sparse")
     found = []
     for count in workers:
-        best: Choice | None = None
-        for codec in codecs:
-            one = _choice(machine, workload, config, count, codec, assumed)
-            if one and (best is None or one.total_s < (1.0 - _MIN_GAIN) * best.total_s):
-                best = one
-        found += [best] if best else []
+        # of equal jobs: longer jobs hide a slow exchange too, but may need more data
+        plain, *packed = ((_on_cluster(machine, _packed(workload, codec), config, count, assumed)[1].outer_iter_s, codec)
+                          for codec in codecs)
+        best = min([plain, *packed], key=itemgetter(0))
+        best = best if best[0] < (1.0 - _MIN_GAIN) * plain[0] else plain
+        one = _choice(machine, _packed(workload, best[1]), config, count, best[1], assumed)
+        found += [one] if one else []
     return found
 
 
@@ -171,18 +173,21 @@ def choose(found: Sequence[Choice], *, deadline_s: float = math.inf, budget: flo
 def _choice(machine: Machine, workload: Workload, config: RunConfig, count: int, codec: Codec | None,
             assumed: Assumptions) -> Choice | None:
     """Settings with the samples_per_iter that the table recommends; None with too little data."""
-    packed = replace(workload, compression=compression_of(codec, workload))
-    _, there, _ = _on_cluster(machine, packed, config, count, assumed)
-    advice = _samples(there, packed, count, assumed)
+    _, there, _ = _on_cluster(machine, workload, config, count, assumed)
+    advice = _samples(there, workload, count, assumed)
     if not advice.enough_data:
         return None
-    chosen = replace(packed, samples=float(advice.samples))
+    chosen = replace(workload, samples=float(advice.samples))
     _, there, wait_s = _on_cluster(machine, chosen, config, count, assumed)
     data = data_factor(chosen.samples, assumed.gamma) / data_factor(workload.samples, assumed.gamma) if assumed.gamma else 1.0
     total_s = _num_outer_iters(chosen, count) * (there.outer_iter_s + wait_s) * data
     samples = config.egs.samples_per_iter if advice.samples == round(workload.samples) else advice.samples
     cost = total_s / 3600 * count * config.cluster.price_per_hour
     return Choice(count, samples, codec or "none", total_s, cost, there.efficiency)
+
+
+def _packed(workload: Workload, codec: Codec | None) -> Workload:
+    return replace(workload, compression=compression_of(codec, workload))
 
 
 def compression_of(codec: Codec | None, workload: Workload) -> float:

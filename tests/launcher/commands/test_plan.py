@@ -103,7 +103,29 @@ def test_json_is_all_that_stdout_gets(measured: list[RunConfig], capsys: pytest.
     assert found["advice"]
 
 
+def test_a_price_gives_the_cost_of_each_row_and_a_choice(measured: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "cluster.price_per_hour=0.5", "--workers", "1,2,4"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"training +cost$", said, re.MULTILINE)
+    assert re.search(r"^choice: cluster.num_workers=\d egs.samples_per_iter=\d+ cluster.compression=\w+: .*, cost [\d.]+$", said,
+                     re.MULTILINE)
+    assert cli.main(["plan", "cluster.price_per_hour=0.5", "--workers", "1,2,4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for row in found["rows"]:
+        assert row["cost"] == pytest.approx(row["total_s"] / 3600 * row["workers"] * 0.5)
+    assert found["choice"] in found["choices"]
+
+
+def test_a_deadline_that_cannot_be_kept_is_told_with_the_fastest_settings(
+        measured: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--workers", "1,2", "--deadline", "1e-4"]) == 0
+    assert re.search(r"^choice: none; .* 2 workers: ", capsys.readouterr().out, re.MULTILINE)
+
+
 @pytest.mark.parametrize(("arguments", "told"), [
+    (["--deadline", "0"], "--deadline is 0.0"),
+    (["--budget", "3"], "cluster.price_per_hour=PRICE"),
+    (["--nodes", "1,2", "--deadline", "3"], "--nodes; remove them"),
     (["--workers", "1,x"], "--workers is '1,x'"),
     (["--workers", "0"], "--workers is '0'"),
     (["--workers", "1000000"], "from 1 to 100000"),

@@ -47,8 +47,8 @@ def test_cost_counts_the_workers_of_each_outer_iteration_and_process() -> None:
     assert found.cost(0.5) == pytest.approx(1.25)
     # frames of 10 ms
     audio_h = found.num_samples * 0.01 / 3600
-    assert found.cost_text(0.5, is_speech=True) == f"1.25, {1.25 / audio_h:.3g} per hour of audio"
-    assert found.cost_text(0.5, is_speech=False) == f"1.25, {1.25 / (found.num_samples / 1e6):.3g} per million examples"
+    assert found.cost_text(0.5, is_speech=True).startswith(f"1.25, {1.25 / audio_h:.3g} per hour")
+    assert found.cost_text(0.5, is_speech=False).startswith(f"1.25, {1.25 / (found.num_samples / 1e6):.3g} per million")
 
 
 def test_a_job_that_is_not_averaged_by_design_was_no_possible_contribution() -> None:
