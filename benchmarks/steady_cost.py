@@ -215,22 +215,22 @@ class PairedWorker(Worker):
             times.append((began, now - began, kind))
             began = time.perf_counter()
 
-        def bare() -> bool:
-            answer = should_stop()
+        def bare(optimizer: SGD) -> None:
             position = len(times) % (2 * _BLOCK)
             note(WORKER if position else FIRST)
             if position == _BLOCK - 1:
                 for number in range(_BLOCK):
-                    loop.minibatch(self.task, self.model, self._optimizer, next(read))
+                    loop.minibatch(self.task, self.model, optimizer, next(read))
                     note(BARE if number else FIRST)
-            return answer
-        trained = super().train(job, bare)
+        self._bare = bare
+        trained = super().train(job, should_stop)
         np.save(self.folder / f"times-{job.outer_iter}.npy", np.array(times))
         return trained
 
     def _train(self, network: torch.nn.Module, batch: Batch | None, optimizer: SGD, *others: Any) -> None:
-        self._optimizer = optimizer
+        # from the end of a minibatch to the end of the next one, with all that is between them
         super()._train(network, batch, optimizer, *others)
+        self._bare(optimizer)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:

@@ -29,8 +29,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import OptimizerConfig, RunConfig
 from ngsgd.errors import RunInterrupted
@@ -67,8 +65,9 @@ class _CountingWorker(SteadyWorker):
         self._outer_iter = job.outer_iter
         return super().run(job, place, should_stop)
 
-    def _train(self, network: nn.Module, batch: Batch, *others: Any) -> None:
-        super()._train(network, batch, *others)
+    def _train(self, *arguments: Any) -> None:
+        super()._train(*arguments)
+        batch: Batch = arguments[1]
         with (Path(self.how.folder) / f"trained-{os.getpid()}").open("a") as file:
             file.write(f"{self._outer_iter} {batch.num_examples}\n")
 
