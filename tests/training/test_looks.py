@@ -1,4 +1,4 @@
-"""A worker asks whether it should stop at most every `look_s`, and always after the last minibatch."""
+"""A worker looks for messages at most every `look_s`, and after the last minibatch."""
 
 from __future__ import annotations
 

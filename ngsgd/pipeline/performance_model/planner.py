@@ -17,6 +17,9 @@ from ngsgd.training.records import OuterIterationRecord
 
 # initial outer iterations of a run from which `extrapolate` predicts the rest
 _WATCHED = 3
+# of Ray's object store: a job and its result are each announced, looked up, requested and sent
+# (docs/multi-node.md)
+_RAY_MESSAGES = 7
 
 
 # Inputs -------------------------------------------------------------------------------------------
@@ -103,6 +106,8 @@ class Site:
     link: Link
     # cluster.kind=in_process: one worker runs all jobs sequentially
     one_by_one: bool = False
+    # messages in each direction that the exchange of a job and its result takes one after another
+    num_messages: int = 1
 
     @property
     def num_slots(self) -> int:
@@ -118,7 +123,7 @@ def this_machine(machine: Machine, num_workers: int, *, threads_per_worker: int 
 
 def machines_like(num_workers: int, *, slots_per_machine: int, link: Link) -> Site:
     """As many machines as needed to give each worker a core or GPU."""
-    return Site(math.ceil(num_workers / slots_per_machine), slots_per_machine, link)
+    return Site(math.ceil(num_workers / slots_per_machine), slots_per_machine, link, num_messages=_RAY_MESSAGES)
 
 
 def threads_of(num_cores: int, num_workers: int) -> int:
@@ -193,7 +198,8 @@ def predict(machine: Machine, workload: Workload, site: Site, *, num_jobs: int,
     stretch = rounds * max(sharing, straggler_factor(sigma, busy))
     # a machine of a cluster receives the model once, for all of its workers
     num_models = site.num_machines * rounds if site.num_machines > 1 else num_jobs
-    travel_s = travel_time_s(num_jobs, workload.model_bytes, site.link, num_machines=num_models, compression=workload.compression)
+    link = replace(site.link, latency_s=site.link.latency_s * site.num_messages)
+    travel_s = travel_time_s(num_jobs, workload.model_bytes, link, num_machines=num_models, compression=workload.compression)
     compute_s = work_s * stretch + rounds * sharing * speed.fixed_s + travel_s
     average_s = num_jobs * workload.model_bytes / site.link.add_speed
     # diagnostics run in a thread of low priority: on cores without workers, and on all cores while

@@ -360,7 +360,7 @@ def test_on_a_cluster_everyone_has_a_core_and_the_model_goes_over_its_link() -> 
     assert site.num_machines == 250
     assert found.work_s == pytest.approx(10.0)  # not the speed of workers that take turns
     # a machine receives the model once; each of its workers sends a result
-    assert found.compute_s == pytest.approx(10.0 * straggler_factor(0.1, 1000) + 0.3 + 0.002 + (250 + 1000) * 0.1)
+    assert found.compute_s == pytest.approx(10.0 * straggler_factor(0.1, 1000) + 0.3 + 7 * 0.002 + (250 + 1000) * 0.1)
     packed = planner.predict(MACHINE, replace(WORKLOAD, compression=100.0), site, num_jobs=1000, num_workers=1000)
     assert found.compute_s - packed.compute_s == pytest.approx(0.99 * 1000 * 0.1)
     assert found.average_s == pytest.approx(1000 * 0.01)
