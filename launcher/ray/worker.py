@@ -51,7 +51,7 @@ class RayWorker:
         from ngsgd.cluster.exchange.collective import CollectiveWorker
         from ngsgd.cluster.groups import make_worker
         from ngsgd.cluster.process import configure_process
-        from ngsgd.training.worker import LOOK_S
+        from ngsgd.training.worker import POLL_S
         # before the task, whose error would not name the node
         unseen = unseen_here(folders)
         if unseen:
@@ -62,7 +62,7 @@ class RayWorker:
         self._should_stop = False
         self._heartbeats = _reached(heartbeats)
         self._worker = make_worker(spec, index)
-        self._worker.look_s = LOOK_S
+        self._worker.poll_s = POLL_S
         self._output_dir = local_root(spec.settings.output_dir)
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
         fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device, spec.settings.cluster.precision)

@@ -25,7 +25,7 @@ from ngsgd.cluster.process import configure_process
 from ngsgd.training.job import Job, JobFailure, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.task import TaskSpec
-from ngsgd.training.worker import LOOK_S, Worker, np_empty
+from ngsgd.training.worker import POLL_S, Worker, np_empty
 
 MakeWorker = Callable[[TaskSpec, int], Worker]
 
@@ -123,8 +123,8 @@ class WorkerProcess:
             return
         if self._should_end:
             sys.exit(_EXIT_TERMINATED)
-        if worker.look_s is None:
-            worker.look_s = LOOK_S
+        if worker.poll_s is None:
+            worker.poll_s = POLL_S
         worker.snapshots.is_leaving = lambda: self._should_end
         fingerprint = Fingerprint.of_this_process(torch.get_num_threads(), worker.device,
                                                   self.setup.spec.settings.cluster.precision)

@@ -60,8 +60,8 @@ def np_empty(size: int) -> Vector:
 # minibatches between two measurements of the cosine between natural and plain gradient, for the
 # log; a period of 100 costs less than 1 % of a job (benchmarks/RESULTS.md)
 COSINE_PERIOD = 100
-# seconds between two looks of a worker process for messages and snapshots during a job
-LOOK_S = 0.05
+# seconds between two polls of a worker process for messages and snapshots during a job
+POLL_S = 0.05
 
 
 def initial_parameters(start: JobInit, layout: FlatLayout) -> Vector:
@@ -113,7 +113,7 @@ class Worker:
         self.layout = FlatLayout.of(self.model)
         self.snapshots = Snapshots(self.settings, self.device, is_possible=ranks.size == 1 and self.task.can_continue_jobs)
         # seconds between two calls of `should_stop`; None: not chosen yet, every minibatch
-        self.look_s: float | None = None
+        self.poll_s: float | None = None
         # loss of a rank without a minibatch
         self._no_loss = BatchLoss(torch.zeros((), device=self.device), 0.0)
 
@@ -124,7 +124,7 @@ class Worker:
         Args:
             job: work items, initial parameters and learning rate.
             place: allocates the float32 memory of a returned vector, given its number of elements.
-            should_stop: called after every minibatch, or every `look_s`. Once it returns True, the
+            should_stop: called after every minibatch, or every `poll_s`. Once it returns True, the
                 job ends and reports the rest of its work as `remainder`.
 
         Returns:
@@ -166,9 +166,9 @@ class Worker:
                 # from the beginning, without snapshots
                 return self.train(job, should_stop)
         graphed = self.graphed_training(network, optimizer, preconditioner)
-        index, next_look = done - 1, done
-        # ranks must look after the same minibatch
-        looks = Looks(self.look_s or 0.0 if self.ranks.size == 1 else 0.0)
+        index, next_poll = done - 1, done
+        # ranks must poll after the same minibatch
+        polls = Polls(self.poll_s or 0.0 if self.ranks.size == 1 else 0.0)
         for batch, num_done in on_device(batches, self.device):
             index += 1
             is_turn = (index + job.outer_iter) % settings.backstitch_interval == 0
@@ -180,9 +180,9 @@ class Worker:
                             settings.backstitch_scale if steps_back else 0.0)
             # the next minibatch is then read into the same memory, which is in the cache
             del batch
-            if index < next_look and num_done < num_batches:
+            if index < next_poll and num_done < num_batches:
                 continue
-            next_look = index + looks.num_minibatches()
+            next_poll = index + polls.num_minibatches()
             is_asked = self.ranks.any(should_stop())
             if snapshots and num_done < num_batches and snapshots.is_due(is_asked):
                 snapshots.take(index + 1)
@@ -381,12 +381,12 @@ class Worker:
                        rejection_reason=result.rejection_reason or impossible(result, self.layout))
 
 
-class Looks:
+class Polls:
     """Chooses minibatches that are a time apart: code that runs rarely is slow, because it is in no
     cache of the processor.
 
     Args:
-        interval_s: wall time between two looks; 0: every minibatch.
+        interval_s: wall time between two polls; 0: every minibatch.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -395,7 +395,7 @@ class Looks:
         self._since = time.perf_counter()
 
     def num_minibatches(self) -> int:
-        """Minibatches until the next look, at most twice as many as before this one."""
+        """Minibatches until the next poll, at most twice as many as before this one."""
         if not self.interval_s:
             return 1
         now = time.perf_counter()

@@ -55,7 +55,7 @@ class KilledWorker(Worker):
         super().__init__(spec, index)
         self.kills = kills
         # at every boundary
-        self.look_s = 0.0
+        self.poll_s = 0.0
         self.snapshots.timer.max_cost = float("inf")
         self._left: int | None = None
 
