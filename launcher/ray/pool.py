@@ -92,7 +92,7 @@ class WorkerSlot:
     # ref of what only the job's next start needs
     own: Any = None
     places: tuple[SharedRef, ...] = ()
-    # ref of the answer with its progress
+    # ref of the answer to how many minibatches are done
     asked: Any = None
     answered: int = 0
     killed_because: str = ""
@@ -195,7 +195,7 @@ class RayPool:
         if self._exchange is None:
             # the vectors are here already, and memory is faster than any message
             return None
-        idle = {slot.index: slot.actor.progress.options(concurrency_group="control").remote()
+        idle = {slot.index: slot.actor.minibatches.options(concurrency_group="control").remote()
                 for slot in self._slots if slot.is_idle}
         # those that died since their job are found before anybody waits for them
         self._answers(idle, _PING_S)
@@ -372,7 +372,7 @@ class RayPool:
         return "" if lives else f"process {kept.process} {slot.predecessor or 'is gone'}, and its result with it"
 
     def _asked(self, slot: WorkerSlot) -> int:
-        """The progress that a worker on another machine last reported; a worker that
+        """The minibatches that a worker on another machine last reported as done; a worker that
         hangs reports nothing new.
         """
         if slot.asked is not None and ray.wait([slot.asked], timeout=0.0)[0]:
@@ -381,7 +381,7 @@ class RayPool:
                 slot.answered = ray.get(slot.asked, timeout=_PING_S)
             slot.asked = None
         if slot.asked is None:
-            slot.asked = slot.actor.progress.options(concurrency_group="control").remote()
+            slot.asked = slot.actor.minibatches.options(concurrency_group="control").remote()
         return slot.answered
 
     def _kill(self, slot: WorkerSlot) -> None:

@@ -51,18 +51,16 @@ class RayWorker:
         from ngsgd.cluster.exchange.collective import CollectiveWorker
         from ngsgd.cluster.groups import make_worker
         from ngsgd.cluster.process import configure_process
-        from ngsgd.training.worker import POLL_S
         # before the task, whose error would not name the node
         unseen = unseen_here(folders)
         if unseen:
             return unseen
         configure_process(num_threads)
         self._index = index
-        self._progress = 0
+        self._minibatches = 0
         self._should_stop = False
         self._heartbeats = _reached(heartbeats)
         self._worker = make_worker(spec, index)
-        self._worker.poll_s = POLL_S
         self._output_dir = local_root(spec.settings.output_dir)
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
         fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device, spec.settings.cluster.precision)
@@ -109,18 +107,18 @@ class RayWorker:
         from ngsgd.cluster.exchange.collective import MeanRequest
         return self._member.average(question) if isinstance(question, MeanRequest) else self._member.fetch(question.identity)
 
-    def progress(self) -> int:
-        """A number that increases while a job runs."""
-        return self._progress
+    def minibatches(self) -> int:
+        """How many are done; answered while a job runs."""
+        return self._minibatches
 
     def stop(self) -> None:
         """End the job after the current minibatch."""
         self._should_stop = True
 
     def _heartbeat(self) -> bool:
-        self._progress += 1
+        self._minibatches += 1
         if self._heartbeats is not None:
-            self._heartbeats[self._index] = self._progress
+            self._heartbeats[self._index] = self._minibatches
         return self._should_stop
 
 

@@ -25,7 +25,7 @@ from ngsgd.cluster.process import configure_process
 from ngsgd.training.job import Job, JobFailure, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.task import TaskSpec
-from ngsgd.training.worker import POLL_S, Worker, np_empty
+from ngsgd.training.worker import Worker, np_empty
 
 MakeWorker = Callable[[TaskSpec, int], Worker]
 
@@ -67,6 +67,9 @@ class JobAssignment:
 
 # 128 + SIGTERM, the convention of the shell: distinguishes a request from an exit of the job's code
 _EXIT_TERMINATED = 143
+# seconds between two looks for messages during a job, because system calls are slow in some virtual
+# machines
+_LOOK_S = 0.05
 # request to end the job after the current minibatch
 STOP = "stop"
 
@@ -108,6 +111,7 @@ class WorkerProcess:
         self._is_idle = False
         # the coordinator requests partial results
         self._should_stop = False
+        self._next_look = 0.0
 
     def terminate(self, signum: int, frame: FrameType | None) -> None:
         self._should_end = True
@@ -123,8 +127,6 @@ class WorkerProcess:
             return
         if self._should_end:
             sys.exit(_EXIT_TERMINATED)
-        if worker.poll_s is None:
-            worker.poll_s = POLL_S
         worker.snapshots.is_leaving = lambda: self._should_end
         fingerprint = Fingerprint.of_this_process(torch.get_num_threads(), worker.device,
                                                   self.setup.spec.settings.cluster.precision)
@@ -180,9 +182,12 @@ class WorkerProcess:
             return JobFailure(assignment.job, self.setup.index, f"{type(error).__name__}: {error}", False, error)
 
     def _heartbeat(self) -> bool:
-        """Report progress; return True if the job should end here."""
+        """Count a completed minibatch; return True if the job should end here."""
         self._heartbeats[self.setup.index] += 1
-        self._should_stop |= STOP in self.messages.arrived()
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_S
+            self._should_stop |= STOP in self.messages.arrived()
         return self._should_stop or self._should_end
 
 

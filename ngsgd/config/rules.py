@@ -270,7 +270,7 @@ def _outer(c: RunConfig) -> Iterator[str]:
                "outer.kind=streaming or a cluster.compression.")
     if c.checkpoint.job_states_interval > 1 and not (c.jobs_keep_state and c.checkpoint.job_states):
         why = "checkpoint.job_states is false" if c.jobs_keep_state else "jobs keep no state"
-        yield f"checkpoint.job_states_interval is {c.checkpoint.job_states_interval}, but {why}; leave it 1."
+        yield f"checkpoint.job_states_interval is {c.checkpoint.job_states_interval}, but {why}; leave it 0."
     if c.outer.overlap and c.outer.kind == "streaming":
         yield ("outer.overlap is true with outer.kind streaming, whose jobs continue from their "
                "own models; leave it false and set outer.fragment_delay=1 to overlap.")

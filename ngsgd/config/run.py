@@ -19,6 +19,9 @@ from ngsgd.config.sections.schedule import ScheduleConfig
 from ngsgd.config.sections.tracking import TrackingConfig
 from ngsgd.config.sections.tuning import TuneConfig
 
+# outer iterations, with compression on Ray
+_JOB_STATES_INTERVAL = 20
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -61,3 +64,13 @@ class RunConfig:
     def jobs_keep_state(self) -> bool:
         """Whether a job also depends on a vector of the previous job of its slot."""
         return self.outer.jobs_keep_state or self.cluster.codec is not None
+
+    @property
+    def job_states_interval(self) -> int:
+        """Outer iterations between two checkpoints with the vectors of jobs; 1 without them."""
+        given = self.checkpoint.job_states_interval
+        if given or not self.jobs_keep_state:
+            return given or 1
+        # each vector has as many bytes as 100 compressed deltas
+        is_remote = self.cluster.codec is not None and self.cluster.kind not in ("local", "in_process")
+        return _JOB_STATES_INTERVAL if is_remote else 1

@@ -99,16 +99,16 @@ class EgsReader:
         masks = augment if augment is not None and augment.spec else None
         rows.file.will_need()
 
-        def made(number: int) -> Minibatch:
-            minibatch = rows.minibatch(order_N[number * size:(number + 1) * size], pin_memory)
-            if masks is not None:
-                drawn = np.random.default_rng((seed, outer_iter, job, number, _MASKS))
-                # side rows have no frames to mask
-                windows_ND = minibatch.x_ND[:, :self.info.num_spliced]
-                mask_windows(windows_ND, rows.width, masks, drawn, out=windows_ND)
-            return minibatch
-        # `map` does not keep a minibatch while it makes the next one, which can use its memory
-        return ahead(map(made, range(-(-len(order_N) // size))[first:stop]), prefetch)
+        def made() -> Iterator[Minibatch]:
+            for number, begin in list(enumerate(range(0, len(order_N), size)))[first:stop]:
+                minibatch = rows.minibatch(order_N[begin:begin + size], pin_memory)
+                if masks is not None:
+                    drawn = np.random.default_rng((seed, outer_iter, job, number, _MASKS))
+                    # side rows have no frames to mask
+                    windows_ND = minibatch.x_ND[:, :self.info.num_spliced]
+                    mask_windows(windows_ND, rows.width, masks, drawn, out=windows_ND)
+                yield minibatch
+        return ahead(made(), prefetch)
 
     def utterances_of_pass(self, shard: Shard, *, seed: int, outer_iter: int, job: int) -> npt.NDArray[np.str_]:
         """Return the utterance id of each row of `minibatches` with the same arguments."""

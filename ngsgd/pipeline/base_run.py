@@ -201,7 +201,7 @@ class BaseRun(ABC):
         layout = FlatLayout.of(model)
         checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep,
                                       self._kept_models(task, schedule), lock, keeps_jobs=config.checkpoint.job_states,
-                                      jobs_interval=config.checkpoint.job_states_interval if config.jobs_keep_state else 1)
+                                      jobs_interval=config.job_states_interval)
         latest, problems = checkpoints.latest()
         if latest is None and (problems or folder.final.exists()):
             # a start from iteration 1 would overwrite the checkpoints and the final model

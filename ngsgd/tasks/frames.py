@@ -117,7 +117,8 @@ class FrameClassification(Task):
             augment=self.config.augment, prefetch=resolve_prefetch(self.config.egs.prefetch, self.device),
             pin_memory=self.device.type == "cuda")
         if not self._excluded:
-            yield from map(_batch, minibatches)
+            for minibatch in minibatches:
+                yield Batch(minibatch, len(minibatch.pdf_N))
             return
         for number, minibatch in enumerate(minibatches, first):
             kept = self._without_excluded(minibatch, self._row_ids(shard, size, seed, number))
@@ -195,10 +196,6 @@ class FrameClassification(Task):
         chosen = torch.linspace(0, count - 1, min(count, NUM_CHECK_FRAMES)).long()
         return Minibatch(subset.x_ND[chosen], subset.pdf_N[chosen],
                          None if subset.weight_N is None else subset.weight_N[chosen])
-
-
-def _batch(minibatch: Minibatch | SequenceMinibatch) -> Batch:
-    return Batch(minibatch, len(minibatch.pdf_N))
 
 
 def with_accuracy(loss: Tensor, logits_NP: Tensor, data: Any) -> BatchLoss:

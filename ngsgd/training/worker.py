@@ -60,8 +60,6 @@ def np_empty(size: int) -> Vector:
 # minibatches between two measurements of the cosine between natural and plain gradient, for the
 # log; a period of 100 costs less than 1 % of a job (benchmarks/RESULTS.md)
 COSINE_PERIOD = 100
-# seconds between two polls of a worker process for messages and snapshots during a job
-POLL_S = 0.05
 
 
 def initial_parameters(start: JobInit, layout: FlatLayout) -> Vector:
@@ -112,8 +110,6 @@ class Worker:
         self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)
         self.snapshots = Snapshots(self.settings, self.device, is_possible=ranks.size == 1 and self.task.can_continue_jobs)
-        # seconds between two calls of `should_stop`; None: not chosen yet, every minibatch
-        self.poll_s: float | None = None
         # loss of a rank without a minibatch
         self._no_loss = BatchLoss(torch.zeros((), device=self.device), 0.0)
 
@@ -124,8 +120,8 @@ class Worker:
         Args:
             job: work items, initial parameters and learning rate.
             place: allocates the float32 memory of a returned vector, given its number of elements.
-            should_stop: called after every minibatch, or every `poll_s`. Once it returns True, the
-                job ends and reports the rest of its work as `remainder`.
+            should_stop: called after every minibatch. Once it returns True, the job ends and
+                reports the rest of its work as `remainder`.
 
         Returns:
             The new parameters or their delta, with the statistics of the job.
@@ -140,7 +136,8 @@ class Worker:
         shrink(network, settings.proportional_shrink, job.lr)
         # random numbers of the model, such as those of dropout, differ between ranks
         own = [self.ranks.rank] if self.ranks.rank else []
-        seed = int(np.random.SeedSequence([self.settings.seed, job.outer_iter, job.job, *own]).generate_state(1)[0])
+        entropy = np.random.SeedSequence([self.settings.seed, job.outer_iter, job.job, *own])
+        seed = int(entropy.generate_state(1)[0])
         self.task.prepare_job(self.model, progress=job.progress, seed=seed)
         has_preconditioner = settings.preconditions
         # preconditioners read rows from torch's own layers
@@ -166,11 +163,7 @@ class Worker:
                 # from the beginning, without snapshots
                 return self.train(job, should_stop)
         graphed = self.graphed_training(network, optimizer, preconditioner)
-        index, next_poll = done - 1, done
-        # ranks must poll after the same minibatch
-        polls = Polls(self.poll_s or 0.0 if self.ranks.size == 1 else 0.0)
-        for batch, num_done in on_device(batches, self.device):
-            index += 1
+        for index, (batch, num_done) in enumerate(on_device(batches, self.device), done):
             is_turn = (index + job.outer_iter) % settings.backstitch_interval == 0
             steps_back = not has_preconditioner and is_turn
             if graphed is not None and batch is not None and not (steps_back and settings.backstitch_scale):
@@ -178,11 +171,6 @@ class Worker:
             else:
                 self._train(network, batch, optimizer, preconditioner, sums,
                             settings.backstitch_scale if steps_back else 0.0)
-            # the next minibatch is then read into the same memory, which is in the cache
-            del batch
-            if index < next_poll and num_done < num_batches:
-                continue
-            next_poll = index + polls.num_minibatches()
             is_asked = self.ranks.any(should_stop())
             if snapshots and num_done < num_batches and snapshots.is_due(is_asked):
                 snapshots.take(index + 1)
@@ -379,29 +367,6 @@ class Worker:
         # checked before all jobs have ended, because a successor may start from this result earlier
         return replace(result,
                        rejection_reason=result.rejection_reason or impossible(result, self.layout))
-
-
-class Polls:
-    """Chooses minibatches that are a time apart: code that runs rarely is slow, because it is in no
-    cache of the processor.
-
-    Args:
-        interval_s: wall time between two polls; 0: every minibatch.
-    """
-
-    def __init__(self, interval_s: float) -> None:
-        self.interval_s = interval_s
-        self._stride = 1
-        self._since = time.perf_counter()
-
-    def num_minibatches(self) -> int:
-        """Minibatches until the next poll, at most twice as many as before this one."""
-        if not self.interval_s:
-            return 1
-        now = time.perf_counter()
-        fitting = self.interval_s * self._stride / max(now - self._since, 1e-9)
-        self._stride, self._since = max(1, min(2 * self._stride, int(fitting))), now
-        return self._stride
 
 
 class _Trained(NamedTuple):

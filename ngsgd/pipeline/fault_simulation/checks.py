@@ -122,7 +122,7 @@ def _lost_commits(trial: Trial) -> Iterator[str]:
     A process that could not read a checkpoint may replace it, and die meanwhile. If only some
     checkpoints contain the state of jobs, it continues after the newest one of these.
     """
-    interval = trial.config.checkpoint.job_states_interval
+    interval = trial.config.job_states_interval
     for at, life in enumerate(trial.lives):
         first = life.first_job
         if first is None or any(one.num_read_faults for one in trial.lives[:at + 1]):
@@ -236,7 +236,7 @@ def _leftovers(trial: Trial) -> Iterator[str]:
     # a power cut may bring back removed files
     is_removable = is_removable and not any(fault.what.startswith("power cut") for fault in trial.world.occurred)
     # the newest one with the state of jobs may be older
-    num_to_keep = trial.config.checkpoint.num_to_keep + (trial.config.checkpoint.job_states_interval > 1)
+    num_to_keep = trial.config.checkpoint.num_to_keep + (trial.config.job_states_interval > 1)
     if len(kept) > num_to_keep + len(trial.lives) - 1 and is_removable:
         yield f"{len(kept)} checkpoints are left"
     manifest = trial.folder / "final" / "model.json"

@@ -55,7 +55,6 @@ class KilledWorker(Worker):
         super().__init__(spec, index)
         self.kills = kills
         # at every boundary
-        self.poll_s = 0.0
         self.snapshots.timer.max_cost = float("inf")
         self._left: int | None = None
 
