@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ngsgd.cluster.in_process import InProcessPool
-from ngsgd.config import ClusterConfig, FailureConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig
+from ngsgd.config import CheckpointConfig, ClusterConfig, FailureConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ClusterError, DataError, DivergenceError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.ops.averaging import mean_of_chunk, shares_of, weighted_mean
@@ -174,6 +174,14 @@ def test_a_killed_run_continues_from_the_newest_checkpoint_with_job_states(overl
     assert audit(run.ledger_path) == []
     # the last one contains them, so that a complete run is not repeated
     assert run.store.outer_iters() == [5] and run.store.has_jobs(5)
+
+
+@pytest.mark.parametrize(("kind", "compression", "given", "interval"), [
+    ("ray", "sparse", 0, 20), ("ray", "sparse", 3, 3), ("ray", "none", 0, 1), ("local", "sparse", 0, 1), ("slurm", "int8", 0, 20),
+])
+def test_vectors_of_compressed_jobs_seldom_travel_over_a_network(kind: Any, compression: Any, given: int, interval: int) -> None:
+    settings = config(cluster=ClusterConfig(kind, compression=compression), checkpoint=CheckpointConfig(job_states_interval=given))
+    assert settings.job_states_interval == interval
 
 
 def require_no_bit_changes(settings: RunConfig, tmp_path: Path) -> None:
