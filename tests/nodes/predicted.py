@@ -3,8 +3,8 @@
     python -m tests.nodes.predicted [--bandwidth 6.25e6] [--latency 0.02]
 
 Two machines made of namespaces have a worker each; the coordinator is on a third one, behind the
-same slow links. The five runs differ in compression, length of the jobs, number of workers and
-preemptions. Each is predicted before it begins, from a measurement on this machine.
+same slow links. The five runs differ in compression, length of the jobs and preemptions. Each is
+predicted before it begins, from a measurement on this machine.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from tests.nodes.network import missing
 _PRICE = 1.5
 # of a preempted worker, until its replacement trains; measured by `make storm`
 _REPLACE_S = 3.0
+_WORKERS = 2
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run: its settings, number of workers and preemptions of a worker per hour."""
+    """A run: its settings, and preemptions of a worker per hour."""
 
     name: str
     settings: tuple[str, ...]
-    workers: int = 2
     preemptions_per_hour: float = 0.0
 
 
@@ -48,20 +48,20 @@ TRIALS = (
     Trial("plain", ()),
     Trial("sparse", ("cluster.compression=sparse",)),
     Trial("long", ("egs.samples_per_iter=32000",)),
-    Trial("one", (), workers=1),
+    Trial("int8", ("cluster.compression=int8",)),
     Trial("preempted", ("cluster.compression=sparse",), preemptions_per_hour=120.0),
 )
 
 
 def settings_of(trial: Trial, output_dir: Path) -> list[str]:
-    return ["recipe=digits", "tracking.kind=none", f"output_dir={output_dir}", f"cluster.num_workers={trial.workers}",
-            "cluster.threads_per_worker=1", f"cluster.price_per_hour={_PRICE}", f"schedule.num_jobs_initial={trial.workers}",
-            f"schedule.num_jobs_final={trial.workers}", "outer=average", "schedule.num_epochs=4", *trial.settings]
+    return ["recipe=digits", "tracking.kind=none", f"output_dir={output_dir}", f"cluster.num_workers={_WORKERS}",
+            "cluster.threads_per_worker=1", f"cluster.price_per_hour={_PRICE}", f"schedule.num_jobs_initial={_WORKERS}",
+            f"schedule.num_jobs_final={_WORKERS}", "outer=average", "schedule.num_epochs=4", *trial.settings]
 
 
 def predicted(trial: Trial, output_dir: Path, options: argparse.Namespace) -> tuple[float, float]:
     """Seconds and cost of training."""
-    words = [sys.executable, "-m", "ngsgd.launcher", "plan", "--json", "--workers", str(trial.workers), "--cores-per-node", "1",
+    words = [sys.executable, "-m", "ngsgd.launcher", "plan", "--json", "--workers", str(_WORKERS), "--cores-per-node", "1",
              "--bandwidth", str(options.bandwidth), "--latency", str(options.latency), "--failures-per-worker-hour",
              str(trial.preemptions_per_hour), "--replace-s", str(_REPLACE_S), "cluster=local", *settings_of(trial, output_dir)]
     [row] = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)["rows"]
@@ -90,7 +90,7 @@ def _preempt(trial: Trial, cluster: Lab, over: threading.Event) -> None:
     chance = random.Random(0)
     while not over.wait(1.0) and not ((run := cluster.run(trial.name)) and events(run, "outer_iteration")):
         pass
-    while not over.wait(chance.expovariate(trial.workers * trial.preemptions_per_hour / 3600.0)):
+    while not over.wait(chance.expovariate(_WORKERS * trial.preemptions_per_hour / 3600.0)):
         workers = [process for node in cluster.network.nodes[1:] for process in node.programs("ray::RayWorker")]
         if workers:
             with contextlib.suppress(ProcessLookupError):
