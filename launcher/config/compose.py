@@ -16,7 +16,7 @@ from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngsgd.config import RunConfig, choices_of, default_of, types_of
+from ngsgd.config import RunConfig, choices_of, default_of, total_jobs, types_of
 from ngsgd.config.build import defaults, leaves, paths, section_names
 from ngsgd.config.other_names import did_you_mean, instead_of
 from ngsgd.config.renamed import REMOVED, Rename, removed_sentence, with_new_names_in
@@ -131,6 +131,7 @@ def register_schema() -> None:
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("default_of_kind", default_of_kind, replace=True)
+    OmegaConf.register_new_resolver("total_jobs", total_jobs, replace=True)
     schema = defaults()
     for section, name in _of_kind():
         schema[section][name] = f"${{default_of_kind:{section}.{name},${{{section}.kind}}}}"

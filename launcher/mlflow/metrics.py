@@ -53,7 +53,15 @@ def run_metrics(record: OuterIterationRecord, *, is_speech: bool = True, before_
         "workers/skew": record.skew, "workers/alive": record.workers_alive,
         "workers/deaths": record.num_deaths, "workers/jobs_deferred": record.num_deferred,
         "workers/results_discarded": record.num_discarded,
+        **_sites(record),
     }
+
+
+def _sites(record: OuterIterationRecord) -> dict[str, float]:
+    """Figures of an average over sites, if one followed the outer iteration."""
+    found = record.sites
+    return {f"sites/{name}": found[name] for name in ("counted", "missed", "wait_s")} | {
+        "sites/sent_mb": found["sent_bytes"] / 1e6, "sites/received_mb": found["received_bytes"] / 1e6} if found else {}
 
 
 def _efficiency(record: OuterIterationRecord, before_s: float) -> dict[str, float]:

@@ -15,6 +15,7 @@ from ngsgd.errors import NgsgdError
 from ngsgd.launcher.screen import SCREEN, Screen, Status
 from ngsgd.launcher.text import duration
 from ngsgd.launcher.timeline.efficiency import efficiency_of
+from ngsgd.launcher.timeline.sites import sites_of
 from ngsgd.launcher.why.faults import bad_examples
 from ngsgd.object_storage.urls import is_url
 from ngsgd.phase import Phase
@@ -187,6 +188,8 @@ def _of_events(path: Path, *, is_speech: bool) -> list[str]:
     events = read_events(path)
     efficiency, bad = efficiency_of(events), bad_examples(events)
     lines = [f"       {efficiency.text}"] if efficiency.num_possible else []
+    sites = sites_of(events)
+    lines += [f"sites  {sites.text}"] if sites.num_rounds else []
     price = _price_of(path.parent)
     lines += [f"cost   {efficiency.cost_text(price, is_speech=is_speech)}"] if price and efficiency.num_possible else []
     shown = [f"{name} ({reason})" for name, reason in [*bad.items()][:_MOST_BAD]]

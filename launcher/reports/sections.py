@@ -15,6 +15,7 @@ from ngsgd.launcher.reports.checks import Check, Verdict, user_settings
 from ngsgd.launcher.reports.history import LayerRow, RunHistory, errors_by_speaker
 from ngsgd.launcher.text import duration, masked
 from ngsgd.launcher.timeline.efficiency import efficiency_of
+from ngsgd.launcher.timeline.sites import sites_of
 from ngsgd.launcher.why.faults import bad_examples
 
 _WORST = 10
@@ -51,6 +52,10 @@ def summary(run: RunHistory, verdict: Verdict, checks: Sequence[Check]) -> Itera
             ("participation", f"{100 * efficiency.participation:.4g}%"),
             ("effective training time", f"{100 * efficiency.effective_share:.3g}%"),
         ]
+        sites = sites_of(run.iterations)
+        tiles += [("sites in the averages over sites", f"{100 * sites.participation:.4g}%"),
+                  ("to other sites", f"{sites.sent_mb:.3g} MB sent, {sites.received_mb:.3g} MB received"),
+                  ("wait for other sites", duration(sites.wait_s))] if sites.num_rounds else []
         price = run.config.cluster.price_per_hour
         tiles += [("cost of training", efficiency.cost_text(price, is_speech=run.curve.example == "frame"))] if price else []
     yield html.tiles(tiles)

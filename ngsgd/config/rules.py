@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from ngsgd.schedules import DropoutSchedule
 _LARGEST_INT = 2**63 - 1
 # A folder's name has at most 255 bytes; that of a run also holds its time and a number
 _MAX_NAME_BYTES = 200
+# names of sites are parts of keys in object storage
+_SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,31}")
 # the only sampling rate of these corpora
 _RATE_HZ = 8000
 
@@ -316,6 +319,43 @@ def _exchange(c: RunConfig) -> Iterator[str]:
                "their own parameters; leave it none.")
 
 
+def _sites(c: RunConfig) -> Iterator[str]:
+    sites = c.sites
+    if not sites.jobs:
+        return
+    wrong = {name: count for name, count in sites.jobs.items()
+             if not _SITE.fullmatch(str(name)) or isinstance(count, bool) or not isinstance(count, int) or count < 1}
+    if wrong or len(sites.jobs) < 2:
+        yield (f"sites.jobs is {dict(sites.jobs)!r}; give two or more sites, named with letters, digits and -, and the number "
+               "of jobs of each, at least 1, such as {east: 4, west: 4}.")
+        return
+    if sites.name not in sites.jobs:
+        yield f"sites.name is {sites.name!r}; name this site, one of {', '.join(sites.jobs)}."
+    if not sites.exchange:
+        yield "sites.exchange is empty; give a URL of object storage or a folder that all sites reach."
+    total = sum(sites.counts.values())
+    if (c.schedule.num_jobs_initial, c.schedule.num_jobs_final) != (total, total):
+        yield (f"sites.jobs has {total} jobs, but schedule.num_jobs_initial is {c.schedule.num_jobs_initial} and "
+               f"schedule.num_jobs_final {c.schedule.num_jobs_final}; leave both out.")
+    if c.outer.kind == "streaming":
+        yield "outer.kind is streaming with sites.jobs, but sites exchange complete models; choose average, bmuf or diloco."
+    yield from (f"{path} is {value} with sites.jobs, but {why}; leave it {default}."
+                for path, value, default, why in _other_plans(c) if value != default)
+
+
+def _other_plans(c: RunConfig) -> Iterator[tuple[str, Any, Any, str]]:
+    """Options with which sites would not agree on plans or models: path, value, default, reason."""
+    plan, layers = "all sites must have the same plan", "all sites must have the same layers"
+    yield "failure.policy", c.failure.policy, "retry", plan
+    yield "cluster.elastic", c.cluster.elastic, False, plan
+    yield "schedule.load_balancing", c.schedule.load_balancing, "none", plan
+    yield "schedule.early_rules", c.schedule.early_rules, "none", plan
+    yield "model.add_layers_period", c.model.add_layers_period, 0, layers
+    yield "model.num_subclasses", c.model.num_subclasses, 0, layers
+    yield "outer.overlap", c.outer.overlap, False, "jobs must start from the average of their site"
+    yield "outer.ema_decay", c.outer.ema_decay, 0.0, "sites exchange no moving averages"
+
+
 def _layers(c: RunConfig) -> Iterator[str]:
     known = ("lr_factor", "max_change", "weight_decay")
     for layer, options in (c.optimizer.layer_options or {}).items():
@@ -365,4 +405,5 @@ def _tune(c: RunConfig) -> Iterator[str]:
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _name, _ranges, _augmentation, _curvature_frames, _features, _language_model, _held_out,
     _architecture, _growth,
-    _optimizer, _groups, _snapshots, _dropout, _outer, _cuda_graphs, _precision, _exchange, _layers, _objective, _tune)
+    _optimizer, _groups, _snapshots, _dropout, _outer, _cuda_graphs, _precision, _exchange, _sites, _layers, _objective,
+    _tune)

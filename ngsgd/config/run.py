@@ -16,6 +16,7 @@ from ngsgd.config.sections.objective import ObjectiveConfig
 from ngsgd.config.sections.optimizer import OptimizerConfig
 from ngsgd.config.sections.outer import OuterConfig
 from ngsgd.config.sections.schedule import ScheduleConfig
+from ngsgd.config.sections.sites import SitesConfig
 from ngsgd.config.sections.tracking import TrackingConfig
 from ngsgd.config.sections.tuning import TuneConfig
 
@@ -53,6 +54,7 @@ class RunConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    sites: SitesConfig = field(default_factory=SitesConfig)
     failure: FailureConfig = field(default_factory=FailureConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     combination: CombinationConfig = field(default_factory=CombinationConfig)

@@ -56,13 +56,14 @@ class ObjectStore:
         url: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX. For S3 on other hosts
             set AWS_ENDPOINT_URL.
         retry_s: seconds in which a failing request is repeated.
+        timeout_s: maximum seconds of one request; None: half of retry_s.
         store: an obstore store to use instead of that of the URL.
 
     Raises:
         ConfigError: the URL is not valid, or obstore is not installed.
     """
 
-    def __init__(self, url: str, retry_s: float = RETRY_S, store: Any = None) -> None:
+    def __init__(self, url: str, retry_s: float = RETRY_S, store: Any = None, *, timeout_s: float | None = None) -> None:
         self.url = url.rstrip("/")
         self._store = store
         if store is not None:
@@ -71,7 +72,8 @@ class ObjectStore:
         obstore = _library()
         try:
             self._store = obstore.store.from_url(
-                self.url, client_options={"timeout": timedelta(seconds=max(1.0, retry_s / 2)),
+                self.url, client_options={"timeout": timedelta(seconds=timeout_s or max(1.0, retry_s / 2)),
+                                          "connect_timeout": timedelta(seconds=min(5.0, max(1.0, retry_s / 2))),
                                           "allow_http": _endpoint().startswith("http://")},
                 retry_config={"max_retries": 10, "retry_timeout": timedelta(seconds=retry_s),
                               "backoff": {"init_backoff": timedelta(milliseconds=100),
@@ -79,6 +81,19 @@ class ObjectStore:
         except (ValueError, obstore.exceptions.BaseError) as error:
             raise ConfigError(f"{self.url} cannot be used as object storage ({_first_line(error)}); check the URL and the "
                               "environment variables of the provider.") from error
+
+    @classmethod
+    def in_folder(cls, folder: str) -> ObjectStore:
+        """Objects that are files below a folder; conditional writes are atomic on local file systems and NFS.
+
+        Raises:
+            ObjectStorageError: the folder cannot be created.
+        """
+        try:
+            return cls(folder, store=_library().store.LocalStore(folder, mkdir=True))
+        except (OSError, ValueError, _library().exceptions.BaseError) as error:
+            raise ObjectStorageError(f"{folder} cannot be used for objects ({_first_line(error)}); check the path and the "
+                                     "permissions.") from error
 
     def get(self, key: str) -> tuple[bytes, Version] | None:
         """Return an object with its version; None if there is none."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ngsgd.config import RunConfig, build, check, unused, with_new_names
+from ngsgd.config import RunConfig, build, check, total_jobs, unused, with_new_names
 from ngsgd.config.build import defaults, leaves, merged
 from ngsgd.errors import ConfigError
 
@@ -70,9 +70,10 @@ def _resolved(written: dict[str, Any], settings: Mapping[str, Any]) -> dict[str,
 
 
 def _with_jobs(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """Set one job per worker, unless the number of jobs is given."""
-    given, schedule, num_workers = settings.get("schedule", {}), config.schedule, config.cluster.num_workers
+    """Set the default number of jobs, unless it is given."""
+    given, schedule = settings.get("schedule", {}), config.schedule
+    num_jobs = total_jobs(config.cluster.num_workers, config.sites.jobs)
     return replace(config, schedule=replace(
         schedule,
-        num_jobs_initial=schedule.num_jobs_initial if "num_jobs_initial" in given else num_workers,
-        num_jobs_final=schedule.num_jobs_final if "num_jobs_final" in given else num_workers))
+        num_jobs_initial=schedule.num_jobs_initial if "num_jobs_initial" in given else num_jobs,
+        num_jobs_final=schedule.num_jobs_final if "num_jobs_final" in given else num_jobs))

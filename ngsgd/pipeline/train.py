@@ -13,6 +13,9 @@ import torch
 
 from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
 from ngsgd.training.dispatcher import NeverStop, StopSignal
+from ngsgd.training.settings import EngineSettings
+from ngsgd.training.sites.rounds import Rounds, open_exchange
+from ngsgd.training.sites.site_average import SiteAverage, SiteClock
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.task import TaskSpec, run_schedule, seeded_model
@@ -45,12 +48,23 @@ def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start:
     try:
         pool.start()
         on_start()
+        schedule, control = run_schedule(task, settings), RunControl(stop or NeverStop(), clock)
         coordinator = Coordinator(
-            task, seeded_model(task, settings.seed), run_schedule(task, settings),
-            pool, RunStorage(checkpoints, written, tracker or Trackers([])), settings,
-            RunControl(stop or NeverStop(), clock))
+            task, seeded_model(task, settings.seed), schedule,
+            pool, RunStorage(checkpoints, written, tracker or Trackers([])), settings, control,
+            _sites(settings, checkpoints, schedule.num_outer_iters, control))
         with catch_signals():
             return coordinator.train(start)
     finally:
         written.close()
         pool.close()
+
+
+def _sites(settings: EngineSettings, checkpoints: CheckpointStore, num_outer_iters: int, control: RunControl) -> SiteAverage | None:
+    """The averages over sites; None for a run of one site."""
+    if not settings.sites.jobs:
+        return None
+    rounds = Rounds(open_exchange(settings.sites.exchange, checkpoints.layout.size))
+    # the name of the run folder
+    run = checkpoints.directory.parent.name
+    return SiteAverage(rounds, settings, checkpoints.layout, num_outer_iters, run, SiteClock(control.stop, control.clock))

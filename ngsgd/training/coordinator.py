@@ -32,7 +32,8 @@ from ngsgd.training.partitioning import EqualPartitioner, make_partitioner
 from ngsgd.training.planning import Plan, Progress, next_plan
 from ngsgd.training.records import NOT_THE_BEST, Incident, JobRecord, OuterIterationRecord, SubsetScore
 from ngsgd.training.settings import EngineSettings
-from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
+from ngsgd.training.sites.site_average import SiteAverage
+from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, with_sites
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.task import Task
 from ngsgd.training.tracking import Tracker
@@ -74,6 +75,8 @@ class Coordinator:
     storage: RunStorage
     settings: EngineSettings = field(default_factory=EngineSettings)
     control: RunControl = field(default_factory=RunControl)
+    # averages over sites; None for a run of one site
+    sites: SiteAverage | None = None
 
     def __post_init__(self) -> None:
         settings, ledger, tracker = self.settings, self.storage.ledger, self.storage.tracker
@@ -110,8 +113,7 @@ class Coordinator:
                 self._deferred.diagnostics.close()
 
     def _train(self, start: Checkpoint) -> Checkpoint:
-        self._resume(start)
-        here = start
+        start = here = self._resume(start)
         state = self._open_first(start)
         self._enqueue_jobs(state, None)
         while state:
@@ -132,9 +134,15 @@ class Coordinator:
             self._enqueue_jobs(state, None)
         return here
 
-    def _resume(self, start: Checkpoint) -> None:
-        """Restore the state of a checkpoint, and records that were lost in a crash."""
+    def _resume(self, start: Checkpoint) -> Checkpoint:
+        """Restore the state of a checkpoint, and records that were lost in a crash.
+
+        Returns:
+            The checkpoint; that of a new run may have the initial parameters of another site.
+        """
         self._began = self.control.clock() - start.progress.elapsed_s
+        if self.sites:
+            start = self.sites.begin(start)
         self._averaged.begin(start)
         self._job_init.fisher.update(start.fisher)
         self.storage.ledger.started(start.progress.outer_iter,
@@ -144,6 +152,7 @@ class Coordinator:
             self.storage.ledger.committed(start.commit)
         if start.record:
             self._deferred.add(start.record, partial(self._averaged.load, start))
+        return start
 
     # Start of an outer iteration ----------------------------------------------------------------
 
@@ -166,13 +175,14 @@ class Coordinator:
             model_before: the model of its jobs, if it is not the current one.
         """
         capacity = max(1, self.pool.num_workers_alive()) if self.settings.cluster.elastic else None
-        plan = next_plan(self.schedule, progress, self._partitioner, max_jobs=capacity)
+        plan = next_plan(self.schedule, progress, self._partitioner, max_jobs=capacity, own=self.settings.sites.own_jobs)
         if plan is None:
             return None
         if self._averaged.enter(plan.outer_iter):
             # they belong to other layers, or to other parameters of these layers
             self._job_init.forget()
-        gain = self._averaged.optimizer.rule.gain(plan.num_jobs, self.schedule.num_outer_iters)
+        gain = (self.sites.gain if self.sites else
+                self._averaged.optimizer.rule.gain(plan.num_jobs, self.schedule.num_outer_iters))
         plan = replace(plan, iteration=replace(plan.iteration, gain=gain),
                        keeps_best=self.task.growth.is_early(plan.outer_iter))
         model = self.pool.publish(self._averaged.optimizer.broadcast if model_before is None
@@ -225,6 +235,7 @@ class Coordinator:
         self._partitioner.observe(accepted)
         for job in range(state.plan.num_jobs):
             self._job_init.remember(job, state)
+        of_sites = self._average_sites(state.plan)
         average_s = clock.lap()
         # write the event of the previous commit before its checkpoint, which could restore it, is
         # removed
@@ -232,12 +243,23 @@ class Coordinator:
         diagnostics_s = clock.lap()
         progress = self._progress(state, before.progress, accepted)
         record = replace(self._record(state, progress, verdicts), compute_s=compute_s,
-                         average_s=average_s, diagnostics_s=diagnostics_s)
+                         sites=of_sites, average_s=average_s, diagnostics_s=diagnostics_s)
         after = self._commit(state, before, progress, record, ahead)
         self._release(state)
         self._deferred.add(replace(record, checkpoint_s=clock.lap()),
                            partial(self._averaged.load, after))
         return after
+
+    def _average_sites(self, plan: Plan) -> dict[str, float]:
+        """Average with the other sites if it is time; return figures of it."""
+        if self.sites is None or not self.sites.is_due(plan.outer_iter):
+            return {}
+        figures = self.sites.average(self._averaged.parameters(), plan.outer_iter, plan.iteration.lr)
+        for event in self.sites.events:
+            self._emit_incident(event.what, event.message, plan.outer_iter, -1, -1)
+        self.sites.events.clear()
+        self._averager.take(self._averaged.parameters(), f"the average over sites, round {self.sites.round},")
+        return figures
 
     def _record_verdicts(self, state: OuterIterationState, verdicts: Verdicts) -> None:
         for result, reason in verdicts:
@@ -282,6 +304,8 @@ class Coordinator:
         self.storage.ledger.sync()
         self._num_rollbacks = 0
         outer_state = self._averaged.optimizer.state_dict()
+        if self.sites:
+            outer_state = with_sites(outer_state, self.sites.state_dict())
         store, jobs = self.storage.checkpoints, None
         is_last = self.control.stop.requested() or progress.passes_done >= self.schedule.num_passes
         if store.wants_jobs(progress.outer_iter) or (store.keeps_jobs and is_last):

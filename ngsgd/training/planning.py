@@ -66,12 +66,14 @@ def passes_by_outer_iter(schedule: Schedule) -> list[int]:
     return [0, *accumulate(schedule.num_jobs(outer_iter) for outer_iter in range(schedule.num_outer_iters))]
 
 
-def next_plan(schedule: Schedule, progress: Progress, partitioner: EqualPartitioner, *, max_jobs: int | None = None) -> Plan | None:
+def next_plan(schedule: Schedule, progress: Progress, partitioner: EqualPartitioner, *, max_jobs: int | None = None,
+              own: slice | None = None) -> Plan | None:
     """Return the next outer iteration, or None if all data have been processed.
 
     Deferred work comes first; after the last outer iteration it runs alone. If `max_jobs` is less
     than the jobs of the schedule, there are fewer jobs and more outer iterations. Number of jobs
     and learning rate are functions of the data processed, so the rest of the schedule is unchanged.
+    `own` selects the jobs of one site; numbers and learning rate are those of all sites.
     """
     planned = passes_by_outer_iter(schedule)
     here = progress.passes_done
@@ -87,5 +89,6 @@ def next_plan(schedule: Schedule, progress: Progress, partitioner: EqualPartitio
     is_last = here + num_fresh >= planned[-1]
     lr = schedule.last_lr if is_last else schedule.effective_lr(min(stage, schedule.num_outer_iters - 2), here)
     shards = tuple(pieces[0].shard for pieces in work)
-    return Plan(OuterIteration(outer_iter, shards, here, lr * progress.lr_scale), work, num_fresh, progress.pending,
+    return Plan(OuterIteration(outer_iter, shards, here, lr * progress.lr_scale), work[own] if own else work, num_fresh,
+                progress.pending,
                 layer_rates=progress.layer_rates, excluded=progress.bad_examples)

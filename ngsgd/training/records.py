@@ -116,6 +116,9 @@ class OuterIterationRecord:
     num_deferred: int = 0
     # jobs that were repeated on another worker and compared (failure.audit_every)
     num_audited: int = 0
+    # average over sites after this outer iteration, if there was one: round, counted and possible
+    # sites, rounds missed, wait_s, sent_bytes and received_bytes of this site
+    sites: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> OuterIterationRecord:

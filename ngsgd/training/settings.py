@@ -13,6 +13,7 @@ from ngsgd.config import (
     OuterConfig,
     RunConfig,
     ScheduleConfig,
+    SitesConfig,
 )
 from ngsgd.preconditioners.build import mean_of_states
 from ngsgd.training.job import Fisher
@@ -27,6 +28,7 @@ class EngineSettings:
     outer: OuterConfig = field(default_factory=OuterConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     failure: FailureConfig = field(default_factory=FailureConfig)
+    sites: SitesConfig = field(default_factory=SitesConfig)
     seed: int = 0
     # action on a damaged archive
     on_corrupt: Literal["stop", "quarantine"] = "stop"
@@ -38,7 +40,7 @@ class EngineSettings:
     def of(cls, config: RunConfig, *, num_averaging_threads: int = 1) -> EngineSettings:
         """Return the training settings of a complete configuration."""
         return cls(schedule=config.schedule, optimizer=config.optimizer, outer=config.outer,
-                   cluster=config.cluster, failure=config.failure, seed=config.seed,
+                   cluster=config.cluster, failure=config.failure, sites=config.sites, seed=config.seed,
                    on_corrupt=config.egs.on_corrupt, num_averaging_threads=num_averaging_threads,
                    output_dir=config.output_dir)
 

@@ -92,7 +92,9 @@ def check_output_url(url: str) -> None:
     """
     store = ObjectStore(f"{url.rstrip('/')}/.check-{os.urandom(8).hex()}", retry_s=20.0)
     try:
-        if not reserve(store) or reserve(store):
+        # the first answer does not count: a write whose answer was lost is repeated, and then refused
+        reserve(store)
+        if reserve(store):
             raise ConfigError(f"the service of {url} ignores the condition of a write (If-None-Match), so it cannot keep two "
                               "coordinators apart; use another service.")
         with Lease(store, "check") as lease:

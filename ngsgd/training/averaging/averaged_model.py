@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from torch import nn
 
 from ngsgd.ops.averaging import pool_variances
-from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
+from ngsgd.optim.outer import Average, OuterInfo, OuterOptimizer, make_rule
 from ngsgd.training.job_init import JobInitializer
 from ngsgd.training.parameter_vector import FlatLayout, Mean, Vector
 from ngsgd.training.planning import Plan
@@ -89,7 +89,9 @@ class AveragedModel:
             self._create_parts(current)
 
     def _new_optimizer(self, start: Checkpoint) -> OuterOptimizer:
-        return OuterOptimizer(make_rule(self.settings.outer), start.parameters, ema_decay=self.settings.outer.ema_decay,
+        # the outer rule of a site steps the model of all sites
+        rule = Average() if self.settings.sites.jobs else make_rule(self.settings.outer)
+        return OuterOptimizer(rule, start.parameters, ema_decay=self.settings.outer.ema_decay,
                               num_threads=self.settings.num_averaging_threads)
 
     def _create_parts(self, stage: Hashable) -> None:

@@ -80,6 +80,18 @@ class Averager:
                 return gathered.verdicts, error
             state.rejection_reasons |= bad
 
+    def take(self, parameters: Vector, origin: str) -> None:
+        """Take a model that was averaged elsewhere as the one that later models are compared with.
+
+        Raises:
+            DivergenceError: it is not finite, or much worse than the last one.
+        """
+        objf = self.held_out.score(parameters) if is_finite(parameters) else -math.inf
+        if failure := self.held_out.failure(objf):
+            raise DivergenceError(f"{origin} is not committed: {failure}; lower schedule.lr_initial at all sites, and start them "
+                                  "again.")
+        self.held_out.commit(objf)
+
     def _check_average(self, state: OuterIterationState, accepted: Sequence[JobResult]
                  ) -> tuple[dict[int, str], DivergenceError | None]:
         """Score the new model.

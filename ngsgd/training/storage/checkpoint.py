@@ -56,6 +56,8 @@ _MODEL, _OUTER, _FISHER = "model.safetensors", "outer.safetensors", "fisher.safe
 _JOBS, _RECORD = "jobs.safetensors", "record.json"
 # the newest, the one being written, and a damaged one
 _NUM_THAT_MUST_FIT = 3
+# prefix of arrays and numbers of the averages over sites
+_SITE = "site."
 _NAME = re.compile(r"iter-(\d{6,})")
 
 
@@ -83,7 +85,24 @@ class Checkpoint:
 
     def outer_state(self) -> dict[str, Any]:
         """State in the format of `OuterOptimizer.load_state_dict`."""
-        return {"arrays": {"model": self.parameters, **self.buffers}, "numbers": self.numbers}
+        arrays = {"model": self.parameters, **self.buffers}
+        return {"arrays": _without_sites(arrays), "numbers": _without_sites(self.numbers)}
+
+    def site_state(self) -> dict[str, Any]:
+        """State of the averages over sites, in the same format."""
+        found = [{name.removeprefix(_SITE): value for name, value in values.items() if name.startswith(_SITE)}
+                 for values in (self.buffers, self.numbers)]
+        return {"arrays": found[0], "numbers": found[1]}
+
+
+def with_sites(state: Mapping[str, Any], of_sites: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the state of the averages over sites to the state of the outer optimizer."""
+    return {kind: {**state[kind], **{f"{_SITE}{name}": value for name, value in of_sites[kind].items()}}
+            for kind in ("arrays", "numbers")}
+
+
+def _without_sites(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if not name.startswith(_SITE)}
 
 
 def first_checkpoint(parameters: Vector) -> Checkpoint:

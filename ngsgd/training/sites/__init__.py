@@ -1,0 +1,1 @@
+"""Averages over sites: clusters with slow networks between them."""

@@ -1,0 +1,74 @@
+"""Decides which sites a round consists of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ngsgd.config import SitesConfig
+from ngsgd.training.parameter_vector import FlatLayout
+from ngsgd.training.sites.contribution import from_bytes
+from ngsgd.training.sites.rounds import Closed, Rounds, digest_of
+
+_FIRST_POLL_S, _LAST_POLL_S = 0.05, 1.0
+
+
+class RoundCloser:
+    """Waits for the contributions of the other sites, and closes rounds.
+
+    A round waits for the sites of the round before it, except those that have finished. Other sites
+    are part of it if their contributions are there in time.
+
+    Args:
+        rounds: the objects of the exchange.
+        sites: the sites.
+        layout: of the parameters.
+        clock: seconds.
+        sleep: waits for some seconds.
+    """
+
+    def __init__(self, rounds: Rounds, sites: SitesConfig, layout: FlatLayout, *,
+                 clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.rounds, self.sites, self.layout = rounds, sites, layout
+        self.clock, self.sleep = clock, sleep
+
+    def wait(self, number: int, max_s: float, check_stop: Callable[[], None]) -> Closed:
+        """Return a round once it is closed, by this or another site.
+
+        Args:
+            number: of the round.
+            max_s: seconds after which the round is closed without the sites that are missing.
+            check_stop: raises if the run should stop.
+        """
+        began, delay = self.clock(), _FIRST_POLL_S
+        required = self._sites_before(number)
+        while True:
+            closed = self.rounds.closed(number)
+            if closed is not None:
+                return closed
+            there = self.rounds.sites_of(number)
+            absent = required - there
+            if absent:
+                absent -= self.rounds.finished()
+            if not absent or self.clock() - began > max_s:
+                return self._close(number, there)
+            check_stop()
+            self.sleep(delay)
+            delay = min(1.5 * delay, _LAST_POLL_S)
+
+    def _sites_before(self, number: int) -> set[str]:
+        last = self.rounds.closed(number - 1) if number > 1 else None
+        return set(last.digests if last else self.sites.counts)
+
+    def _close(self, number: int, there: set[str]) -> Closed:
+        digests, rejected = {}, {}
+        for site in there & set(self.sites.counts):
+            content = self.rounds.contribution(number, site)
+            try:
+                _, about = from_bytes(content, self.layout)
+                if (about.site, about.round) != (site, number):
+                    raise ValueError(f"it is of site {about.site} and round {about.round}")
+                digests[site] = digest_of(content)
+            except ValueError as error:
+                rejected[site] = str(error)
+        return self.rounds.close(number, digests, rejected)

@@ -1,0 +1,97 @@
+"""The parameter delta of a site, as the bytes of an object that other sites read.
+
+The format is safetensors with a JSON header; nothing is unpickled. Sizes, types and numbers are
+checked before they are used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from ngsgd.ops.compression import Codec, Encoded, num_bytes
+from ngsgd.training.delta_compression import Exact, compress, decompress
+from ngsgd.training.parameter_vector import FlatLayout, Vector
+
+Array = npt.NDArray[Any]
+_CODES, _PEAKS, _VALUES, _EXACT = "codes", "peaks", "values", "statistics"
+
+
+@dataclass(frozen=True)
+class About:
+    """Where a contribution is from."""
+
+    site: str
+    # name of the run of the site
+    run: str
+    # number of the average over sites, from 1
+    round: int
+    # of the site
+    outer_iter: int
+
+
+def to_bytes(move: Vector, about: About, codec: Codec | None, layout: FlatLayout) -> bytes:
+    """Encode a finite delta; without a codec it is exact."""
+    arrays: dict[str, Array] = {_VALUES: move}
+    if codec is not None:
+        encoded, exact = compress(move.copy(), None, codec, layout, np.empty_like(move))
+        arrays = {_CODES: encoded.codes, _PEAKS: encoded.peaks,
+                  _EXACT: np.concatenate([np.empty(0, np.float32), *(values for _, values in exact)])}
+    content: bytes = save(arrays, {"about": json.dumps(asdict(about)), "codec": codec or ""})
+    return content
+
+
+def from_bytes(content: bytes, layout: FlatLayout) -> tuple[Vector, About]:
+    """Decode a contribution.
+
+    Raises:
+        ValueError: it is damaged, of another model, or has numbers that are not finite.
+    """
+    try:
+        arrays = load(content)
+        length = int.from_bytes(content[:8], "little")
+        fields = json.loads(content[8:8 + length])["__metadata__"]
+        about = About(**json.loads(fields["about"]))
+        move = _decoded(arrays, fields["codec"], layout)
+    except (SafetensorError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"it is no contribution of a site ({error})") from error
+    if any(type(getattr(about, name)) is not kind for name, kind in
+           (("site", str), ("run", str), ("round", int), ("outer_iter", int))):
+        raise ValueError(f"its header is {about}")
+    if not np.isfinite(move).all():
+        raise ValueError("it has numbers that are not finite")
+    return move, about
+
+
+def _decoded(arrays: Mapping[str, Array], codec: str, layout: FlatLayout) -> Vector:
+    parts = [part for pair in layout.mean_and_variance() for part in pair]
+    if codec == "":
+        _require(arrays, {_VALUES: ("float32", layout.size)})
+        return arrays[_VALUES]
+    known: dict[str, Codec] = {"int8": "int8", "sparse": "sparse"}
+    if codec not in known:
+        raise ValueError(f"its format is {codec!r}")
+    num_codes, num_peaks = num_bytes(layout.size, known[codec])
+    _require(arrays, {_CODES: ("uint8", num_codes), _PEAKS: ("float32", num_peaks // 4),
+                      _EXACT: ("float32", sum(part.stop - part.start for part in parts))})
+    exact: list[tuple[int, Vector]] = []
+    first = 0
+    for part in parts:
+        stop = first + part.stop - part.start
+        exact.append((part.start, arrays[_EXACT][first:stop]))
+        first = stop
+    found: Exact = tuple(exact)
+    return decompress(Encoded(known[codec], layout.size, arrays[_CODES], arrays[_PEAKS]), found)
+
+
+def _require(arrays: Mapping[str, Array], wanted: Mapping[str, tuple[str, int]]) -> None:
+    found = {name: (str(array.dtype), array.size) for name, array in arrays.items()}
+    if found != dict(wanted):
+        raise ValueError(f"it holds {found}, and this model needs {dict(wanted)}")

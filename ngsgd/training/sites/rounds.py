@@ -1,0 +1,190 @@
+"""The objects that sites exchange, below one URL.
+
+- `settings.json`: what all sites must agree on, of the first site
+- `initial.safetensors`: the initial parameters, of the first site
+- `sites/NAME.json`: the run of a site
+- `rounds/000012/NAME.safetensors`: the contribution of a site to an average
+- `rounds/000012/closed.json`: the contributions that the average consists of
+- `finished/NAME.json`: a site that makes no more contributions
+
+Each object is written once, by a conditional write. So all sites that read a round average the same
+contributions. Sites need no clock in common, and no connection to each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ngsgd.errors import ConfigError, ObjectStorageError
+from ngsgd.files import parse_json, sealed, unsealed
+from ngsgd.object_storage.client import ObjectStore, WriteConflictError
+from ngsgd.object_storage.urls import is_url
+
+# seconds in which a request is repeated; then the site continues alone
+_RETRY_S = 10.0
+# a request must end with this rate, in bytes per second, or in the time below
+_LOWEST_RATE, _SHORTEST_S = 1e5, 10.0
+_SETTINGS, _INITIAL = "settings.json", "initial.safetensors"
+
+
+@dataclass(frozen=True)
+class Closed:
+    """An average over sites: the SHA-256 of each contribution, by site in order."""
+
+    digests: Mapping[str, str]
+    # reasons of contributions that are left out
+    rejected: Mapping[str, str]
+
+
+def open_exchange(place: str, size: int) -> ObjectStore:
+    """Return the objects below a URL or in a folder, for models of `size` parameters."""
+    if not is_url(place):
+        return ObjectStore.in_folder(place)
+    return ObjectStore(place, retry_s=_RETRY_S, timeout_s=max(_SHORTEST_S, 4 * size / _LOWEST_RATE))
+
+
+class Rounds:
+    """The objects of one exchange, and the bytes that this site has sent and received."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self.num_sent = 0
+        self.num_received = 0
+        # contributions of the present round, which are never replaced
+        self._known: dict[str, bytes] = {}
+        self._known_round = 0
+
+    def join(self, site: str, run: str, settings: Mapping[str, Any]) -> None:
+        """Register the run of a site.
+
+        Raises:
+            ConfigError: another run of this site takes part, or another site has other settings.
+        """
+        first = self._once(f"sites/{site}.json", {"run": run})
+        if first["run"] != run:
+            raise ConfigError(f"site {site} takes part in {self.store.url} with the run {first['run']}; resume that run, or "
+                              "give all sites another sites.exchange.")
+        agreed = self._once(_SETTINGS, {"settings": settings, "site": site})
+        given = json.loads(json.dumps(settings))
+        for name, value in agreed["settings"].items():
+            if given.get(name) != value:
+                raise ConfigError(f"{name} is {given.get(name)!r} here, but {value!r} at site {agreed['site']}; all sites need "
+                                  "the same value.")
+
+    def initial(self, content: bytes) -> bytes:
+        """Return the initial parameters of the first site; the first one writes its own."""
+        return self._write_once(_INITIAL, content)
+
+    def publish(self, number: int, site: str, content: bytes) -> bytes:
+        """Write a contribution; return the stored one, which an earlier process may have written.
+        """
+        return self._keep(number, site, self._write_once(_key(number, site), content))
+
+    def contribution(self, number: int, site: str, digest: str = "") -> bytes:
+        """Read a contribution.
+
+        Raises:
+            ObjectStorageError: it is missing, or does not match its digest.
+        """
+        key = _key(number, site)
+        is_known = number == self._known_round and site in self._known
+        content = self._known[site] if is_known else self._read(key)
+        if content is None or (digest and hashlib.sha256(content).hexdigest() != digest):
+            what = "is missing" if content is None else "does not match its digest"
+            raise ObjectStorageError(f"{self.store.url}/{key} {what}; sites cannot be averaged any more: restore it, or start a "
+                                     "new exchange.")
+        return self._keep(number, site, content)
+
+    def sites_of(self, number: int) -> set[str]:
+        """Sites that have written a contribution."""
+        names = [key.rsplit("/", 1)[-1] for key in self.store.keys(_folder(number))]
+        return {name.removesuffix(".safetensors") for name in names if name.endswith(".safetensors")}
+
+    def closed(self, number: int) -> Closed | None:
+        """Return the contributions of a round; None while it is open."""
+        content = self._read(f"{_folder(number)}/closed.json")
+        return None if content is None else _closed(content, self.store.url)
+
+    def close(self, number: int, digests: Mapping[str, str], rejected: Mapping[str, str]) -> Closed:
+        """Close a round with these contributions, unless another site has closed it."""
+        tree = {"digests": dict(sorted(digests.items())), "rejected": dict(sorted(rejected.items()))}
+        content = self._write_once(f"{_folder(number)}/closed.json", _text(tree))
+        return _closed(content, self.store.url)
+
+    def finish(self, site: str) -> None:
+        """Declare that a site makes no more contributions."""
+        self._once(f"finished/{site}.json", {})
+
+    def finished(self) -> set[str]:
+        """Sites that make no more contributions."""
+        return {key.rsplit("/", 1)[-1].removesuffix(".json") for key in self.store.keys("finished")}
+
+    def _once(self, key: str, tree: Mapping[str, Any]) -> dict[str, Any]:
+        return _checked(self._write_once(key, _text(tree)), f"{self.store.url}/{key}")
+
+    def _write_once(self, key: str, content: bytes) -> bytes:
+        """Write an object that is never replaced; return what is stored."""
+        try:
+            self.store.create(key, content)
+        except WriteConflictError:
+            found = self._read(key)
+            if found is None:
+                raise ObjectStorageError(f"{self.store.url}/{key} cannot be read, although it exists.") from None
+            return found
+        finally:
+            self.num_sent += len(content)
+        return content
+
+    def _keep(self, number: int, site: str, content: bytes) -> bytes:
+        if number != self._known_round:
+            self._known, self._known_round = {}, number
+        self._known[site] = content
+        return content
+
+    def _read(self, key: str) -> bytes | None:
+        found = self.store.get(key)
+        if found is None:
+            return None
+        self.num_received += len(found[0])
+        return found[0]
+
+
+def digest_of(content: bytes) -> str:
+    """SHA-256 of a contribution."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _folder(number: int) -> str:
+    return f"rounds/{number:06d}"
+
+
+def _key(number: int, site: str) -> str:
+    return f"{_folder(number)}/{site}.safetensors"
+
+
+def _text(tree: Mapping[str, Any]) -> bytes:
+    return json.dumps(sealed(tree)).encode()
+
+
+def _closed(content: bytes, url: str) -> Closed:
+    tree = _checked(content, f"a closed round in {url}")
+    digests, rejected = tree.get("digests"), tree.get("rejected")
+    for one in (digests, rejected):
+        if not isinstance(one, dict) or not all(isinstance(value, str) for value in one.values()):
+            raise ObjectStorageError(f"a closed round in {url} is damaged; start a new exchange.")
+    assert isinstance(digests, dict) and isinstance(rejected, dict)
+    return Closed(digests, rejected)
+
+
+def _checked(content: bytes, what: str) -> dict[str, Any]:
+    try:
+        tree, has_digest = unsealed(parse_json(content.decode()))
+        if not has_digest:
+            raise ValueError("it has no digest")
+        return tree
+    except ValueError as error:
+        raise ObjectStorageError(f"{what} is damaged ({error}); start a new exchange.") from error

@@ -1,0 +1,246 @@
+"""The average over sites, each of which averages the jobs of its own workers.
+
+B is the model of all sites after their last common average (a round). A site trains on from B with
+its own jobs for `sites.period` outer iterations. Then it writes its parameter delta from B, encoded.
+The outer optimizer steps B with the mean of these deltas, weighted by the numbers of jobs. The site
+continues from the new B plus the part of its delta that the code does not contain.
+
+A site that missed rounds keeps its parameters. When it is back it computes these rounds, which
+changes B, and contributes its whole difference from the new B. So the parameters are averaged: what
+the site has learned is neither lost nor counted twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ngsgd.errors import ObjectStorageError, RunInterrupted, RunLockedError
+from ngsgd.files import digest_of_json
+from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
+from ngsgd.training.dispatcher import NeverStop, StopSignal
+from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.settings import EngineSettings
+from ngsgd.training.sites.closing import RoundCloser
+from ngsgd.training.sites.contribution import About, from_bytes, to_bytes
+from ngsgd.training.sites.rounds import Closed, Rounds
+from ngsgd.training.storage.checkpoint import Checkpoint
+
+_RETRY_S = 1.0
+_ROUND = "round"
+
+
+@dataclass(frozen=True)
+class SiteClock:
+    """Time of a site, and the request to stop its run."""
+
+    stop: StopSignal = field(default_factory=NeverStop)
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+class Event(NamedTuple):
+    """A change of the sites that are averaged, for people."""
+
+    # site_absent | site_returned | site_alone | site_rejected
+    what: str
+    message: str
+
+
+class SiteAverage:
+    """The part of one site in the averages over sites.
+
+    Args:
+        rounds: the objects of the exchange.
+        settings: of the run.
+        layout: of the parameters.
+        num_outer_iters: of the run.
+        run: name of the run, which no other run has.
+        clock: time, and the request to stop.
+    """
+
+    def __init__(self, rounds: Rounds, settings: EngineSettings, layout: FlatLayout, num_outer_iters: int, run: str,
+                 clock: SiteClock | None = None) -> None:
+        self.rounds, self.layout, self.run = rounds, layout, run
+        self.settings, self.sites = settings, settings.sites
+        self.num_outer_iters = num_outer_iters
+        self.clock = clock or SiteClock()
+        self.events: list[Event] = []
+        # the last round that B contains
+        self.round = 0
+        # sites of that round
+        self._counted = set(self.sites.counts)
+        self._closer = RoundCloser(rounds, self.sites, layout, clock=self.clock.now, sleep=self.clock.sleep)
+
+    @property
+    def gain(self) -> float:
+        """Gain of the outer rule, which steps once per round."""
+        return make_rule(self.settings.outer).gain(sum(self.sites.counts.values()), self.num_rounds)
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of a run without faults."""
+        return -(-self.num_outer_iters // self.sites.period)
+
+    def is_due(self, outer_iter: int) -> bool:
+        """Whether a round follows an outer iteration."""
+        return (outer_iter + 1) % self.sites.period == 0 or self._is_last(outer_iter)
+
+    def begin(self, start: Checkpoint) -> Checkpoint:
+        """Return the checkpoint to start from; a new run takes the initial parameters of the first
+        site.
+
+        Raises:
+            ConfigError: another site has other settings, or another run is this site.
+            ObjectStorageError: a new run cannot use the exchange.
+        """
+        self._since = self.clock.now()
+        if not start.model_sha256:
+            self.rounds.join(self.sites.name, self.run, self._agreed())
+            about = About(self.sites.name, self.run, 0, -1)
+            stored = self.rounds.initial(to_bytes(start.parameters, about, None, self.layout))
+            initial, _ = self._read(stored, "the initial parameters")
+            start = Checkpoint(start.progress, initial, "")
+        self._base = OuterOptimizer(make_rule(self.settings.outer), start.parameters,
+                                    num_threads=self.settings.num_averaging_threads)
+        if start.model_sha256:
+            state = start.site_state()
+            self.round = int(state["numbers"].pop(_ROUND))
+            self._base.load_state_dict(state)
+        return start
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a checkpoint: B, the buffers of the outer rule, and the round."""
+        state = self._base.state_dict()
+        return {"arrays": state["arrays"], "numbers": {**state["numbers"], _ROUND: float(self.round)}}
+
+    def average(self, parameters: Vector, outer_iter: int, lr: float) -> dict[str, float]:
+        """Average with the other sites; replaces `parameters` of this site.
+
+        Returns:
+            Figures for the record of the outer iteration.
+
+        Raises:
+            RunInterrupted: a stop was requested before the round was closed. The resumed run repeats
+                the outer iteration, with the same result.
+        """
+        began, first = self.clock.now(), self.round
+        sent, received = self.rounds.num_sent, self.rounds.num_received
+        max_wait_s = max(self.sites.wait_s, began - self._since)
+        counted, is_last = 0, self._is_last(outer_iter)
+        while True:
+            try:
+                counted = self._average(parameters, outer_iter, lr, max_wait_s)
+                break
+            except ObjectStorageError as error:
+                # the last round makes the final model
+                if not is_last or self.clock.now() - began > max_wait_s:
+                    self.events.append(Event("site_alone", f"site {self.sites.name} continues alone: {error}"))
+                    break
+                self._check_stop(outer_iter)
+                self.clock.sleep(_RETRY_S)
+        if is_last and counted:
+            # B of a rule with a look-ahead is no model to evaluate
+            parameters[:] = self._base.eval_model()
+            self._finish()
+        self._since = self.clock.now()
+        return {"round": self.round, "counted": counted, "possible": len(self.sites.counts),
+                "missed": self.round - first - bool(counted), "wait_s": self._since - began,
+                "sent_bytes": self.rounds.num_sent - sent, "received_bytes": self.rounds.num_received - received}
+
+    def _average(self, parameters: Vector, outer_iter: int, lr: float, max_wait_s: float) -> int:
+        """Compute all closed rounds and then one with the present delta; return its number of
+        sites.
+        """
+        while True:
+            number = self.round + 1
+            closed = self.rounds.closed(number)
+            if closed is None:
+                self._publish(number, parameters, outer_iter)
+                closed = self._closer.wait(number, max_wait_s, partial(self._check_stop, outer_iter))
+            ended_at = self._step(closed, parameters, lr)
+            if ended_at == outer_iter:
+                return len(closed.digests)
+            if self.sites.name in closed.rejected:
+                return 0
+
+    def _check_stop(self, outer_iter: int) -> None:
+        if self.clock.stop.requested():
+            raise RunInterrupted(f"stopped before outer iteration {outer_iter + 1} was averaged with the other sites")
+
+    def _publish(self, number: int, parameters: Vector, outer_iter: int) -> None:
+        is_exact = self._is_last(outer_iter) or self.sites.compression == "none"
+        delta = np.subtract(parameters, self._base.broadcast())
+        about = About(self.sites.name, self.run, number, outer_iter)
+        codec = None if is_exact or self.sites.compression == "none" else self.sites.compression
+        stored = self.rounds.publish(number, self.sites.name, to_bytes(delta, about, codec, self.layout))
+        # a process that was killed may have written it
+        _, found = self._read(stored, f"the delta of site {self.sites.name} in round {number}")
+        if found.run != self.run:
+            raise RunLockedError(f"site {self.sites.name} in {self.rounds.store.url} is the run {found.run}; end one of the two "
+                                 "runs, and give the other one another sites.exchange.")
+
+    def _step(self, closed: Closed, parameters: Vector, lr: float) -> int | None:
+        """Step B; return the outer iteration of this site's delta, None if it is not counted."""
+        number, ended_at, own = self.round + 1, None, None
+        deltas, weights = [], []
+        for site, digest in closed.digests.items():
+            delta, about = self._read(self.rounds.contribution(number, site, digest), f"the delta of site {site}")
+            deltas.append(delta)
+            weights.append(float(self.sites.counts[site]))
+            if site == self.sites.name:
+                own, ended_at = delta, about.outer_iter
+        before = self._base.broadcast()
+        if deltas:
+            info = OuterInfo(self.round, self.num_rounds, int(sum(weights)), lr)
+            self._base.step(deltas, weights, info, statistics=self.layout.statistics(), returns="move")
+        if own is not None:
+            # the rest of the delta, and what was learned since
+            rest = parameters - before - own
+            np.add(self._base.broadcast(), rest, out=parameters)
+        self._note(closed, number)
+        self.round = number
+        return ended_at
+
+    def _note(self, closed: Closed, number: int) -> None:
+        """Record which sites are missing or there again."""
+        here = set(closed.digests)
+        for site, reason in closed.rejected.items():
+            self.events.append(Event("site_rejected", f"the delta of site {site} was left out of round {number}: {reason}"))
+        for site in sorted(self._counted - here - set(closed.rejected)):
+            self.events.append(Event("site_absent", f"round {number} of the sites was closed without {site}, which had written no "
+                                                    "delta in time"))
+        for site in sorted(here - self._counted):
+            self.events.append(Event("site_returned", f"site {site} is part of the averages over sites again, in round {number}"))
+        self._counted = here
+
+    def _finish(self) -> None:
+        try:
+            self.rounds.finish(self.sites.name)
+        except ObjectStorageError as error:
+            self.events.append(Event("site_alone", f"the other sites will wait for {self.sites.name}, although it has finished: "
+                                                   f"{error}"))
+
+    def _read(self, content: bytes, what: str) -> tuple[Vector, About]:
+        try:
+            return from_bytes(content, self.layout)
+        except ValueError as error:
+            raise ObjectStorageError(f"{what} in {self.rounds.store.url} cannot be used: {error}; start a new exchange with "
+                                     "another sites.exchange.") from error
+
+    def _is_last(self, outer_iter: int) -> bool:
+        return outer_iter + 1 >= self.num_outer_iters
+
+    def _agreed(self) -> dict[str, Any]:
+        """Settings that must be equal at all sites, by name."""
+        settings, sites = self.settings, self.sites
+        options = {f"schedule.{name}": value for name, value in asdict(settings.schedule).items()}
+        options |= {f"outer.{name}": value for name, value in asdict(settings.outer).items()}
+        return {**options, "seed": settings.seed, "sites.jobs": sites.counts, "sites.period": sites.period,
+                "sites.compression": sites.compression, "number of outer iterations": self.num_outer_iters,
+                "SHA-256 of the layers": digest_of_json([self.layout.names, self.layout.shapes])}

@@ -1,0 +1,162 @@
+"""Complete runs of two sites, each in a thread, with objects in a folder."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("obstore")
+
+from ngsgd.cluster.in_process import InProcessPool
+from ngsgd.config import OuterConfig, SitesConfig
+from ngsgd.errors import RunInterrupted
+from ngsgd.files import read_json_lines
+from ngsgd.schedules import Schedule
+from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
+from ngsgd.training.parameter_vector import FlatLayout
+from ngsgd.training.settings import EngineSettings
+from ngsgd.training.sites.rounds import Rounds, open_exchange
+from ngsgd.training.sites.site_average import SiteAverage, SiteClock
+from ngsgd.training.storage.audit import audit
+from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
+from ngsgd.training.storage.ledger import Ledger
+from tests.toy import Recorder
+from tests.training.test_task import DIM, SETTINGS, Regression
+
+JOBS = {"east": 2, "west": 1}
+
+
+class Plain(Regression):
+    """Uses no random numbers of the process, because the sites are threads of one process here."""
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(DIM, 8), nn.Tanh(), nn.Linear(8, 2))
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+        return model
+
+
+@dataclass(frozen=True)
+class PlainSpec:
+    settings: EngineSettings
+
+    def task(self, device: torch.device) -> Plain:
+        return Plain()
+
+
+class StopAfter:
+    """Requests to stop before an outer iteration, as a signal does."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def requested(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def expired(self) -> bool:
+        return False
+
+
+def _settings(site: str, exchange: Path, **options: Any) -> EngineSettings:
+    schedule = replace(SETTINGS.schedule, num_epochs=6.0, num_jobs_initial=3, num_jobs_final=3)
+    sites = SitesConfig(jobs=JOBS, name=site, exchange=str(exchange), wait_s=60.0, **options) if site else SitesConfig()
+    return replace(SETTINGS, schedule=schedule, sites=sites)
+
+
+def _train(folder: Path, settings: EngineSettings, control: RunControl | None = None) -> tuple[Checkpoint, Recorder]:
+    """Train, or continue, the run of a site."""
+    task, s, recorder = Plain(), settings.schedule, Recorder()
+    model = task.model()
+    layout = FlatLayout.of(model)
+    schedule = Schedule(4, 1, s.num_epochs, s.lr_initial, s.lr_final, s.num_jobs_initial, s.num_jobs_final)
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    store = CheckpointStore(folder / "checkpoints", layout, num_to_keep=2)
+    start = store.latest()[0] or first_checkpoint(layout.flatten(model.state_dict()))
+    control = control or RunControl()
+    sites = None
+    if settings.sites.jobs:
+        rounds = Rounds(open_exchange(settings.sites.exchange, layout.size))
+        sites = SiteAverage(rounds, settings, layout, schedule.num_outer_iters, folder.name, SiteClock(control.stop))
+    ledger = Ledger(folder / "ledger.jsonl")
+    pool = InProcessPool(PlainSpec(settings), 2, 1)
+    pool.start()
+    try:
+        coordinator = Coordinator(task, model, schedule, pool, RunStorage(store, ledger, recorder), settings, control, sites)
+        return coordinator.train(start), recorder
+    finally:
+        ledger.close()
+        pool.close()
+
+
+def _both(folder: Path, **options: Any) -> dict[str, tuple[Checkpoint, Recorder]]:
+    """Train both sites at the same time."""
+    ended: dict[str, tuple[Checkpoint, Recorder]] = {}
+
+    def train(site: str) -> None:
+        settings = _settings(site, folder / "exchange", **options)
+        ended[site] = _train(folder / f"run-{site}", settings)
+    threads = [threading.Thread(target=train, args=(site,)) for site in JOBS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ended
+
+
+@pytest.mark.parametrize("outer", [OuterConfig("average"), OuterConfig("bmuf"), OuterConfig("diloco")])
+def test_two_sites_that_exchange_each_time_train_the_model_of_one_site(outer: OuterConfig, tmp_path: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.SETTINGS", replace(SETTINGS, outer=outer))
+    ended = _both(tmp_path, period=1, compression="none")
+    one, _ = _train(tmp_path / "one", _settings("", tmp_path))
+    east, west = (ended[site][0] for site in JOBS)
+    assert np.array_equal(east.parameters, west.parameters)
+    # sums in another order, rounded to float32 in each of 8 outer iterations
+    np.testing.assert_allclose(east.parameters, one.parameters, rtol=0.0, atol=1e-5)
+    assert east.progress.frames_processed + west.progress.frames_processed == one.progress.frames_processed
+    assert east.progress.frames_processed == 2 * west.progress.frames_processed
+
+
+def test_the_jobs_of_all_sites_are_those_of_one_site(tmp_path: Path) -> None:
+    _both(tmp_path, period=4)
+    _train(tmp_path / "one", _settings("", tmp_path))
+
+    def counted(run: str) -> list[str]:
+        assert audit(tmp_path / run / "ledger.jsonl") == []
+        lines = read_json_lines(tmp_path / run / "ledger.jsonl")
+        return [str((line["outer_iter"], piece)) for line in lines if line["event"] == "planned" for piece in line["pieces"]]
+    assert sorted(counted("run-east") + counted("run-west")) == sorted(counted("one"))
+
+
+@pytest.mark.parametrize("compression", ["none", "sparse"])
+def test_a_site_that_was_stopped_and_resumed_trains_the_same_model(compression: Any, tmp_path: Path) -> None:
+    whole = _both(tmp_path / "whole", period=2, compression=compression)
+    settings = {site: _settings(site, tmp_path / "again" / "exchange", period=2, compression=compression) for site in JOBS}
+    folders = {site: tmp_path / "again" / f"run-{site}" for site in JOBS}
+    other = threading.Thread(target=_train, args=(folders["west"], settings["west"]))
+    other.start()
+    for number in (2, 9):
+        with pytest.raises(RunInterrupted):
+            _train(folders["east"], settings["east"], RunControl(StopAfter(number)))
+    east, _ = _train(folders["east"], settings["east"])
+    other.join()
+    assert np.array_equal(east.parameters, whole["east"][0].parameters)
+
+
+def test_records_hold_the_figures_of_each_round(tmp_path: Path) -> None:
+    ended = _both(tmp_path, period=3)
+    records = ended["east"][1].records
+    assert [bool(record.sites) for record in records] == [False, False, True, False, False, True, False, True]
+    last = records[-1].sites
+    assert (last["round"], last["counted"], last["possible"], last["missed"]) == (3, 2, 2, 0)
+    assert last["sent_bytes"] > 0 and last["received_bytes"] > 0
