@@ -116,6 +116,11 @@ class Node:
         self.is_cut = True
         _run(f"ip -n {self.name} link set {self.device} down")
 
+    def join(self) -> None:
+        """Puts the cable back."""
+        self.is_cut = False
+        _run(f"ip -n {self.name} link set {self.device} up")
+
     def start(self, log: Path) -> None:
         """Boots it: a process that sleeps, with memory and a separate scratch folder."""
         boot = (f"hostname {self.name} && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs {shlex.quote(str(self.scratch))} "

@@ -19,7 +19,7 @@ from tests.nodes.lab import SETTINGS, wait_until
 from tests.nodes.network import Network, Node
 from tests.object_storage.service import BUCKET, Service
 
-_PORT = 9000
+PORT = 9000
 _URL = f"s3://{BUCKET}/runs"
 _COMMAND_S = 400.0
 # of the model, as this machine reads it
@@ -28,7 +28,7 @@ _DIGEST = ("import sys; from ngsgd.pipeline.runs import stored_run; from tests.i
 
 
 @dataclass
-class _Machines:
+class Machines:
     """Nodes whose home, cache and working folder are their own; node 0 runs the service."""
 
     network: Network
@@ -38,7 +38,7 @@ class _Machines:
         """Start a program in the folder of a node that no other node sees."""
         own = self.network.scratch
         where = [f"HOME={own}", f"XDG_CACHE_HOME={own}/cache", f"TMPDIR={own}"]
-        service = Service.environment_of(f"http://{self.network.nodes[0].address}:{_PORT}")
+        service = Service.environment_of(f"http://{self.network.nodes[0].address}:{PORT}")
         return node.spawn(["env", f"--chdir={own}", *where, *(f"{key}={value}" for key, value in service.items()),
                            sys.executable, *words], self.log(name))
 
@@ -60,11 +60,11 @@ def without_a_shared_disk(logs: Path, expected: str) -> dict[str, Any]:
     """Train on one machine, lose it, resume on a second one, and read the model on a third."""
     ngsgd = ("-m", "ngsgd.launcher")
     with tempfile.TemporaryDirectory(prefix="ngn-", dir="/tmp") as scratch, Network(4, Path(scratch)) as network:
-        machines = _Machines(network, logs)
+        machines = Machines(network, logs)
         service, first, second, third = network.nodes
         for node in network.nodes:
             node.start(machines.log(node.name))
-        machines.start(service, "service", "-m", "tests.object_storage.service", service.address, str(_PORT))
+        machines.start(service, "service", "-m", "tests.object_storage.service", service.address, str(PORT))
         wait_until(lambda: machines.has("service", "ready"), 60.0, f"no service; see {machines.log('service')}")
         training = machines.start(first, "train", *ngsgd, "train", "name=stored", f"output_dir={_URL}", *SETTINGS)
         wait_until(lambda: machines.has("train", r"iter +5/") or training.poll() is not None, _COMMAND_S, "no outer iteration")
