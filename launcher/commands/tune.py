@@ -49,6 +49,7 @@ def command(arguments: Sequence[str]) -> int:
 
     config = compose.compose(tuned_file.expanded(options.overrides),
                              config_dir=Path(options.config_dir) if options.config_dir else None)
+    config.sites.require_none("ngsgd tune")
     if config.objective.kind != "ce":
         raise ConfigError(f"objective.kind is {config.objective.kind}, and ngsgd tune supports the "
                           "loss of single frames only; tune with objective=ce.")

@@ -16,10 +16,11 @@ from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngsgd.config import RunConfig, choices_of, default_of, total_jobs, types_of
+from ngsgd.config import RunConfig, choices_of, default_of, types_of
 from ngsgd.config.build import defaults, leaves, paths, section_names
 from ngsgd.config.other_names import did_you_mean, instead_of
 from ngsgd.config.renamed import REMOVED, Rename, removed_sentence, with_new_names_in
+from ngsgd.config.sections.sites import total_jobs
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.config.config_builder import Given, build_checked
 from ngsgd.pipeline.runs.saved_config import yaml_problem

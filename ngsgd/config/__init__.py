@@ -25,7 +25,7 @@ from ngsgd.config.sections.objective import ObjectiveConfig
 from ngsgd.config.sections.optimizer import METHODS, OptimizerConfig
 from ngsgd.config.sections.outer import OuterConfig
 from ngsgd.config.sections.schedule import ScheduleConfig
-from ngsgd.config.sections.sites import SitesConfig, total_jobs
+from ngsgd.config.sections.sites import SitesConfig
 from ngsgd.config.sections.tracking import TrackingConfig
 from ngsgd.config.sections.tuning import ProxyConfig, TuneConfig
 from ngsgd.config.unused import Unused, unused, unused_in
@@ -65,7 +65,6 @@ __all__ = [
     "choices_of",
     "default_of",
     "option",
-    "total_jobs",
     "types_of",
     "unused",
     "unused_in",

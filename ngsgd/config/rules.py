@@ -336,7 +336,7 @@ def _sites(c: RunConfig) -> Iterator[str]:
     total = sum(sites.counts.values())
     if (c.schedule.num_jobs_initial, c.schedule.num_jobs_final) != (total, total):
         yield (f"sites.jobs has {total} jobs, but schedule.num_jobs_initial is {c.schedule.num_jobs_initial} and "
-               f"schedule.num_jobs_final {c.schedule.num_jobs_final}; leave both out.")
+               f"schedule.num_jobs_final {c.schedule.num_jobs_final}; remove both.")
     if c.outer.kind == "streaming":
         yield "outer.kind is streaming with sites.jobs, but sites exchange complete models; choose average, bmuf or diloco."
     yield from (f"{path} is {value} with sites.jobs, but {why}; leave it {default}."

@@ -84,7 +84,9 @@ class ObjectStore:
 
     @classmethod
     def in_folder(cls, folder: str) -> ObjectStore:
-        """Objects that are files below a folder; conditional writes are atomic on local file systems and NFS.
+        """Objects that are files below a folder.
+
+        Conditional writes are atomic on local file systems and NFS.
 
         Raises:
             ObjectStorageError: the folder cannot be created.

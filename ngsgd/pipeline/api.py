@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.cluster.main_guard import require_main_guard
-from ngsgd.config import RunConfig, build, check, total_jobs, unused, with_new_names
+from ngsgd.config import RunConfig, build, check, unused, with_new_names
 from ngsgd.config.build import defaults, leaves, merged, paths
 from ngsgd.config.other_names import OTHER_NAMES, did_you_mean
 from ngsgd.config.sections.model import FROM_PYTHON
+from ngsgd.config.sections.sites import total_jobs
 from ngsgd.config.unused import of_speech
 from ngsgd.errors import ConfigError
 from ngsgd.pipeline.base_run import BaseRun

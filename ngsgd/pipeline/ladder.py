@@ -21,7 +21,7 @@ import numpy as np
 from ngsgd.asr.corpora import alignments, cache
 from ngsgd.asr.corpora import corpus as corpora
 from ngsgd.asr.corpora.corpus import Corpus
-from ngsgd.config import DataConfig, ObjectiveConfig, RunConfig
+from ngsgd.config import DataConfig, ObjectiveConfig, RunConfig, SitesConfig
 from ngsgd.errors import RunInterrupted
 from ngsgd.phase import Phase
 from ngsgd.pipeline.adaptation import network_input, read
@@ -167,7 +167,7 @@ def _settings(config: RunConfig, data: DataConfig, cache_root: Path) -> RunConfi
         config, output_dir=str(cache_root / "networks"), init_model="",
         data=replace(data, cache_dir=str(cache_root), labels="one_step"),
         align=replace(config.align, num_full_passes=0),
-        objective=ObjectiveConfig(),
+        objective=ObjectiveConfig(), sites=SitesConfig(),
         schedule=replace(config.schedule, num_epochs=_EPOCHS * config.schedule.num_epochs),
         decode=replace(config.decode, oracle=False, lattices=False),
         tracking=replace(config.tracking, kind="none"))

@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ngsgd.config import RunConfig, build, check, total_jobs, unused, with_new_names
+from ngsgd.config import RunConfig, build, check, unused, with_new_names
 from ngsgd.config.build import defaults, leaves, merged
+from ngsgd.config.sections.sites import total_jobs
 from ngsgd.errors import ConfigError
 
 

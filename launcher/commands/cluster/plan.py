@@ -37,6 +37,7 @@ def command(arguments: Sequence[str]) -> int:
     from ngsgd.launcher.config import compose
 
     config = compose.compose(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
+    config.sites.require_none("ngsgd plan")
     if math.isfinite(options.budget) and not config.cluster.price_per_hour:
         raise ConfigError("--budget needs the price of a worker; add cluster.price_per_hour=PRICE.")
     if options.nodes:

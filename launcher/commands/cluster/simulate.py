@@ -48,6 +48,7 @@ def command(arguments: Sequence[str]) -> int:
     from ngsgd.launcher.config import compose
 
     config = compose.compose(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
+    config.sites.require_none("ngsgd simulate")
     num_workers = config.schedule.num_jobs_final
     config = replace(config, cluster=replace(config.cluster, num_workers=num_workers))
     progress = VirtualProgress(quiet=options.quiet, stream=sys.stderr if options.json else sys.stdout)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ngsgd.config.option import option
+from ngsgd.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class SitesConfig:
         counts = self.counts
         before = sum(count for name, count in counts.items() if name < self.name)
         return slice(before, before + counts[self.name])
+
+    def require_none(self, command: str) -> None:
+        """Raise ConfigError if a command that computes for one site is given several."""
+        if self.jobs:
+            raise ConfigError(f"{command} computes for one site only; remove all sites.* options.")
 
 
 def total_jobs(num_workers: Any, jobs_of_sites: Mapping[str, Any] | None) -> Any:

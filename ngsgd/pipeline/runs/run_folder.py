@@ -36,6 +36,7 @@ from ngsgd.files import (
 from ngsgd.object_storage.urls import is_url, local_root
 from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.failure_record import describe, mark_recorded, read_record, write_record
+from ngsgd.training.sites.rounds import check_exchange
 from ngsgd.training.storage.lock import RunLock
 
 if TYPE_CHECKING:
@@ -369,7 +370,9 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
 
 
 def check_output_dir(config: RunConfig) -> None:
-    """Raise ConfigError unless files can be written to the output directory."""
+    """Raise an error unless a new run can write its files, and use the exchange of its sites."""
+    if config.sites.jobs:
+        check_exchange(config.sites)
     if is_url(config.output_dir):
         stored_run.check_output_url(config.output_dir)
         return

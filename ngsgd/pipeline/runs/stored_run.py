@@ -92,7 +92,7 @@ def check_output_url(url: str) -> None:
     """
     store = ObjectStore(f"{url.rstrip('/')}/.check-{os.urandom(8).hex()}", retry_s=20.0)
     try:
-        # the first answer does not count: a write whose answer was lost is repeated, and then refused
+        # the first answer does not count: a write whose answer was lost is repeated and refused
         reserve(store)
         if reserve(store):
             raise ConfigError(f"the service of {url} ignores the condition of a write (If-None-Match), so it cannot keep two "

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ngsgd.config import SitesConfig
 from ngsgd.errors import ConfigError, ObjectStorageError
 from ngsgd.files import parse_json, sealed, unsealed
 from ngsgd.object_storage.client import ObjectStore, WriteConflictError
@@ -36,7 +38,7 @@ class Closed:
     """An average over sites: the SHA-256 of each contribution, by site in order."""
 
     digests: Mapping[str, str]
-    # reasons of contributions that are left out
+    # contribution that cannot be used -> reason
     rejected: Mapping[str, str]
 
 
@@ -45,6 +47,22 @@ def open_exchange(place: str, size: int) -> ObjectStore:
     if not is_url(place):
         return ObjectStore.in_folder(place)
     return ObjectStore(place, retry_s=_RETRY_S, timeout_s=max(_SHORTEST_S, 4 * size / _LOWEST_RATE))
+
+
+def check_exchange(sites: SitesConfig) -> None:
+    """Raise an error if a new run of a site cannot use its exchange.
+
+    Raises:
+        ConfigError: the place is not valid, or another run is this site.
+        ObjectStorageError: objects cannot be read and written there.
+    """
+    store = open_exchange(sites.exchange, 0)
+    key = f"checks/{os.urandom(8).hex()}"
+    store.create(key, b"")
+    store.delete([key])
+    found = store.get(f"sites/{sites.name}.json")
+    if found:
+        raise _taken(sites.name, store.url, _checked(found[0], f"{store.url}/sites/{sites.name}.json").get("run"))
 
 
 class Rounds:
@@ -66,8 +84,7 @@ class Rounds:
         """
         first = self._once(f"sites/{site}.json", {"run": run})
         if first["run"] != run:
-            raise ConfigError(f"site {site} takes part in {self.store.url} with the run {first['run']}; resume that run, or "
-                              "give all sites another sites.exchange.")
+            raise _taken(site, self.store.url, first["run"])
         agreed = self._once(_SETTINGS, {"settings": settings, "site": site})
         given = json.loads(json.dumps(settings))
         for name, value in agreed["settings"].items():
@@ -127,7 +144,7 @@ class Rounds:
         return _checked(self._write_once(key, _text(tree)), f"{self.store.url}/{key}")
 
     def _write_once(self, key: str, content: bytes) -> bytes:
-        """Write an object that is never replaced; return what is stored."""
+        """Write an object that is never replaced; return the stored one."""
         try:
             self.store.create(key, content)
         except WriteConflictError:
@@ -151,6 +168,11 @@ class Rounds:
             return None
         self.num_received += len(found[0])
         return found[0]
+
+
+def _taken(site: str, url: str, run: object) -> ConfigError:
+    return ConfigError(f"site {site} takes part in {url} with the run {run}; resume that run, or give all sites another "
+                       "sites.exchange.")
 
 
 def digest_of(content: bytes) -> str:

@@ -1,13 +1,13 @@
 """The average over sites, each of which averages the jobs of its own workers.
 
 B is the model of all sites after their last common average (a round). A site trains on from B with
-its own jobs for `sites.period` outer iterations. Then it writes its parameter delta from B, encoded.
+its own jobs for `sites.period` outer iterations. Then it writes its parameter delta from B in code.
 The outer optimizer steps B with the mean of these deltas, weighted by the numbers of jobs. The site
 continues from the new B plus the part of its delta that the code does not contain.
 
 A site that missed rounds keeps its parameters. When it is back it computes these rounds, which
-changes B, and contributes its whole difference from the new B. So the parameters are averaged: what
-the site has learned is neither lost nor counted twice.
+changes B, and contributes its complete difference from the new B. So the parameters are averaged,
+and no delta is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class SiteAverage:
             Figures for the record of the outer iteration.
 
         Raises:
-            RunInterrupted: a stop was requested before the round was closed. The resumed run repeats
-                the outer iteration, with the same result.
+            RunInterrupted: a stop was requested before the round was closed. The resumed run
+                repeats the outer iteration, with the same result.
         """
         began, first = self.clock.now(), self.round
         sent, received = self.rounds.num_sent, self.rounds.num_received
@@ -200,7 +200,7 @@ class SiteAverage:
             info = OuterInfo(self.round, self.num_rounds, int(sum(weights)), lr)
             self._base.step(deltas, weights, info, statistics=self.layout.statistics(), returns="move")
         if own is not None:
-            # the rest of the delta, and what was learned since
+            # the rest of the delta, and training since then
             rest = parameters - before - own
             np.add(self._base.broadcast(), rest, out=parameters)
         self._note(closed, number)
@@ -211,7 +211,7 @@ class SiteAverage:
         """Record which sites are missing or there again."""
         here = set(closed.digests)
         for site, reason in closed.rejected.items():
-            self.events.append(Event("site_rejected", f"the delta of site {site} was left out of round {number}: {reason}"))
+            self.events.append(Event("site_rejected", f"the delta of site {site} was skipped in round {number}: {reason}"))
         for site in sorted(self._counted - here - set(closed.rejected)):
             self.events.append(Event("site_absent", f"round {number} of the sites was closed without {site}, which had written no "
                                                     "delta in time"))

@@ -26,7 +26,7 @@ class Killed(BaseException):
 
 
 def _read_from(world: World) -> Any:
-    """Return what the sites have read in the last round, since a code of rounded numbers may differ."""
+    """Return the deltas of the last round as read; codes of rounded numbers may differ."""
     def of(name: str, move: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         number = max(site.average_.round for site in world.sites.values())
         content, _ = world.sites[name].link.get(f"rounds/{number:06d}/{name}.safetensors") or (b"", None)
@@ -48,7 +48,7 @@ def test_rounds_of_changing_sites_are_those_of_float64(compression: Any) -> None
             move = delta(10 * number + index)
             site.train(move)
             reference.train(site.name, move.astype(np.float64))
-        # those that were missing before come first: a round waits only for the sites of the last one
+        # those that were missing come first: a round waits only for the sites of the last one
         names = sorted(random.choice(["a", "b", "c"], random.integers(1, 4), replace=False), key=lambda name: (name in last, name))
         world.average(*names)
         last = names
@@ -203,12 +203,12 @@ def test_damaged_objects_of_a_closed_round_are_rejected(key: str) -> None:
 def test_sites_with_other_settings_and_second_runs_of_a_site_are_rejected() -> None:
     world = World("a", "b")
     other = world.site("b")
-    with pytest.raises(ConfigError, match=r"takes part .* with the run run-b-1; resume that run"):
+    with pytest.raises(ConfigError, match="run-b-1"):
         other.begin()
     world = World("a", "b")
     other = Site(world, "b", world.sites["b"].run)
     other.settings = replace(other.settings, seed=7)
-    with pytest.raises(ConfigError, match="seed is 7 here, but 0 at site a"):
+    with pytest.raises(ConfigError, match="seed is 7"):
         other.begin()
 
 
@@ -218,7 +218,7 @@ def test_two_processes_of_one_site_are_noticed() -> None:
     a.link.create("rounds/000001/a.safetensors",
                   to_bytes(np.zeros(LAYOUT.size, np.float32), About("a", "another", 1, 0), None, LAYOUT))
     a.train(delta(0))
-    with pytest.raises(RunLockedError, match="is the run another"):
+    with pytest.raises(RunLockedError, match="another"):
         a.average()
 
 
@@ -228,7 +228,7 @@ def test_a_request_to_stop_ends_the_wait_and_the_round_can_be_repeated() -> None
     a.train(delta(0))
     saved = a.checkpoint()
     a.stop.is_requested = True
-    with pytest.raises(RunInterrupted, match="before outer iteration 1 was averaged"):
+    with pytest.raises(RunInterrupted, match="outer iteration 1"):
         a.average()
     a.stop.is_requested = False
     b.train(delta(1))
@@ -297,5 +297,5 @@ def test_bytes_are_counted() -> None:
         site.train(delta(index))
     world.average("a", "b")
     size: Vector = delta(0)
-    # headers, and a delta of 1/103 and the statistics of the layers; its own delta is not read again
+    # headers, a delta of 1/103 and statistics of layers; its own delta is not read again
     assert max(a.figures["sent_bytes"], a.figures["received_bytes"]) < size.nbytes / 4

@@ -1,4 +1,4 @@
-"""Sites of a test: they share objects in memory, one thread and a clock that only waiting advances."""
+"""Sites of a test, which share objects in memory, one thread, and a clock that waits advance."""
 
 from __future__ import annotations
 
