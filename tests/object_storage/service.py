@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -18,8 +20,12 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from werkzeug import serving
 
 BUCKET = "bucket"
-# what a fault does to one request; "stop" stops the process, as a long pause of its machine does
-FAULTS = ("kill_before", "kill_after", "lost_answer", "error_500", "slow_down", "timeout", "expired")
+# what a fault does to one request; "stop" stops the process, as a long pause of its machine does;
+# "stale_lists" kills it before the request, and later lists do not have the last objects
+FAULTS = ("kill_before", "kill_after", "lost_answer", "error_500", "slow_down", "timeout", "expired", "stale_lists")
+# objects that a stale list does not have
+_NUM_STALE = 8
+_KEY = re.compile(rb"<Contents><Key>(.*?)</Key>.*?</Contents>", re.DOTALL)
 _EXPIRED = (b'<?xml version="1.0"?><Error><Code>ExpiredToken</Code>'
             b"<Message>The provided token has expired.</Message></Error>")
 
@@ -46,7 +52,18 @@ class Faults:
     victim: int = 0
     num_writes: int = 0
     num_faults: int = 0
+    # keys that were written last before the fault
+    written: deque[str] = field(default_factory=lambda: deque(maxlen=_NUM_STALE))
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def lists_are_stale(self) -> bool:
+        return self.fault is not None and self.fault.kind == "stale_lists" and self.num_faults > 0
+
+    def write(self, key: str) -> None:
+        """Record an object that stale lists do not have."""
+        if not self.num_faults:
+            self.written.append(key)
 
     def of_this_write(self) -> str:
         """Count a write; return the fault it gets, empty for none."""
@@ -94,7 +111,11 @@ class Service:
     def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         writes = environ["REQUEST_METHOD"] in ("PUT", "POST", "DELETE")
         kind = self.faults.of_this_write() if writes else ""
-        if kind == "kill_before":
+        if environ["REQUEST_METHOD"] == "PUT":
+            self.faults.write(environ["PATH_INFO"].removeprefix(f"/{BUCKET}/"))
+        if self.faults.lists_are_stale and "list-type=2" in environ["QUERY_STRING"] and "delimiter" not in environ["QUERY_STRING"]:
+            return self._stale_list(environ, start_response)
+        if kind in ("kill_before", "stale_lists"):
             os.kill(self.faults.victim, signal.SIGKILL)
             _no_answer(environ)
         if kind in ("error_500", "slow_down"):
@@ -115,6 +136,14 @@ class Service:
             _no_answer(environ)
         answer: Iterable[bytes] = self._app(environ, start_response)
         return answer
+
+
+    def _stale_list(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answer with a list of an earlier time, without the last objects."""
+        text = b"".join(self._app(environ, lambda *_status: None))
+        text = _KEY.sub(lambda one: b"" if one[1].decode() in self.faults.written else one[0], text)
+        start_response("200 OK", [("Content-Type", "application/xml"), ("Content-Length", str(len(text)))])
+        return [text]
 
 
 def _no_answer(environ: dict[str, Any]) -> NoReturn:

@@ -26,7 +26,7 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trials]:
 
 @pytest.mark.parametrize(("kind", "part"), [
     ("kill_before", 0.1), ("kill_before", 0.97), ("kill_after", 0.5), ("lost_answer", 0.3), ("error_500", 0.6), ("slow_down", 0.5),
-    ("timeout", 0.1), ("timeout", 0.97), ("expired", 0.5)])
+    ("timeout", 0.1), ("timeout", 0.97), ("expired", 0.5), ("stale_lists", 0.7)])
 def test_a_failing_write_changes_no_result(trials: Trials, kind: str, part: float) -> None:
     fault = Fault(kind, max(1, int(part * trials.num_writes)), LENGTHS.get(kind, 1))
     assert list(trials.problems(fault)) == []

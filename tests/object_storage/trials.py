@@ -1,6 +1,7 @@
 """Trials of runs in object storage: each write of a run fails, and the run is resumed elsewhere.
 
     python -m tests.object_storage.trials [FAULT...]      # all points of these faults, else of all
+    python -m tests.object_storage.trials paused          # a second coordinator during a long pause
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Trials:
     def run(self, url: str, cache: str, *, resume: str = "", fault: Fault | None = None) -> int:
         """Train or resume with a fault; return the exit code."""
         process = self.trainer.begin(url, f"{cache}{self._num_cases}", resume=resume)
-        self.service.faults = Faults(fault, process)
+        # stale lists are those of the process that resumes
+        if not self.service.faults.lists_are_stale or not resume:
+            self.service.faults = Faults(fault, process)
         os.kill(process, signal.SIGCONT)
         return self.trainer.end()
 
@@ -137,10 +140,11 @@ def main(kinds: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, running(os.environ.__setitem__) as service:
         trials = Trials(service, Path(folder))
         print(f"{trials.num_writes} writes in a run")
-        for kind in kinds or FAULTS:
+        for kind in kinds or (*FAULTS, "paused"):
             faults = faults_of(kind, trials.num_writes)
             for fault in faults:
-                for problem in trials.problems(fault):
+                found = trials.interrupted_by_another(fault.number) if kind == "paused" else trials.problems(fault)
+                for problem in found:
                     failed += 1
                     print(f"{kind} {fault.number}: {problem}", flush=True)
             print(f"{kind}: {len(faults)} points", flush=True)
