@@ -34,6 +34,8 @@ class Trials:
         self.service = service
         self.trainer = Trainer(folder, service.environment())
         self._num_cases = 0
+        # a service may have the objects of earlier trials
+        self._name = os.urandom(4).hex()
         service.faults = Faults()
         url = self.new_url()
         assert self.run(url, "first") == 0, self.trainer.errors()
@@ -43,7 +45,7 @@ class Trials:
     def new_url(self) -> str:
         """A URL without runs."""
         self._num_cases += 1
-        return f"s3://{BUCKET}/case{self._num_cases}"
+        return f"s3://{BUCKET}/{self._name}/case{self._num_cases}"
 
     def run(self, url: str, cache: str, *, resume: str = "", fault: Fault | None = None) -> int:
         """Train or resume with a fault; return the exit code."""
