@@ -62,6 +62,10 @@ class QuarantineError(DataError):
     """All shards of the data are in quarantine, so that nothing is left to train on."""
 
 
+class NodeCacheError(DataError):
+    """The cache of fetched data on a node has no room for a file, or its disk is full."""
+
+
 class BadBatchError(DataError):
     """A minibatch has a non-finite loss or gradient, and failure.on_bad_batch is stop."""
 

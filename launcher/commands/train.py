@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ngsgd.config import RunConfig
+from ngsgd.config.rules import of_other_nodes
 from ngsgd.errors import EXIT_OK, ConfigError, RunInterrupted
 from ngsgd.launcher.mlflow.store import tracking_uri
 from ngsgd.launcher.mlflow.tracker import MlflowTracker
@@ -51,6 +52,8 @@ def train(config: RunConfig, quiet: bool, trust: bool = False, *, verbose: bool 
     if config.cluster.kind in ("slurm", "kubernetes"):
         raise ConfigError(f"cluster={config.cluster.kind} trains by submission only: ngsgd submit "
                           f"cluster={config.cluster.kind} ...")
+    if config.cluster.kind == "ray" and not config.cluster.address and (problems := list(of_other_nodes(config))):
+        raise ConfigError(problems)
     _require_cluster(config)
     # imports speech recognition, which a custom task does not need
     from ngsgd.pipeline.run import build_run

@@ -128,12 +128,13 @@ def judged(where: str, found: NodeReport, folder: Path, skew_s: float) -> Iterat
     """Yield a finding about the node, one about its clock, and its problems."""
     from ngsgd.cluster.fingerprint import version_digest
 
-    if not found.sees or not found.writes:
-        yield Finding("fail", "node", f"{where} cannot {'write' if found.sees else 'read'} "
-                                      f"{folder}",
-                      "put output_dir on a file system that all machines share")
-    elif found.code != version_digest():
+    if found.code != version_digest():
         yield Finding("fail", "node", f"{where} has another version of ngsgd or torch", "install the same version on every machine")
+    elif not found.sees:
+        yield Finding("warn", "node", f"{where} does not see {folder}: its workers fetch the prepared data",
+                      "nothing; a file system that all machines share avoids the transfer")
+    elif not found.writes:
+        yield Finding("fail", "node", f"{where} cannot write {folder}", "put output_dir on a file system that all machines share")
     else:
         yield Finding("ok", "node", f"{where} reads and writes {folder}, same ngsgd and torch")
     yield machine.clock(where, skew_s)

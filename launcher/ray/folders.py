@@ -22,13 +22,14 @@ class UnseenFolder:
         """For people: which node, which folder, what to do."""
         is_default = Path(self.folder).is_relative_to(Path(output_dir).absolute())
         setting = f"output_dir ({output_dir})" if is_default else "data.cache_dir"
-        return (f"node {self.host} ({self.ip}) does not see {self.folder}, the prepared data of the run. Put {setting} on a file "
-                "system that all machines share under the same path, or set data.cache_dir to a folder there. ngsgd doctor "
-                "--address checks each node")
+        return (f"node {self.host} ({self.ip}) does not see {self.folder}, the prepared data of the run, and cannot fetch it. "
+                "Workers of several ranks fetch from object storage only: set data.store=URL. Or put "
+                f"{setting} on a file system that all machines share under the same path, or set data.cache_dir to a folder "
+                "there. ngsgd doctor --address checks each node")
 
 
 def unseen_here(folders: Sequence[str]) -> UnseenFolder | None:
-    """The first of the folders that this process does not see; None if it sees all."""
+    """Return the first of the folders that this process does not see; None if it sees all."""
     for folder in folders:
         if not os.path.isdir(folder):
             return UnseenFolder(os.uname().nodename, ray.util.get_node_ip_address(), folder)

@@ -41,6 +41,7 @@ from ngsgd.launcher.ray.cluster import (
 )
 from ngsgd.launcher.ray.folders import UnseenFolder
 from ngsgd.launcher.ray.head import HeadWatch
+from ngsgd.launcher.ray.node_data import NodeData
 from ngsgd.launcher.ray.worker import Address, RayWorker
 from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
 from ngsgd.training.awake_clock import AwakeClock
@@ -127,8 +128,9 @@ class RayPool:
     def __init__(self, spec: TaskSpec, num_threads: int, size: int, agreement: Agreement | None = None,
                  report: Callable[[str], object] = lambda _line: None, folders: Sequence[str] = ()) -> None:
         self.spec = spec
-        # that every worker must see
+        # that every worker must see or fetch
         self.folders = folders
+        self._data = NodeData(spec, report)
         # takes lines of progress
         self._report = report
         # the head of a cluster may be another kind of machine, but its code and libraries are the
@@ -285,6 +287,8 @@ class RayPool:
         head_is_there = self._head is not None and not self._head.is_lost
         for slot in self._slots if head_is_there else ():
             ray.kill(slot.actor)
+        if head_is_there:
+            self._data.close()
         self._slots = []
         self._vectors.close()
         self._cells.close()
@@ -422,9 +426,17 @@ class RayPool:
             self._replace(slot, slot.deaths[-1])
         else:
             if isinstance(address, UnseenFolder):
-                self._refuse_blind(slot, address.message(self.spec.settings.output_dir))
+                self._start_blind(slot, address)
             else:
                 self._admit(slot, address)
+
+    def _start_blind(self, slot: WorkerSlot, unseen: UnseenFolder) -> None:
+        """Let a worker fetch the data that its node does not see, or refuse it."""
+        remote = self._data.for_node(unseen)
+        if remote is None:
+            self._refuse_blind(slot, unseen.message(self.spec.settings.output_dir))
+            return
+        slot.ready = slot.actor.prepare.remote(self._spec_ref, slot.index, self.num_threads, self._heartbeats, self.folders, remote)
 
     def _refuse_blind(self, slot: WorkerSlot, message: str) -> None:
         """Replace a worker whose node does not see the data; raise if the run only starts."""

@@ -14,9 +14,11 @@ from ngsgd.cluster.exchange.compressed import packed
 from ngsgd.cluster.exchange.selection import WorkerDevice
 from ngsgd.cluster.exchange.shared_memory import SharedRef
 from ngsgd.cluster.fingerprint import Fingerprint
+from ngsgd.data.fetching.files import RemoteData
 from ngsgd.errors import ClusterError
 from ngsgd.launcher.machine_load import load_of_machine
 from ngsgd.launcher.ray.folders import UnseenFolder, unseen_here
+from ngsgd.launcher.ray.node_data import fetching
 from ngsgd.object_storage.urls import local_root
 from ngsgd.training.job import Job, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
@@ -42,8 +44,10 @@ class RayWorker:
     """The actor: a `Worker` in a separate process."""
 
     def prepare(self, spec: TaskSpec, index: int, num_threads: int, heartbeats: SharedRef,
-                folders: Sequence[str] = ()) -> Address | UnseenFolder:
+                folders: Sequence[str] = (), remote: RemoteData | None = None) -> Address | UnseenFolder:
         """Where the worker is, once it can take jobs; or which of the `folders` it does not see.
+
+        With `remote` it fetches the folders that it does not see.
 
         Not the constructor: Ray reports what a constructor raises as the actor's death, and loses
         its type.
@@ -53,13 +57,15 @@ class RayWorker:
         from ngsgd.cluster.process import configure_process
         # before the task, whose error would not name the node
         unseen = unseen_here(folders)
-        if unseen:
+        if unseen and remote is None:
             return unseen
         configure_process(num_threads)
         self._index = index
         self._minibatches = 0
         self._should_stop = False
         self._heartbeats = _reached(heartbeats)
+        if unseen and remote is not None:
+            spec = fetching(spec, replace(remote, progress=self._count))
         self._worker = make_worker(spec, index)
         self._output_dir = local_root(spec.settings.output_dir)
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
@@ -116,10 +122,14 @@ class RayWorker:
         self._should_stop = True
 
     def _heartbeat(self) -> bool:
+        self._count()
+        return self._should_stop
+
+    def _count(self) -> None:
+        """Report progress; a part of an archive counts as a minibatch."""
         self._minibatches += 1
         if self._heartbeats is not None:
             self._heartbeats[self._index] = self._minibatches
-        return self._should_stop
 
 
 def _reached(ref: SharedRef) -> npt.NDArray[np.uint64] | None:

@@ -10,8 +10,10 @@ from typing import Any
 
 from ngsgd.config.option import choices_of
 from ngsgd.config.run import RunConfig
+from ngsgd.config.sections.data import DataConfig
 from ngsgd.config.sections.optimizer import OF_SUMMED_GRADIENTS, WITHOUT_MEAN
 from ngsgd.errors import ConfigError
+from ngsgd.object_storage.urls import check_url
 from ngsgd.schedules import DropoutSchedule
 
 # NumPy, torch and files store no larger integer
@@ -395,6 +397,28 @@ def _objective(c: RunConfig) -> Iterator[str]:
                "model.num_subclasses and model.add_layers_period to 0.")
 
 
+def of_other_nodes(c: RunConfig) -> Iterator[str]:
+    """Yield a message per option for other nodes that is set; for a run on this machine.
+
+    `check` does not call it for cluster=ray, whose address `ngsgd submit` adds later.
+    """
+    for name, default in (("store", ""), ("node_cache_gb", DataConfig().node_cache_gb)):
+        if getattr(c.data, name) != default:
+            # without the value, which may contain a password
+            yield (f"data.{name} is set, but all workers run on this machine and read the prepared data in place; remove "
+                   "it, or set cluster=ray cluster.address=HEAD:PORT.")
+
+
+def _store(c: RunConfig) -> Iterator[str]:
+    if c.cluster.kind in ("in_process", "local"):
+        yield from of_other_nodes(c)
+    if c.data.store:
+        try:
+            check_url(c.data.store)
+        except ConfigError as error:
+            yield f"data.store cannot be used: {error}"
+
+
 def _tune(c: RunConfig) -> Iterator[str]:
     proxy = c.tune.proxy
     if proxy.steps % proxy.outer_iters:
@@ -406,4 +430,4 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _name, _ranges, _augmentation, _curvature_frames, _features, _language_model, _held_out,
     _architecture, _growth,
     _optimizer, _groups, _snapshots, _dropout, _outer, _cuda_graphs, _precision, _exchange, _sites, _layers, _objective,
-    _tune)
+    _store, _tune)

@@ -37,6 +37,7 @@ __all__ = ["NO_FRAME", "EgsInfo", "archive_name", "diagnostic_name", "prepare_ar
 
 # format of the files; increase it after a change, so that old files are not reused
 FORMAT_VERSION = 2
+INDEX = "info.json"
 UTTERANCES = "utterances.json"
 # minimum bytes per writing process, whose start takes about 0.3 s
 _WORTH_A_PROCESS = 1 << 26
@@ -88,8 +89,21 @@ def read_index(directory: Path) -> EgsInfo:
     Raises:
         FormatError: it is missing, damaged or of another format; the message is the reason.
     """
+    return read_index_file(directory / INDEX, directory)
+
+
+def read_index_file(path: Path, directory: Path | None = None) -> EgsInfo:
+    """Read the file of an index.
+
+    Args:
+        path: the file.
+        directory: the archives that an index without a checksum is compared with; None: none.
+
+    Raises:
+        FormatError: as `read_index`.
+    """
     try:
-        tree = read_json(directory / "info.json")
+        tree = read_json(path)
         if isinstance(tree, dict) and tree.get("format_version") != FORMAT_VERSION:
             raise FormatError(f"it holds examples of format {tree.get('format_version')}, and this "
                               f"version reads {FORMAT_VERSION}")
@@ -97,7 +111,8 @@ def read_index(directory: Path) -> EgsInfo:
         info = EgsInfo(**content)
         if not has_digest:
             _check_counts(info)
-            _check_shapes(info, directory)
+            if directory is not None:
+                _check_shapes(info, directory)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise FormatError(f"its info.json cannot be read: {error}") from error
     return info

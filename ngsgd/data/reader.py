@@ -9,8 +9,7 @@ Letters: E examples, F frames per example, W window of spliced frames, D feature
 from __future__ import annotations
 
 import math
-import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,15 +20,20 @@ import torch
 from torch import Tensor
 
 from ngsgd.config import AugmentConfig
-from ngsgd.data.archives import UTTERANCES, EgsInfo, archive_name, diagnostic_name, read_index
+from ngsgd.data.archives import INDEX, UTTERANCES, EgsInfo, archive_name, diagnostic_name, read_index, read_index_file
 from ngsgd.data.examples import is_row
+from ngsgd.data.fetching.files import Files, LocalFiles
+from ngsgd.data.fetching.publishing import Offer, offer_of
+from ngsgd.data.fetching.source import UnsoundFileError
 from ngsgd.data.prefetch import ahead
 from ngsgd.data.spec_augment import mask_windows
 from ngsgd.data.storage import ArrayFile, FormatError
 from ngsgd.errors import DamagedArchiveError, DataError
-from ngsgd.files import read_json, sha256
+from ngsgd.files import read_json
 from ngsgd.schedules import Shard
 
+# files next to the archives that the index does not list
+BESIDE = "statistics-*.safetensors"
 # separates the random numbers of masks from those of the order
 _MASKS = 1
 
@@ -65,10 +69,19 @@ class EgsReader:
     The checksum of each file is verified at its first use in a process.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, files: Files | None = None) -> None:
+        """Open a directory.
+
+        Args:
+            directory: folder on the coordinator's machine.
+            files: its files on a node that does not see it. Default: read in place.
+        """
         self.directory = directory
+        self.files = files or LocalFiles(directory)
         try:
-            self.info = read_index(directory)
+            self.info = read_index(directory) if files is None else read_index_file(files.root(INDEX))
+        except UnsoundFileError as error:
+            raise DataError(str(error)) from error
         except FormatError as error:
             raise DataError(f"{directory} is not a directory of examples ({error}); remove it and "
                             "run again.") from error
@@ -156,8 +169,20 @@ class EgsReader:
         named = self._utterances()
         return named["utt_ids"], named["groups"]
 
+    def offer(self) -> Offer:
+        """Describe the directory to nodes that do not see it."""
+        beside = [path.name for path in sorted(self.directory.glob(BESIDE))]
+        return offer_of(self.directory, [INDEX, *beside], self.info.sha256)
+
+    def prefetch(self, archives: Sequence[int]) -> None:
+        """Fetch archives in the background, on a node that does not see the directory."""
+        self.files.prefetch([self._digest(archive_name(archive)) for archive in archives])
+
     def _utterances(self) -> dict[str, list[str]]:
-        path = self._checked(UTTERANCES, None)
+        try:
+            path = self.files.path(UTTERANCES, self._digest(UTTERANCES))
+        except UnsoundFileError as error:
+            raise DataError(str(error)) from error
         try:
             named = read_json(path)
             return {key: list(map(str, named[key])) for key in ("utt_ids", "groups")}
@@ -169,33 +194,16 @@ class EgsReader:
         return self._open(archive_name(index), index)
 
     def _open(self, name: str, archive: int | None) -> ArrayFile:
-        path = self._checked(name, archive)
         try:
-            return ArrayFile(path)
+            return self.files.arrays(name, self._digest(name))
+        except UnsoundFileError as error:
+            raise _damaged(str(error), archive) from error
         except (FormatError, OSError) as error:
-            raise _damaged(f"{path} cannot be read ({error}); remove {self.directory} and run "
+            raise _damaged(f"{self.directory / name} cannot be read ({error}); remove {self.directory} and run "
                            "again.", archive) from error
 
-    def _checked(self, name: str, archive: int | None) -> Path:
-        path = self.directory / name
-        try:
-            status = path.stat()
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError("not a regular file")
-            state = (str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns)
-            is_sound = state in _VERIFIED or sha256(path) == self.info.sha256.get(name)
-        except OSError:
-            is_sound = False
-        if not is_sound:
-            raise _damaged(f"{path} is missing or does not match its checksum; remove "
-                           f"{self.directory} and run again.", archive)
-        _VERIFIED.add(state)
-        return path
-
-
-# files verified by this process: path, inode, size and time of change; the usual ways to replace or
-# edit a file change one of these
-_VERIFIED: set[tuple[str, int, int, int]] = set()
+    def _digest(self, name: str) -> str:
+        return str(self.info.sha256.get(name, ""))
 
 
 def _damaged(message: str, archive: int | None) -> DataError:

@@ -7,6 +7,7 @@ https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
@@ -68,8 +69,12 @@ def write_arrays(path: Path, first: str, shape: tuple[int, ...], pieces: Iterabl
 class ArrayFile:
     """The arrays of a file by name, memory-mapped: only accessed pages are read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_locked: bool = False) -> None:
         """Map a file.
+
+        Args:
+            path: the file.
+            is_locked: hold a shared lock on the file until the map is freed.
 
         Raises:
             FormatError: the file has another format, or is truncated.
@@ -77,6 +82,9 @@ class ArrayFile:
         """
         self.path = path
         with open_regular(path) as file:
+            if is_locked:
+                # the map has a duplicate of the descriptor, which keeps the lock
+                fcntl.flock(file, fcntl.LOCK_SH)
             try:
                 # private pages: torch requires writable memory, and writes do not reach the file
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

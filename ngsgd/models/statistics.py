@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ngsgd.config import ModelConfig, RunConfig
-from ngsgd.data.reader import EgsReader, Minibatch
+from ngsgd.data.reader import BESIDE, EgsReader, Minibatch
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.files import DIGEST, digest_of_arrays
 from ngsgd.models.build import build_model
@@ -70,7 +70,7 @@ def statistics_for(config: ModelConfig, reader: EgsReader) -> DataStatistics | N
     """
     if not needs_statistics(config):
         return None
-    path = reader.directory / f"statistics-{_key(config, reader)}.safetensors"
+    path = reader.files.root(BESIDE.replace("*", _key(config, reader)))
     found = _read(path, reader.info.num_classes)
     if found is None:
         found = _compute(config, reader)

@@ -21,6 +21,8 @@ from ngsgd.object_storage.urls import check_url
 # total time in which one request is repeated, before it is an error
 RETRY_S = 60.0
 _PART_BYTES = 8 << 20
+# larger files are written in parts
+_MAX_CONDITIONAL_BYTES = 64 << 20
 _KEYS_PER_DELETION = 500
 
 
@@ -124,6 +126,37 @@ class ObjectStore:
         with self._typed("written", key):
             _library().put(self._store, key, path, chunk_size=_PART_BYTES, max_concurrency=4)
 
+    def upload_new(self, key: str, path: Path) -> None:
+        """Write the content of a file unless the object exists; the key must name the content.
+
+        A large file is written in parts, and services have no condition for these. So another
+        process may write the object at the same time, with the same content.
+        """
+        if path.stat().st_size > _MAX_CONDITIONAL_BYTES:
+            self.upload(key, path)
+            return
+        with contextlib.suppress(WriteConflictError):
+            self.create(key, path.read_bytes())
+
+    def size(self, key: str) -> int | None:
+        """Return the size of an object in bytes; None if there is none."""
+        with self._typed("read", key):
+            try:
+                return int(_library().head(self._store, key)["size"])
+            except FileNotFoundError:
+                return None
+
+    def parts(self, key: str) -> Iterator[bytes]:
+        """Yield an object in parts of some megabytes; raises as `download`."""
+        with self._typed("read", key):
+            try:
+                answer = _library().get(self._store, key)
+            except FileNotFoundError as error:
+                raise ObjectStorageError(f"{self.url}/{key} does not exist; another process removed it, or the run is "
+                                         "incomplete.") from error
+            for part in answer.stream(min_chunk_size=_PART_BYTES):
+                yield bytes(part)
+
     def download(self, key: str, path: Path) -> str:
         """Write an object to a file in constant memory; return its SHA-256.
 
@@ -131,17 +164,16 @@ class ObjectStore:
             ObjectStorageError: the object does not exist, or cannot be read.
         """
         found = hashlib.sha256()
-        with self._typed("read", key):
-            try:
-                answer = _library().get(self._store, key)
-            except FileNotFoundError as error:
-                raise ObjectStorageError(f"{self.url}/{key} does not exist; another process removed it, or the run is "
-                                         "incomplete.") from error
-            with path.open("wb") as file:
-                for part in answer.stream(min_chunk_size=_PART_BYTES):
-                    found.update(part)
-                    file.write(part)
+        with path.open("wb") as file:
+            for part in self.parts(key):
+                found.update(part)
+                file.write(part)
         return found.hexdigest()
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Return the size in bytes of each object below a prefix, by key."""
+        with self._typed("listed", prefix):
+            return {one["path"]: int(one["size"]) for some in _library().list(self._store, prefix or None) for one in some}
 
     def keys(self, prefix: str = "") -> Iterator[str]:
         """Yield the keys of all objects below a prefix."""

@@ -21,11 +21,13 @@ from torch import nn
 
 from ngsgd.asr.decode.evaluation import DecodingResult
 from ngsgd.config import RunConfig
+from ngsgd.data.fetching.publishing import publish
 from ngsgd.data.reader import EgsReader
 from ngsgd.files import read_json, write_text
 from ngsgd.models import custom
 from ngsgd.models.growing import set_stage
 from ngsgd.models.statistics import model_for, needs_statistics
+from ngsgd.object_storage.client import ObjectStore
 from ngsgd.phase import Phase
 from ngsgd.pipeline import sequences
 from ngsgd.pipeline.base_run import BaseRun, Training
@@ -198,6 +200,12 @@ class Run(BaseRun):
     def _read_by_workers(self, spec: TaskSpec) -> Sequence[Path]:
         assert isinstance(spec, SpeechTaskSpec)
         return [Path(spec.egs_directory), *([Path(spec.sequences.directory)] if spec.sequences else [])]
+
+    def _iterate(self, training: Training) -> Checkpoint:
+        assert isinstance(training.spec, SpeechTaskSpec)
+        if self.config.data.store:
+            publish(training.spec.offers(), ObjectStore(self.config.data.store), self.services.report)
+        return super()._iterate(training)
 
     def _initial_parameters(self, task: Task) -> Vector:
         return sequences.starting_parameters(self.config, self.folder, task.model())

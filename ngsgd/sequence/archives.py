@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,18 +26,22 @@ from torch import Tensor
 
 from ngsgd.config import AugmentConfig
 from ngsgd.data.examples import windows
+from ngsgd.data.fetching.files import Files, LocalFiles
+from ngsgd.data.fetching.publishing import Offer, offer_of
+from ngsgd.data.fetching.source import UnsoundFileError
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.prefetch import ahead
 from ngsgd.data.reader import EgsReader
 from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.errors import DamagedArchiveError, DataError
-from ngsgd.files import read_json, sealed, sha256, shared_directory, unsealed, write_text
+from ngsgd.files import read_json, sealed, shared_directory, unsealed, write_text
 from ngsgd.phase import Phase
 from ngsgd.schedules import Shard
 from ngsgd.sequence.graph import StateGraph
 from ngsgd.sequence.numerators import Chain, Chains, chain_of
 
 FORMAT_VERSION = 1
+INDEX = "sequences.json"
 # Stored frames around a chunk: the largest possible context (egs.left_context).
 _MARGIN = 100
 
@@ -128,17 +132,17 @@ def _is_there(directory: Path, report: Callable[[str], None]) -> bool:
     if not os.path.lexists(directory / "sequences.json"):
         return False
     try:
-        _read_index(directory)
+        read_index_file(directory / INDEX)
     except FormatError as error:
         report(f"{directory} is damaged ({error}); preparing it again.")
         return False
     return True
 
 
-def _read_index(directory: Path) -> SequenceIndex:
+def read_index_file(path: Path) -> SequenceIndex:
     """Read the index; raises FormatError if it is missing, damaged or of another format."""
     try:
-        tree = read_json(directory / "sequences.json")
+        tree = read_json(path)
         if isinstance(tree, dict) and tree.get("format_version") != FORMAT_VERSION:
             raise FormatError(f"it contains sequences of format {tree.get('format_version')}; this "
                               f"version needs {FORMAT_VERSION}")
@@ -265,16 +269,20 @@ def _chains(archive: ArrayFile, chosen: list[int]) -> Chains | None:
 class SequenceReader:
     """Reader of minibatches of sequences, with the interface that schedules need."""
 
-    def __init__(self, directory: Path, frames: EgsReader) -> None:
+    def __init__(self, directory: Path, frames: EgsReader, files: Files | None = None) -> None:
         """Open a directory.
 
         Args:
             directory: result of `prepare_sequences`.
             frames: examples of the same corpus, which define splicing.
+            files: files of the directory on a node that does not see it. Default: read in place.
         """
         self.directory = directory
         try:
-            self.index = _read_index(directory)
+            self.files = files or LocalFiles(directory)
+            self.index = read_index_file(self.files.root(INDEX))
+        except UnsoundFileError as error:
+            raise DataError(str(error)) from error
         except FormatError as error:
             raise DataError(f"{directory} is not a directory of sequences ({error}); remove it and run again.") from error
         self.info = replace(frames.info, num_archives=len(self.index.num_frames), frames_per_eg=1,
@@ -327,18 +335,20 @@ class SequenceReader:
     def _window(self) -> npt.NDArray[np.int64]:
         return np.arange(-self.info.left_context, self.info.right_context + 1)
 
-    def _archive(self, archive: int) -> ArrayFile:
-        path = self.directory / _name(archive)
-        if archive not in self._open:
-            try:
-                if sha256(path) != self.index.sha256[archive]:
-                    raise FormatError("it does not match its checksum")
-                self._open[archive] = ArrayFile(path)
-            except (FormatError, OSError) as error:
-                raise DamagedArchiveError(f"{path} cannot be read ({error}); remove {self.directory} and run again.",
-                                          archive) from error
-        return self._open[archive]
+    def offer(self) -> Offer:
+        """Describe the directory to nodes that do not see it."""
+        return offer_of(self.directory, [INDEX], {_name(number): digest for number, digest in enumerate(self.index.sha256)})
 
-    @cached_property
-    def _open(self) -> dict[int, ArrayFile]:
-        return {}
+    def prefetch(self, archives: Sequence[int]) -> None:
+        """Fetch archives in the background, on a node that does not see the directory."""
+        self.files.prefetch([str(self.index.sha256[archive]) for archive in archives])
+
+    def _archive(self, archive: int) -> ArrayFile:
+        name = _name(archive)
+        try:
+            return self.files.arrays(name, str(self.index.sha256[archive]))
+        except UnsoundFileError as error:
+            raise DamagedArchiveError(str(error), archive) from error
+        except (FormatError, OSError) as error:
+            raise DamagedArchiveError(f"{self.directory / name} cannot be read ({error}); remove {self.directory} and run again.",
+                                      archive) from error

@@ -23,6 +23,7 @@ from ngsgd.schedules import DropoutSchedule, Schedule, Shard
 from ngsgd.sequence.archives import SequenceMinibatch, SequenceReader
 from ngsgd.tasks.frame_scores import diagnose, score_subset, summed_loss
 from ngsgd.tasks.gradient_figures import check_layers
+from ngsgd.training.job import WorkItem
 from ngsgd.training.task import Batch, BatchLoss, Evaluation, Growth, ShardGrid, Task
 
 NUM_CHECK_FRAMES = 128
@@ -170,6 +171,9 @@ class FrameClassification(Task):
 
     def held_out_objf(self, model: nn.Module) -> float:
         return score_subset(model, self._check_frames).objf
+
+    def prefetch(self, items: Sequence[WorkItem]) -> None:
+        self.reader.prefetch(list(dict.fromkeys(item.shard.archive for item in items)))
 
     def prepare_job(self, model: nn.Module, *, progress: float, seed: int) -> None:
         if self.config.model.dropout_schedule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from ngsgd.config import RunConfig
+from ngsgd.data.fetching.files import RemoteData
+from ngsgd.data.fetching.publishing import Offer
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ConfigError
 from ngsgd.optim.layers.common import without_autocast
@@ -65,6 +67,8 @@ class SpeechTaskSpec:
     config: RunConfig
     egs_directory: str
     sequences: SequenceData | None = None
+    # access to the folders that this node does not see; None: it sees all
+    remote: RemoteData | None = None
 
     @property
     def settings(self) -> EngineSettings:
@@ -79,14 +83,26 @@ class SpeechTaskSpec:
         if self.sequences is None:
             raise ConfigError(f"objective.kind is {self.config.objective.kind}, but this command "
                               "supports single frames only; set objective=ce.")
-        frames = self.frames()
-        reader = SequenceReader(Path(self.sequences.directory), frames)
-        return SequenceTraining(self.config, frames, reader, self.sequences.denominator, device)
+        reader = self._sequences(self.sequences)
+        return SequenceTraining(self.config, self.frames(), reader, self.sequences.denominator, device)
 
     def frames(self) -> EgsReader:
         """Reader of the examples of single frames."""
-        return EgsReader(Path(self.egs_directory))
+        files = self.remote.files(self.egs_directory) if self.remote else None
+        return EgsReader(Path(self.egs_directory), files)
 
     def shards(self) -> EgsReader | SequenceReader:
         """Reader of the shards of jobs."""
-        return self.frames() if self.sequences is None else SequenceReader(Path(self.sequences.directory), self.frames())
+        return self.frames() if self.sequences is None else self._sequences(self.sequences)
+
+    def offers(self) -> list[Offer]:
+        """Describe the folders to nodes that do not see them; for the coordinator."""
+        return [self.frames().offer(), *([self._sequences(self.sequences).offer()] if self.sequences else [])]
+
+    def fetching(self, remote: RemoteData) -> SpeechTaskSpec:
+        """Return the description for a node that does not see the folders."""
+        return replace(self, remote=remote)
+
+    def _sequences(self, data: SequenceData) -> SequenceReader:
+        files = self.remote.files(data.directory) if self.remote else None
+        return SequenceReader(Path(data.directory), self.frames(), files)

@@ -29,7 +29,7 @@ from ngsgd.training.job import Job, JobResult
 from ngsgd.training.job_init import JobInitializer
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.partitioning import EqualPartitioner, make_partitioner
-from ngsgd.training.planning import Plan, Progress, next_plan
+from ngsgd.training.planning import Plan, Progress, next_plan, upcoming
 from ngsgd.training.records import NOT_THE_BEST, Incident, JobRecord, OuterIterationRecord, SubsetScore
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.sites.site_average import SiteAverage
@@ -215,7 +215,8 @@ class Coordinator:
             returns=self._job_init.returns, send=self._job_init.fragment(plan.outer_iter),
             keep_own=self._job_init.need_own,
             keep_fisher=self.settings.keeps_fisher, layer_rates=plan.layer_rates,
-            excluded=plan.excluded)
+            excluded=plan.excluded,
+            upcoming=upcoming(self.schedule, plan, job, self.settings.cluster.num_workers, self.settings.sites.own_jobs))
 
     # End of an outer iteration ------------------------------------------------------------------
 

@@ -106,6 +106,8 @@ class Job:
     layer_rates: Mapping[str, float] = field(default_factory=dict)
     # names of examples to omit (failure.on_bad_batch=quarantine)
     excluded: tuple[str, ...] = ()
+    # work items that the worker probably processes next; a hint without effect on results
+    upcoming: tuple[WorkItem, ...] = ()
     # number of a repetition for the audit, which is not averaged; 0: none
     repeat: int = 0
 

@@ -66,6 +66,23 @@ def passes_by_outer_iter(schedule: Schedule) -> list[int]:
     return [0, *accumulate(schedule.num_jobs(outer_iter) for outer_iter in range(schedule.num_outer_iters))]
 
 
+def upcoming(schedule: Schedule, plan: Plan, job: int, num_workers: int, own: slice | None = None) -> tuple[WorkItem, ...]:
+    """Return the work items that the worker of a job probably processes next.
+
+    That is a later job of this outer iteration if there are more jobs than workers, else the job of
+    the same number in the next one. `own` selects the jobs of one site, as in `next_plan`.
+    """
+    later = job + max(1, num_workers)
+    if later < plan.num_jobs:
+        return plan.work[later]
+    first = (own.start or 0) if own else 0
+    number = plan.iteration.passes_done + plan.num_fresh + first + job % max(1, num_workers)
+    # close to the number of planned passes, which takes a sum over the run
+    if number >= schedule.num_passes:
+        return ()
+    return (WorkItem(schedule.shard(number), plan.outer_iter + 1, first + job % max(1, num_workers)),)
+
+
 def next_plan(schedule: Schedule, progress: Progress, partitioner: EqualPartitioner, *, max_jobs: int | None = None,
               own: slice | None = None) -> Plan | None:
     """Return the next outer iteration, or None if all data have been processed.

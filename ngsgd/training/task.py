@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ngsgd.config import RunConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
 from ngsgd.schedules import Schedule, Shard
+from ngsgd.training.job import WorkItem
 from ngsgd.training.records import SubsetScore
 from ngsgd.training.settings import EngineSettings
 
@@ -192,6 +193,12 @@ class Task(ABC):
             seed: seed of the random numbers of this job.
         """
         torch.manual_seed(seed)
+
+    def prefetch(self, items: Sequence[WorkItem]) -> None:  # noqa: B027  optional
+        """Start to load data that the worker will probably read next, without waiting for it.
+
+        Called when the first minibatch of a job has been read. The next job may read other data.
+        """
 
     def job_state(self) -> Any:
         """Return further state that minibatches change: nested dictionaries, lists and tuples of

@@ -162,8 +162,12 @@ class Worker:
             if is_random:
                 # from the beginning, without snapshots
                 return self.train(job, should_stop)
+        upcoming = (*rest.pieces[1:], *job.upcoming)
         graphed = self.graphed_training(network, optimizer, preconditioner)
         for index, (batch, num_done) in enumerate(on_device(batches, self.device), done):
+            if index == done and upcoming:
+                # the data of this job come first
+                self.task.prefetch(upcoming)
             is_turn = (index + job.outer_iter) % settings.backstitch_interval == 0
             steps_back = not has_preconditioner and is_turn
             if graphed is not None and batch is not None and not (steps_back and settings.backstitch_scale):

@@ -345,7 +345,7 @@ def test_a_checksum_is_made_once_in_a_process_and_again_when_the_file_has_change
     def counted(path: Path) -> str:
         made.append(path.name)
         return sha256(path)
-    monkeypatch.setattr("ngsgd.data.reader.sha256", counted)
+    monkeypatch.setattr("ngsgd.data.fetching.verified.sha256", counted)
     for _ in range(2):
         list(EgsReader(directory).minibatches(Shard(0, 0), 8, seed=0, outer_iter=0, job=0))
     assert made == ["egs.0000.safetensors"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ngsgd.schedules import Schedule, Shard
 from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.partitioning import EqualPartitioner, SpeedPartitioner, TimeBudgetPartitioner, cut
-from ngsgd.training.planning import Plan, Progress, next_plan
+from ngsgd.training.planning import Plan, Progress, next_plan, upcoming
 from tests.toy import NUM_CLASSES
 
 SIZE = 7  # minibatches of every shard
@@ -93,3 +93,17 @@ def test_rounds_of_fixed_length_take_as_much_data_as_the_workers_can_do() -> Non
     fresh = [WorkItem(Shard(0, 0), 1, job) for job in range(20)]
     counts = [sum(map(size, taken)) for taken in partitioner.work(fresh, (), 2)]
     assert counts == [91, 49] and sum(counts) == 20 * SIZE
+
+
+def test_the_next_work_of_a_worker_is_a_later_job_or_that_of_the_next_outer_iteration() -> None:
+    run = Schedule(8, 1, 2.0, 0.01, 0.001, 4, 4)
+    plan = next_plan(run, Progress(), EqualPartitioner())
+    assert plan is not None
+    after = next_plan(run, Progress(outer_iter=0, passes_done=4), EqualPartitioner())
+    assert after is not None
+    # four workers: the same slot of the next outer iteration
+    assert [upcoming(run, plan, job, 4) for job in range(4)] == list(after.work)
+    # two workers: each has two jobs
+    assert [upcoming(run, plan, job, 2) for job in range(4)] == [plan.work[2], plan.work[3], after.work[0], after.work[1]]
+    last = next_plan(run, Progress(outer_iter=2, passes_done=12), EqualPartitioner())
+    assert last is not None and [upcoming(run, last, job, 4) for job in range(4)] == [()] * 4

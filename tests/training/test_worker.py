@@ -18,6 +18,7 @@ from ngsgd.data.archives import prepare_archives
 from ngsgd.errors import ConfigError
 from ngsgd.optim import graphed_step
 from ngsgd.schedules import Shard
+from ngsgd.tasks.frames import FrameClassification
 from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training import worker as worker_module
 from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, WorkItem
@@ -150,3 +151,23 @@ def test_workers_of_a_machine_take_turns_on_its_gpus_and_a_taken_one_is_reported
     assert choose_device("cpu", 1).type == "cpu"
     with pytest.raises(ConfigError, match="cuda:1"):
         choose_device("cuda", 3)
+
+
+def test_the_task_gets_the_next_work_items_after_the_first_minibatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = WorkItem(Shard(0, 0), 0, 0), WorkItem(Shard(0, 1), 0, 0)
+    later = (WorkItem(Shard(2, 0), 1, 0),)
+    plain = run(tmp_path, toy.config(), pieces=pieces)
+    calls: list[Any] = []
+
+    def batches(self: FrameClassification, shard: Shard, *args: Any, **kwargs: Any) -> Any:
+        for number, batch in enumerate(read(self, shard, *args, **kwargs)):
+            calls.append((shard, number))
+            yield batch
+
+    read = FrameClassification.batches
+    monkeypatch.setattr(FrameClassification, "batches", batches)
+    monkeypatch.setattr(FrameClassification, "prefetch", lambda self, items: calls.append(items))
+    again = run(tmp_path, toy.config(), pieces=pieces, upcoming=later)
+    assert np.array_equal(again.sent.read(), plain.sent.read())
+    assert calls[:2] == [(pieces[0].shard, 0), (pieces[1], *later)]
+    assert sum(isinstance(call[0], WorkItem) for call in calls) == 1

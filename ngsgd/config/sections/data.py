@@ -31,6 +31,11 @@ class DataConfig:
         1, "number of copies of each added utterance, each augmented independently",
         low=1, high=1000, used="added_dirs")
     cache_dir: str = option("", "folder for prepared data; empty: OUTPUT_DIR/data")
+    store: str = option(
+        "", "object storage (s3://, gs:// or az:// URL) from which nodes fetch archives if they do not see the "
+            "folder for prepared data; empty: from the coordinator, through Ray")
+    node_cache_gb: float = option(
+        50.0, "maximum size of the cache of fetched archives on a node", unit="GB", above=0.0)
     split: Literal["speaker", "official", "loo"] = option(
         "speaker",
         "test set of fsdd; speaker: two unseen speakers; official: the official split; loo: the "

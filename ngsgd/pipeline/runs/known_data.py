@@ -45,6 +45,8 @@ def preparation_key(config: RunConfig) -> str:
     covered; as all audio, it is compared before decoding.
     """
     settings = {name: value for name, value in asdict(config).items() if name not in _WITHOUT_EFFECT}
+    # they decide where archives are copied to
+    settings["data"] = {name: value for name, value in settings["data"].items() if name not in ("store", "node_cache_gb")}
     # another machine may have other data under the same path
     made_with = [socket.gethostname(), RECIPE_VERSION, *map(_version, _PACKAGES)]
     return digest_of_json([settings, made_with, _states(config.data)])

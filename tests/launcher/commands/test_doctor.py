@@ -175,6 +175,12 @@ def test_a_node_is_checked_from_within(tmp_path: Path, monkeypatch: pytest.Monke
     assert told["shadowed"].verdict == "warn"
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_node_without_the_folder_fetches_the_data(tmp_path: Path, writes: bool) -> None:
+    first, _ = cluster.judged("n1", cluster.NodeReport(False, writes, version_digest(), ()), tmp_path, skew_s=0.0)
+    assert first.verdict == "warn"
+
+
 def test_a_folder_that_cannot_be_made_fails_and_the_other_checks_remain(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import ray
@@ -197,7 +203,7 @@ def test_the_time_of_a_question_is_no_offset_of_a_clock(now: float, offset: floa
 
 
 @pytest.mark.parametrize(("sees", "writes", "code", "told"), [
-    (False, True, "", " read "), (True, False, "", " write "), (True, True, "other", "another version")])
+    (True, False, "", " write "), (True, True, "other", "another version")])
 def test_a_node_that_cannot_work_fails(sees: bool, writes: bool, code: str, told: str, tmp_path: Path) -> None:
     found = cluster.NodeReport(sees, writes, code or version_digest(), ())
     first, _ = cluster.judged("n1", found, tmp_path, skew_s=0.0)

@@ -15,6 +15,7 @@ from ngsgd.config.build import build, flatten, leaves, plain, with_defaults
 from ngsgd.config.renamed import REMOVED, RENAMED
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
+from ngsgd.launcher.commands.train import train
 from ngsgd.launcher.config import compose, config_builder
 from ngsgd.pipeline.runs.saved_config import read_config
 
@@ -38,6 +39,23 @@ def imported() -> None:
 
 
 # Settings without effect --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overrides", [["data.store=s3://bucket/data"], ["data.node_cache_gb=3"]])
+@pytest.mark.parametrize("kind", ["local", "in_process"])
+def test_options_of_other_nodes_need_other_nodes(overrides: list[str], kind: str) -> None:
+    [problem] = problems_of(*overrides, f"cluster={kind}")
+    assert overrides[0].split("=")[0] in problem
+    compose.compose([*overrides, "cluster=ray", "cluster.address=head:6379"])
+    # a run of `ngsgd train` without an address; `ngsgd submit` adds one
+    with pytest.raises(ConfigError):
+        train(compose.compose(overrides), quiet=True)
+
+
+@pytest.mark.parametrize("url", ["/data", "http://host/data", "s3://user:word@bucket/data", "s3://"])
+def test_the_store_of_archives_is_object_storage_without_credentials(url: str) -> None:
+    [problem] = problems_of(f"data.store='{url}'", "cluster.address=head:6379")
+    assert "data.store" in problem and "word@" not in problem
 
 
 @pytest.mark.entry("R4", "you give an option that the chosen kind or switch does not use, such as `outer.lr=0.5` with "

@@ -1,0 +1,196 @@
+"""Files of a folder of prepared data: read in place, or fetched into the cache of the node."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from ngsgd.data.fetching.node_cache import NodeCache, default_folder
+from ngsgd.data.fetching.source import FileSource, UnsoundFileError
+from ngsgd.data.fetching.verified import is_sound
+from ngsgd.data.storage import ArrayFile
+
+T = TypeVar("T")
+
+# a file can be removed between its fetch and its use, by another process that needs room
+_TRIES = 5
+
+
+class Files(Protocol):
+    """The files of one folder, by name."""
+
+    def root(self, name: str) -> Path:
+        """Return the path of an index, or of a file that the index does not list."""
+
+    def path(self, name: str, digest: str) -> Path:
+        """Return the path of a file with this SHA-256, for the life of this object.
+
+        Raises:
+            UnsoundFileError: it is missing or damaged.
+        """
+
+    def arrays(self, name: str, digest: str) -> ArrayFile:
+        """Return the mapped arrays of a file with this SHA-256; raises as `path`."""
+
+    def prefetch(self, digests: Sequence[str]) -> None:
+        """Fetch files in the background, unless they are here; errors are ignored."""
+
+
+class LocalFiles:
+    """The files of a folder that this process sees."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def root(self, name: str) -> Path:
+        return self.folder / name
+
+    def path(self, name: str, digest: str) -> Path:
+        path = self.folder / name
+        if not is_sound(path, digest):
+            raise UnsoundFileError(f"{path} is missing or does not match its checksum; remove {self.folder} and run again.")
+        return path
+
+    def arrays(self, name: str, digest: str) -> ArrayFile:
+        return ArrayFile(self.path(name, digest))
+
+    def prefetch(self, digests: Sequence[str]) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class SharedFolder:
+    """A folder of the coordinator that workers read."""
+
+    path: str
+    # name -> SHA-256 of the index and of the files that it does not list
+    roots: Mapping[str, str]
+
+
+def _ignore() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class RemoteData:
+    """Access to folders that this node does not see; picklable."""
+
+    folders: tuple[SharedFolder, ...]
+    source: FileSource
+    max_bytes: int
+    # called while bytes arrive; stays in this process
+    progress: Callable[[], object] = _ignore
+
+    def __reduce__(self) -> tuple[type[RemoteData], tuple[object, ...]]:
+        return RemoteData, (self.folders, self.source, self.max_bytes)
+
+    def files(self, folder: str) -> Files:
+        """Files of a folder: fetched if it is one of these folders, else read in place."""
+        for one in self.folders:
+            if one.path == folder:
+                return FetchedFiles(one, self.source, NodeCache(default_folder(), self.max_bytes), self.progress)
+        return LocalFiles(Path(folder))
+
+
+class FetchedFiles:
+    """Files of a folder that this node does not see, in the cache of the node.
+
+    Args:
+        folder: the folder of the coordinator.
+        source: where the files are copied from.
+        cache: where they are copied to.
+        progress: called while bytes arrive.
+    """
+
+    def __init__(self, folder: SharedFolder, source: FileSource, cache: NodeCache,
+                 progress: Callable[[], object] = _ignore) -> None:
+        self.folder = folder
+        self.source = source
+        self.cache = cache
+        self._progress = progress
+        # descriptors whose lock keeps small files in the cache
+        self._kept: dict[str, int] = {}
+        self._background = _Background(lambda digest: cache.fetch(digest, source, progress))
+
+    def __del__(self) -> None:
+        for descriptor in self._kept.values():
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def root(self, name: str) -> Path:
+        if name not in self.folder.roots:
+            raise UnsoundFileError(f"{self.folder.path} has no {name} for this node; resume the run.")
+        return self.path(name, self.folder.roots[name])
+
+    def path(self, name: str, digest: str) -> Path:
+        return self._used(name, digest, self._keep)
+
+    def arrays(self, name: str, digest: str) -> ArrayFile:
+        # the map keeps the lock, until it is freed
+        return self._used(name, digest, lambda path: ArrayFile(path, is_locked=True))
+
+    def prefetch(self, digests: Sequence[str]) -> None:
+        self._background.want([digest for digest in digests if self.cache.found(digest) is None])
+
+    def _used(self, name: str, digest: str, use: Callable[[Path], T]) -> T:
+        """Use a verified file of the cache; a damaged one is fetched again once."""
+        is_again = False
+        for _ in range(_TRIES):
+            try:
+                path = self.cache.found(digest) or self.cache.fetch(digest, self.source, self._progress)
+                if is_sound(path, digest):
+                    return use(path)
+                is_damaged, reason = path.exists(), "it is damaged in the cache of the node"
+            except FileNotFoundError:
+                continue
+            except UnsoundFileError as error:
+                is_damaged, reason = True, str(error)
+            if is_damaged and is_again:
+                break
+            is_again = is_again or is_damaged
+            self.cache.remove(digest)
+        else:
+            reason = "other processes of the node removed it again and again; raise data.node_cache_gb"
+        raise UnsoundFileError(f"{self.folder.path}/{name} could not be fetched to {os.uname().nodename}: {reason}. If the file of "
+                               f"the coordinator is damaged, remove {self.folder.path} there and run again.")
+
+    def _keep(self, path: Path) -> Path:
+        if path.name not in self._kept:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._kept[path.name] = descriptor
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        return path
+
+
+class _Background:
+    """A thread that fetches the files of the newest request, one after another."""
+
+    def __init__(self, fetch: Callable[[str], object]) -> None:
+        self._fetch = fetch
+        self._lock = threading.Lock()
+        self._wanted: list[str] = []
+        self._runs = False
+
+    def want(self, digests: list[str]) -> None:
+        with self._lock:
+            self._wanted = digests
+            if digests and not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="ngsgd-fetch", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._wanted:
+                    self._runs = False
+                    return
+                digest = self._wanted.pop(0)
+            # the job that needs the file fetches it again, and reports the error
+            with contextlib.suppress(Exception):
+                self._fetch(digest)

@@ -1,0 +1,85 @@
+"""Sources of files, addressed by their SHA-256.
+
+Names of files never travel, so that a damaged or malicious index cannot name a path.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Protocol
+
+from ngsgd.object_storage.client import ObjectStore
+
+# of the keys in object storage
+PREFIX = "archives/"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class FetchError(Exception):
+    """A source cannot be reached at present; another worker can run the job."""
+
+
+class UnsoundFileError(Exception):
+    """A file is missing at its source, or does not match its checksum."""
+
+
+class FileSource(Protocol):
+    """Files of the coordinator, by SHA-256; small and picklable."""
+
+    @property
+    def where(self) -> str:
+        """The place, for messages."""
+
+    def size(self, digest: str) -> int | None:
+        """Return the number of bytes of a file; None if the source does not have it.
+
+        Raises:
+            FetchError, ObjectStorageError: the source cannot be reached.
+        """
+
+    def parts(self, digest: str, size: int) -> Iterator[bytes]:
+        """Yield the content in order, in parts of some megabytes; raises as `size`."""
+
+
+class StoreSource:
+    """Objects below a URL that `ngsgd.data.fetching.publishing` wrote."""
+
+    def __init__(self, url: str, store: ObjectStore | None = None) -> None:
+        self.url = url
+        # made in the process that uses it
+        self._store = store
+
+    def __reduce__(self) -> tuple[type[StoreSource], tuple[str]]:
+        return StoreSource, (self.url,)
+
+    @property
+    def where(self) -> str:
+        return f"{self.url.rstrip('/')}/{PREFIX}"
+
+    def size(self, digest: str) -> int | None:
+        return self._opened().size(PREFIX + checked_digest(digest))
+
+    def parts(self, digest: str, size: int) -> Iterator[bytes]:
+        return self._opened().parts(PREFIX + checked_digest(digest))
+
+    def _opened(self) -> ObjectStore:
+        if self._store is None:
+            self._store = ObjectStore(self.url)
+        return self._store
+
+
+def is_digest(text: object) -> bool:
+    """Whether a value of an index is a SHA-256."""
+    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
+
+
+def checked_digest(digest: str) -> str:
+    """Return a SHA-256 that is part of a path or a key.
+
+    Raises:
+        UnsoundFileError: it is not 64 hexadecimal digits.
+    """
+    if not is_digest(digest):
+        raise UnsoundFileError(f"the index contains the checksum {digest[:80]!r}, which is no SHA-256")
+    return digest
