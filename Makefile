@@ -60,7 +60,7 @@ test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler
 mutants: $(STAMP)  ## break the numbers in some forty ways, one at a time, and see that a test notices each (4 min)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(ARGS)
 
-nodes: $(STAMP)  ## train over machines made of network namespaces: cut cables, lost nodes, a slow network (root, 7 min)
+nodes: $(STAMP)  ## train over machines made of network namespaces: cut cables, lost nodes, a slow network (root, 9 min)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.nodes.scenarios $(ARGS)
 
 slurm: $(STAMP)  ## a real Slurm on nodes of that kind: time limit, preemption, scancel (root, slurm-wlm and munge, 10 min)

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -280,6 +281,26 @@ def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path, folder: Pa
     (tmp_path / "file").write_text("")
     with pytest.raises(NodeCacheError):
         NodeCache(tmp_path / "file" / "cache", LARGE).fetch(digests[0], source, silent)
+
+
+def test_the_memory_of_a_fetch_does_not_depend_on_the_size_of_the_file(tmp_path: Path) -> None:
+    part = bytes(1 << 20)
+
+    class Large(FolderSource):
+        def size(self, digest: str) -> int | None:
+            return 32 * len(part)
+
+        def parts(self, digest: str, size: int) -> Iterator[bytes]:
+            for _ in range(32):
+                yield part
+
+    digest = hashlib.sha256(part * 32).hexdigest()
+    tracemalloc.start()
+    try:
+        NodeCache(tmp_path / "cache", LARGE).fetch(digest, Large({}), silent)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(part)
+    finally:
+        tracemalloc.stop()
 
 
 # Several processes and threads --------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 from ngsgd.errors import ClusterError
 from ngsgd.pipeline.performance_model.formulas import Link, central_s
 from tests.integration.service import events, final_hash
+from tests.nodes.fetched import data_without_a_shared_disk
 from tests.nodes.jobs import by_the_documented_commands
 from tests.nodes.lab import SETTINGS, Lab, lab, told
 from tests.nodes.network import ROOT, missing
@@ -157,9 +158,10 @@ def main(wanted: list[str]) -> int:
                 with lab(output_dir=Path(folder), **network) as cluster:
                     results = [told(scenario, cluster, expected) for scenario in chosen]
                 good = good and all(results)
-        if not wanted or without_a_shared_disk.__name__ in wanted:
-            (Path(folder) / "logs").mkdir(exist_ok=True)
-            good = told(without_a_shared_disk, Path(folder) / "logs", expected) and good
+        for separate in (without_a_shared_disk, data_without_a_shared_disk):
+            if not wanted or separate.__name__ in wanted:
+                (Path(folder) / "logs").mkdir(exist_ok=True)
+                good = told(separate, Path(folder) / "logs", expected) and good
     return 0 if good else 1
 
 
