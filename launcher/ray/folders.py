@@ -17,11 +17,16 @@ class UnseenFolder:
     host: str
     ip: str
     folder: str
+    # why its files could not be fetched; empty before that was tried
+    reason: str = ""
 
     def message(self, output_dir: str) -> str:
         """For people: which node, which folder, what to do."""
         is_default = Path(self.folder).is_relative_to(Path(output_dir).absolute())
         setting = f"output_dir ({output_dir})" if is_default else "data.cache_dir"
+        if self.reason:
+            return (f"node {self.host} ({self.ip}) does not see {self.folder}, the prepared data of the run, and could not fetch "
+                    f"it: {self.reason.rstrip('.')}")
         return (f"node {self.host} ({self.ip}) does not see {self.folder}, the prepared data of the run, and cannot fetch it. "
                 "Workers of several ranks fetch from object storage only: set data.store=URL. Or put "
                 f"{setting} on a file system that all machines share under the same path, or set data.cache_dir to a folder "

@@ -432,7 +432,7 @@ class RayPool:
 
     def _start_blind(self, slot: WorkerSlot, unseen: UnseenFolder) -> None:
         """Let a worker fetch the data that its node does not see, or refuse it."""
-        remote = self._data.for_node(unseen)
+        remote = None if unseen.reason else self._data.for_node(unseen)
         if remote is None:
             self._refuse_blind(slot, unseen.message(self.spec.settings.output_dir))
             return

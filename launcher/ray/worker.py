@@ -15,6 +15,7 @@ from ngsgd.cluster.exchange.selection import WorkerDevice
 from ngsgd.cluster.exchange.shared_memory import SharedRef
 from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.data.fetching.files import RemoteData
+from ngsgd.data.fetching.source import FetchError
 from ngsgd.errors import ClusterError
 from ngsgd.launcher.machine_load import load_of_machine
 from ngsgd.launcher.ray.folders import UnseenFolder, unseen_here
@@ -64,9 +65,13 @@ class RayWorker:
         self._minibatches = 0
         self._should_stop = False
         self._heartbeats = _reached(heartbeats)
-        if unseen and remote is not None:
-            spec = fetching(spec, replace(remote, progress=self._count))
-        self._worker = make_worker(spec, index)
+        try:
+            if unseen and remote is not None:
+                spec = fetching(spec, replace(remote, progress=self._count))
+            self._worker = make_worker(spec, index)
+        except FetchError as error:
+            assert unseen
+            return replace(unseen, reason=str(error))
         self._output_dir = local_root(spec.settings.output_dir)
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
         fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device, spec.settings.cluster.precision)

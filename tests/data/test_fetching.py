@@ -12,6 +12,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -20,10 +21,11 @@ from ngsgd.data.archives import archive_name
 from ngsgd.data.fetching.files import FetchedFiles, RemoteData, SharedFolder
 from ngsgd.data.fetching.node_cache import NodeCache
 from ngsgd.data.fetching.publishing import offer_of
-from ngsgd.data.fetching.source import StoreSource, UnsoundFileError
+from ngsgd.data.fetching.source import FetchError, StoreSource, UnsoundFileError
 from ngsgd.data.reader import EgsReader
 from ngsgd.data.storage import write_arrays
-from ngsgd.errors import DamagedArchiveError, DataError, NodeCacheError
+from ngsgd.errors import DamagedArchiveError, DataError, NodeCacheError, ObjectStorageError
+from ngsgd.object_storage.client import ObjectStore
 from ngsgd.schedules import Shard
 from tests.toy import Run
 
@@ -187,6 +189,23 @@ def test_a_digest_is_never_a_path(folder: Path, digest: str) -> None:
         cache.fetch(digest, FolderSource({}), silent)
     with pytest.raises(UnsoundFileError):
         cache.found(digest)
+
+
+@pytest.mark.parametrize(("is_denied", "expected"), [(False, FetchError), (True, ObjectStorageError)])
+def test_a_bucket_that_does_not_answer_is_not_an_error_of_the_data(is_denied: bool, expected: type[Exception]) -> None:
+    class Store:
+        def size(self, key: str) -> int:
+            raise ObjectStorageError("no answer", is_denied=is_denied)
+
+        def parts(self, key: str) -> Iterator[bytes]:
+            yield b"a"
+            raise ObjectStorageError("no answer", is_denied=is_denied)
+
+    source = StoreSource("s3://bucket/data", cast("ObjectStore", Store()))
+    with pytest.raises(expected):
+        source.size("0" * 64)
+    with pytest.raises(expected):
+        list(source.parts("0" * 64, 2))
 
 
 # Limit of the cache -------------------------------------------------------------------------------

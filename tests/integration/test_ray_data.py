@@ -13,6 +13,7 @@ import pytest
 from ngsgd.config import ClusterConfig, DataConfig
 from ngsgd.data.fetching.files import RemoteData
 from ngsgd.data.fetching.publishing import Offer, publish
+from ngsgd.data.fetching.source import FetchError
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ClusterError, DamagedArchiveError, NodeCacheError
 from ngsgd.launcher.ray.pool import RayPool
@@ -36,6 +37,8 @@ class Elsewhere(SpeechTaskSpec):
         return [replace(offer, folder=replace(offer.folder, path=self.egs_directory))]
 
     def fetching(self, remote: RemoteData) -> SpeechTaskSpec:
+        if "UNREACHABLE" in self.environment:
+            raise FetchError("no answer.")
         os.environ.update(self.environment)
         return super().fetching(remote)
 
@@ -71,6 +74,14 @@ def test_a_damaged_archive_of_the_coordinator_is_one_error(tmp_path: Path) -> No
     path.write_bytes(content)
     with pytest.raises(DamagedArchiveError):
         run.train(pool_of(run))
+
+
+def test_a_node_that_cannot_reach_the_data_is_named_before_training(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(ClusterError) as caught:
+        run.train(pool_of(run, UNREACHABLE="1"))
+    assert os.uname().nodename in str(caught.value) and str(run.folder / "elsewhere") in str(caught.value)
+    assert run.recorder.records == []
 
 
 def test_a_cache_that_is_too_small_is_one_error(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ class NodeCache:
 
         Raises:
             UnsoundFileError: the source does not have it, or it arrived damaged.
-            FetchError, ObjectStorageError: the source cannot be reached.
+            FetchError: the source cannot be reached.
+            ObjectStorageError: it denies access.
             NodeCacheError: there is no room for it.
         """
         final = self.folder / checked_digest(digest)

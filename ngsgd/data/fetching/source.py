@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
+from ngsgd.errors import ObjectStorageError
 from ngsgd.object_storage.client import ObjectStore
 
 # of the keys in object storage
 PREFIX = "archives/"
+# below failure.hang_timeout_s, after which a worker without progress is killed
+_RETRY_S = 20.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -35,7 +39,8 @@ class FileSource(Protocol):
         """Return the number of bytes of a file; None if the source does not have it.
 
         Raises:
-            FetchError, ObjectStorageError: the source cannot be reached.
+            FetchError: the source cannot be reached.
+            ObjectStorageError: it denies access.
         """
 
     def parts(self, digest: str, size: int) -> Iterator[bytes]:
@@ -58,15 +63,28 @@ class StoreSource:
         return f"{self.url.rstrip('/')}/{PREFIX}"
 
     def size(self, digest: str) -> int | None:
-        return self._opened().size(PREFIX + checked_digest(digest))
+        with _retried_elsewhere():
+            return self._opened().size(PREFIX + checked_digest(digest))
 
     def parts(self, digest: str, size: int) -> Iterator[bytes]:
-        return self._opened().parts(PREFIX + checked_digest(digest))
+        with _retried_elsewhere():
+            yield from self._opened().parts(PREFIX + checked_digest(digest))
 
     def _opened(self) -> ObjectStore:
         if self._store is None:
-            self._store = ObjectStore(self.url)
+            self._store = ObjectStore(self.url, _RETRY_S)
         return self._store
+
+
+@contextmanager
+def _retried_elsewhere() -> Iterator[None]:
+    """Turn an error that another worker may not have into a FetchError."""
+    try:
+        yield
+    except ObjectStorageError as error:
+        if error.is_denied:
+            raise
+        raise FetchError(str(error)) from error
 
 
 def is_digest(text: object) -> bool:
