@@ -11,6 +11,7 @@ from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.launcher.arguments import TRUST, Parser
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.config.paths import require_paths, require_writable
+from ngsgd.object_storage.urls import is_url
 from ngsgd.pipeline.runs.run_folder import find_run
 
 
@@ -40,6 +41,9 @@ def command(arguments: Sequence[str]) -> int:
 
 def _from_flat_start(config: RunConfig, output: Path) -> None:
     require_paths(config)
+    if is_url(config.data.source):
+        raise ConfigError(f"data.source is {config.data.source}, and ngsgd align reads folders of this machine; copy the data to "
+                          "a folder, and set data.source to it.")
     from ngsgd.asr.corpora import alignments
     from ngsgd.pipeline import align
 

@@ -25,12 +25,14 @@ def require_paths(config: RunConfig) -> None:
     if is_url(config.output_dir):
         check_url(config.output_dir)
     require_writable("output_dir", local_root(config.output_dir))
+    if is_url(config.data.source):
+        check_url(config.data.source)
     if config.data.cache_dir:
         require_writable("data.cache_dir", Path(config.data.cache_dir))
     if config.init_model:
         folder_of_model(config.init_model)
     if missing := [f"{name} is {path}, which does not exist; correct the path." for name, path in _inputs(config)
-                   if path and not Path(path).expanduser().exists()]:
+                   if path and not _is_stored(config, path) and not Path(path).expanduser().exists()]:
         raise DataError("\n".join(missing))
 
 
@@ -47,6 +49,12 @@ def require_writable(name: str, folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{name} is {folder}, which cannot be written ({error.strerror}); choose "
                           "another folder, or fix its permissions.") from error
+
+
+def _is_stored(config: RunConfig, path: str) -> bool:
+    """Whether a path is that of data.source in object storage, or below it."""
+    source = config.data.source.rstrip("/")
+    return is_url(source) and f"{path.rstrip('/')}/".startswith(f"{source}/")
 
 
 def _inputs(config: RunConfig) -> Iterator[tuple[str, str]]:

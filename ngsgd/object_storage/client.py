@@ -175,6 +175,12 @@ class ObjectStore:
         with self._typed("listed", prefix):
             return {one["path"]: int(one["size"]) for some in _library().list(self._store, prefix or None) for one in some}
 
+    def states(self) -> dict[str, tuple[int, str]]:
+        """Return the size in bytes and the ETag of each object, by key."""
+        with self._typed("listed", ""):
+            return {one["path"]: (int(one["size"]), str(one.get("e_tag") or ""))
+                    for some in _library().list(self._store) for one in some}
+
     def keys(self, prefix: str = "") -> Iterator[str]:
         """Yield the keys of all objects below a prefix."""
         with self._typed("listed", prefix):

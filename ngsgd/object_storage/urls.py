@@ -33,5 +33,10 @@ def local_root(output_dir: str) -> Path:
     """The folder of this machine for an output directory: itself, or a cache if it is a URL."""
     if not is_url(output_dir):
         return Path(output_dir)
+    return cache_root("object-storage", output_dir)
+
+
+def cache_root(purpose: str, url: str) -> Path:
+    """The folder of this machine for the content of a URL."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "ngsgd" / "object-storage" / hashlib.sha256(output_dir.rstrip("/").encode()).hexdigest()[:16]
+    return cache / "ngsgd" / purpose / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]

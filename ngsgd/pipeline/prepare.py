@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ngsgd.asr.corpora import corpus as corpora
@@ -12,12 +12,14 @@ from ngsgd.config import DataConfig, RunConfig
 from ngsgd.data.archives import prepare_archives
 from ngsgd.errors import DataError
 from ngsgd.files import remove_abandoned
+from ngsgd.object_storage.urls import check_url, is_url
 from ngsgd.pipeline.adaptation import network_input
 from ngsgd.pipeline.align import cache_folder, with_alignment
 from ngsgd.pipeline.ivectors import extractor_of, with_ivectors
 from ngsgd.pipeline.rungs import Rung
 from ngsgd.pipeline.runs import limits
 from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.stored_source import with_local_source
 
 # settings, folder of prepared data, progress -> settings of the data with labels
 Labels = Callable[[RunConfig, Path, Callable[[str], None]], DataConfig]
@@ -42,7 +44,10 @@ class PreparedData:
 def check_data(config: RunConfig) -> None:
     """Check the settings of data and model without reading data."""
     limits.require_memory(config.model)
-    corpora.check_source(config.data)
+    if is_url(config.data.source):
+        check_url(config.data.source)
+    else:
+        corpora.check_source(config.data)
 
 
 def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder | None = None,
@@ -52,6 +57,8 @@ def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder 
     `labels` returns the data settings with the file of labels, if there is one.
     """
     check_data(config)
+    config = replace(config, data=with_local_source(config.data, report))
+    corpora.check_source(config.data)
     cache_root = cache_folder(config)
     remove_abandoned(cache_root)
     try:

@@ -21,7 +21,8 @@ class DataConfig:
         "kaldi, lhotse: own data")
     source: str = option(
         "",
-        "folder or archive of the corpus; empty: fsdd downloads an archive with a pinned checksum",
+        "folder or archive of the corpus, or the URL of such a folder in object storage (s3://, gs:// or "
+        "az://); empty: fsdd downloads an archive with a pinned checksum",
         used="corpus=fsdd|yesno|an4|kaldi|lhotse")
     added_dirs: tuple[str, ...] = option(
         (), "Kaldi data directories (text, utt2spk, wav.scp) added to the training set, with words "
