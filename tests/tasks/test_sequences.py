@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from ngsgd.config import CombinationConfig, ObjectiveConfig, ScheduleConfig
+from ngsgd.data.fetching.files import RemoteData
 from ngsgd.errors import ConfigError, DivergenceError, RunInterrupted
-from ngsgd.sequence.archives import prepare_sequences
+from ngsgd.schedules import Shard
+from ngsgd.sequence.archives import SequenceReader, prepare_sequences
 from ngsgd.sequence.ngram import state_ngram
 from ngsgd.sequence.objectives import Denominator
 from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
@@ -22,6 +24,7 @@ from ngsgd.training.dispatcher import NeverStop
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.worker import Worker
 from tests import toy
+from tests.data.test_fetching import FolderSource
 
 SCHEDULE: dict[str, Any] = {"num_epochs": 2.0, "minibatch_size": 150, "lr_initial": 0.003, "lr_final": 0.001}
 
@@ -39,6 +42,22 @@ def run(folder: Path, kind: Any, *, num_jobs: int = 2, lr: float = 0.003,
                         combination=CombinationConfig("none"))
     config = replace(config, optimizer=replace(config.optimizer, equalize_layers=equalize_layers))
     return toy.Run(folder, config, SequenceData(str(directory), denominator))
+
+
+def test_a_node_without_the_folders_fetches_sequences_and_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    spec = run(tmp_path, "mmi").spec
+    offers = spec.offers()
+    source = FolderSource({digest: path for offer in offers for digest, path in offer.paths.items()})
+    fetched = spec.fetching(RemoteData(tuple(offer.folder for offer in offers), source, 1 << 40)).shards()
+    here = spec.shards()
+    assert isinstance(fetched, SequenceReader) and isinstance(here, SequenceReader)
+    assert fetched.index == here.index and fetched.info == here.info
+    for one, other in zip(*(reader.minibatches(Shard(1, 0), 150, seed=0, outer_iter=0, job=0) for reader in (here, fetched)),
+                          strict=True):
+        assert one.x_ND.equal(other.x_ND) and one.log_weight_B.equal(other.log_weight_B)
+    # two indexes and one archive
+    assert source.asked[-1] == here.index.sha256[1] and len(source.asked) == 3
 
 
 @pytest.mark.slow
