@@ -105,5 +105,9 @@ def test_the_next_work_of_a_worker_is_a_later_job_or_that_of_the_next_outer_iter
     assert [upcoming(run, plan, job, 4) for job in range(4)] == list(after.work)
     # two workers: each has two jobs
     assert [upcoming(run, plan, job, 2) for job in range(4)] == [plan.work[2], plan.work[3], after.work[0], after.work[1]]
+    # one of two sites has the last two jobs
+    own = slice(2, 4)
+    here = next_plan(run, Progress(), EqualPartitioner(), own=own)
+    assert here is not None and [upcoming(run, here, job, 2, own) for job in range(2)] == list(after.work[own])
     last = next_plan(run, Progress(outer_iter=2, passes_done=12), EqualPartitioner())
     assert last is not None and [upcoming(run, last, job, 4) for job in range(4)] == [()] * 4
