@@ -255,10 +255,8 @@ class Coordinator:
         """Average with the other sites if it is time; return figures of it."""
         if self.sites is None or not self.sites.is_due(plan.outer_iter):
             return {}
+        self.sites.report = lambda event: self._emit_incident(event.what, event.message, plan.outer_iter, -1, -1)
         figures = self.sites.average(self._averaged.parameters(), plan.outer_iter, plan.iteration.lr)
-        for event in self.sites.events:
-            self._emit_incident(event.what, event.message, plan.outer_iter, -1, -1)
-        self.sites.events.clear()
         self._averager.take(self._averaged.parameters(), f"the average over sites, round {self.sites.round},")
         return figures
 

@@ -32,15 +32,16 @@ class RoundCloser:
         self.rounds, self.sites, self.layout = rounds, sites, layout
         self.clock, self.sleep = clock, sleep
 
-    def wait(self, number: int, max_s: float, check_stop: Callable[[], None]) -> Closed:
+    def wait(self, number: int, max_s: float, check_stop: Callable[[], None], on_wait: Callable[[str], None]) -> Closed:
         """Return a round once it is closed, by this or another site.
 
         Args:
             number: of the round.
             max_s: seconds after which the round is closed without the sites that are missing.
             check_stop: raises if the run should stop.
+            on_wait: receives a message once half of the time is over.
         """
-        began, delay = self.clock(), _FIRST_POLL_S
+        began, delay, is_told = self.clock(), _FIRST_POLL_S, False
         required = self._sites_before(number)
         while True:
             closed = self.rounds.closed(number)
@@ -53,6 +54,10 @@ class RoundCloser:
             if not absent or self.clock() - began > max_s:
                 return self._close(number, there)
             check_stop()
+            if not is_told and self.clock() - began > max_s / 2:
+                is_told = True
+                on_wait(f"round {number} of the sites has waited {max_s / 2:.0f} s for {', '.join(sorted(absent))}, and waits "
+                        f"up to {max_s / 2:.0f} s more")
             self.sleep(delay)
             delay = min(1.5 * delay, _LAST_POLL_S)
 

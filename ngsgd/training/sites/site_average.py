@@ -47,7 +47,7 @@ class SiteClock:
 class Event(NamedTuple):
     """A change of the sites that are averaged, for people."""
 
-    # site_absent | site_returned | site_alone | site_rejected
+    # site_awaited | site_absent | site_returned | site_alone | site_rejected
     what: str
     message: str
 
@@ -70,7 +70,8 @@ class SiteAverage:
         self.settings, self.sites = settings, settings.sites
         self.num_outer_iters = num_outer_iters
         self.clock = clock or SiteClock()
-        self.events: list[Event] = []
+        # receives events while they happen
+        self.report: Callable[[Event], None] = lambda event: None
         # the last round that B contains
         self.round = 0
         # sites of that round
@@ -140,7 +141,7 @@ class SiteAverage:
             except ObjectStorageError as error:
                 # the last round makes the final model
                 if not is_last or self.clock.now() - began > max_wait_s:
-                    self.events.append(Event("site_alone", f"site {self.sites.name} continues alone: {error}"))
+                    self.report(Event("site_alone", f"site {self.sites.name} continues alone: {error}"))
                     break
                 self._check_stop(outer_iter)
                 self.clock.sleep(_RETRY_S)
@@ -162,7 +163,8 @@ class SiteAverage:
             closed = self.rounds.closed(number)
             if closed is None:
                 self._publish(number, parameters, outer_iter)
-                closed = self._closer.wait(number, max_wait_s, partial(self._check_stop, outer_iter))
+                closed = self._closer.wait(number, max_wait_s, partial(self._check_stop, outer_iter),
+                                           lambda message: self.report(Event("site_awaited", message)))
             ended_at = self._step(closed, parameters, lr)
             if ended_at == outer_iter:
                 return len(closed.digests)
@@ -211,19 +213,19 @@ class SiteAverage:
         """Record which sites are missing or there again."""
         here = set(closed.digests)
         for site, reason in closed.rejected.items():
-            self.events.append(Event("site_rejected", f"the delta of site {site} was skipped in round {number}: {reason}"))
+            self.report(Event("site_rejected", f"the delta of site {site} was skipped in round {number}: {reason}"))
         for site in sorted(self._counted - here - set(closed.rejected)):
-            self.events.append(Event("site_absent", f"round {number} of the sites was closed without {site}, which had written no "
+            self.report(Event("site_absent", f"round {number} of the sites was closed without {site}, which had written no "
                                                     "delta in time"))
         for site in sorted(here - self._counted):
-            self.events.append(Event("site_returned", f"site {site} is part of the averages over sites again, in round {number}"))
+            self.report(Event("site_returned", f"site {site} is part of the averages over sites again, in round {number}"))
         self._counted = here
 
     def _finish(self) -> None:
         try:
             self.rounds.finish(self.sites.name)
         except ObjectStorageError as error:
-            self.events.append(Event("site_alone", f"the other sites will wait for {self.sites.name}, although it has finished: "
+            self.report(Event("site_alone", f"the other sites will wait for {self.sites.name}, although it has finished: "
                                                    f"{error}"))
 
     def _read(self, content: bytes, what: str) -> tuple[Vector, About]:

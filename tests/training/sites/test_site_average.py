@@ -108,6 +108,7 @@ def test_a_site_that_was_cut_off_continues_and_is_averaged_again() -> None:
         reference.round(["a"], _exactly)
         # a waits once, in the round in which b is missing first
         assert (world.now_s - before > 5.0) == (number == 1)
+    assert next(message for what, message in a.messages if what == "site_awaited").count(" b,") == 1
     assert a.events() == ["site_absent"] and set(b.events()) == {"site_alone"}
     b.link.is_cut = False
     train(4)
@@ -196,8 +197,8 @@ def test_damaged_objects_of_a_closed_round_are_rejected(key: str) -> None:
     b.link.put(key, b"{}")
     a.train(delta(1))
     a.average()
-    event, = a.average_.events
-    assert event.what == "site_alone" and "new exchange" in event.message
+    what, message = a.messages[-1]
+    assert what == "site_alone" and "new exchange" in message
 
 
 def test_sites_with_other_settings_and_second_runs_of_a_site_are_rejected() -> None:

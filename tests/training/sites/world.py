@@ -82,6 +82,8 @@ class Site:
         """Start the run of the site, or continue from a checkpoint."""
         clock = SiteClock(self.stop, lambda: self.world.now_s, self.world.sleep)
         self.average_ = SiteAverage(Rounds(self.link), self.settings, LAYOUT, self.world.num_outer_iters, self.run, clock)
+        self.messages: list[tuple[str, str]] = []
+        self.average_.report = self.messages.append
         start = self.average_.begin(start or first_checkpoint(self.world.initial.copy()))
         self.outer_iter = start.progress.outer_iter
         self.parameters = start.parameters.copy()
@@ -102,7 +104,7 @@ class Site:
         return Checkpoint(progress, self.parameters.copy(), "digest", arrays, dict(state["numbers"]))
 
     def events(self) -> list[str]:
-        return [event.what for event in self.average_.events]
+        return [what for what, _ in self.messages if what != "site_awaited"]
 
 
 class World:
