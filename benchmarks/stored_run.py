@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @contextmanager
 def _service() -> Iterator[dict[str, str]]:
-    """The service in a process of its own; yields the environment of its users."""
+    """The service in a separate process; yields the environment of its users."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
