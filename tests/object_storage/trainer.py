@@ -65,7 +65,7 @@ def _child(wanted: Mapping[str, Any]) -> None:
 
 
 def _share_kernels(cache: Path) -> None:
-    """Use the compiled kernels of this machine with an empty cache; compiling takes most of a case."""
+    """Use the compiled kernels of this machine; compiling takes most of a case."""
     there = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ngsgd" / "kernels"
     there.mkdir(parents=True, exist_ok=True)
     here = cache / "ngsgd" / "kernels"
