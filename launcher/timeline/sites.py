@@ -38,5 +38,5 @@ def sites_of(events: Iterable[Mapping[str, Any]]) -> SiteFigures:
 
     def total(name: str) -> float:
         return float(sum(one.get(name, 0.0) for one in rounds))
-    return SiteFigures(len(rounds), int(total("counted")), int(total("possible")), int(total("missed")),
+    return SiteFigures(int(total("averages")), int(total("counted")), int(total("possible")), int(total("missed")),
                        total("sent_bytes") / 1e6, total("received_bytes") / 1e6, total("wait_s"))

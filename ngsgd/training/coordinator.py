@@ -253,11 +253,12 @@ class Coordinator:
 
     def _average_sites(self, plan: Plan) -> dict[str, float]:
         """Average with the other sites if it is time; return figures of it."""
-        if self.sites is None or not self.sites.is_due(plan.outer_iter):
+        if self.sites is None:
             return {}
         self.sites.report = lambda event: self._emit_incident(event.what, event.message, plan.outer_iter, -1, -1)
         figures = self.sites.average(self._averaged.parameters(), plan.outer_iter, plan.iteration.lr)
-        self._averager.take(self._averaged.parameters(), f"the average over sites, round {self.sites.round},")
+        if figures:
+            self._averager.take(self._averaged.parameters(), f"the average over sites, round {self.sites.round},")
         return figures
 
     def _record_verdicts(self, state: OuterIterationState, verdicts: Verdicts) -> None:

@@ -22,6 +22,11 @@ class SitesConfig:
     period: int = option(
         4, "outer iterations between two averages over the sites; a site averages its own jobs in each one",
         unit="outer iterations", low=1, high=100000, used="jobs")
+    delay: int = option(
+        1,
+        "outer iterations between the delta of a site and the use of the average over sites, which hide "
+        "the network; 0: sites wait for each other",
+        unit="outer iterations", low=0, high=1, used="jobs")
     compression: Literal["none", "int8", "sparse"] = option(
         "sparse",
         "lossy format of the parameter deltas of sites, as of cluster.compression; the last average is "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ngsgd.config import SitesConfig
 from ngsgd.training.parameter_vector import FlatLayout
@@ -32,24 +32,25 @@ class RoundCloser:
         self.rounds, self.sites, self.layout = rounds, sites, layout
         self.clock, self.sleep = clock, sleep
 
-    def wait(self, number: int, max_s: float, check_stop: Callable[[], None], on_wait: Callable[[str], None]) -> Closed:
+    def wait(self, number: int, required: Collection[str], max_s: float, check_stop: Callable[[], None],
+             on_wait: Callable[[str], None]) -> Closed:
         """Return a round once it is closed, by this or another site.
 
         Args:
             number: of the round.
+            required: the sites of the round before it.
             max_s: seconds after which the round is closed without the sites that are missing.
             check_stop: raises if the run should stop.
             on_wait: receives a message once half of the time is over.
         """
         began, delay, is_told = self.clock(), _FIRST_POLL_S, False
-        required = self._sites_before(number)
         while True:
-            closed = self.rounds.closed(number)
+            there, is_closed = self.rounds.sites_of(number)
+            closed = self.rounds.closed(number) if is_closed else None
             if closed is not None:
                 return closed
-            there = self.rounds.sites_of(number)
-            absent = required - there
-            if absent:
+            absent = set(required) - there
+            if absent and delay > _FIRST_POLL_S:
                 absent -= self.rounds.finished()
             if not absent or self.clock() - began > max_s:
                 return self._close(number, there)
@@ -60,10 +61,6 @@ class RoundCloser:
                         f"up to {max_s / 2:.0f} s more")
             self.sleep(delay)
             delay = min(1.5 * delay, _LAST_POLL_S)
-
-    def _sites_before(self, number: int) -> set[str]:
-        last = self.rounds.closed(number - 1) if number > 1 else None
-        return set(last.digests if last else self.sites.counts)
 
     def _close(self, number: int, there: set[str]) -> Closed:
         digests, rejected = {}, {}

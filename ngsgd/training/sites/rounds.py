@@ -30,7 +30,7 @@ from ngsgd.object_storage.urls import is_url
 _RETRY_S = 10.0
 # a request must end with this rate, in bytes per second, or in the time below
 _LOWEST_RATE, _SHORTEST_S = 1e5, 10.0
-_SETTINGS, _INITIAL = "settings.json", "initial.safetensors"
+_SETTINGS, _INITIAL, _CLOSED = "settings.json", "initial.safetensors", "closed.json"
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class Rounds:
         # contributions of the present round, which are never replaced
         self._known: dict[str, bytes] = {}
         self._known_round = 0
+        # closed rounds are not replaced, either
+        self._closed: tuple[int, Closed] | None = None
 
     def join(self, site: str, run: str, settings: Mapping[str, Any]) -> None:
         """Register the run of a site.
@@ -116,21 +118,29 @@ class Rounds:
                                      "new exchange.")
         return self._keep(number, site, content)
 
-    def sites_of(self, number: int) -> set[str]:
-        """Sites that have written a contribution."""
-        names = [key.rsplit("/", 1)[-1] for key in self.store.keys(_folder(number))]
-        return {name.removesuffix(".safetensors") for name in names if name.endswith(".safetensors")}
+    def sites_of(self, number: int) -> tuple[set[str], bool]:
+        """Return (sites that have written a contribution, whether the round is closed)."""
+        names = {key.rsplit("/", 1)[-1] for key in self.store.keys(_folder(number))}
+        return {name.removesuffix(".safetensors") for name in names if name.endswith(".safetensors")}, _CLOSED in names
 
-    def closed(self, number: int) -> Closed | None:
-        """Return the contributions of a round; None while it is open."""
-        content = self._read(f"{_folder(number)}/closed.json")
-        return None if content is None else _closed(content, self.store.url)
+    def closed(self, number: int, *, if_known: bool = False) -> Closed | None:
+        """Return the contributions of a round; None while it is open.
+
+        Args:
+            number: of the round.
+            if_known: make no request; None if this process has not read it.
+        """
+        if self._closed and self._closed[0] == number:
+            return self._closed[1]
+        if if_known:
+            return None
+        content = self._read(f"{_folder(number)}/{_CLOSED}")
+        return None if content is None else self._note(number, content)
 
     def close(self, number: int, digests: Mapping[str, str], rejected: Mapping[str, str]) -> Closed:
         """Close a round with these contributions, unless another site has closed it."""
         tree = {"digests": dict(sorted(digests.items())), "rejected": dict(sorted(rejected.items()))}
-        content = self._write_once(f"{_folder(number)}/closed.json", _text(tree))
-        return _closed(content, self.store.url)
+        return self._note(number, self._write_once(f"{_folder(number)}/{_CLOSED}", _text(tree)))
 
     def finish(self, site: str) -> None:
         """Declare that a site makes no more contributions."""
@@ -161,6 +171,10 @@ class Rounds:
             self._known, self._known_round = {}, number
         self._known[site] = content
         return content
+
+    def _note(self, number: int, content: bytes) -> Closed:
+        self._closed = number, _closed(content, self.store.url)
+        return self._closed[1]
 
     def _read(self, key: str) -> bytes | None:
         found = self.store.get(key)

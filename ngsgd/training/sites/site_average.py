@@ -3,7 +3,8 @@
 B is the model of all sites after their last common average (a round). A site trains on from B with
 its own jobs for `sites.period` outer iterations. Then it writes its parameter delta from B in code.
 The outer optimizer steps B with the mean of these deltas, weighted by the numbers of jobs. The site
-continues from the new B plus the part of its delta that the code does not contain.
+continues from the new B plus the part of its delta that the code does not contain, and with
+`sites.delay` plus its training in the meantime.
 
 A site that missed rounds keeps its parameters. When it is back it computes these rounds, which
 changes B, and contributes its complete difference from the new B. So the parameters are averaged,
@@ -26,13 +27,17 @@ from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
 from ngsgd.training.dispatcher import NeverStop, StopSignal
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.settings import EngineSettings
+from ngsgd.training.sites.ahead import Ahead
 from ngsgd.training.sites.closing import RoundCloser
 from ngsgd.training.sites.contribution import About, from_bytes, to_bytes
 from ngsgd.training.sites.rounds import Closed, Rounds
 from ngsgd.training.storage.checkpoint import Checkpoint
 
 _RETRY_S = 1.0
-_ROUND = "round"
+# numbers of a checkpoint
+_ROUND, _AHEAD = "round", "ahead"
+# no outer iteration
+_NONE = -1
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,12 @@ class SiteAverage:
         # the last round that B contains
         self.round = 0
         # sites of that round
-        self._counted = set(self.sites.counts)
+        self._counted: set[str] | None = set(self.sites.counts)
+        # whether this site was one of them
+        self._is_level = True
+        self._ahead: Ahead | None = None
+        # bytes sent and received in figures
+        self._told = (0, 0)
         self._closer = RoundCloser(rounds, self.sites, layout, clock=self.clock.now, sleep=self.clock.sleep)
 
     @property
@@ -111,29 +121,67 @@ class SiteAverage:
                                     num_threads=self.settings.num_averaging_threads)
         if start.model_sha256:
             state = start.site_state()
-            self.round = int(state["numbers"].pop(_ROUND))
+            self.round, ahead = (int(state["numbers"].pop(name)) for name in (_ROUND, _AHEAD))
             self._base.load_state_dict(state)
+            self._counted, self._is_level = None, False
+            if ahead != _NONE:
+                self._start(start.parameters.copy(), ahead)
         return start
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint: B, the buffers of the outer rule, and the round."""
-        state = self._base.state_dict()
-        return {"arrays": state["arrays"], "numbers": {**state["numbers"], _ROUND: float(self.round)}}
+        """The state for a checkpoint: B, the buffers of the outer rule, the round, and the outer
+        iteration of an exchange that is under way, which began with the model of the checkpoint.
+        """
+        state, ahead = self._base.state_dict(), self._ahead.outer_iter if self._ahead else _NONE
+        return {"arrays": state["arrays"], "numbers": {**state["numbers"], _ROUND: float(self.round), _AHEAD: float(ahead)}}
 
     def average(self, parameters: Vector, outer_iter: int, lr: float) -> dict[str, float]:
-        """Average with the other sites; replaces `parameters` of this site.
+        """Average with the other sites if it is time; changes `parameters` of this site.
 
         Returns:
-            Figures for the record of the outer iteration.
+            Figures for the record of the outer iteration; empty if no average has ended.
 
         Raises:
             RunInterrupted: a stop was requested before the round was closed. The resumed run
                 repeats the outer iteration, with the same result.
         """
-        began, first = self.clock.now(), self.round
-        sent, received = self.rounds.num_sent, self.rounds.num_received
-        max_wait_s = max(self.sites.wait_s, began - self._since)
-        counted, is_last = 0, self._is_last(outer_iter)
+        figures: dict[str, float] = {}
+        if self._ahead is not None:
+            figures = self._end(self._ahead, parameters, lr)
+        if not self.is_due(outer_iter):
+            return figures
+        if self.sites.delay and not self._is_last(outer_iter):
+            self._start(parameters.copy(), outer_iter)
+            return figures
+        return self._added(figures, self._average_now(parameters, outer_iter, lr))
+
+    def _start(self, snapshot: Vector, outer_iter: int) -> None:
+        """Begin an exchange in a thread."""
+        number, max_wait_s = self.round + 1, self._max_wait_s()
+
+        def exchange(on_wait: Callable[[str], None]) -> None:
+            closed = self._exchange(number, snapshot, outer_iter, max_wait_s, on_wait)
+            for site, digest in closed.digests.items():
+                self.rounds.contribution(number, site, digest)
+        self._ahead = Ahead(snapshot, outer_iter, max_wait_s, exchange)
+
+    def _end(self, ahead: Ahead, parameters: Vector, lr: float) -> dict[str, float]:
+        """Compute the average whose exchange was started; training since then is kept."""
+        began, first, counted = self.clock.now(), self.round, 0
+        sites = ahead.snapshot.copy()
+        try:
+            ahead.wait(self._report_wait)
+            counted = self._average(sites, ahead.outer_iter, lr, ahead.max_wait_s)
+        except ObjectStorageError as error:
+            self._report_alone(error)
+        self._ahead = None
+        parameters += sites - ahead.snapshot
+        return self._figures(began, first, counted)
+
+    def _average_now(self, parameters: Vector, outer_iter: int, lr: float) -> dict[str, float]:
+        """Exchange and compute an average at once."""
+        began, first, counted = self.clock.now(), self.round, 0
+        is_last, max_wait_s = self._is_last(outer_iter), self._max_wait_s()
         while True:
             try:
                 counted = self._average(parameters, outer_iter, lr, max_wait_s)
@@ -141,7 +189,7 @@ class SiteAverage:
             except ObjectStorageError as error:
                 # the last round makes the final model
                 if not is_last or self.clock.now() - began > max_wait_s:
-                    self.report(Event("site_alone", f"site {self.sites.name} continues alone: {error}"))
+                    self._report_alone(error)
                     break
                 self._check_stop(outer_iter)
                 self.clock.sleep(_RETRY_S)
@@ -149,27 +197,50 @@ class SiteAverage:
             # B of a rule with a look-ahead is no model to evaluate
             parameters[:] = self._base.eval_model()
             self._finish()
-        self._since = self.clock.now()
-        return {"round": self.round, "counted": counted, "possible": len(self.sites.counts),
-                "missed": self.round - first - bool(counted), "wait_s": self._since - began,
-                "sent_bytes": self.rounds.num_sent - sent, "received_bytes": self.rounds.num_received - received}
+        return self._figures(began, first, counted)
+
+    def _max_wait_s(self) -> float:
+        """Time to wait for other sites: as long as this one has worked since its last exchange."""
+        now = self.clock.now()
+        worked_s, self._since = now - self._since, now
+        return max(self.sites.wait_s, worked_s)
+
+    def _figures(self, began: float, first: int, counted: int) -> dict[str, float]:
+        sent, received = self.rounds.num_sent, self.rounds.num_received
+        before, self._told = self._told, (sent, received)
+        return {"round": self.round, "averages": 1, "counted": counted, "possible": len(self.sites.counts),
+                "missed": self.round - first - bool(counted), "wait_s": self.clock.now() - began,
+                "sent_bytes": sent - before[0], "received_bytes": received - before[1]}
+
+    def _added(self, first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+        """Sum the figures of two averages of one outer iteration."""
+        return {**{name: first.get(name, 0) + value for name, value in second.items()}, "round": self.round}
 
     def _average(self, parameters: Vector, outer_iter: int, lr: float, max_wait_s: float) -> int:
         """Compute all closed rounds and then one with the present delta; return its number of
         sites.
         """
         while True:
-            number = self.round + 1
-            closed = self.rounds.closed(number)
-            if closed is None:
-                self._publish(number, parameters, outer_iter)
-                closed = self._closer.wait(number, max_wait_s, partial(self._check_stop, outer_iter),
-                                           lambda message: self.report(Event("site_awaited", message)))
+            closed = self._exchange(self.round + 1, parameters, outer_iter, max_wait_s, self._report_wait)
             ended_at = self._step(closed, parameters, lr)
             if ended_at == outer_iter:
                 return len(closed.digests)
             if self.sites.name in closed.rejected:
                 return 0
+
+    def _exchange(self, number: int, parameters: Vector, outer_iter: int, max_wait_s: float,
+                  on_wait: Callable[[str], None]) -> Closed:
+        """Return a round; writes the delta of this site unless the round is closed."""
+        # the next round of a site that was counted is open, as a rule
+        closed = self.rounds.closed(number, if_known=self._is_level)
+        if closed is not None:
+            return closed
+        self._publish(number, parameters, outer_iter)
+        before = self._counted
+        if before is None:
+            last = self.rounds.closed(number - 1) if number > 1 else None
+            before = set(last.digests if last else self.sites.counts)
+        return self._closer.wait(number, before, max_wait_s, partial(self._check_stop, outer_iter), on_wait)
 
     def _check_stop(self, outer_iter: int) -> None:
         if self.clock.stop.requested():
@@ -214,12 +285,19 @@ class SiteAverage:
         here = set(closed.digests)
         for site, reason in closed.rejected.items():
             self.report(Event("site_rejected", f"the delta of site {site} was skipped in round {number}: {reason}"))
-        for site in sorted(self._counted - here - set(closed.rejected)):
+        before = here if self._counted is None else self._counted
+        for site in sorted(before - here - set(closed.rejected)):
             self.report(Event("site_absent", f"round {number} of the sites was closed without {site}, which had written no "
                                                     "delta in time"))
-        for site in sorted(here - self._counted):
+        for site in sorted(here - before):
             self.report(Event("site_returned", f"site {site} is part of the averages over sites again, in round {number}"))
-        self._counted = here
+        self._counted, self._is_level = here, self.sites.name in here
+
+    def _report_wait(self, message: str) -> None:
+        self.report(Event("site_awaited", message))
+
+    def _report_alone(self, error: ObjectStorageError) -> None:
+        self.report(Event("site_alone", f"site {self.sites.name} continues alone: {error}"))
 
     def _finish(self) -> None:
         try:

@@ -12,7 +12,8 @@ from ngsgd.launcher.timeline.sites import sites_of
 from ngsgd.training.records import OuterIterationRecord
 from tests.launcher.records import outer_iteration
 
-FIGURES = {"round": 2.0, "counted": 1.0, "possible": 2.0, "missed": 1.0, "wait_s": 3.0, "sent_bytes": 2e6, "received_bytes": 5e6}
+FIGURES = {"round": 2.0, "averages": 1.0, "counted": 1.0, "possible": 2.0, "missed": 1.0, "wait_s": 3.0, "sent_bytes": 2e6,
+           "received_bytes": 5e6}
 
 
 def _event(record: OuterIterationRecord) -> dict[str, Any]:

@@ -250,7 +250,7 @@ def test_the_others_do_not_wait_for_a_site_that_has_finished() -> None:
     b.outer_iter = 0
     before = world.now_s
     b.average()
-    assert b.figures["counted"] == 1 and world.now_s == before
+    assert b.figures["counted"] == 1 and world.now_s - before < 1.0
 
 
 def test_the_last_round_waits_for_a_connection() -> None:
@@ -262,7 +262,7 @@ def test_the_last_round_waits_for_a_connection() -> None:
 
     def repaired() -> None:
         b.link.is_cut = world.now_s < 60.0
-        if not b.link.is_cut and "b" in b.average_.rounds.sites_of(1):
+        if not b.link.is_cut and "b" in b.average_.rounds.sites_of(1)[0]:
             world.during_wait = lambda: None
             a.average()
     world.during_wait = repaired
@@ -294,9 +294,11 @@ def test_errors_of_a_new_run_end_it() -> None:
 def test_bytes_are_counted() -> None:
     world = World("a", "b", compression="sparse")
     a = world.sites["a"]
-    for index, site in enumerate(world.sites.values()):
-        site.train(delta(index))
-    world.average("a", "b")
+    for number in range(2):
+        for index, site in enumerate(world.sites.values()):
+            site.train(delta(2 * number + index))
+        world.average("a", "b")
+    # the first figures contain the initial parameters
     size: Vector = delta(0)
     # headers, a delta of 1/103 and statistics of layers; its own delta is not read again
     assert max(a.figures["sent_bytes"], a.figures["received_bytes"]) < size.nbytes / 4

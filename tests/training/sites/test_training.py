@@ -117,7 +117,7 @@ def _both(folder: Path, **options: Any) -> dict[str, tuple[Checkpoint, Recorder]
 def test_two_sites_that_exchange_each_time_train_the_model_of_one_site(outer: OuterConfig, tmp_path: Path,
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.SETTINGS", replace(SETTINGS, outer=outer))
-    ended = _both(tmp_path, period=1, compression="none")
+    ended = _both(tmp_path, period=1, delay=0, compression="none")
     one, _ = _train(tmp_path / "one", _settings("", tmp_path))
     east, west = (ended[site][0] for site in JOBS)
     assert np.array_equal(east.parameters, west.parameters)
@@ -138,14 +138,18 @@ def test_the_jobs_of_all_sites_are_those_of_one_site(tmp_path: Path) -> None:
     assert sorted(counted("run-east") + counted("run-west")) == sorted(counted("one"))
 
 
-@pytest.mark.parametrize("compression", ["none", "sparse"])
-def test_a_site_that_was_stopped_and_resumed_trains_the_same_model(compression: Any, tmp_path: Path) -> None:
-    whole = _both(tmp_path / "whole", period=2, compression=compression)
-    settings = {site: _settings(site, tmp_path / "again" / "exchange", period=2, compression=compression) for site in JOBS}
+@pytest.mark.parametrize("stops", [(2, 9), (3, 1)])
+@pytest.mark.parametrize("options", [{"delay": 0, "compression": "none"}, {"compression": "none"}, {"compression": "sparse"},
+                                     {"compression": "sparse", "period": 1}])
+def test_a_site_that_was_stopped_and_resumed_trains_the_same_model(options: dict[str, Any], stops: tuple[int, int],
+                                                                   tmp_path: Path) -> None:
+    options = {"period": 2, **options}
+    whole = _both(tmp_path / "whole", **options)
+    settings = {site: _settings(site, tmp_path / "again" / "exchange", **options) for site in JOBS}
     folders = {site: tmp_path / "again" / f"run-{site}" for site in JOBS}
     other = threading.Thread(target=_train, args=(folders["west"], settings["west"]))
     other.start()
-    for number in (2, 9):
+    for number in stops:
         with pytest.raises(RunInterrupted):
             _train(folders["east"], settings["east"], RunControl(StopAfter(number)))
     east, _ = _train(folders["east"], settings["east"])
@@ -153,10 +157,20 @@ def test_a_site_that_was_stopped_and_resumed_trains_the_same_model(compression: 
     assert np.array_equal(east.parameters, whole["east"][0].parameters)
 
 
-def test_records_hold_the_figures_of_each_round(tmp_path: Path) -> None:
-    ended = _both(tmp_path, period=3)
+@pytest.mark.parametrize(("delay", "ends"), [(0, [2, 5, 7]), (1, [3, 6, 7])])
+def test_records_hold_the_figures_of_each_round(delay: int, ends: list[int], tmp_path: Path) -> None:
+    ended = _both(tmp_path, period=3, delay=delay)
     records = ended["east"][1].records
-    assert [bool(record.sites) for record in records] == [False, False, True, False, False, True, False, True]
+    assert [record.outer_iter for record in records if record.sites] == ends
     last = records[-1].sites
     assert (last["round"], last["counted"], last["possible"], last["missed"]) == (3, 2, 2, 0)
     assert last["sent_bytes"] > 0 and last["received_bytes"] > 0
+
+
+@pytest.mark.parametrize("compression", ["none", "sparse"])
+def test_with_a_delay_the_sites_have_one_model_at_the_end(compression: Any, tmp_path: Path) -> None:
+    ended = _both(tmp_path, period=1, compression=compression)
+    east, west = (ended[site][0] for site in JOBS)
+    assert np.array_equal(east.parameters, west.parameters)
+    rounds = [record.sites["averages"] for record in ended["east"][1].records if record.sites]
+    assert sum(rounds) == len(ended["east"][1].records) and rounds[-1] == 2

@@ -110,15 +110,16 @@ class Site:
 class World:
     """Objects in memory, sites and time."""
 
-    def __init__(self, *names: str, period: int = 1, compression: Any = "none", num_outer_iters: int = 100, wait_s: float = 5.0,
-                 outer: OuterConfig | None = None) -> None:
+    def __init__(self, *names: str, period: int = 1, compression: Any = "none", delay: int = 0, num_outer_iters: int = 100,
+                 wait_s: float = 5.0, outer: OuterConfig | None = None) -> None:
         self.memory = obstore.store.MemoryStore()
         self.now_s = 0.0
         self.num_outer_iters = num_outer_iters
         self.initial = np.random.default_rng(0).standard_normal(LAYOUT.size).astype(np.float32)
         jobs = {name: 1 + index for index, name in enumerate(names)}
         self.settings = EngineSettings(outer=outer or OuterConfig("average"), sites=SitesConfig(
-            jobs=jobs, name=names[0], exchange="s3://tests/exchange", period=period, compression=compression, wait_s=wait_s))
+            jobs=jobs, name=names[0], exchange="s3://tests/exchange", period=period, delay=delay, compression=compression,
+            wait_s=wait_s))
         self._runs = itertools.count()
         self.during_wait: Callable[[], None] = lambda: None
         self.sites = {name: self.site(name) for name in names}
