@@ -29,8 +29,8 @@ class SitesConfig:
         unit="outer iterations", low=0, high=1, used="jobs")
     compression: Literal["none", "int8", "sparse"] = option(
         "sparse",
-        "lossy format of the parameter deltas of sites, as of cluster.compression; the last average is "
-        "exact", used="jobs")
+        "lossy format of the parameter deltas of sites, as of cluster.compression; the last ones are "
+        "int8 with sparse", used="jobs")
     wait_s: float = option(
         60.0,
         "minimum time that a site waits for the others; it waits longer if its last "

@@ -23,6 +23,7 @@ import numpy as np
 
 from ngsgd.errors import ObjectStorageError, RunInterrupted, RunLockedError
 from ngsgd.files import digest_of_json
+from ngsgd.ops.compression import Codec
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
 from ngsgd.training.dispatcher import NeverStop, StopSignal
 from ngsgd.training.parameter_vector import FlatLayout, Vector
@@ -194,7 +195,7 @@ class SiteAverage:
                 self._check_stop(outer_iter)
                 self.clock.sleep(_RETRY_S)
         if is_last and counted:
-            # B of a rule with a look-ahead is no model to evaluate
+            # equal at all sites; B of a rule with a look-ahead is no model to evaluate
             parameters[:] = self._base.eval_model()
             self._finish()
         return self._figures(began, first, counted)
@@ -247,10 +248,12 @@ class SiteAverage:
             raise RunInterrupted(f"stopped before outer iteration {outer_iter + 1} was averaged with the other sites")
 
     def _publish(self, number: int, parameters: Vector, outer_iter: int) -> None:
-        is_exact = self._is_last(outer_iter) or self.sites.compression == "none"
+        codec: Codec | None = None
+        if self.sites.compression != "none":
+            # the last delta is complete up to rounding, because no other one follows
+            codec = "int8" if self._is_last(outer_iter) else self.sites.compression
         delta = np.subtract(parameters, self._base.broadcast())
         about = About(self.sites.name, self.run, number, outer_iter)
-        codec = None if is_exact or self.sites.compression == "none" else self.sites.compression
         stored = self.rounds.publish(number, self.sites.name, to_bytes(delta, about, codec, self.layout))
         # a process that was killed may have written it
         _, found = self._read(stored, f"the delta of site {self.sites.name} in round {number}")
