@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("trial", choices=("speed", "cut"))
     parser.add_argument("settings", nargs="*", metavar="SETTING", help="more settings of the runs")
     parser.add_argument("--bandwidth", type=float, default=6.25e6, help="bytes per second of a cable")
-    parser.add_argument("--latency", type=float, default=0.01, help="seconds of a cable, one way; two are between a site and the storage")
+    parser.add_argument("--latency", type=float, default=0.01, help="seconds of a cable, one way")
     parser.add_argument("--runs", type=int, default=3, help="pairs of runs")
     parser.add_argument("--cut-s", type=float, default=_CUT_S, help="seconds without a connection")
     options = parser.parse_args()

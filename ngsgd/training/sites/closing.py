@@ -45,8 +45,7 @@ class RoundCloser:
         """
         began, delay, is_told = self.clock(), _FIRST_POLL_S, False
         while True:
-            there, is_closed = self.rounds.sites_of(number)
-            closed = self.rounds.closed(number) if is_closed else None
+            there, closed = self.rounds.state(number, required)
             if closed is not None:
                 return closed
             absent = set(required) - there

@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,10 +119,26 @@ class Rounds:
                                      "new exchange.")
         return self._keep(number, site, content)
 
-    def sites_of(self, number: int) -> tuple[set[str], bool]:
-        """Return (sites that have written a contribution, whether the round is closed)."""
-        names = {key.rsplit("/", 1)[-1] for key in self.store.keys(_folder(number))}
-        return {name.removesuffix(".safetensors") for name in names if name.endswith(".safetensors")}, _CLOSED in names
+    def state(self, number: int, expected: Collection[str]) -> tuple[set[str], Closed | None]:
+        """Return (sites that have written a contribution, the round if it is closed).
+
+        All requests are made at the same time, since each one may take a long way. Contributions of
+        the expected sites are read, if they are there.
+        """
+        unknown = [site for site in expected if number != self._known_round or site not in self._known]
+        with ThreadPoolExecutor(2 + len(unknown)) as threads:
+            names = threads.submit(lambda: {key.rsplit("/", 1)[-1] for key in self.store.keys(_folder(number))})
+            closed = threads.submit(self.store.get, f"{_folder(number)}/{_CLOSED}")
+            contents = {site: threads.submit(self.store.get, _key(number, site)) for site in unknown}
+        for site, content in contents.items():
+            if found := content.result():
+                self.num_received += len(found[0])
+                self._keep(number, site, found[0])
+        there = {name.removesuffix(".safetensors") for name in names.result() if name.endswith(".safetensors")}
+        end = closed.result()
+        if end:
+            self.num_received += len(end[0])
+        return there, self._note(number, end[0]) if end else None
 
     def closed(self, number: int, *, if_known: bool = False) -> Closed | None:
         """Return the contributions of a round; None while it is open.

@@ -262,7 +262,7 @@ def test_the_last_round_waits_for_a_connection() -> None:
 
     def repaired() -> None:
         b.link.is_cut = world.now_s < 60.0
-        if not b.link.is_cut and "b" in b.average_.rounds.sites_of(1)[0]:
+        if not b.link.is_cut and "b" in b.average_.rounds.state(1, [])[0]:
             world.during_wait = lambda: None
             a.average()
     world.during_wait = repaired
