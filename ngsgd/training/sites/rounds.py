@@ -97,7 +97,7 @@ class Rounds:
 
     def initial(self, content: bytes) -> bytes:
         """Return the initial parameters of the first site; the first one writes its own."""
-        return self._write_once(_INITIAL, content)
+        return self._read(_INITIAL) or self._write_once(_INITIAL, content)
 
     def publish(self, number: int, site: str, content: bytes) -> bytes:
         """Write a contribution; return the stored one, which an earlier process may have written.
