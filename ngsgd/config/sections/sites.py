@@ -28,7 +28,7 @@ class SitesConfig:
         "the network; 0: sites wait for each other",
         unit="outer iterations", low=0, high=1, used="jobs")
     compression: Literal["none", "int8", "sparse"] = option(
-        "sparse",
+        "int8",
         "lossy format of the parameter deltas of sites, as of cluster.compression; the last ones are "
         "int8 with sparse", used="jobs")
     wait_s: float = option(
