@@ -59,7 +59,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python benchmarks/stored_run.py", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("settings", nargs="*", metavar="SETTING")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     ratios = []
     with tempfile.TemporaryDirectory(prefix="ngsgd-stored-") as name, _service() as environment:
         folder = Path(name)

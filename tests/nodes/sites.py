@@ -162,7 +162,7 @@ def main() -> int:
     parser.add_argument("--latency", type=float, default=0.01, help="seconds of a cable, one way")
     parser.add_argument("--runs", type=int, default=3, help="pairs of runs")
     parser.add_argument("--cut-s", type=float, default=_CUT_S, help="seconds without a connection")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     reason = missing()
     if reason:
         print(f"no machines can be made here: {reason}")
