@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ngsgd.errors import ObjectStorageError, RunLockedError
 from ngsgd.object_storage.client import ObjectStore
+from ngsgd.object_storage.folder import newest_manifest
 from ngsgd.object_storage.lease import read_head
 from ngsgd.pipeline.runs import stored_run
 from ngsgd.training.storage import audit
@@ -64,7 +65,14 @@ class Trials:
         os.kill(process, signal.SIGCONT)
         while not self.service.faults.num_faults:
             time.sleep(0.05)
-        (name,) = self.names(url)
+        committed = [name for name in self.names(url) if newest_manifest(ObjectStore(f"{url}/{name}"))]
+        if not committed:
+            # there is no run to take over yet
+            os.kill(process, signal.SIGCONT)
+            if self.trainer.end() != 0:
+                yield f"the process ended with the messages {self.trainer.errors()}"
+            return
+        name = committed[0]
         other = Trainer(self.trainer.folder, self.service.environment())
         os.kill(other.begin(url, "other", resume=f"{url}/{name}", lease_s=_SHORT_LEASE_S), signal.SIGCONT)
         if other.end() != 0:
