@@ -24,6 +24,11 @@ _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
+def cache_folder(purpose: str) -> Path:
+    """The folder of this user for files that can be made again; RuntimeError without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ngsgd" / purpose
+
+
 def sha256(path: Path) -> str:
     """Hex digest of the content of a regular file."""
     with open_regular(path) as file:

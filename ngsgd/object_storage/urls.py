@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ngsgd.errors import ConfigError
+from ngsgd.files import cache_folder
 
 SCHEMES = ("s3", "gs", "az")
 
@@ -38,5 +38,4 @@ def local_root(output_dir: str) -> Path:
 
 def cache_root(purpose: str, url: str) -> Path:
     """The folder of this machine for the content of a URL."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "ngsgd" / purpose / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
+    return cache_folder(purpose) / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]

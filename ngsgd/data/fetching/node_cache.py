@@ -21,7 +21,7 @@ from typing import NoReturn
 from ngsgd.data.fetching.source import FileSource, UnsoundFileError, checked_digest
 from ngsgd.data.fetching.verified import note_sound
 from ngsgd.errors import NodeCacheError
-from ngsgd.files import sha256
+from ngsgd.files import cache_folder, sha256
 
 _LOCK = ".lock"
 # between two looks at a file that another process fetches
@@ -31,7 +31,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def default_folder() -> Path:
     """The folder of the cache of this user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ngsgd" / "archives"
+    return cache_folder("archives")
 
 
 class NodeCache:

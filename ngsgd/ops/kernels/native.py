@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.files import new_file
+from ngsgd.files import cache_folder, new_file
 
 _VECTORS = {"AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
             "AVX2": ("-mavx2", "-mfma")}
@@ -145,7 +145,7 @@ def _all_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
 def _cache_folder() -> Path | None:
     """Return the cache folder; None if the home folder is unknown."""
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ngsgd" / "kernels"
+        return cache_folder("kernels")
     except RuntimeError:
         return None
 

@@ -113,7 +113,7 @@ class Rounds:
         key = _key(number, site)
         is_known = number == self._known_round and site in self._known
         content = self._known[site] if is_known else self._read(key)
-        if content is None or (digest and hashlib.sha256(content).hexdigest() != digest):
+        if content is None or (digest and digest_of(content) != digest):
             what = "is missing" if content is None else "does not match its digest"
             raise ObjectStorageError(f"{self.store.url}/{key} {what}; sites cannot be averaged any more: restore it, or start a "
                                      "new exchange.")

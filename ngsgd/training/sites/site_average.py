@@ -1,4 +1,4 @@
-"""The average over sites, each of which averages the jobs of its own workers.
+"""The average over sites, each of which averages the jobs of its workers.
 
 B is the model of all sites after their last common average (a round). A site trains on from B with
 its own jobs for `sites.period` outer iterations. Then it writes its parameter delta from B in code.
@@ -80,10 +80,8 @@ class SiteAverage:
         self.report: Callable[[Event], None] = lambda event: None
         # the last round that B contains
         self.round = 0
-        # sites of that round
+        # sites of that round; None after a resumption
         self._counted: set[str] | None = set(self.sites.counts)
-        # whether this site was one of them
-        self._is_level = True
         self._ahead: Ahead | None = None
         # bytes sent and received in figures
         self._told = (0, 0)
@@ -124,7 +122,7 @@ class SiteAverage:
             state = start.site_state()
             self.round, ahead = (int(state["numbers"].pop(name)) for name in (_ROUND, _AHEAD))
             self._base.load_state_dict(state)
-            self._counted, self._is_level = None, False
+            self._counted = None
             if ahead != _NONE:
                 self._start(start.parameters.copy(), ahead)
         return start
@@ -233,7 +231,7 @@ class SiteAverage:
                   on_wait: Callable[[str], None]) -> Closed:
         """Return a round; writes the delta of this site unless the round is closed."""
         # the next round of a site that was counted is open, as a rule
-        closed = self.rounds.closed(number, if_known=self._is_level)
+        closed = self.rounds.closed(number, if_known=self.sites.name in (self._counted or ()))
         if closed is not None:
             return closed
         self._publish(number, parameters, outer_iter)
@@ -294,7 +292,7 @@ class SiteAverage:
                                                     "delta in time"))
         for site in sorted(here - before):
             self.report(Event("site_returned", f"site {site} is part of the averages over sites again, in round {number}"))
-        self._counted, self._is_level = here, self.sites.name in here
+        self._counted = here
 
     def _report_wait(self, message: str) -> None:
         self.report(Event("site_awaited", message))
