@@ -1,8 +1,10 @@
-"""Complete runs of two sites, each in a thread, with objects in a folder."""
+"""Complete runs of two sites, each in a process, with objects in a folder."""
 
 from __future__ import annotations
 
-import threading
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,22 +29,21 @@ from ngsgd.training.sites.site_average import SiteAverage, SiteClock
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
+from tests.stops import StopAfter
 from tests.toy import Recorder
-from tests.training.test_task import DIM, SETTINGS, Regression
+from tests.training.test_task import SETTINGS, Regression
 
 JOBS = {"east": 2, "west": 1}
 
 
+Trained = tuple[Checkpoint, Recorder]
+
+
 class Plain(Regression):
-    """Uses no random numbers of the process, because the sites are threads of one process here."""
+    """Without dropout, because its masks depend on the number of a job at its site."""
 
     def model(self) -> nn.Module:
-        model = nn.Sequential(nn.Linear(DIM, 8), nn.Tanh(), nn.Linear(8, 2))
-        generator = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
-        return model
+        return nn.Sequential(*(module for module in super().model().children() if not isinstance(module, nn.Dropout)))
 
 
 @dataclass(frozen=True)
@@ -53,27 +54,23 @@ class PlainSpec:
         return Plain()
 
 
-class StopAfter:
-    """Requests to stop before an outer iteration, as a signal does."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-
-    def requested(self) -> bool:
-        self.left -= 1
-        return self.left < 0
-
-    def expired(self) -> bool:
-        return False
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Executor]:
+    """Two processes. In threads of one process, two calls of torch that restore random states can
+    block each other for ever: torch.get_rng_state holds a lock while it allocates memory, which may
+    start a collection of Python's garbage.
+    """
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        yield pool
 
 
-def _settings(site: str, exchange: Path, **options: Any) -> EngineSettings:
+def _settings(site: str, exchange: Path, outer: OuterConfig = SETTINGS.outer, **options: Any) -> EngineSettings:
     schedule = replace(SETTINGS.schedule, num_epochs=6.0, num_jobs_initial=3, num_jobs_final=3)
     sites = SitesConfig(jobs=JOBS, name=site, exchange=str(exchange), wait_s=60.0, **options) if site else SitesConfig()
-    return replace(SETTINGS, schedule=schedule, sites=sites)
+    return replace(SETTINGS, schedule=schedule, outer=outer, sites=sites)
 
 
-def _train(folder: Path, settings: EngineSettings, control: RunControl | None = None) -> tuple[Checkpoint, Recorder]:
+def _train(folder: Path, settings: EngineSettings, control: RunControl | None = None) -> Trained:
     """Train, or continue, the run of a site."""
     task, s, recorder = Plain(), settings.schedule, Recorder()
     model = task.model()
@@ -98,27 +95,20 @@ def _train(folder: Path, settings: EngineSettings, control: RunControl | None = 
         pool.close()
 
 
-def _both(folder: Path, **options: Any) -> dict[str, tuple[Checkpoint, Recorder]]:
+def _both(processes: Executor, folder: Path, **options: Any) -> dict[str, Trained]:
     """Train both sites at the same time."""
-    ended: dict[str, tuple[Checkpoint, Recorder]] = {}
-
-    def train(site: str) -> None:
+    runs: dict[str, Future[Trained]] = {}
+    for site in JOBS:
         settings = _settings(site, folder / "exchange", **options)
-        ended[site] = _train(folder / f"run-{site}", settings)
-    threads = [threading.Thread(target=train, args=(site,)) for site in JOBS]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return ended
+        runs[site] = processes.submit(_train, folder / f"run-{site}", settings)
+    return {site: run.result() for site, run in runs.items()}
 
 
 @pytest.mark.parametrize("outer", [OuterConfig("average"), OuterConfig("bmuf"), OuterConfig("diloco")])
 def test_two_sites_that_exchange_each_time_train_the_model_of_one_site(outer: OuterConfig, tmp_path: Path,
-                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.SETTINGS", replace(SETTINGS, outer=outer))
-    ended = _both(tmp_path, period=1, delay=0, compression="none")
-    one, _ = _train(tmp_path / "one", _settings("", tmp_path))
+                                                                       processes: Executor) -> None:
+    ended = _both(processes, tmp_path, outer=outer, period=1, delay=0, compression="none")
+    one, _ = _train(tmp_path / "one", _settings("", tmp_path, outer))
     east, west = (ended[site][0] for site in JOBS)
     assert np.array_equal(east.parameters, west.parameters)
     # sums in another order, rounded to float32 in each of 8 outer iterations
@@ -127,8 +117,8 @@ def test_two_sites_that_exchange_each_time_train_the_model_of_one_site(outer: Ou
     assert east.progress.frames_processed == 2 * west.progress.frames_processed
 
 
-def test_the_jobs_of_all_sites_are_those_of_one_site(tmp_path: Path) -> None:
-    _both(tmp_path, period=4)
+def test_the_jobs_of_all_sites_are_those_of_one_site(tmp_path: Path, processes: Executor) -> None:
+    _both(processes, tmp_path, period=4)
     _train(tmp_path / "one", _settings("", tmp_path))
 
     def counted(run: str) -> list[str]:
@@ -142,24 +132,23 @@ def test_the_jobs_of_all_sites_are_those_of_one_site(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"delay": 0, "compression": "none"}, {"compression": "none"}, {"compression": "sparse"},
                                      {"compression": "sparse", "period": 1}])
 def test_a_site_that_was_stopped_and_resumed_trains_the_same_model(options: dict[str, Any], stops: tuple[int, int],
-                                                                   tmp_path: Path) -> None:
+                                                                   tmp_path: Path, processes: Executor) -> None:
     options = {"period": 2, **options}
-    whole = _both(tmp_path / "whole", **options)
+    whole = _both(processes, tmp_path / "whole", **options)
     settings = {site: _settings(site, tmp_path / "again" / "exchange", **options) for site in JOBS}
     folders = {site: tmp_path / "again" / f"run-{site}" for site in JOBS}
-    other = threading.Thread(target=_train, args=(folders["west"], settings["west"]))
-    other.start()
+    other = processes.submit(_train, folders["west"], settings["west"])
     for number in stops:
         with pytest.raises(RunInterrupted):
             _train(folders["east"], settings["east"], RunControl(StopAfter(number)))
     east, _ = _train(folders["east"], settings["east"])
-    other.join()
+    other.result()
     assert np.array_equal(east.parameters, whole["east"][0].parameters)
 
 
 @pytest.mark.parametrize(("delay", "ends"), [(0, [2, 5, 7]), (1, [3, 6, 7])])
-def test_records_hold_the_figures_of_each_round(delay: int, ends: list[int], tmp_path: Path) -> None:
-    ended = _both(tmp_path, period=3, delay=delay)
+def test_records_hold_the_figures_of_each_round(delay: int, ends: list[int], tmp_path: Path, processes: Executor) -> None:
+    ended = _both(processes, tmp_path, period=3, delay=delay)
     records = ended["east"][1].records
     assert [record.outer_iter for record in records if record.sites] == ends
     last = records[-1].sites
@@ -168,8 +157,8 @@ def test_records_hold_the_figures_of_each_round(delay: int, ends: list[int], tmp
 
 
 @pytest.mark.parametrize("compression", ["none", "sparse"])
-def test_with_a_delay_the_sites_have_one_model_at_the_end(compression: Any, tmp_path: Path) -> None:
-    ended = _both(tmp_path, period=1, compression=compression)
+def test_with_a_delay_the_sites_have_one_model_at_the_end(compression: Any, tmp_path: Path, processes: Executor) -> None:
+    ended = _both(processes, tmp_path, period=1, compression=compression)
     east, west = (ended[site][0] for site in JOBS)
     assert np.array_equal(east.parameters, west.parameters)
     rounds = [record.sites["averages"] for record in ended["east"][1].records if record.sites]
