@@ -39,8 +39,8 @@ from ngsgd.asr.bundle_files import (
 )
 from ngsgd.asr.decode import evaluation
 from ngsgd.asr.decode.calibration import Calibration
-from ngsgd.asr.decode.evaluation import DecodingWeights
 from ngsgd.asr.decode.streaming import Search
+from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.features import cmvn
 from ngsgd.asr.features.cmvn import Stats
 from ngsgd.asr.ivectors import model as ivector_model

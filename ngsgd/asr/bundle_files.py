@@ -24,7 +24,7 @@ from typing import Any
 
 from ngsgd import files
 from ngsgd.asr.decode.calibration import Calibration
-from ngsgd.asr.decode.evaluation import DecodingWeights
+from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.features.cmvn import Stats
 from ngsgd.asr.lang.language import Language
 from ngsgd.config import DecodeConfig, FeatureConfig

@@ -14,9 +14,9 @@ from ngsgd.asr import test_set
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode import calibration, evaluation, scoring, tuning, word_lattice
 from ngsgd.asr.decode.calibration import Calibration, ReliabilityBin
-from ngsgd.asr.decode.evaluation import DecodingWeights
 from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
 from ngsgd.asr.decode.streaming import Search
+from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.decode.words import Hypothesis, calibrate, lattice_of, outcomes, recognized
 from ngsgd.asr.lang import graphs, ngram, vocabulary
 from ngsgd.asr.lang.grammar import Grammar

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import nn
 
 from ngsgd.asr import bundle_files
-from ngsgd.asr.decode.evaluation import DecodingWeights
+from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.features import cmvn, filterbank
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import Topology

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr.adapt.speakers import FindPath
-from ngsgd.asr.decode import decoding, scoring, words
+from ngsgd.asr.decode import decoding, scoring, tuning, words
 from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
 from ngsgd.asr.decode.streaming import Search
+from ngsgd.asr.decode.tuning import DecodingWeights, Sweep
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.graphs import Graph
@@ -36,17 +37,6 @@ _FIRST_SCALE, _FIRST_BEAM, _FIRST_ACTIVE = 0.1, 13.0, 7000
 
 # T x P per utterance: log posterior minus log prior
 LogLikelihoods = Sequence[npt.NDArray[np.float32]]
-
-
-@dataclass(frozen=True)
-class DecodingWeights:
-    """The two weights of decoding that are tuned on validation speech."""
-
-    acoustic_scale: float
-    word_penalty: float
-
-
-Sweep = tuple[tuple[DecodingWeights, WordErrors], ...]
 
 
 @dataclass(frozen=True)
@@ -76,16 +66,15 @@ def tune_and_decode(
     language: Language, config: DecodeConfig, *, valid: SpeechSet, valid_logliks: LogLikelihoods, test: SpeechSet,
     test_logliks: LogLikelihoods, report: Callable[[str], None] = lambda _line: None,
 ) -> DecodingResult:
-    """Try all acoustic scales and word penalties on `valid`, and decode `test` with the best.
-
-    Among equals the first one listed is chosen. `report` receives the phases.
+    """Try all acoustic scales and word penalties on `valid`, and decode `test` with the pair that
+    `tuning.choose` returns. `report` receives the phases.
     """
     report(Phase("building the decoding graph"))
     graph = build_graph(language, config)
     num_settings = len(config.acoustic_scales) * len(config.word_penalties)
     report(Phase(f"scale selection: decoding valid with {num_settings} settings"))
     tried = sweep(graph, config, valid.texts, valid.frames.utt_ids, valid_logliks, language.num_pdfs)
-    setting, valid_errors = min(tried, key=lambda one: one[1].num_errors)
+    setting, valid_errors = tuning.choose(tried)
     penalized = graphs.with_word_penalty(graph, setting.word_penalty)
     report(Phase("decoding the test set"))
     hypotheses = decode_set(penalized, config, setting.acoustic_scale, test_logliks, language.num_pdfs)

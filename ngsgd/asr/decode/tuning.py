@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ngsgd.asr.decode.evaluation import DecodingWeights, Sweep
 from ngsgd.asr.decode.scoring import WordErrors
 
 # weight of a neighbor on one axis relative to the setting; neighbors on both axes have its square
 _NEIGHBOR_WEIGHT = 0.5
+
+
+@dataclass(frozen=True)
+class DecodingWeights:
+    """The two weights of decoding that are tuned on validation speech."""
+
+    acoustic_scale: float
+    word_penalty: float
+
+
+Sweep = tuple[tuple[DecodingWeights, WordErrors], ...]
 
 
 def choose(sweep: Sweep) -> tuple[DecodingWeights, WordErrors]:

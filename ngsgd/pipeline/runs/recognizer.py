@@ -15,7 +15,8 @@ from ngsgd.asr import bundle_files
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode.calibration import Calibration
-from ngsgd.asr.decode.evaluation import DecodingResult, DecodingWeights
+from ngsgd.asr.decode.evaluation import DecodingResult
+from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.features import cmvn
 from ngsgd.asr.features.cmvn import Stats
 from ngsgd.asr.speech_set import SpeechSet

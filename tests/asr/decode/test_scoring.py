@@ -6,6 +6,7 @@ import pytest
 from ngsgd.asr.decode import evaluation, scoring
 from ngsgd.asr.decode.evaluation import tune_and_decode
 from ngsgd.asr.decode.scoring import WordErrors
+from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
@@ -96,6 +97,20 @@ def test_the_setting_that_is_best_on_valid_is_used_on_test(monkeypatch: pytest.M
     assert len(result.sweep) == 4
     assert result.sweep[0][1].deletions == valid.num_words
     assert result.hypotheses == test.texts
+
+
+def test_a_chance_minimum_on_valid_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    speech, logliks = speech_that_says([["ab"]], SMALL)
+    # errors at the scales 0.1, 0.2 ... 0.5
+    tried = tuple((DecodingWeights(scale / 10, 0.0), WordErrors(100, 0, 0, errors))
+                  for scale, errors in zip(range(1, 6), (1, 20, 3, 2, 3), strict=True))
+    monkeypatch.setattr(evaluation, "sweep", lambda *_: tried)
+    result = tune_and_decode(Language(SMALL), DecodeConfig(oracle=True), valid=speech, valid_logliks=logliks, test=speech,
+                             test_logliks=logliks)
+    assert (result.setting.acoustic_scale, result.valid.num_errors) == (0.4, 2)
+    # Kaldi's choice for comparison is the minimum itself
+    assert result.oracle is not None
+    assert result.oracle[0].acoustic_scale == 0.1
 
 
 def test_scores_of_another_models_states_are_refused() -> None:

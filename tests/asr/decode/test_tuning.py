@@ -1,6 +1,6 @@
 from ngsgd.asr.decode import tuning
-from ngsgd.asr.decode.evaluation import DecodingWeights, Sweep
 from ngsgd.asr.decode.scoring import WordErrors
+from ngsgd.asr.decode.tuning import DecodingWeights, Sweep
 
 SCALES, PENALTIES = (0.1, 0.2, 0.3, 0.4, 0.5), (0.0, 2.0, 4.0)
 
