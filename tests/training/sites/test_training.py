@@ -56,9 +56,11 @@ class PlainSpec:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Executor]:
-    """Two processes. In threads of one process, two calls of torch that restore random states can
-    block each other for ever: torch.get_rng_state holds a lock while it allocates memory, which may
-    start a collection of Python's garbage.
+    """Two processes, because two threads that restore random states of torch can deadlock.
+
+    torch.get_rng_state holds a lock of the generator while it allocates a Python object. That may
+    start a garbage collection, which releases the interpreter's lock in a finalizer. Another thread
+    then waits for the lock of the generator and holds that of the interpreter.
     """
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         yield pool
