@@ -194,13 +194,7 @@ class Bundle:
         Returns:
             T x P scores, float32.
         """
-        frames = FrameSet(
-            features_TD,
-            np.zeros(len(features_TD), np.int32),
-            np.array([0, len(features_TD)]),
-            ("",),
-            side=side,
-        )
+        frames = FrameSet.of_utterance(features_TD, side)
         [x_TI] = spliced_utterances(frames, self.window.left_context, self.window.right_context)
         return self._log_likelihoods(utterance_logits(self.model, torch.from_numpy(x_TI)))
 

@@ -124,7 +124,7 @@ def _adapted(bundle: Bundle, speech: SpeechSet,
     adapted = list(features)
     for numbers in speech.utterances_by_speaker().values():
         spoken = [features[number] for number in numbers]
-        found = bundle.adaptation.adapt_speaker(spoken, find_path or bundle.find_path)
+        found = bundle.adaptation.adapt_speaker(spoken, find_path or bundle.find_path, bundle.log_likelihoods)
         for number, x_TD in zip(numbers, found, strict=True):
             adapted[number] = x_TD
     return adapted

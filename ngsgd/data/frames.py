@@ -55,6 +55,12 @@ class FrameSet:
             raise DataError(f"{num_frames} frames have {len(self.side.row_T)} side rows; prepare "
                             "the data again.")
 
+    @classmethod
+    def of_utterance(cls, features_TD: npt.NDArray[np.float32], side: Side | None = None) -> FrameSet:
+        """Frames of one utterance without name and labels."""
+        num_frames = len(features_TD)
+        return cls(features_TD, np.zeros(num_frames, np.int32), np.array([0, num_frames]), ("",), side=side)
+
     @property
     def num_frames(self) -> int:
         return int(self.features_TD.shape[0])

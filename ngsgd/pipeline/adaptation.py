@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ngsgd.asr import arrays
 from ngsgd.asr.adapt import accumulation, fmllr, speakers
-from ngsgd.asr.adapt.speakers import Features, Matrix, SpeakerAdaptation
+from ngsgd.asr.adapt.speakers import Features, Matrix, NetworkScores, SpeakerAdaptation
 from ngsgd.asr.align.tied_states import with_tied_states
 from ngsgd.asr.corpora import cache
 from ngsgd.asr.corpora.corpus import Corpus
@@ -45,17 +45,52 @@ def with_adaptation(config: RunConfig, corpus: Corpus, cache_root: Path,
            "silence_prob": config.decode.silence_prob, "graph": config.decode.graph,
            "arpa": hashlib.sha256(corpus.language.arpa.encode()).hexdigest()}
     name = f"adaptation-{cache.short_hash(key)}"
-    path, of_speakers = cache_root / f"{name}.safetensors", cache_root / f"{name}-speakers.safetensors"
+    path = cache_root / f"{name}.safetensors"
     try:
-        adaptation, transforms = read(path, corpus.num_pdfs), arrays.read(of_speakers)
+        adaptation, transforms = read(path, corpus.num_pdfs), arrays.read(_of_speakers(path))
     except (OSError, ValueError):
         report(Phase(f"training {_kind(config)} on {len(set(corpus.train.speakers))} speakers"))
         adaptation, transforms = _trained(config, corpus)
         arrays.write(path, adaptation.arrays())
-        arrays.write(of_speakers, transforms)
+        arrays.write(_of_speakers(path), transforms)
     sets: dict[str, Any] = {of: _applied(adaptation, getattr(corpus, of), transforms, of) for of in _SETS}
     digest = hashlib.sha256((corpus.digest + name).encode()).hexdigest()
     return replace(corpus, **sets, digest=digest), path
+
+
+def _of_speakers(path: Path) -> Path:
+    """The file of the transforms of all speakers."""
+    return path.with_name(f"{path.stem}-speakers{path.suffix}")
+
+
+def refined_by_network(config: RunConfig, corpus: Corpus, unadapted: Corpus, path: Path, scores: NetworkScores,
+                       report: Report) -> Corpus:
+    """Return the corpus with other transforms for the speakers of valid and test: the network finds
+    the states that they are estimated from.
+
+    Args:
+        config: the run.
+        corpus: its corpus, with adapted features.
+        unadapted: the same corpus with the features before the adaptation.
+        path: file of the adaptation.
+        scores: the network.
+        report: receives the phase.
+    """
+    adaptation = read(path, corpus.num_pdfs)
+    if adaptation.prior is None:
+        return corpus
+    report(Phase("adapting valid and test to their speakers with the network"))
+    find_path = evaluation.first_pass(evaluation.build_graph(corpus.language, config.decode))
+    transforms = arrays.read(_of_speakers(path))
+    refined: dict[str, Any] = {}
+    for name in ("valid", "test"):
+        speech = replace(getattr(corpus, name), frames=replace(
+            getattr(corpus, name).frames, features_TD=getattr(unadapted, name).frames.features_TD))
+        for speaker, projected in _Projected(adaptation, speech).items():
+            key = f"{name}/{speaker}"
+            transforms[key] = adaptation.refined(transforms[key], projected, find_path, scores)
+        refined[name] = _applied(adaptation, speech, transforms, name)
+    return replace(corpus, **refined)
 
 
 def read(path: Path, num_pdfs: int) -> SpeakerAdaptation:

@@ -6,21 +6,26 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 from torch import nn
 
 from ngsgd.asr.bundle_files import INDEX
+from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.config import RunConfig
+from ngsgd.data.frames import FrameSet
 from ngsgd.data.reader import EgsReader
 from ngsgd.models.growing import set_stage
 from ngsgd.models.growth_stages import Stages
 from ngsgd.models.statistics import model_for
 from ngsgd.phase import Phase
+from ngsgd.pipeline.adaptation import refined_by_network
 from ngsgd.pipeline.combination import Candidate, HeldOut, candidates, generalized, normalize_stddev, running_mean
 from ngsgd.pipeline.prepare import PreparedData
 from ngsgd.pipeline.runs.final_model import load_final, save_final
 from ngsgd.pipeline.runs.recognizer import keep_recognizer
 from ngsgd.pipeline.runs.run_folder import RunFolder
-from ngsgd.pipeline.score import decode_and_score
+from ngsgd.pipeline.score import decode_and_score, frame_log_likelihoods
 from ngsgd.pipeline.services import Services
 from ngsgd.schedules import Schedule
 from ngsgd.tasks.frame_scores import score_subset
@@ -49,8 +54,9 @@ def finish(folder: RunFolder, data: PreparedData, spec: SpeechTaskSpec, checkpoi
     save_final(folder, config, model, reader)
     # the model that users will load, read from disk
     model, prior_P = load_final(folder)
-    result = decode_and_score(folder, config, data.corpus, model, prior_P, services.report)
-    keep_recognizer(folder, config, data.corpus, result)
+    corpus = refined_corpus(config, data, model, prior_P, services.report)
+    result = decode_and_score(folder, config, corpus, model, prior_P, services.report)
+    keep_recognizer(folder, config, corpus, result)
     services.report(Phase("drawing the learning curve"))
     services.plot(folder.events, folder.learning_curve)
     takes_audio = config.features.kind != "given"
@@ -62,6 +68,17 @@ def finish(folder: RunFolder, data: PreparedData, spec: SpeechTaskSpec, checkpoi
                        end.progress.frames_processed, end.progress.elapsed_s,
                        {label: str(path) for label, path in files.items() if path.exists()},
                        interval=asdict(result.test_interval))
+
+
+def refined_corpus(config: RunConfig, data: PreparedData, model: nn.Module, prior_P: npt.NDArray[np.float64],
+                   report: Callable[[str], None]) -> Corpus:
+    """Return the corpus; with fMLLR the network adapts valid and test to their speakers again."""
+    if data.adaptation is None:
+        return data.corpus
+
+    def scores(features_TD: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return frame_log_likelihoods(FrameSet.of_utterance(features_TD), config.egs, model, prior_P)[0]
+    return refined_by_network(config, data.corpus, data.unadapted, data.adaptation, scores, report)
 
 
 def wanted_for_combination(config: RunConfig, schedule: Schedule, stages: Stages) -> tuple[int, ...]:

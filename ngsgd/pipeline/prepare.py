@@ -30,6 +30,8 @@ class PreparedData:
     """A corpus and its archives of training examples."""
 
     corpus: Corpus
+    # with the features and states before LDA, MLLT, fMLLR and tied states
+    unadapted: Corpus
     egs_directory: Path
     cache_root: Path
     # of i-vectors
@@ -64,6 +66,7 @@ def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder 
     try:
         data = labels(config, cache_root, report)
         corpus = corpora.prepare(data, config.features, cache_root, report, augment_config=config.augment)
+        unadapted = corpus
         corpus, adaptation = network_input(config, corpus, cache_root, report)
         extractor = None
         if config.ivectors.dim:
@@ -78,4 +81,4 @@ def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder 
         raise DataError(f"the prepared data could not be written under {cache_root} "
                         f"({error.strerror or error}); free disk space, or choose another folder "
                         "with data.cache_dir=PATH.") from error
-    return PreparedData(corpus, egs_directory, cache_root, extractor, adaptation, data.alignment)
+    return PreparedData(corpus, unadapted, egs_directory, cache_root, extractor, adaptation, data.alignment)

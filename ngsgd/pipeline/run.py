@@ -31,7 +31,7 @@ from ngsgd.object_storage.client import ObjectStore
 from ngsgd.phase import Phase
 from ngsgd.pipeline import sequences
 from ngsgd.pipeline.base_run import BaseRun, Training
-from ngsgd.pipeline.finish import finish, wanted_for_combination
+from ngsgd.pipeline.finish import finish, refined_corpus, wanted_for_combination
 from ngsgd.pipeline.ladder import Ladder, with_rungs
 from ngsgd.pipeline.prepare import PreparedData, check_data, prepare
 from ngsgd.pipeline.runs import trust as permission
@@ -128,8 +128,9 @@ class Run(BaseRun):
         """
         with self.folder.locked("decode", self.services.warn):
             model, prior_P = load_final(self.folder, trust=trust)
-            result = decode_and_score(self.folder, self.config, self.data.corpus, model, prior_P, self.services.report)
-            keep_recognizer(self.folder, self.config, self.data.corpus, result)
+            corpus = refined_corpus(self.config, self.data, model, prior_P, self.services.report)
+            result = decode_and_score(self.folder, self.config, corpus, model, prior_P, self.services.report)
+            keep_recognizer(self.folder, self.config, corpus, result)
             return result
 
     def evaluate(self, outer_iter: int | None = None, *,
@@ -149,7 +150,8 @@ class Run(BaseRun):
         else:
             permission.require_run(self.folder, self.config.model, trust=trust)
             model, prior_P = self._model_after(outer_iter)
-        scores = score_held_out(self.config, self.data.corpus, model, prior_P)
+        corpus = refined_corpus(self.config, self.data, model, prior_P, self.services.report)
+        scores = score_held_out(self.config, corpus, model, prior_P)
         return {name: asdict(score) if score else None for name, score in scores.items()}
 
     @cached_property

@@ -21,6 +21,7 @@ from ngsgd.asr.decode.worst_utterances import as_text, utterance_scores
 from ngsgd.asr.lang import ngram
 from ngsgd.config import EgsConfig, RunConfig
 from ngsgd.data.archives import spliced_utterances
+from ngsgd.data.frames import FrameSet
 from ngsgd.files import new_directory, write_text
 from ngsgd.models.growing import utterance_logits
 from ngsgd.phase import Phase
@@ -100,13 +101,19 @@ def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]],
                        float((log_posterior_TP.argmax(axis=1) == pdf_T).mean()))
 
 
-@torch.no_grad()
 def log_likelihoods(speech: SpeechSet, egs: EgsConfig, model: nn.Module,
                     prior_P: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float32]]:
     """T x P per utterance: log posterior minus log prior, the log likelihood up to a constant."""
+    return frame_log_likelihoods(speech.frames, egs, model, prior_P)
+
+
+@torch.no_grad()
+def frame_log_likelihoods(frames: FrameSet, egs: EgsConfig, model: nn.Module,
+                          prior_P: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float32]]:
+    """The same for frames without words."""
     log_prior_P = torch.from_numpy(np.log(prior_P)).float()
     return [(utterance_logits(model, torch.from_numpy(x_TD)).log_softmax(dim=1) - log_prior_P).numpy()
-            for x_TD in spliced_utterances(speech.frames, egs.left_context, egs.right_context)]
+            for x_TD in spliced_utterances(frames, egs.left_context, egs.right_context)]
 
 
 def computed_log_likelihoods(sets: Sequence[SpeechSet], egs: EgsConfig, model: nn.Module,

@@ -177,6 +177,11 @@ def always(pdf_T: np.ndarray) -> speakers.FindPath:
     return lambda _: pdf_T
 
 
+def no_scores(features_TD: np.ndarray) -> np.ndarray:
+    """A network for first passes that do not look at its scores."""
+    return np.zeros((len(features_TD), NUM_PDFS), np.float32)
+
+
 @functools.cache
 def trained() -> tuple[SpeakerAdaptation, dict[str, np.ndarray], list[np.ndarray], list[np.ndarray]]:
     features, pdfs, who = utterances(9)
@@ -197,6 +202,35 @@ def test_adapted_frames_fit_their_states_better_than_projected_ones() -> None:
         assert loglik[1] > loglik[0]
 
 
+def test_a_network_that_knows_the_states_gives_the_transform_of_the_right_states() -> None:
+    found, _, features, pdfs = trained()
+    # the mixtures find any states at first
+    shuffled = np.random.default_rng(0).permutation(NUM_PDFS)
+    spoken, right = features[:2], pdfs[:2]
+    z = [found.project(x_TD) for x_TD in spoken]
+    asked = iter([0, 1] * 4)
+
+    def scores(features_TD: np.ndarray) -> np.ndarray:
+        at = next(asked)
+        assert features_TD.shape == z[at].shape and features_TD.dtype == np.float32
+        return np.asarray(100.0 * np.eye(NUM_PDFS, dtype=np.float32)[right[at]])
+
+    def find_path(loglik_TP: np.ndarray) -> np.ndarray:
+        best_T = loglik_TP.argmax(axis=1)
+        return np.asarray(best_T if loglik_TP.max() == 100.0 else shuffled[best_T])
+
+    adapted = np.concatenate(found.adapt_speaker(spoken, find_path, scores))
+    first = found.transform_of(z, find_path)
+    wrong = np.concatenate([fmllr.apply(first, z_TD) for z_TD in z])
+    pdf_T = np.concatenate(right)
+    assert found.adapted is not None
+    of_right, of_wrong = (found.adapted.log_likelihood(y_TD.astype(float))[np.arange(len(pdf_T)), pdf_T].mean()
+                          for y_TD in (adapted, wrong))
+    assert of_right > of_wrong + 0.5
+    # two rounds over both utterances
+    assert len(list(asked)) == 4
+
+
 def test_little_speech_moves_the_transform_little() -> None:
     found, _, features, pdfs = trained()
     none = found.transform(FmllrStats.zero(D))
@@ -209,8 +243,8 @@ def test_little_speech_moves_the_transform_little() -> None:
 def test_arrays_give_the_adaptation_back() -> None:
     found, _, features, pdfs = trained()
     read = SpeakerAdaptation.of_arrays(found.arrays(), NUM_PDFS)
-    for one, other in zip(found.adapt_speaker(features[:2], always(pdfs[0])),
-                          read.adapt_speaker(features[:2], always(pdfs[0])), strict=True):
+    for one, other in zip(found.adapt_speaker(features[:2], always(pdfs[0]), no_scores),
+                          read.adapt_speaker(features[:2], always(pdfs[0]), no_scores), strict=True):
         np.testing.assert_array_equal(one, other)
     plain = replace(found, first=None, adapted=None, prior=None)
     assert SpeakerAdaptation.of_arrays(plain.arrays(), NUM_PDFS).prior is None

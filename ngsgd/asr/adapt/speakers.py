@@ -1,7 +1,8 @@
 """Adaptation of features to speakers: a projection for all, and one fMLLR transform for each.
 
 A transform is estimated from a first pass of recognition, without transcripts: Gaussian mixtures of
-the tied states find the most likely states of a speaker's frames.  A prior of some frames of all
+the tied states find the most likely states of a speaker's frames. Where the network may score all
+speech of the speaker again, it finds the states of further passes. A prior of some frames of all
 training speakers keeps the transform of little speech near that of the average speaker.
 
 Letters: T frames, D features, P pdfs.
@@ -29,9 +30,13 @@ Features = npt.NDArray[np.float32]
 Pdfs = npt.NDArray[np.integer]
 # T x P log-likelihoods to the pdf of each frame
 FindPath = Callable[[npt.NDArray[np.float32]], Pdfs]
+# adapted features to the T x P scores of a network
+NetworkScores = Callable[[Features], npt.NDArray[np.float32]]
 
 # rounds of transforms and mixtures over the training set
 _TRAINING_ROUNDS = 3
+# rounds in which a network finds the states
+_NETWORK_ROUNDS = 2
 # frames of the prior
 _PRIOR_FRAMES = 40.0
 # frames of speech that change an estimate little more; bounds the time of long recordings
@@ -87,13 +92,19 @@ class SpeakerAdaptation:
         stats = self.accumulated([z_TD], before, find_path)
         return fmllr.apply(self.transform(stats), z_TD).astype(np.float32), stats
 
-    def adapt_speaker(self, utterances: Sequence[npt.NDArray[np.floating]],
-                      find_path: FindPath) -> list[Features]:
-        """Return the adapted features of all utterances of one speaker, by two rounds."""
+    def adapt_speaker(self, utterances: Sequence[npt.NDArray[np.floating]], find_path: FindPath,
+                      scores: NetworkScores) -> list[Features]:
+        """Return the adapted features of all utterances of one speaker.
+
+        Args:
+            utterances: normalized features.
+            find_path: first pass of recognition, which also searches the scores of the network.
+            scores: the network, which was trained on adapted features.
+        """
         z = [self.project(x_TD) for x_TD in utterances]
         if self.prior is None:
             return [z_TD.astype(np.float32) for z_TD in z]
-        w_DE = self.transform_of(z, find_path)
+        w_DE = self.refined(self.transform_of(z, find_path), z, find_path, scores)
         return [fmllr.apply(w_DE, z_TD).astype(np.float32) for z_TD in z]
 
     def transform_of(self, projected: Sequence[Matrix], find_path: FindPath) -> Matrix:
@@ -101,14 +112,29 @@ class SpeakerAdaptation:
         stats = self.accumulated(projected, None, find_path)
         return self.transform(self.accumulated(projected, None, find_path, self.transform(stats)))
 
+    def refined(self, transform: Matrix, projected: Sequence[Matrix], find_path: FindPath, scores: NetworkScores) -> Matrix:
+        """Return the transform of a speaker from states that a network finds."""
+        for _ in range(_NETWORK_ROUNDS):
+            transform = self.transform(self.accumulated(projected, None, find_path, transform, scores))
+        return transform
+
     def transform(self, stats: FmllrStats) -> Matrix:
         """Return a speaker's transform [A b]."""
         assert self.prior is not None
         return stats.plus(self.prior).estimate()
 
     def accumulated(self, utterances: Sequence[Matrix], before: FmllrStats | None,
-                    find_path: FindPath, transform: Matrix | None = None) -> FmllrStats:
-        """Return the sums of projected utterances, added to those of earlier ones."""
+                    find_path: FindPath, transform: Matrix | None = None,
+                    scores: NetworkScores | None = None) -> FmllrStats:
+        """Return the sums of projected utterances, added to those of earlier ones.
+
+        Args:
+            utterances: projected features.
+            before: sums of the speaker's earlier utterances, which replace `transform`.
+            find_path: finds the states.
+            transform: the speaker's transform so far.
+            scores: the network; None scores with the mixtures.
+        """
         assert self.first is not None and self.adapted is not None
         stats = FmllrStats.zero(self.dim) if before is None else before
         if before is not None:
@@ -118,7 +144,7 @@ class SpeakerAdaptation:
                 break
             y_TD = z_TD if transform is None else fmllr.apply(transform, z_TD)
             mixtures = self.first if transform is None else self.adapted
-            pdf_T = find_path(mixtures.log_likelihood(y_TD))
+            pdf_T = find_path(scores(y_TD.astype(np.float32)) if scores else mixtures.log_likelihood(y_TD))
             stats = stats.plus(_sums(self.adapted, z_TD, y_TD, pdf_T, self.num_silence))
         return stats
 
