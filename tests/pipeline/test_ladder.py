@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ngsgd.asr import test_set
+from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import Topology
@@ -18,9 +20,13 @@ from ngsgd.config import AdaptationConfig, RunConfig
 from ngsgd.data.frames import FrameSet
 from ngsgd.errors import RunInterrupted
 from ngsgd.pipeline import adaptation, rungs
+from ngsgd.pipeline.decode_data import DecodeRequest, decode_data
+from ngsgd.pipeline.finish import refined_corpus
 from ngsgd.pipeline.ladder import with_rungs
 from ngsgd.pipeline.recipes import recipe
-from ngsgd.pipeline.run import build_run
+from ngsgd.pipeline.run import Run, build_run
+from ngsgd.pipeline.runs.final_model import load_final
+from ngsgd.pipeline.score import log_likelihoods
 from ngsgd.pipeline.services import Services
 from tests.asr.made_up_speech import write_data
 from tests.stops import StopAfter
@@ -106,6 +112,7 @@ def test_a_stopped_ladder_continues_at_its_rung(tmp_path: Path) -> None:
     [stopped] = networks.iterdir()
     lines: list[str] = []
     run = build_run(config, Services(report=lines.append))
+    assert isinstance(run, Run)
     assert [stopped] == list(networks.iterdir())
     assert any(line.startswith("continuing after outer iteration") for line in lines)
     run.train()
@@ -114,3 +121,13 @@ def test_a_stopped_ladder_continues_at_its_rung(tmp_path: Path) -> None:
     for rung in (*found, run.metrics):
         # chords in little noise: none is wrong when it works
         assert float(rung["test"].split()[1]) <= 20.0
+    # `ngsgd decode --data` adapts the speakers of the test set as the run does
+    result = decode_data(Bundle.load(run.folder.path), DecodeRequest(Path(config.data.source) / "test"))
+    assert str(result.total) == run.metrics["test"]
+    model, prior_P = load_final(run.folder)
+    refined = refined_corpus(run.config, run.data, model, prior_P, lines.append)
+    again = test_set.read(Bundle.load(run.folder.path), Path(config.data.source) / "test")
+    for found_TP, expected_TP in zip(again.logliks, log_likelihoods(refined.test, run.config.egs, model, prior_P), strict=True):
+        np.testing.assert_array_equal(found_TP, expected_TP)
+    by_mixtures = log_likelihoods(run.data.corpus.test, run.config.egs, model, prior_P)
+    assert not np.array_equal(again.logliks[0], by_mixtures[0])
