@@ -63,15 +63,15 @@ def _of_speakers(path: Path) -> Path:
     return path.with_name(f"{path.stem}-speakers{path.suffix}")
 
 
-def refined_by_network(config: RunConfig, corpus: Corpus, unadapted: Corpus, path: Path, scores: NetworkScores,
-                       report: Report) -> Corpus:
+def refined_by_network(config: RunConfig, corpus: Corpus, unadapted: Mapping[str, Features], path: Path,
+                       scores: NetworkScores, report: Report) -> Corpus:
     """Return the corpus with other transforms for the speakers of valid and test: the network finds
     the states that they are estimated from.
 
     Args:
         config: the run.
         corpus: its corpus, with adapted features.
-        unadapted: the same corpus with the features before the adaptation.
+        unadapted: T x D features of "valid" and "test" before the adaptation.
         path: file of the adaptation.
         scores: the network.
         report: receives the phase.
@@ -83,9 +83,9 @@ def refined_by_network(config: RunConfig, corpus: Corpus, unadapted: Corpus, pat
     find_path = evaluation.first_pass(evaluation.build_graph(corpus.language, config.decode))
     transforms = arrays.read(_of_speakers(path))
     refined: dict[str, Any] = {}
-    for name in ("valid", "test"):
-        speech = replace(getattr(corpus, name), frames=replace(
-            getattr(corpus, name).frames, features_TD=getattr(unadapted, name).frames.features_TD))
+    for name, features_TD in unadapted.items():
+        speech: SpeechSet = getattr(corpus, name)
+        speech = replace(speech, frames=replace(speech.frames, features_TD=features_TD))
         for speaker, projected in _Projected(adaptation, speech).items():
             key = f"{name}/{speaker}"
             transforms[key] = adaptation.refined(transforms[key], projected, find_path, scores)

@@ -12,6 +12,7 @@ from torch import nn
 
 from ngsgd.asr.bundle_files import INDEX
 from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.asr.decode.evaluation import DecodingResult
 from ngsgd.config import RunConfig
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.reader import EgsReader
@@ -25,7 +26,7 @@ from ngsgd.pipeline.prepare import PreparedData
 from ngsgd.pipeline.runs.final_model import load_final, save_final
 from ngsgd.pipeline.runs.recognizer import keep_recognizer
 from ngsgd.pipeline.runs.run_folder import RunFolder
-from ngsgd.pipeline.score import decode_and_score, frame_log_likelihoods
+from ngsgd.pipeline.score import decode_and_score, log_likelihoods
 from ngsgd.pipeline.services import Services
 from ngsgd.schedules import Schedule
 from ngsgd.tasks.frame_scores import score_subset
@@ -54,9 +55,7 @@ def finish(folder: RunFolder, data: PreparedData, spec: SpeechTaskSpec, checkpoi
     save_final(folder, config, model, reader)
     # the model that users will load, read from disk
     model, prior_P = load_final(folder)
-    corpus = refined_corpus(config, data, model, prior_P, services.report)
-    result = decode_and_score(folder, config, corpus, model, prior_P, services.report)
-    keep_recognizer(folder, config, corpus, result)
+    result = decode_final(folder, config, data, model, prior_P, services.report)
     services.report(Phase("drawing the learning curve"))
     services.plot(folder.events, folder.learning_curve)
     takes_audio = config.features.kind != "given"
@@ -70,6 +69,15 @@ def finish(folder: RunFolder, data: PreparedData, spec: SpeechTaskSpec, checkpoi
                        interval=asdict(result.test_interval))
 
 
+def decode_final(folder: RunFolder, config: RunConfig, data: PreparedData, model: nn.Module,
+                 prior_P: npt.NDArray[np.float64], report: Callable[[str], None]) -> DecodingResult:
+    """Decode valid and test with the final model; write decode/ and the recognizer in final/."""
+    corpus = refined_corpus(config, data, model, prior_P, report)
+    result = decode_and_score(folder, config, corpus, model, prior_P, report)
+    keep_recognizer(folder, config, corpus, result)
+    return result
+
+
 def refined_corpus(config: RunConfig, data: PreparedData, model: nn.Module, prior_P: npt.NDArray[np.float64],
                    report: Callable[[str], None]) -> Corpus:
     """Return the corpus; with fMLLR the network adapts valid and test to their speakers again."""
@@ -77,7 +85,7 @@ def refined_corpus(config: RunConfig, data: PreparedData, model: nn.Module, prio
         return data.corpus
 
     def scores(features_TD: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        return frame_log_likelihoods(FrameSet.of_utterance(features_TD), config.egs, model, prior_P)[0]
+        return log_likelihoods(FrameSet.of_utterance(features_TD), config.egs, model, prior_P)[0]
     return refined_by_network(config, data.corpus, data.unadapted, data.adaptation, scores, report)
 
 

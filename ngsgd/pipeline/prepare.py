@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from ngsgd.asr.corpora import corpus as corpora
 from ngsgd.asr.corpora.corpus import Corpus
@@ -30,8 +33,8 @@ class PreparedData:
     """A corpus and its archives of training examples."""
 
     corpus: Corpus
-    # with the features and states before LDA, MLLT, fMLLR and tied states
-    unadapted: Corpus
+    # T x D of "valid" and "test" before LDA, MLLT and fMLLR
+    unadapted: Mapping[str, npt.NDArray[np.float32]]
     egs_directory: Path
     cache_root: Path
     # of i-vectors
@@ -66,7 +69,7 @@ def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder 
     try:
         data = labels(config, cache_root, report)
         corpus = corpora.prepare(data, config.features, cache_root, report, augment_config=config.augment)
-        unadapted = corpus
+        unadapted = {"valid": corpus.valid.frames.features_TD, "test": corpus.test.frames.features_TD}
         corpus, adaptation = network_input(config, corpus, cache_root, report)
         extractor = None
         if config.ivectors.dim:

@@ -31,7 +31,7 @@ from ngsgd.object_storage.client import ObjectStore
 from ngsgd.phase import Phase
 from ngsgd.pipeline import sequences
 from ngsgd.pipeline.base_run import BaseRun, Training
-from ngsgd.pipeline.finish import finish, refined_corpus, wanted_for_combination
+from ngsgd.pipeline.finish import decode_final, finish, refined_corpus, wanted_for_combination
 from ngsgd.pipeline.ladder import Ladder, with_rungs
 from ngsgd.pipeline.prepare import PreparedData, check_data, prepare
 from ngsgd.pipeline.runs import trust as permission
@@ -39,9 +39,8 @@ from ngsgd.pipeline.runs.config_file import to_yaml
 from ngsgd.pipeline.runs.final_model import check_final, load_final
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
 from ngsgd.pipeline.runs.known_data import known_archives, preparation_key
-from ngsgd.pipeline.runs.recognizer import keep_recognizer
 from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir, folder_of_model
-from ngsgd.pipeline.score import decode_and_score, score_held_out
+from ngsgd.pipeline.score import score_held_out
 from ngsgd.pipeline.services import Report, Services
 from ngsgd.pipeline.task_run import TaskRun, new_task_run
 from ngsgd.schedules import Schedule
@@ -128,10 +127,7 @@ class Run(BaseRun):
         """
         with self.folder.locked("decode", self.services.warn):
             model, prior_P = load_final(self.folder, trust=trust)
-            corpus = refined_corpus(self.config, self.data, model, prior_P, self.services.report)
-            result = decode_and_score(self.folder, self.config, corpus, model, prior_P, self.services.report)
-            keep_recognizer(self.folder, self.config, corpus, result)
-            return result
+            return decode_final(self.folder, self.config, self.data, model, prior_P, self.services.report)
 
     def evaluate(self, outer_iter: int | None = None, *,
                  trust: bool = False) -> dict[str, dict[str, float] | None]:

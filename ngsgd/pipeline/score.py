@@ -34,7 +34,7 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
                      prior_P: npt.NDArray[np.float64], report: Report = lambda _line: None) -> DecodingResult:
     """Decode valid and test with scale and penalty tuned on valid; write decode/ in the folder."""
     report(Phase("decoding: scores of valid and test"))
-    logliks = {name: log_likelihoods(speech, config.egs, model, prior_P) for name, speech in _held_out(corpus).items()}
+    logliks = {name: log_likelihoods(speech.frames, config.egs, model, prior_P) for name, speech in _held_out(corpus).items()}
     result = tune_and_decode(corpus.language, config.decode, valid=corpus.valid, valid_logliks=logliks["valid"], test=corpus.test,
                              test_logliks=logliks["test"], report=report)
     frames = {name: score_frames(speech, logliks[name], prior_P) for name, speech in _held_out(corpus).items()}
@@ -74,7 +74,7 @@ def _language_model(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
 def score_held_out(config: RunConfig, corpus: Corpus, model: nn.Module,
                    prior_P: npt.NDArray[np.float64]) -> dict[str, SubsetScore | None]:
     """Compute objf per frame and accuracy of valid and test."""
-    return {name: score_frames(speech, log_likelihoods(speech, config.egs, model, prior_P), prior_P)
+    return {name: score_frames(speech, log_likelihoods(speech.frames, config.egs, model, prior_P), prior_P)
             for name, speech in _held_out(corpus).items()}
 
 
@@ -101,16 +101,10 @@ def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]],
                        float((log_posterior_TP.argmax(axis=1) == pdf_T).mean()))
 
 
-def log_likelihoods(speech: SpeechSet, egs: EgsConfig, model: nn.Module,
+@torch.no_grad()
+def log_likelihoods(frames: FrameSet, egs: EgsConfig, model: nn.Module,
                     prior_P: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float32]]:
     """T x P per utterance: log posterior minus log prior, the log likelihood up to a constant."""
-    return frame_log_likelihoods(speech.frames, egs, model, prior_P)
-
-
-@torch.no_grad()
-def frame_log_likelihoods(frames: FrameSet, egs: EgsConfig, model: nn.Module,
-                          prior_P: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float32]]:
-    """The same for frames without words."""
     log_prior_P = torch.from_numpy(np.log(prior_P)).float()
     return [(utterance_logits(model, torch.from_numpy(x_TD)).log_softmax(dim=1) - log_prior_P).numpy()
             for x_TD in spliced_utterances(frames, egs.left_context, egs.right_context)]
@@ -124,6 +118,6 @@ def computed_log_likelihoods(sets: Sequence[SpeechSet], egs: EgsConfig, model: n
 
     def compute(utt_id: str) -> npt.NDArray[np.float32]:
         speech, u = place[utt_id]
-        return log_likelihoods(speech.only(u), egs, model, prior_P)[0]
+        return log_likelihoods(speech.only(u).frames, egs, model, prior_P)[0]
 
     return Computed(list(place), compute)

@@ -23,6 +23,7 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError
 from ngsgd.files import read_json, write_text
+from ngsgd.pipeline.finish import refined_corpus
 from ngsgd.pipeline.run import Run
 from ngsgd.pipeline.runs.final_model import load_final
 from ngsgd.pipeline.runs.run_folder import RunFolder
@@ -72,13 +73,13 @@ def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
         raise CheckpointError(f"{folder.path} has not been decoded yet ({error}); finish it with: "
                               f"ngsgd resume {folder.path}") from error
     model, prior_P = load_final(folder, trust=trust)
-    corpus = run.data.corpus
+    corpus = refined_corpus(config, run.data, model, prior_P, run.services.report)
     torch.set_num_threads(1)
     graph = graphs.with_word_penalty(evaluation.build_graph(corpus.language, config.decode),
                                      setting["word_penalty"])
     search = Search(setting["acoustic_scale"], config.decode.beam, config.decode.max_active)
     whole = [decoding.best_path(graph, loglik_TP, **asdict(search)).words
-             for loglik_TP in log_likelihoods(corpus.test, config.egs, model, prior_P)]
+             for loglik_TP in log_likelihoods(corpus.test.frames, config.egs, model, prior_P)]
     words, seconds = [], []
     for front in _fronts(config, folder, corpus.test):
         decoder = StreamingDecoder(graph, _score(model, prior_P), search,

@@ -127,7 +127,8 @@ def test_a_stopped_ladder_continues_at_its_rung(tmp_path: Path) -> None:
     model, prior_P = load_final(run.folder)
     refined = refined_corpus(run.config, run.data, model, prior_P, lines.append)
     again = test_set.read(Bundle.load(run.folder.path), Path(config.data.source) / "test")
-    for found_TP, expected_TP in zip(again.logliks, log_likelihoods(refined.test, run.config.egs, model, prior_P), strict=True):
+    by_run = log_likelihoods(refined.test.frames, run.config.egs, model, prior_P)
+    for found_TP, expected_TP in zip(again.logliks, by_run, strict=True):
         np.testing.assert_array_equal(found_TP, expected_TP)
-    by_mixtures = log_likelihoods(run.data.corpus.test, run.config.egs, model, prior_P)
+    by_mixtures = log_likelihoods(run.data.corpus.test.frames, run.config.egs, model, prior_P)
     assert not np.array_equal(again.logliks[0], by_mixtures[0])

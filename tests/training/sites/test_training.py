@@ -34,8 +34,6 @@ from tests.toy import Recorder
 from tests.training.test_task import SETTINGS, Regression
 
 JOBS = {"east": 2, "west": 1}
-
-
 Trained = tuple[Checkpoint, Recorder]
 
 
