@@ -106,6 +106,8 @@ class Worker:
         # before the task, which may choose another precision
         set_precision(self.settings.cluster.precision, self.device)
         self._autocast = autocast(self.settings.cluster.precision, self.device)
+        if self.settings.cluster.cuda_graphs == "on" and self.device.type != "cuda":
+            raise ConfigError("cluster.cuda_graphs is on, but this worker found no GPU; set cluster.cuda_graphs=auto.")
         self.task = spec.task(self.device)
         self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)

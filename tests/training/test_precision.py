@@ -91,6 +91,14 @@ def test_cuda_graphs_without_effect_are_refused(changes: dict[str, Any], words: 
     assert check(toy.config(**{**changes, "cluster": replace(changes["cluster"], cuda_graphs="auto")})) == []
 
 
+def test_cuda_graphs_are_refused_by_a_worker_that_finds_no_gpu(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    settings = toy.config(cluster=ClusterConfig(kind="in_process", num_workers=1, cuda_graphs="on"))
+    with pytest.raises(ConfigError, match=r"cluster\.cuda_graphs is on, but .* no GPU"):
+        run(tmp_path, settings)
+
+
 def test_tf32_is_refused_by_a_worker_that_finds_no_gpu(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
