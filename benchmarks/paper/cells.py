@@ -48,7 +48,11 @@ OUTERS = {
     "sqrt-gain": ["outer=bmuf", "outer.gain=0"],
     "diloco": ["outer=diloco"],
     "nesterov 0.5": ["outer=diloco", "outer.lr=1", "outer.momentum=0.5"],
+    "gain 4, half the rate": ["outer=bmuf", "outer.gain=4"],
+    "gain 4, constant rate": ["outer=bmuf", "outer.gain=4"],
 }
+# of the initial rate, at the end
+_FINALS = {"gain 4, half the rate": 0.5, "gain 4, constant rate": 1.0}
 # the others have a rate of their own (many_jobs.py)
 MATRIX_OUTERS = ("average", "sqrt-gain")
 FRAMES_PER_JOB = 2048
@@ -143,7 +147,8 @@ class Cell:
         outer = VARIANTS[self.outer](self.task, self.num_jobs) if self.outer in VARIANTS else OUTERS[self.outer]
         return [*TASKS[self.task].settings(), *METHODS[self.method], "cluster=in_process",
                 f"cluster.num_workers={self.num_jobs}", *outer, f"seed={self.seed}",
-                f"schedule.lr_initial={self.rate:g}", f"schedule.lr_final={self.rate * _FINAL:g}"]
+                f"schedule.lr_initial={self.rate:g}",
+                f"schedule.lr_final={self.rate * _FINALS.get(self.outer, _FINAL):g}"]
 
     def key(self) -> str:
         """The cell with any setting changed."""

@@ -95,7 +95,7 @@ def test_cuda_graphs_are_refused_by_a_worker_that_finds_no_gpu(tmp_path: Path) -
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     settings = toy.config(cluster=ClusterConfig(kind="in_process", num_workers=1, cuda_graphs="on"))
-    with pytest.raises(ConfigError, match=r"cluster\.cuda_graphs is on, but .* no GPU"):
+    with pytest.raises(ConfigError, match=r"cluster\.cuda_graphs"):
         run(tmp_path, settings)
 
 
