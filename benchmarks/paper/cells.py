@@ -37,7 +37,10 @@ METHODS: dict[str, list[str]] = {
 }
 # with minibatches of 64 frames: the average over many jobs reduces the noise of a gradient anyway
 METHODS |= {"online-ng-64": [*METHODS["online-ng"], "schedule.minibatch_size=64"],
-            "muon-64": [*METHODS["muon-plain"], "schedule.minibatch_size=64"]}
+            "muon-64": [*METHODS["muon-plain"], "schedule.minibatch_size=64"],
+            # jobs begin with the mean of the momentum of all jobs
+            "muon-32": ["optimizer=muon", *UNLIMITED, "optimizer.beta1=0.95", "optimizer.curvature_state=average",
+                        "schedule.minibatch_size=32"]}
 MATRIX_METHODS = ("sgd", "adam", "online-ng")
 # synchronous baselines on as many machines; Shampoo's directions have the gradient's norm, so its
 # rates are these
