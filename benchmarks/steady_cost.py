@@ -1,6 +1,6 @@
 """Steady cost of fault tolerance: `ngsgd train` compared with a bare training loop.
 
-    python benchmarks/steady_cost.py [--jobs 6] [--frames 150000] [--folder FOLDER]
+    python benchmarks/steady_cost.py [--jobs 6] [--frames 300000] [--folder FOLDER]
     python benchmarks/steady_cost.py --pairs 8 [--jobs 2] [--frames 60000]
 
 `ngsgd train` runs with checkpoints, ledger, checksums, heartbeats and MLflow, and one worker.
@@ -9,11 +9,15 @@ The first command measures four parts of the cost in one run, each relative to a
 
 - loop: time of a minibatch of the worker, compared with a bare loop of forward, backward,
   optimizer step, and sums of loss and accuracy. The worker process trains both in turn, 7
-  minibatches at a time, with the same model.
-- other processes: time of a bare minibatch while the coordinator runs, compared with the time while
-  it is stopped (SIGSTOP), 0.4 s at a time.
+  minibatches at a time, with the same model. Both call the same forward pass, backward pass and
+  optimizer step, whose times vary by several percent. The cost is therefore the difference of the
+  time outside of these three calls. Their difference within them is printed too: it is a
+  measurement error, unless its interval excludes 0.
+- other processes: time within these calls while the coordinator and its services run, compared with
+  the time while they are stopped (SIGSTOP), 0.2 s at a time. Each stop is compared with the time
+  before and after it. Their CPU time, on another core, is printed too.
 - between jobs: time of an outer iteration outside of the minibatches of its job.
-- snapshots: time of the snapshots of a job, which the medians of the loop omit.
+- snapshots: time of the snapshots of a job, which the loop omits.
 
 Two processes with the same code and data differ by several percent, because of the addresses of
 their memory. A comparison of processes therefore cannot show the cost. The second command shows
@@ -40,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 
@@ -69,12 +74,16 @@ from ngsgd.training.worker_pool import WorkerPool
 
 DIM, NUM_CLASSES, UTTERANCE = 40, 100, 500
 TURN_S, POLL_S = 0.4, 0.01
+# length of a stop of the other processes
+_STOP_S = 0.2
 # seconds after a stop or a start of other processes that are not measured
-_SETTLING_S = 0.05
+_SETTLING_S = 0.02
 # length of the job of which the costs are a part
 _JOB_S = 20.0
 # minibatches; the first of a block finds other code in the caches of the processor, and is omitted
 WORKER, BARE, FIRST = 0, 1, 2
+# columns of `_of_kind`
+COMPLETE, OUTSIDE, INSIDE = 1, 3, 4
 # minibatches of a block
 _BLOCK = 7
 # first minibatches of a job, whose estimates are updated in each
@@ -146,6 +155,21 @@ def train_run(config: RunConfig, egs: Path, make_worker: MakeWorker | None = Non
     run.train_only()
 
 
+class Calls:
+    """Seconds within the calls that the worker and the bare loop have in common."""
+
+    seconds = 0.0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, which then adds its time."""
+        def call(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            found = function(*args, **options)
+            self.seconds += time.perf_counter() - began
+            return found
+        return call
+
+
 class BareLoop:
     """Minibatches of a bare loop, which also adds its loss and the number of correct frames."""
 
@@ -199,20 +223,26 @@ class PairedWorker(Worker):
             taken(num_bytes, seconds)
         # mypy rejects the assignment of a method
         setattr(self.snapshots.timer, "taken", note)  # noqa: B010
+        self._calls = Calls()
+        setattr(self.task, "loss", self._calls.timed(self.task.loss))  # noqa: B010
+        setattr(self, "_loss", self.task.loss)  # noqa: B010
+        setattr(torch.Tensor, "backward", self._calls.timed(torch.Tensor.backward))  # noqa: B010
+        self._timed: SGD | None = None
 
     def train(self, job: Job, should_stop: Callable[[], bool] = never) -> Any:
         piece = job.pieces[0]
         read = itertools.chain.from_iterable(
             self.task.batches(piece.shard, self.settings.schedule.minibatch_size, seed=(self.settings.seed, 10_000 + number, 0))
             for number in itertools.count())
-        times: list[tuple[float, float, int]] = []
-        loop = BareLoop()
+        times: list[tuple[float, float, int, float]] = []
+        loop, calls = BareLoop(), self._calls
         began = time.perf_counter()
 
         def note(kind: int) -> None:
             nonlocal began
             now = time.perf_counter()
-            times.append((began, now - began, kind))
+            times.append((began, now - began, kind, now - began - calls.seconds))
+            calls.seconds = 0.0
             began = time.perf_counter()
 
         def bare(optimizer: SGD) -> None:
@@ -229,6 +259,9 @@ class PairedWorker(Worker):
 
     def _train(self, network: torch.nn.Module, batch: Batch | None, optimizer: SGD, *others: Any) -> None:
         # from the end of a minibatch to the end of the next one, with all that is between them
+        if optimizer is not self._timed:
+            self._timed = optimizer
+            setattr(optimizer, "step", self._calls.timed(optimizer.step))  # noqa: B010
         super()._train(network, batch, optimizer, *others)
         self._bare(optimizer)
 
@@ -240,44 +273,47 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     side = Side("ngsgd", own_command(options, folder, egs, "parts"))
     side.start(folder)
     stopped: list[tuple[float, float]] = []
+    # (time, CPU time of the other processes) from the second job on
+    cpu: list[tuple[float, float]] = []
     try:
         # in the second half of the jobs the coordinator is stopped for half of the time
         while (done := num_done(side, folder)) < options.jobs:
-            time.sleep(TURN_S)
+            time.sleep(_STOP_S)
             side.check(folder)
+            workers = {int(path.name[7:]) for path in folder.glob("worker-*")}
             if done >= options.jobs // 2:
                 began = time.perf_counter()
-                side.signal(signal.SIGSTOP, without={int(path.name[7:]) for path in folder.glob("worker-*")})
-                time.sleep(TURN_S)
+                side.signal(signal.SIGSTOP, without=workers)
+                time.sleep(_STOP_S)
                 stopped.append((began, time.perf_counter()))
                 side.signal(signal.SIGCONT)
+            elif done:
+                cpu.append((time.perf_counter(), side.cpu_s(without=workers)))
     finally:
         side.end()
-    show_parts(folder, options, config, stopped)
+    (began, before), (ended, after) = cpu[0], cpu[-1]
+    show_parts(folder, options, config, stopped, 100 * (after - before) / (ended - began))
 
 
-def show_parts(folder: Path, options: argparse.Namespace, config: RunConfig, stopped: Sequence[tuple[float, float]]) -> None:
+def show_parts(folder: Path, options: argparse.Namespace, config: RunConfig, stopped: Sequence[tuple[float, float]],
+               cpu_percent: float) -> None:
     half, period = options.jobs // 2, config.optimizer.update_period
     times = [np.load(folder / f"times-{job}.npy")[_WARM_UP:] for job in range(options.jobs)]
     # the first job starts with cold caches
     worker, bare = (np.concatenate([_of_kind(one, kind, period) for one in times[1:half]]) for kind in (WORKER, BARE))
     bare_ms = 1e3 * float(bare[:, 1].mean())
-    loop = _difference(worker, bare)
-    later = np.concatenate([_of_kind(one, BARE, period) for one in times[half:]])
-    ends = later[:, 0] + later[:, 1]
-    within = np.zeros(len(later), bool)
-    across = np.zeros(len(later), bool)
-    for began, ended in stopped:
-        within |= (later[:, 0] >= began + _SETTLING_S) & (ends <= ended)
-        across |= (later[:, 0] < ended + _SETTLING_S) & (ends > began)
-    others = _difference(later[~across], later[within])
+    loop = _difference(worker, bare, OUTSIDE)
+    within_calls = _difference(worker, bare, INSIDE)
+    later = np.concatenate([_of_kind(one, kind, period) for one in times[half:] for kind in (WORKER, BARE)])
+    others = _while_running(later, stopped)
     events = [line for path in folder.glob("runs/*/events.jsonl") for line in read_json_lines(path)]
     gaps = [between(line) for line in events if line["event"] == "outer_iteration"][1:half]
     gap = 100 * statistics.median(gaps) / _JOB_S
     print(f"a bare minibatch takes {bare_ms:.2f} ms; load {os.getloadavg()[0]:.1f}")
-    counts = f"{(~across).sum()} and {within.sum()} minibatches"
     print(f"loop            {loop[0]:+.2f} % ({loop[1]:+.2f} to {loop[2]:+.2f}), {len(worker)} and {len(bare)} minibatches")
-    print(f"other processes {others[0]:+.2f} % ({others[1]:+.2f} to {others[2]:+.2f}), {counts}")
+    print(f"  within calls  {within_calls[0]:+.2f} % ({within_calls[1]:+.2f} to {within_calls[2]:+.2f}), not part of the sum")
+    print(f"other processes {others[0]:+.2f} % ({others[1]:+.2f} to {others[2]:+.2f}), {len(stopped)} stops")
+    print(f"  CPU time      {cpu_percent:.2f} % of another core")
     print(f"between jobs    {gap:+.2f} % of a job of {_JOB_S:.0f} s: {1e3 * statistics.median(gaps):.0f} ms")
     snapshots = 100 * snapshots_s(folder, config.failure) / _JOB_S
     print(f"snapshots       {snapshots:+.2f} %")
@@ -295,29 +331,59 @@ def snapshots_s(folder: Path, failure: FailureConfig) -> float:
 
 
 def _of_kind(times: NDArray[np.float64], kind: int, period: int) -> NDArray[np.float64]:
-    """(start, seconds, class) of minibatches; Fisher estimates are updated in one class of `period`
-    minibatches, whose minibatches take longer.
+    """Rows of minibatches: start, seconds, class, seconds outside and inside of the common calls.
+
+    Fisher estimates are updated in one class of `period` minibatches, whose minibatches take
+    longer.
     """
     classes = (np.arange(len(times)) + _WARM_UP) % period
-    found: NDArray[np.float64] = np.column_stack([times[:, :2], classes])[times[:, 2] == kind]
-    return found
+    rows: NDArray[np.float64] = np.column_stack([times[:, :2], classes, times[:, 3], times[:, 1] - times[:, 3]])
+    chosen: NDArray[np.float64] = rows[times[:, 2] == kind]
+    return chosen
 
 
-def _difference(ones: NDArray[np.float64], others: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Percent by which minibatches of `ones` take longer, and the interval of 95 % (bootstrap).
+def _difference(ones: NDArray[np.float64], others: NDArray[np.float64], column: int) -> tuple[float, float, float]:
+    """Percent of a minibatch by which `ones` have more time in a column, and the interval of 95 %
+    (bootstrap).
 
-    Medians of each class, averaged over the classes: a few minibatches are interrupted by other
-    programs.
+    Means of each class without the slowest percent, averaged over the classes: other programs and
+    snapshots interrupt a few minibatches.
     """
     random = np.random.default_rng(0)
 
-    def mean(rows: NDArray[np.float64], classes: NDArray[np.float64]) -> float:
-        return float(np.mean([np.median(rows[rows[:, 2] == one, 1]) for one in classes]))
+    def mean(rows: NDArray[np.float64], column: int) -> float:
+        return float(np.mean([_without_slowest(rows[rows[:, 2] == one, column]) for one in classes]))
     classes = np.unique(others[:, 2])
-    found = [100 * (mean(a, classes) / mean(b, classes) - 1)
+    whole = mean(others, COMPLETE)
+    found = [100 * (mean(a, column) - mean(b, column)) / whole
              for a, b in [(ones, others), *((_drawn(ones, random), _drawn(others, random)) for _ in range(_DRAWS))]]
     low, high = np.percentile(found[1:], [2.5, 97.5])
     return found[0], float(low), float(high)
+
+
+def _without_slowest(values: NDArray[np.float64]) -> float:
+    return float(values[values <= np.percentile(values, 99)].mean())
+
+
+def _while_running(rows: NDArray[np.float64], stopped: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Percent by which the common calls take longer while the other processes run, and the interval
+    of 95 %: medians over the stops, drawn with replacement.
+    """
+    ends = rows[:, 0] + rows[:, 1]
+    medians = {one: float(np.median(rows[rows[:, 2] == one, INSIDE])) for one in np.unique(rows[:, 2])}
+    relative = rows[:, INSIDE] / np.array([medians[one] for one in rows[:, 2]])
+
+    def median(began: float, ended: float) -> float:
+        inside = relative[(rows[:, 0] >= began) & (ends <= ended)]
+        return float(np.median(inside)) if len(inside) else np.nan
+    changes = []
+    for (_, before), (began, ended), (after, _) in zip(stopped, stopped[1:], stopped[2:], strict=False):
+        running = [median(before + _SETTLING_S, began), median(ended + _SETTLING_S, after)]
+        changes.append(100 * (np.mean(running) / median(began + _SETTLING_S, ended) - 1))
+    found = np.array(changes)[np.isfinite(changes)]
+    draws = np.random.default_rng(0).choice(found, (_DRAWS, len(found)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return float(np.median(found)), float(low), float(high)
 
 
 def _drawn(rows: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.float64]:
@@ -417,15 +483,23 @@ class Side:
         if self.process.poll() is not None:
             raise RuntimeError(f"{self.name} ended: {(folder / 'output.log').read_text()[-2000:]}")
 
-    def signal(self, number: signal.Signals, without: Collection[int] = ()) -> None:
+    def _processes(self) -> list[int]:
         found = [self.process.pid]
         for pid in found:
             for path in Path(f"/proc/{pid}/task").glob("*/children"):
                 with contextlib.suppress(OSError):
                     found += [int(child) for child in path.read_text().split()]
-        for pid in set(found) - set(without):
+        return found
+
+    def signal(self, number: signal.Signals, without: Collection[int] = ()) -> None:
+        for pid in set(self._processes()) - set(without):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    def cpu_s(self, without: Collection[int] = ()) -> float:
+        """CPU time of the process and its children so far."""
+        times = [psutil.Process(pid).cpu_times() for pid in set(self._processes()) - set(without)]
+        return float(sum(one.user + one.system for one in times))
 
     def end(self) -> None:
         self.signal(signal.SIGKILL)
@@ -448,7 +522,7 @@ def num_done(side: Side, folder: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=6, help="measured jobs")
-    parser.add_argument("--frames", type=int, default=150_000, help="frames of a job")
+    parser.add_argument("--frames", type=int, default=300_000, help="frames of a job")
     parser.add_argument("--pairs", type=int, default=0, help="compare pairs of processes")
     parser.add_argument("--folder", type=Path, default=None, help="parent of the temporary files")
     parser.add_argument("--egs", type=Path, help=argparse.SUPPRESS)

@@ -109,6 +109,7 @@ class Worker:
         if self.settings.cluster.cuda_graphs == "on" and self.device.type != "cuda":
             raise ConfigError("cluster.cuda_graphs is on, but this worker found no GPU; set cluster.cuda_graphs=auto.")
         self.task = spec.task(self.device)
+        self._loss = self._cast_loss if self.settings.cluster.precision == "bf16" else self.task.loss
         self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)
         self.snapshots = Snapshots(self.settings, self.device, is_possible=ranks.size == 1 and self.task.can_continue_jobs)
@@ -166,17 +167,16 @@ class Worker:
                 return self.train(job, should_stop)
         upcoming = (*rest.pieces[1:], *job.upcoming)
         graphed = self.graphed_training(network, optimizer, preconditioner)
+        backstitch_scale = 0.0 if has_preconditioner else settings.backstitch_scale
         for index, (batch, num_done) in enumerate(on_device(batches, self.device), done):
             if index == done and upcoming:
                 # the data of this job come first
                 self.task.prefetch(upcoming)
-            is_turn = (index + job.outer_iter) % settings.backstitch_interval == 0
-            steps_back = not has_preconditioner and is_turn
-            if graphed is not None and batch is not None and not (steps_back and settings.backstitch_scale):
+            is_turn = backstitch_scale and (index + job.outer_iter) % settings.backstitch_interval == 0
+            if graphed is not None and batch is not None and not is_turn:
                 graphed(batch, sums)
             else:
-                self._train(network, batch, optimizer, preconditioner, sums,
-                            settings.backstitch_scale if steps_back else 0.0)
+                self._train(network, batch, optimizer, preconditioner, sums, backstitch_scale if is_turn else 0.0)
             is_asked = self.ranks.any(should_stop())
             if snapshots and num_done < num_batches and snapshots.is_due(is_asked):
                 snapshots.take(index + 1)
@@ -293,7 +293,7 @@ class Worker:
             preconditioner.step(lr)
         return loss, found, num_samples
 
-    def _loss(self, network: nn.Module, data: Any) -> BatchLoss:
+    def _cast_loss(self, network: nn.Module, data: Any) -> BatchLoss:
         with self._autocast:
             return self.task.loss(network, data)
 
