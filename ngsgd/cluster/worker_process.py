@@ -110,7 +110,9 @@ class WorkerProcess:
         self._is_idle = False
         # the coordinator requests partial results
         self._should_stop = False
-        self._checks = _Checks()
+        # several checks within a short hang timeout
+        self._check_s = min(_CHECK_S, setup.spec.settings.failure.hang_timeout_s / 10.0)
+        self._checks = Checks(self._check_s)
 
     def terminate(self, signum: int, frame: FrameType | None) -> None:
         self._should_end = True
@@ -135,7 +137,7 @@ class WorkerProcess:
             message = self.messages.receive()
             self._is_idle = False
             if isinstance(message, JobAssignment):
-                self._should_stop, self._checks = False, _Checks()
+                self._should_stop, self._checks = False, Checks(self._check_s)
                 self._member.make_room(message.job)
                 self.messages.send(self._outcome(worker, message))
             elif isinstance(message, MeanRequest):
@@ -191,21 +193,22 @@ class WorkerProcess:
         return self._should_stop or self._should_end
 
 
-class _Checks:
+class Checks:
     """The minibatches of a job after which a worker shows progress and checks for messages.
 
-    They are about `_CHECK_S` apart. A clock and the memory of the heartbeats would take 4 us after
-    each minibatch, because they are in no cache of the processor then.
+    They are about `interval_s` apart. A clock and the memory of the heartbeats would take 4 us
+    after each minibatch, because they are in no cache of the processor then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interval_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval_s, self._clock = interval_s, clock
         self.num_left = self._num = 1
-        self._last = time.monotonic()
+        self._last = clock()
 
     def plan(self) -> None:
         """Set the number of minibatches to the next check, at most twice the last number."""
-        last, self._last = self._last, time.monotonic()
-        fitting = int(_CHECK_S * self._num / max(self._last - last, 1e-9))
+        last, self._last = self._last, self._clock()
+        fitting = int(self._interval_s * self._num / max(self._last - last, 1e-9))
         self.num_left = self._num = max(1, min(2 * self._num, fitting))
 
 
