@@ -167,13 +167,14 @@ def test_a_killed_run_continues_from_the_newest_checkpoint_with_job_states(overl
     with pytest.raises(Killed):
         run.train(Pool(run.spec, 2, 1))
     on_disk = run.store.outer_iters()
-    assert [number for number in on_disk if run.store.has_jobs(number)] == [3]
+    # one of two may be damaged
+    assert [number for number in on_disk if run.store.has_jobs(number)] == [0, 3]
     found, problems = run.store.latest()
     assert found is not None and found.progress.outer_iter == 3 and not problems
     assert run.train().model_sha256 == whole.model_sha256
     assert audit(run.ledger_path) == []
     # the last one contains them, so that a complete run is not repeated
-    assert run.store.outer_iters() == [5] and run.store.has_jobs(5)
+    assert run.store.outer_iters() == [3, 5] and run.store.has_jobs(5)
 
 
 @pytest.mark.parametrize(("kind", "compression", "given", "interval"), [

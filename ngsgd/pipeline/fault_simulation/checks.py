@@ -235,8 +235,8 @@ def _leftovers(trial: Trial) -> Iterator[str]:
     # a process that ended before it removed the oldest one leaves it
     # a power cut may bring back removed files
     is_removable = is_removable and not any(fault.what.startswith("power cut") for fault in trial.world.occurred)
-    # the newest one with the state of jobs may be older
-    num_to_keep = trial.config.checkpoint.num_to_keep + (trial.config.job_states_interval > 1)
+    # the newest two with the state of jobs may be older
+    num_to_keep = trial.config.checkpoint.num_to_keep + 2 * (trial.config.job_states_interval > 1)
     if len(kept) > num_to_keep + len(trial.lives) - 1 and is_removable:
         yield f"{len(kept)} checkpoints are left"
     manifest = trial.folder / "final" / "model.json"

@@ -169,7 +169,9 @@ class CheckpointStore:
         self._keep_candidates({progress.outer_iter: whole.model_sha256})
         self._undiagnosed.unlink(missing_ok=True)
         found = self._found()
-        resumable = [path for path in found if (path / _JOBS).is_file()][-1:]
+        # if only some contain the state of jobs, one of two of these may be damaged
+        num_resumable = 1 if self.jobs_interval == 1 else 2
+        resumable = [path for path in found if (path / _JOBS).is_file()][-num_resumable:]
         for old in found[:-self.num_to_keep]:
             if old not in resumable:
                 shutil.rmtree(old, ignore_errors=True)
@@ -183,21 +185,34 @@ class CheckpointStore:
 
         If only some checkpoints contain the state of jobs, it is the newest one of these. The outer
         iterations after it are repeated, with bitwise identical results.
+
+        Raises:
+            CheckpointError: a checkpoint cannot be read, and only ones without the state of jobs
+                are left.
         """
         remove_abandoned(self.directory)
         # a crash may have occurred between a checkpoint and this step
         self._keep_candidates()
         problems: list[str] = []
         newest: Checkpoint | None = None
+        unread: CheckpointError | None = None
         for path in reversed(self._found()):
             try:
                 found = self.load(path)
             except CheckpointError as error:
                 problems.append(str(error))
+                if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+                    unread = CheckpointError(f"{path} cannot be read ({error.__cause__}), and no other checkpoint has the "
+                                             "state of jobs; check the disk, then resume.")
                 continue
             if found.has_jobs or not self.keeps_jobs or self.jobs_interval == 1:
                 return found, problems
             newest = newest or found
+        if newest and unread:
+            raise unread
+        if newest and problems:
+            problems.append("No checkpoint with the state of jobs is left. The errors of compression start from zero, so "
+                            "the result is not bitwise identical to that of an undisturbed run.")
         return newest, problems
 
     def outer_iters(self) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ngsgd import files
 from ngsgd.errors import CheckpointError, RunLockedError
@@ -19,7 +20,9 @@ from ngsgd.schedules import Shard
 from ngsgd.training.job import WorkItem
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.planning import Progress
+from ngsgd.training.storage import checkpoint
 from ngsgd.training.storage.checkpoint import CheckpointStore
+from ngsgd.training.storage.job_states import JobStates
 from ngsgd.training.storage.lock import RunLock
 
 
@@ -53,6 +56,47 @@ def test_saved_data_is_loaded_again(store: CheckpointStore) -> None:
     assert np.array_equal(latest.buffers["momentum"], vector(-0.25))
     assert latest.numbers == {"eta": 0.5}
     assert latest.commit == {"outer_iter": 4, "model": saved.model_sha256} and saved.model_sha256 == latest.model_sha256
+
+
+@pytest.fixture
+def seldom(store: CheckpointStore) -> CheckpointStore:
+    """A store with checkpoints of outer iterations 0 to 7; those of 0, 3 and 6 had job states."""
+    store.jobs_interval, store.num_to_keep = 3, 1
+    for number in range(8):
+        store.save(at(number), state(number), jobs=JobStates({0: vector(number)}) if store.wants_jobs(number) else None)
+    return store
+
+
+def without_reading(store: CheckpointStore, numbers: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the files of these outer iterations unreadable."""
+    def load(path: Path) -> Any:
+        if int(path.parent.name[-6:]) in numbers:
+            raise OSError(errno.EIO, "Input/output error")
+        return load_file(path)
+    monkeypatch.setattr(checkpoint, "load_file", load)
+
+
+def test_two_checkpoints_with_job_states_are_kept(seldom: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seldom.outer_iters() == [3, 6, 7]
+    found, problems = seldom.latest()
+    assert found is not None and found.progress.outer_iter == 6 and problems == []
+    without_reading(seldom, {6}, monkeypatch)
+    found, problems = seldom.latest()
+    assert found is not None and found.progress.outer_iter == 3 and len(problems) == 1
+
+
+def test_job_states_that_cannot_be_read_end_the_run(seldom: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_reading(seldom, {3, 6}, monkeypatch)
+    with pytest.raises(CheckpointError, match="iter-000003"):
+        seldom.latest()
+
+
+def test_without_undamaged_job_states_the_newest_checkpoint_is_used(seldom: CheckpointStore) -> None:
+    for number in (3, 6):
+        (seldom.directory / f"iter-{number:06d}" / "model.safetensors").unlink()
+    found, problems = seldom.latest()
+    assert found is not None and found.progress.outer_iter == 7
+    assert len(problems) == 3 and "bitwise" in problems[-1]
 
 
 def test_only_the_newest_are_kept(store: CheckpointStore) -> None:
