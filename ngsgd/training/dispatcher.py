@@ -91,6 +91,8 @@ class OuterIterationState:
     avoided: frozenset[Shard]              # shards in quarantine
     # duration after which jobs end with partial results
     round_s: float
+    # number of the plan
+    number: int
     # seconds on the dispatcher's clock; set when the first job runs
     ends_at: float = math.inf
     # jobs were asked to end with partial results
@@ -138,6 +140,7 @@ class Dispatcher:
         # last time at which enough workers were alive
         self._enough_at: float | None = None
         self.num_discarded = 0
+        self._num_plans = 0
         # work items that were deferred -> failed attempts
         self._failures: dict[WorkItem, int] = {}
         # attempts that ended because the coordinator killed the worker
@@ -157,12 +160,14 @@ class Dispatcher:
         self.ledger.planned(plan)
         shards = frozenset(piece.shard for piece in quarantined)
         jobs = range(plan.num_jobs)
-        return OuterIterationState(plan, model, shards, round_s, to_come=set(jobs),
+        self._num_plans += 1
+        return OuterIterationState(plan, model, shards, round_s, self._num_plans, to_come=set(jobs),
                                    unsettled=set(jobs), damaged=self._damaged)
 
     def enqueue(self, state: OuterIterationState, job: Job) -> None:
         """Accept a job that can run; jobs on a quarantined shard are rejected immediately."""
         state.to_come.discard(job.job)
+        job = replace(job, plan=state.number)
         if any(piece.shard in state.avoided for piece in job.pieces):
             state.skipped.add(job.job)
             self._give_up(state, job, "quarantined", "its shard is in quarantine")
@@ -295,7 +300,8 @@ class Dispatcher:
             self.num_deaths += isinstance(outcome, JobFailure) and outcome.worker_died
             self.audits.settle(outcome)
             return
-        state = next((r for r in states if r.plan.outer_iter == outcome.job.outer_iter), None)
+        # a result of a plan before a roll-back may arrive again
+        state = next((r for r in states if r.number == outcome.job.plan), None)
         if state is None or self.audits.holds(outcome.job) or outcome.job.job not in state.unsettled:
             if isinstance(outcome, JobResult):  # duplicate result
                 self.num_discarded += 1

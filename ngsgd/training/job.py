@@ -110,6 +110,8 @@ class Job:
     upcoming: tuple[WorkItem, ...] = ()
     # number of a repetition for the audit, which is not averaged; 0: none
     repeat: int = 0
+    # number of the plan in this process; an outer iteration that is repeated has another one
+    plan: int = 0
 
     @property
     def identity(self) -> tuple[int, int, int]:

@@ -132,7 +132,7 @@ def test_a_pause_of_the_coordinator_s_own_work_restarts_the_deadlines(tmp_path: 
     trial = Trial(tmp_path, [*_polls(1.0, BOTH_WORK), *BOTH_DONE])
     trial.pool.now += 1000.0    # averaging, a slow disk
     trial.pool.script = iter([*_polls(25.0, {}), *BOTH_DONE])
-    again = OuterIterationState(trial.round.plan, trial.round.model, frozenset(), math.inf, unsettled={0, 1})
+    again = OuterIterationState(trial.round.plan, trial.round.model, frozenset(), math.inf, 2, unsettled={0, 1})
     for job, pieces in enumerate(trial.round.plan.work):
         trial.dispatch.enqueue(again, Job(0, job, 1, pieces, JobInit(trial.round.model), 0.01, 1.0))
     trial.dispatch.ledger = Ledger(tmp_path / "again.jsonl")

@@ -101,7 +101,8 @@ def false_alarms(trial: Trial) -> Iterator[str]:
                    f"named {line['faulty']}")
         if line["outcome"] == "agreed":
             right |= {worker for worker, _ in line["runs"]}
-    if not has_others and right & faulty:
+    # with compression rounding may remove a wrong bit from all that a job contributes
+    if not has_others and right & faulty and trial.config.cluster.compression == "none":
         yield f"wrong results of workers {sorted(right & faulty)} agreed with right ones"
 
 
