@@ -201,7 +201,7 @@ class CheckpointStore:
                 found = self.load(path)
             except CheckpointError as error:
                 problems.append(str(error))
-                if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+                if _is_unread(error):
                     unread = CheckpointError(f"{path} cannot be read ({error.__cause__}), and no other checkpoint has the "
                                              "state of jobs; check the disk, then resume.")
                 continue
@@ -282,7 +282,10 @@ class CheckpointStore:
             if wanted and not (target.exists() and target.samefile(path / _MODEL)):
                 try:
                     digest = digests.get(_outer_iter(path)) or self.load(path).model_sha256
-                except CheckpointError:
+                except CheckpointError as error:
+                    if _is_unread(error):
+                        raise CheckpointError(f"{path} cannot be read ({error.__cause__}), and the final combination needs "
+                                              "its model; check the disk, then resume.") from error
                     continue
                 self._keep_candidate(path / _MODEL, target, digest)
 
@@ -374,6 +377,11 @@ class CheckpointStore:
     def _found(self) -> list[Path]:
         return sorted((path for path in self.directory.glob("iter-*")
                        if _NAME.fullmatch(path.name)), key=_outer_iter)
+
+
+def _is_unread(error: CheckpointError) -> bool:
+    """Whether a file is there but could not be read, so that its content may be undamaged."""
+    return isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
 
 
 def _outer_iter(path: Path) -> int:
