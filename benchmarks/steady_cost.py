@@ -301,7 +301,7 @@ def show_parts(folder: Path, options: argparse.Namespace, config: RunConfig, sto
     times = [np.load(folder / f"times-{job}.npy")[_WARM_UP:] for job in range(options.jobs)]
     # the first job starts with cold caches
     worker, bare = (np.concatenate([_of_kind(one, kind, period) for one in times[1:half]]) for kind in (WORKER, BARE))
-    bare_ms = 1e3 * float(bare[:, 1].mean())
+    bare_ms = 1e3 * float(bare[:, COMPLETE].mean())
     loop = _difference(worker, bare, OUTSIDE)
     within_calls = _difference(worker, bare, INSIDE)
     later = np.concatenate([_of_kind(one, kind, period) for one in times[half:] for kind in (WORKER, BARE)])

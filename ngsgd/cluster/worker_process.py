@@ -112,7 +112,6 @@ class WorkerProcess:
         self._should_stop = False
         # several checks within a short hang timeout
         self._check_s = min(_CHECK_S, setup.spec.settings.failure.hang_timeout_s / 10.0)
-        self._checks = Checks(self._check_s)
 
     def terminate(self, signum: int, frame: FrameType | None) -> None:
         self._should_end = True

@@ -115,7 +115,7 @@ class Job:
 
     @property
     def identity(self) -> tuple[int, int, int]:
-        """(outer iteration, job, attempt): unique within a run; negative for repetitions."""
+        """(outer iteration, job, attempt): unique within a plan; negative for repetitions."""
         return self.outer_iter, self.job, -self.repeat or self.attempt
 
     @property

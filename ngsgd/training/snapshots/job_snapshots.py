@@ -130,7 +130,7 @@ class JobSnapshots:
     def __init__(self, worker: Snapshots, job: Job, start: Vector, state: JobState, memory: SnapshotMemory) -> None:
         self.job = job
         self.state = state
-        self._worker, self._timer = worker, worker.timer
+        self._worker = worker
         self._memory = memory
         self._start = start
         self._identity: bytes | None = None
@@ -170,13 +170,13 @@ class JobSnapshots:
 
     def is_due(self, should_stop: bool) -> bool:
         """Whether it is time for a snapshot, or this worker was asked to end."""
-        return (should_stop and self._worker.is_leaving()) or self._timer.is_due()
+        return (should_stop and self._worker.is_leaving()) or self._worker.timer.is_due()
 
     def take(self, num_minibatches: int) -> None:
         """Take a snapshot; without memory, only warn."""
         if self._is_off:
             return
-        began = self._timer.work_clock()
+        began = self._worker.timer.work_clock()
         seconds = self.earlier_s + time.perf_counter() - self._began
         packed = Packed.of({"state": self.state.values(), "seconds": seconds})
         index = (self._last + 1) % NUM_BLOCKS
@@ -189,7 +189,7 @@ class JobSnapshots:
             return
         packed.write(block, self.identity, num_minibatches)
         self._last = index
-        self._timer.taken(packed.num_bytes, self._timer.work_clock() - began)
+        self._worker.timer.taken(packed.num_bytes, self._worker.timer.work_clock() - began)
 
     def _room(self, index: int, num_bytes: int) -> Block:
         """Return a block for writing."""

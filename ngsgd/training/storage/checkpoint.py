@@ -201,9 +201,7 @@ class CheckpointStore:
                 found = self.load(path)
             except CheckpointError as error:
                 problems.append(str(error))
-                if _is_unread(error):
-                    unread = CheckpointError(f"{path} cannot be read ({error.__cause__}), and no other checkpoint has the "
-                                             "state of jobs; check the disk, then resume.")
+                unread = _read_error(path, error, "no other checkpoint has the state of jobs") or unread
                 continue
             if found.has_jobs or not self.keeps_jobs or self.jobs_interval == 1:
                 return found, problems
@@ -211,8 +209,8 @@ class CheckpointStore:
         if newest and unread:
             raise unread
         if newest and problems:
-            problems.append("No checkpoint with the state of jobs is left. The errors of compression start from zero, so "
-                            "the result is not bitwise identical to that of an undisturbed run.")
+            problems.append("No checkpoint with the state of jobs is left. Jobs start from the model alone, so the "
+                            "result is not bitwise identical to that of an undisturbed run.")
         return newest, problems
 
     def outer_iters(self) -> list[int]:
@@ -283,9 +281,8 @@ class CheckpointStore:
                 try:
                     digest = digests.get(_outer_iter(path)) or self.load(path).model_sha256
                 except CheckpointError as error:
-                    if _is_unread(error):
-                        raise CheckpointError(f"{path} cannot be read ({error.__cause__}), and the final combination needs "
-                                              "its model; check the disk, then resume.") from error
+                    if unread := _read_error(path, error, "the final combination needs its model"):
+                        raise unread from error
                     continue
                 self._keep_candidate(path / _MODEL, target, digest)
 
@@ -379,9 +376,14 @@ class CheckpointStore:
                        if _NAME.fullmatch(path.name)), key=_outer_iter)
 
 
-def _is_unread(error: CheckpointError) -> bool:
-    """Whether a file is there but could not be read, so that its content may be undamaged."""
-    return isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError)
+def _read_error(path: Path, error: CheckpointError, reason: str) -> CheckpointError | None:
+    """The error of a checkpoint that is there but cannot be read, so that it may be undamaged; None
+    for other damage.
+    """
+    cause = error.__cause__
+    if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError):
+        return None
+    return CheckpointError(f"{path} cannot be read ({cause}), and {reason}; check the disk, then resume.")
 
 
 def _outer_iter(path: Path) -> int:
