@@ -78,6 +78,8 @@ class Trial:
         self._pools: list[FaultyPool] = []
         # number of the process that took the run lock last
         self._holder = -1
+        # in the order of time; a second coordinator begins later than another one and may end before it
+        self._endings: list[str] = []
         self._is_nested = False
         # largest number of jobs of an outer iteration
         self._most_jobs = 0
@@ -120,7 +122,7 @@ class Trial:
     def has_no_data(self) -> bool:
         """Whether the run ended because all its data are in quarantine."""
         # a second coordinator may be rejected after it
-        return next((life.ending for life in reversed(self.lives) if life.ending != "locked"), "") == "no data"
+        return next((ending for ending in reversed(self._endings) if ending != "locked"), "") == "no data"
 
     def _live(self, host: str, keep: dict[int, str] | None = None) -> bool:
         """Run one coordinator process; return whether the run is finished."""
@@ -142,6 +144,7 @@ class Trial:
             self._judge_error(life, error)
         life.num_read_faults = sum(fault.where == "read" for fault in self.world.occurred) - reads
         self.world.note("ended", life.ending)
+        self._endings.append(life.ending)
         left = self.disk.end_process(keep or {})
         if left and life.ending in ("finished", "error", "no data"):
             self.world.report(f"the process left files open: {', '.join(sorted(Path(path).name for path in left))}")

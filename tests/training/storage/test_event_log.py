@@ -55,6 +55,38 @@ def test_lines_after_the_checkpoint_that_is_resumed_are_superseded(tmp_path: Pat
     assert found["superseded_outer_iteration", 2] == 1
 
 
+def test_lines_are_restored_if_a_later_process_can_read_their_checkpoint(tmp_path: Path,
+                                                                         records: list[OuterIterationRecord]) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    for record in records[:3]:
+        log.outer_iteration(record)
+    log.close("KILLED")
+    # a process that can only read the checkpoint of the first one is killed after it has repeated the second
+    log = EventLog(path, after=0)
+    log.outer_iteration(records[1])
+    log.close("KILLED")
+    log = EventLog(path, after=2)
+    assert log.has(2)
+    log.close("FINISHED")
+    found = lines(path)
+    assert [found["outer_iteration", number] for number in range(3)] == [1, 1, 1]
+    assert found["superseded_outer_iteration", 1] == 1 and found["superseded_outer_iteration", 2] == 0
+
+
+def test_a_line_without_its_end_is_written_again(tmp_path: Path, records: list[OuterIterationRecord]) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.outer_iteration(records[0])
+    # killed before the last byte was written
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    log = EventLog(path, after=0)
+    assert not log.has(0)
+    log.outer_iteration(records[0])
+    log.close("FINISHED")
+    assert lines(path) == {("outer_iteration", 0): 1, ("closed", -1): 1}
+
+
 def test_the_log_of_a_task_has_losses_and_examples_and_is_read_as_any_other(tmp_path: Path,
                                                                            records: list[OuterIterationRecord]) -> None:
     report = FinalReport("", 0.0, "", SubsetScore(-1.5, 0.0), SubsetScore(-2.5, 0.0), 640, 3.0, {}, {"valid/objf": 2.5})
