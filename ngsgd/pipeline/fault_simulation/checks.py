@@ -40,8 +40,8 @@ def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
         found, done = audit(ledger), read(ledger)
     except Exception as error:
         return [f"the ledger cannot be audited: {type(error).__name__}: {error}"]
-    if _mixes_processes(trial):
-        # commits and events stay in order
+    if trial.was_taken_over:
+        # without locks the ledger may hold lines of two processes for one outer iteration; commits and events stay in order
         found = []
     else:
         found += [*_shards(trial, done), *_given_up(trial, done), *_without_data(done)]
@@ -49,15 +49,6 @@ def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
     if keeps_bits(trial, done) and trial.final != baseline.final:
         found.append(f"the final model is {trial.final[:12]}, without faults it is {baseline.final[:12]}")
     return found
-
-
-def _mixes_processes(trial: Trial) -> bool:
-    """Whether the ledger may hold lines of two processes for one outer iteration.
-
-    Without locks a second coordinator writes to it. A process that could not read the newest
-    checkpoint repeats its outer iteration, and the next process may read it again.
-    """
-    return trial.was_taken_over or any(life.num_read_faults for life in trial.lives)
 
 
 def keeps_bits(trial: Trial, done: list[OuterIterationLines]) -> bool:
@@ -120,15 +111,12 @@ def _message(life: Life) -> str:
 def _lost_commits(trial: Trial) -> Iterator[str]:
     """A process must continue after the newest commit that was durable when it started.
 
-    A process that could not read a checkpoint may replace it, and die meanwhile. If only some
-    checkpoints contain the state of jobs, it continues after the newest one of these.
+    If only some checkpoints contain the state of jobs, it continues after the newest one of these.
     """
     interval = trial.config.job_states_interval
-    for at, life in enumerate(trial.lives):
+    for life in trial.lives:
         first = life.first_job
-        if first is None or any(one.num_read_faults for one in trial.lives[:at + 1]):
-            continue
-        if first.outer_iter <= life.acknowledged // interval * interval:
+        if first and first.outer_iter <= life.acknowledged // interval * interval:
             yield (f"process {life.number} repeated outer iteration {first.outer_iter}, and {life.acknowledged} was "
                    "committed")
 
@@ -208,7 +196,7 @@ def _events(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
     for outer_iter in seen.keys() - {one.outer_iter for one in done}:
         yield f"events.jsonl has a line of outer iteration {outer_iter}, which is not committed"
     for event in events:
-        if event["event"] == "outer_iteration" and event["outer_iter"] < len(done) and not _mixes_processes(trial):
+        if event["event"] == "outer_iteration" and event["outer_iter"] < len(done) and not trial.was_taken_over:
             yield from _record(event, done[event["outer_iter"]])
     if not any(event["event"] == "finished" for event in events):
         yield "events.jsonl has no line of the end"

@@ -41,8 +41,6 @@ class Life:
     first_job: Job | None = None
     # newest checkpoint that was durable when the process started
     acknowledged: int = -1
-    # whether one of its checkpoints could be unreadable
-    num_read_faults: int = 0
 
 
 @dataclass
@@ -133,7 +131,6 @@ class Trial:
         self._current = life
         self.disk.new_process(host)
         self.world.note("process", life.number)
-        reads = sum(fault.where == "read" for fault in self.world.occurred)
         try:
             self._train(life)
         except NoProgressError:
@@ -142,7 +139,6 @@ class Trial:
             # the traceback holds the objects of the process
             life.error = error.with_traceback(None)
             self._judge_error(life, error)
-        life.num_read_faults = sum(fault.where == "read" for fault in self.world.occurred) - reads
         self.world.note("ended", life.ending)
         self._endings.append(life.ending)
         left = self.disk.end_process(keep or {})

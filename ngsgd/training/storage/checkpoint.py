@@ -12,6 +12,7 @@ Files of `iter-000012`:
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -59,6 +60,12 @@ _NUM_THAT_MUST_FIT = 3
 # prefix of arrays and numbers of the averages over sites
 _SITE = "site."
 _NAME = re.compile(r"iter-(\d{6,})")
+# of a file that is missing, of another kind or too large; others may be temporary
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
+
+
+class _UnreadableError(CheckpointError):
+    """The system cannot read a checkpoint, which may be undamaged."""
 
 
 @dataclass(frozen=True)
@@ -187,27 +194,26 @@ class CheckpointStore:
         iterations after it are repeated, with bitwise identical results.
 
         Raises:
-            CheckpointError: a checkpoint cannot be read, and only ones without the state of jobs
-                are left.
+            CheckpointError: a checkpoint cannot be read, although it may be undamaged. A process
+                that continued from an older one, and a later one that can read it, would write two
+                histories of the run.
         """
         remove_abandoned(self.directory)
         # a crash may have occurred between a checkpoint and this step
         self._keep_candidates()
         problems: list[str] = []
         newest: Checkpoint | None = None
-        unread: CheckpointError | None = None
         for path in reversed(self._found()):
             try:
                 found = self.load(path)
+            except _UnreadableError:
+                raise
             except CheckpointError as error:
                 problems.append(str(error))
-                unread = _read_error(path, error, "no other checkpoint has the state of jobs") or unread
                 continue
             if found.has_jobs or not self.keeps_jobs or self.jobs_interval == 1:
                 return found, problems
             newest = newest or found
-        if newest and unread:
-            raise unread
         if newest and problems:
             problems.append("No checkpoint with the state of jobs is left. Jobs start from the model alone, so the "
                             "result is not bitwise identical to that of an undisturbed run.")
@@ -280,9 +286,9 @@ class CheckpointStore:
             if wanted and not (target.exists() and target.samefile(path / _MODEL)):
                 try:
                     digest = digests.get(_outer_iter(path)) or self.load(path).model_sha256
-                except CheckpointError as error:
-                    if unread := _read_error(path, error, "the final combination needs its model"):
-                        raise unread from error
+                except _UnreadableError:
+                    raise
+                except CheckpointError:
                     continue
                 self._keep_candidate(path / _MODEL, target, digest)
 
@@ -316,6 +322,9 @@ class CheckpointStore:
                 record = OuterIterationRecord.from_json(read_json(path / _RECORD))
         # a damaged file can raise anything in a parser; the previous checkpoint is tried then
         except Exception as error:
+            if isinstance(error, OSError) and error.errno not in _DAMAGE:
+                raise _UnreadableError(f"checkpoint {path} cannot be read ({error.strerror}); check the disk and the permissions, "
+                                       "then resume. To continue from an earlier one, remove this folder first.") from error
             raise CheckpointError(f"checkpoint {path} is damaged ({error}) and is "
                                   "skipped.") from error
         if {name: tuple(t.shape) for name, t in state.items()} != self.layout.by_name():
@@ -374,16 +383,6 @@ class CheckpointStore:
     def _found(self) -> list[Path]:
         return sorted((path for path in self.directory.glob("iter-*")
                        if _NAME.fullmatch(path.name)), key=_outer_iter)
-
-
-def _read_error(path: Path, error: CheckpointError, reason: str) -> CheckpointError | None:
-    """The error of a checkpoint that is there but cannot be read, so that it may be undamaged; None
-    for other damage.
-    """
-    cause = error.__cause__
-    if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError):
-        return None
-    return CheckpointError(f"{path} cannot be read ({cause}), and {reason}; check the disk, then resume.")
 
 
 def _outer_iter(path: Path) -> int:

@@ -20,7 +20,7 @@ from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from ngsgd.training.storage.lock import RunLock
 
 _DERIVED = ("objf", "accuracy", "skew", "max_change_share", "max_param_change_share")
-_OUTER_ITERATION, _SUPERSEDED = "outer_iteration", "superseded_outer_iteration"
+_SUPERSEDED = "superseded_outer_iteration"
 # names of speech runs -> names in the log of a task
 _OF_TASK = {"frames_processed": "examples_processed", "num_frames": "num_examples", "objf": "loss"}
 _OF_SPEECH = {name: own for own, name in _OF_TASK.items()}
@@ -37,8 +37,7 @@ class EventLog:
         path: the file.
         after: the newest committed outer iteration, -1 before the first. Lines of later ones belong
             to commits that were lost with a damaged checkpoint. They are renamed, because the run
-            repeats these outer iterations. They get their name back if a later process can read
-            that checkpoint. None keeps all lines.
+            repeats these outer iterations. None keeps all lines.
         is_speech: False writes losses and examples instead of objf and frames.
         lock: the run lock. A process that another one has replaced writes no more outer iterations.
             None gives no protection against a second coordinator.
@@ -49,12 +48,14 @@ class EventLog:
         self._is_speech, self._lock = is_speech, lock
         # read first: an error leaves no open file
         text = read_log(path) if path.is_file() else ""
-        # an incomplete last line is removed below, although it may be valid
+        # JsonLines removes an incomplete last line, which may be valid
         text = text[:text.rfind("\n") + 1]
-        renamed, self._reported = _continued(text, after)
-        if renamed != text:
-            write_text(path, renamed)
+        reported = {event["outer_iter"] for event in valid_events(parse_json_lines(text)) if event["event"] == "outer_iteration"}
+        if after is not None and any(outer_iter > after for outer_iter in reported):
+            write_text(path, _superseded(text, after))
+            reported = {outer_iter for outer_iter in reported if outer_iter <= after}
         self._lines = JsonLines(path)
+        self._reported = reported
 
     def has(self, outer_iter: int) -> bool:
         """Whether the line of an outer iteration is written."""
@@ -130,29 +131,14 @@ def is_valid(event: dict[str, Any]) -> bool:
     return True
 
 
-def _continued(text: str, after: int | None) -> tuple[str, set[int]]:
-    """Rename the lines of outer iterations later than `after`, and restore missing ones up to it.
-
-    Returns:
-        (the log, the outer iterations that have a line).
-    """
-    lines = text.split("\n")
-    found: dict[str, dict[int, int]] = {_OUTER_ITERATION: {}, _SUPERSEDED: {}}
-    for at, line in enumerate(lines):
-        for event in parse_json_lines(line):
-            if event.get("event") in (_OUTER_ITERATION, _SUPERSEDED) and valid_events([{**event, "event": _OUTER_ITERATION}]):
-                found[event["event"]][event["outer_iter"]] = at
-    written = found[_OUTER_ITERATION]
-    if after is None:
-        return text, set(written)
-    lost = {outer_iter: at for outer_iter, at in written.items() if outer_iter > after}
-    restored = {outer_iter: at for outer_iter, at in found[_SUPERSEDED].items()
-                if outer_iter <= after and outer_iter not in written}
-    for at in (*lost.values(), *restored.values()):
-        event = json.loads(lines[at])
-        name = _SUPERSEDED if event["event"] == _OUTER_ITERATION else _OUTER_ITERATION
-        lines[at] = json.dumps({**event, "event": name})
-    return "\n".join(lines), (written.keys() | restored.keys()) - lost.keys()
+def _superseded(text: str, after: int) -> str:
+    """Rename the lines of outer iterations later than `after`."""
+    def renamed(line: str) -> str:
+        parsed = list(parse_json_lines(line))
+        if any(event["event"] == "outer_iteration" and event["outer_iter"] > after for event in valid_events(parsed)):
+            return json.dumps({**parsed[0], "event": _SUPERSEDED}) + "\n"
+        return line
+    return "".join(map(renamed, text.splitlines(keepends=True)))
 
 
 def _in_words_of_task(kind: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -80,14 +80,16 @@ def test_two_checkpoints_with_job_states_are_kept(seldom: CheckpointStore, monke
     assert seldom.outer_iters() == [3, 6, 7]
     found, problems = seldom.latest()
     assert found is not None and found.progress.outer_iter == 6 and problems == []
-    without_reading(seldom, {6}, monkeypatch)
+    (seldom.directory / "iter-000006" / "model.safetensors").unlink()
     found, problems = seldom.latest()
     assert found is not None and found.progress.outer_iter == 3 and len(problems) == 1
 
 
-def test_job_states_that_cannot_be_read_end_the_run(seldom: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_reading(seldom, {3, 6}, monkeypatch)
-    with pytest.raises(CheckpointError, match="iter-000003"):
+@pytest.mark.parametrize("number", [6, 7])
+def test_a_checkpoint_that_cannot_be_read_ends_the_resumption(seldom: CheckpointStore, monkeypatch: pytest.MonkeyPatch,
+                                                              number: int) -> None:
+    without_reading(seldom, {number}, monkeypatch)
+    with pytest.raises(CheckpointError, match=f"iter-{number:06d}"):
         seldom.latest()
 
 

@@ -55,25 +55,6 @@ def test_lines_after_the_checkpoint_that_is_resumed_are_superseded(tmp_path: Pat
     assert found["superseded_outer_iteration", 2] == 1
 
 
-def test_lines_are_restored_if_a_later_process_can_read_their_checkpoint(tmp_path: Path,
-                                                                         records: list[OuterIterationRecord]) -> None:
-    path = tmp_path / "events.jsonl"
-    log = EventLog(path)
-    for record in records[:3]:
-        log.outer_iteration(record)
-    log.close("KILLED")
-    # a process that can only read the checkpoint of the first one is killed after it has repeated the second
-    log = EventLog(path, after=0)
-    log.outer_iteration(records[1])
-    log.close("KILLED")
-    log = EventLog(path, after=2)
-    assert log.has(2)
-    log.close("FINISHED")
-    found = lines(path)
-    assert [found["outer_iteration", number] for number in range(3)] == [1, 1, 1]
-    assert found["superseded_outer_iteration", 1] == 1 and found["superseded_outer_iteration", 2] == 0
-
-
 def test_a_line_without_its_end_is_written_again(tmp_path: Path, records: list[OuterIterationRecord]) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
