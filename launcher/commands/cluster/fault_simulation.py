@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _DEFAULT_SEEDS = 100
 _POLL_S = 1.0
+# defaults of the options that do not apply to one seed, and of the others
+_OF_MANY_SEEDS = {"seeds": None, "seconds": None, "first_seed": 0, "until_failure": False, "processes": 1}
+_DEFAULTS = {**_OF_MANY_SEEDS, "seed": None, "only_faults": None, "audit_all": False}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -39,6 +42,11 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--audit-all", action="store_true", help="audit every job of every seed, in longer runs")
     group.add_argument("--processes", type=int, default=1, metavar="N",
                        help="processes that run seeds (default: %(default)s)")
+
+
+def given(options: argparse.Namespace, defaults: Mapping[str, object] = _DEFAULTS) -> list[str]:
+    """Flags of the fault simulation that were given."""
+    return ["--" + name.replace("_", "-") for name, default in defaults.items() if getattr(options, name) != default]
 
 
 @dataclass
@@ -98,6 +106,8 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(f"--faults chooses its own settings; remove {' '.join(options.overrides)}.")
     if options.only_faults is not None and options.seed is None:
         problems.append("--only-faults needs --seed.")
+    if options.seed is not None and (unused := given(options, _OF_MANY_SEEDS)):
+        problems.append(f"--seed runs one seed, so that {', '.join(unused)} would have no effect; remove one of the two.")
     if options.processes < 1:
         problems.append(f"--processes is {options.processes}; it must be at least 1.")
     if problems:

@@ -102,7 +102,7 @@ def argument_parser() -> Parser:
 
 def _check(options: argparse.Namespace) -> None:
     """Raise one ConfigError with all mistakes."""
-    problems = []
+    problems = [f"{flag} needs --faults." for flag in fault_simulation.given(options)]
     for name in ("frames_per_s", "bandwidth"):
         value = getattr(options, name)
         if not (math.isfinite(value) and value > 0.0):

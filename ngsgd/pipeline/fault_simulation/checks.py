@@ -41,7 +41,7 @@ def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
     except Exception as error:
         return [f"the ledger cannot be audited: {type(error).__name__}: {error}"]
     if trial.was_taken_over:
-        # without locks the ledger may hold lines of two processes for one outer iteration; commits and events stay in order
+        # without locks the ledger may hold lines of two processes for one outer iteration
         found = []
     else:
         found += [*_shards(trial, done), *_given_up(trial, done), *_without_data(done)]

@@ -76,7 +76,7 @@ class Trial:
         self._pools: list[FaultyPool] = []
         # number of the process that took the run lock last
         self._holder = -1
-        # in the order of time; a second coordinator begins later than another one and may end before it
+        # of processes, in the order of time
         self._endings: list[str] = []
         self._is_nested = False
         # largest number of jobs of an outer iteration

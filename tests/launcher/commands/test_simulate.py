@@ -44,6 +44,13 @@ def test_everything_wrong_is_reported_at_once(capsys: pytest.CaptureFixture[str]
     assert "--latency is nan" in told
 
 
+@pytest.mark.parametrize("flags", [["--seed", "3"], ["--until-failure"], ["--audit-all"],
+                                   ["--faults", "--seed", "3", "--seeds", "2"], ["--faults", "--only-faults", "1"]])
+def test_options_of_the_fault_simulation_without_effect_are_errors(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", *flags]) == ConfigError.exit_code
+    assert flags[-2 if flags[-1].isdigit() else -1] in capsys.readouterr().err
+
+
 def test_the_requested_spread_is_that_of_a_complete_job() -> None:
     options = simulate.argument_parser().parse_args(["--sigma", "0.1", "--host-sigma", "0.3"])
     cluster = simulate.cluster_of(options, num_minibatches=25.0, seed=1)
