@@ -134,9 +134,11 @@ class Audits:
         return True
 
     def holds(self, job: Job) -> bool:
-        """Whether a result of the job is being audited."""
-        case = self._cases.get((job.outer_iter, job.job))
-        return case is not None and case.original is not None
+        """Whether a result of the job is being audited, or its audit has just ended."""
+        key = job.outer_iter, job.job
+        case = self._cases.get(key)
+        ended = ((one.result.job.outer_iter, one.result.job.job) for one in self._concluded)
+        return (case is not None and case.original is not None) or key in ended
 
     def give_up(self, job: Job) -> None:
         """End the audit of a job that this outer iteration omits."""
