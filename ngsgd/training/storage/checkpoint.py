@@ -199,6 +199,9 @@ class CheckpointStore:
                 histories of the run.
         """
         remove_abandoned(self.directory)
+        # a killed process may not have synced the names of the last checkpoint and model
+        for folder in filter(Path.is_dir, (self.directory, self.models)):
+            fsync(folder)
         # a crash may have occurred between a checkpoint and this step
         self._keep_candidates()
         problems: list[str] = []
