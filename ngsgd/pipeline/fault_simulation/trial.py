@@ -219,7 +219,8 @@ class Trial:
 
     def _see_sync(self, path: str) -> None:
         if path.endswith("checkpoints"):
-            for name in self._renamed:
+            # a power cut may have removed a name that was not synced
+            for name in [name for name in self._renamed if (Path(path) / name).is_dir()]:
                 self.acknowledged = max(self.acknowledged, int(name.removeprefix("iter-")))
             self._renamed.clear()
 
