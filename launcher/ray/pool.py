@@ -271,9 +271,9 @@ class RayPool:
         slot.killed_because = reason
         self._kill(slot)
 
-    def stop_jobs(self) -> None:
+    def stop_jobs(self, outer_iter: int) -> None:
         for slot in self._slots:
-            if slot.job is not None:
+            if slot.job is not None and slot.job.outer_iter == outer_iter:
                 slot.actor.stop.options(concurrency_group="control").remote()
 
     def abandon(self) -> None:

@@ -88,7 +88,7 @@ class InProcessPool:
     def kill(self, worker: int, reason: str) -> None:
         raise AssertionError("a job in this process cannot be killed")
 
-    def stop_jobs(self) -> None:
+    def stop_jobs(self, outer_iter: int) -> None:
         pass
 
     def abandon(self) -> None:

@@ -236,9 +236,9 @@ class ProcessPool:
         slot.killed = self._clock.now if slot.killed is None else slot.killed
         slot.process.kill()
 
-    def stop_jobs(self) -> None:
+    def stop_jobs(self, outer_iter: int) -> None:
         for slot in self._slots:
-            if slot.job is not None:
+            if slot.job is not None and slot.job.outer_iter == outer_iter:
                 slot.told_to_stop = True
                 with contextlib.suppress(Disconnected):
                     slot.messages.post(STOP)

@@ -244,7 +244,8 @@ class Dispatcher:
         leave_it = self.failure.policy == "defer" and self.stop.requested()
         if not state.is_stopped and (leave_it or self._awake.now >= state.ends_at):
             state.is_stopped = True
-            self.pool.stop_jobs()
+            # not those that run ahead, whose time has hardly begun
+            self.pool.stop_jobs(state.plan.outer_iter)
 
     def _require_workers(self) -> None:
         """Raise if too few workers are alive for longer than cluster.start_timeout_s."""

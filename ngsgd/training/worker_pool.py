@@ -63,8 +63,8 @@ class WorkerPool(Protocol):
     def kill(self, worker: int, reason: str) -> None:
         """Kill and replace a hung worker; its job is reported as failed for that reason."""
 
-    def stop_jobs(self) -> None:
-        """Ask the workers to end their jobs after the current minibatch."""
+    def stop_jobs(self, outer_iter: int) -> None:
+        """Ask the workers to end their jobs of an outer iteration after the current minibatch."""
 
     def abandon(self) -> None:
         """Abandon the running jobs."""

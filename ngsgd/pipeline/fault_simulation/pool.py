@@ -239,11 +239,11 @@ class FaultyPool:
         self._after(_LATENCY_S, self._for_process(self._workers[worker], lambda: self._die(
             self._workers[worker], reason, from_outside=True)))
 
-    def stop_jobs(self) -> None:
+    def stop_jobs(self, outer_iter: int) -> None:
         self.world.note("stop jobs")
         for worker in self._workers:
             running = worker.running
-            if running and running.hangs_at == math.inf:
+            if running and running.hangs_at == math.inf and running.job.outer_iter == outer_iter:
                 running.ends_after = min(running.ends_after, running.done(self.world.now) + 1)
                 self._schedule_end(worker, running)
 

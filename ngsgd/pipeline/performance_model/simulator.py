@@ -148,8 +148,8 @@ class SimulatedPool:
     def kill(self, worker: int, reason: str) -> None:
         self._end(self._slots[worker], reason)
 
-    def stop_jobs(self) -> None:
-        for task in (slot.task for slot in self._slots if slot.task):
+    def stop_jobs(self, outer_iter: int) -> None:
+        for task in (slot.task for slot in self._slots if slot.task and slot.task.job.outer_iter == outer_iter):
             task.num_minibatches = min(task.num_minibatches, task.done(self._now) + 1)
             task.was_told = True
 

@@ -288,12 +288,25 @@ def test_a_stopped_job_ends_after_the_current_minibatch(tmp_path: Path) -> None:
     model = pool.publish(lambda vector: vector.fill(0.0))
     pool.submit(Job(0, 0, 1, (WorkItem(Shard(0, 0), 0, 0),), JobInit(model), 0.01, 1.0))
     assert pool.wait(1.5) is None
-    pool.stop_jobs()
+    pool.stop_jobs(0)
     result = pool.wait(10.0)
     assert isinstance(result, JobResult) and not isinstance(result, JobFailure)
     assert result.num_minibatches == 2 and result.remainder
     assert pool.clock() == pytest.approx(2.0, rel=0.05)
     assert result.seconds == pytest.approx(pool.clock())
+
+
+def test_jobs_of_the_next_outer_iteration_do_not_end_with_the_time_of_this_one(tmp_path: Path) -> None:
+    run = Run(tmp_path, jobs(2))
+    pool = SimulatedPool(run.spec, SimulatedCluster(rate=64.0), 2, 1)
+    pool.start()
+    model = pool.publish(lambda vector: vector.fill(0.0))
+    for outer_iter in range(2):
+        pool.submit(Job(outer_iter, 0, 1, (WorkItem(Shard(0, 0), outer_iter, 0),), JobInit(model), 0.01, 1.0))
+    pool.stop_jobs(0)
+    first, second = pool.wait(60.0), pool.wait(60.0)
+    assert isinstance(first, JobResult) and first.job.outer_iter == 0 and first.remainder
+    assert isinstance(second, JobResult) and second.job.outer_iter == 1 and not second.remainder
 
 
 def test_fewer_jobs_than_workers_are_no_loss(tmp_path: Path) -> None:
