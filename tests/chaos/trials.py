@@ -206,7 +206,8 @@ def _try_storage(case: Case, folder: Path) -> Seen:
         except PowerCut:
             outcome = "resumed"
     assert trouble.happened, "the fault never struck"
-    assert not said or ("could not be saved" in said and "ngsgd resume" in said)
+    assert not said or ("cannot be read" in said and "then resume" in said if is_read
+                        else "could not be saved" in said and "ngsgd resume" in said)
     if outcome == "continued" and is_read and case.how != "slow":
         outcome = "older checkpoint, one outer iteration repeated"
     broke_s = time.monotonic() - began
