@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import queue
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 _DEFAULT_SEEDS = 100
 _POLL_S = 1.0
-# defaults of the options that do not apply to one seed, and of the others
-_OF_MANY_SEEDS = {"seeds": None, "seconds": None, "first_seed": 0, "until_failure": False, "processes": 1}
-_DEFAULTS = {**_OF_MANY_SEEDS, "seed": None, "only_faults": None, "audit_all": False}
+# options that do not apply to one seed
+_OF_MANY_SEEDS = ("seeds", "seconds", "first_seed", "until_failure", "processes")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -44,9 +43,12 @@ def add_arguments(parser: Parser) -> None:
                        help="processes that run seeds (default: %(default)s)")
 
 
-def given(options: argparse.Namespace, defaults: Mapping[str, object] = _DEFAULTS) -> list[str]:
-    """Flags of the fault simulation that were given."""
-    return ["--" + name.replace("_", "-") for name, default in defaults.items() if getattr(options, name) != default]
+def given(options: argparse.Namespace, names: Collection[str] = ()) -> list[str]:
+    """Flags of the fault simulation that differ from their defaults, all or some of them."""
+    parser = Parser("simulate")
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    return ["--" + name.replace("_", "-") for name in names or defaults if getattr(options, name) != defaults[name]]
 
 
 @dataclass

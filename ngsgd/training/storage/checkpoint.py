@@ -64,10 +64,6 @@ _NAME = re.compile(r"iter-(\d{6,})")
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
 
 
-class _UnreadableError(CheckpointError):
-    """The system cannot read a checkpoint, which may be undamaged."""
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A committed outer iteration."""
@@ -209,9 +205,9 @@ class CheckpointStore:
         for path in reversed(self._found()):
             try:
                 found = self.load(path)
-            except _UnreadableError:
-                raise
             except CheckpointError as error:
+                if _may_be_undamaged(error.__cause__):
+                    raise
                 problems.append(str(error))
                 continue
             if found.has_jobs or not self.keeps_jobs or self.jobs_interval == 1:
@@ -289,9 +285,9 @@ class CheckpointStore:
             if wanted and not (target.exists() and target.samefile(path / _MODEL)):
                 try:
                     digest = digests.get(_outer_iter(path)) or self.load(path).model_sha256
-                except _UnreadableError:
-                    raise
-                except CheckpointError:
+                except CheckpointError as error:
+                    if _may_be_undamaged(error.__cause__):
+                        raise
                     continue
                 self._keep_candidate(path / _MODEL, target, digest)
 
@@ -325,9 +321,9 @@ class CheckpointStore:
                 record = OuterIterationRecord.from_json(read_json(path / _RECORD))
         # a damaged file can raise anything in a parser; the previous checkpoint is tried then
         except Exception as error:
-            if isinstance(error, OSError) and error.errno not in _DAMAGE:
-                raise _UnreadableError(f"checkpoint {path} cannot be read ({error.strerror}); check the disk and the permissions, "
-                                       "then resume. To continue from an earlier one, remove this folder first.") from error
+            if _may_be_undamaged(error):
+                raise CheckpointError(f"checkpoint {path} cannot be read ({error}); check the disk and the permissions, "
+                                      "then resume. To continue from an earlier one, remove this folder first.") from error
             raise CheckpointError(f"checkpoint {path} is damaged ({error}) and is "
                                   "skipped.") from error
         if {name: tuple(t.shape) for name, t in state.items()} != self.layout.by_name():
@@ -386,6 +382,11 @@ class CheckpointStore:
     def _found(self) -> list[Path]:
         return sorted((path for path in self.directory.glob("iter-*")
                        if _NAME.fullmatch(path.name)), key=_outer_iter)
+
+
+def _may_be_undamaged(error: BaseException | None) -> bool:
+    """Whether the system could not read a file that is there."""
+    return isinstance(error, OSError) and error.errno not in _DAMAGE
 
 
 def _outer_iter(path: Path) -> int:
