@@ -364,4 +364,7 @@ def _language(tree: Mapping[str, Any], found: Mapping[str, bytes]) -> Language:
         raise ValueError("a word has a pronunciation with phones that the model lacks")
     if given and not all(type(pdf) is int and 0 <= pdf < 1 << 24 for pdf in given.tid2pdf):
         raise ValueError("a transition of its graph has no HMM state")
+    counts = language.word_counts
+    if not isinstance(counts, dict) or not all(type(count) is int and count >= 0 for count in counts.values()):
+        raise ValueError("its word counts are not a table of numbers from 0")
     return language

@@ -139,6 +139,17 @@ def test_a_calibration_is_read_and_checked(
         Bundle.load(tmp_path / "a")
 
 
+@pytest.mark.parametrize("counts", [None, [], 5, {"YES": -1}, {"YES": 1.5}, {"YES": True}, {"YES": "1"}])
+def test_word_counts_that_are_not_numbers_are_refused(tmp_path: Path, content: dict[str, bytes], counts: Any) -> None:
+    from ngsgd import files
+
+    index = files.unsealed(json.loads(content[bundle_files.INDEX]))[0]
+    changed = files.sealed({**index, "language": {**index["language"], "word_counts": counts}})
+    bundle_files.write_file(tmp_path / "a", {**content, bundle_files.INDEX: json.dumps(changed).encode()})
+    with pytest.raises(CheckpointError):
+        Bundle.load(tmp_path / "a")
+
+
 @pytest.mark.parametrize(
     "changes",
     [

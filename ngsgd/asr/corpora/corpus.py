@@ -41,7 +41,7 @@ from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
 from ngsgd.asr.features import augment, cmvn, filterbank, noise
 from ngsgd.asr.features.noise import FisherSample
 from ngsgd.asr.kaldi_io import tables
-from ngsgd.asr.lang import graphs, ngram, ngram_mixture
+from ngsgd.asr.lang import graphs, homophones, ngram, ngram_mixture
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
 from ngsgd.asr.speech_set import SpeechSet
@@ -234,7 +234,9 @@ def _load(name: str, folder: Path) -> Corpus:
 
 
 def _complete(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
-    """The corpus with the labels and the language model of the settings."""
+    """The corpus with the labels, word counts and language model of the settings."""
+    counts = homophones.count_words(corpus.train.texts)
+    corpus = replace(corpus, language=replace(corpus.language, word_counts=counts))
     return _with_ngrams(_labelled(corpus, data, report), data, report)
 
 

@@ -18,7 +18,7 @@ from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
 from ngsgd.asr.decode.streaming import Search
 from ngsgd.asr.decode.tuning import DecodingWeights, Sweep
-from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang import graphs, homophones
 from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.lang.language import Language
@@ -114,6 +114,8 @@ def _calibration(graph: Graph, config: DecodeConfig, setting: DecodingWeights, v
 def build_graph(language: Language, config: DecodeConfig, rules: Grammar | None = None) -> Graph:
     """Return the decoding graph: that of the data, or one built from lexicon and grammar.
 
+    Words with the same pronunciation have small additional costs (`ngsgd.asr.lang.homophones`).
+
     Args:
         language: words, lexicon and language model.
         config: the section `decode`.
@@ -127,12 +129,15 @@ def build_graph(language: Language, config: DecodeConfig, rules: Grammar | None 
                         "decode.graph=made, or data.graph=FOLDER to a custom graph.")
     if language.given is not None and config.graph != "made":
         is_tied = language.num_pdfs != language.topology.num_pdfs
-        return replace(graphs.read(language.given), topology=None if is_tied else language.topology)
-    if not language.tree and language.num_pdfs != language.topology.num_pdfs:
+        graph = replace(graphs.read(language.given), topology=None if is_tied else language.topology)
+    elif not language.tree and language.num_pdfs != language.topology.num_pdfs:
         raise DataError("decode.graph is made, but a graph of the lexicon has "
                         f"{language.topology.num_pdfs} states, not the {language.num_pdfs} of the "
                         "alignment; set decode.graph=given.")
-    return graphs.build(language, silence_prob=config.silence_prob, rules=rules)
+    else:
+        graph = graphs.build(language, silence_prob=config.silence_prob, rules=rules)
+    costs = homophones.costs(language.topology.lexicon, language.word_counts)
+    return graphs.with_word_costs(graph, costs) if costs else graph
 
 
 def first_pass(graph: Graph) -> FindPath:

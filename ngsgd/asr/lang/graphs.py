@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,6 +154,12 @@ def with_word_penalty(graph: Graph, word_penalty: float) -> Graph:
     return replace(graph, fst=_rewritten(
         graph.fst,
         lambda label, output, cost: (label, output, cost + word_penalty if output else cost)))
+
+
+def with_word_costs(graph: Graph, cost_of: Mapping[str, float]) -> Graph:
+    """Add the costs of some words to the cost of their arcs."""
+    costs = (0.0, *(cost_of.get(word, 0.0) for word in graph.words))
+    return replace(graph, fst=_rewritten(graph.fst, lambda label, output, cost: (label, output, cost + costs[output])))
 
 
 def arcs(graph: Graph) -> Iterator[Arc]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ngsgd.asr.lang.context_tree import ContextTree
@@ -34,6 +35,8 @@ class Language:
     given: GivenGraph | None = None
     # ties the states of triphones; phone 1 is silence, the others follow in the topology's order
     tree: ContextTree | None = None
+    # of the training transcripts, for homophones; empty if unknown
+    word_counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_pdfs(self) -> int:
@@ -71,7 +74,8 @@ class Language:
     def to_json(self) -> dict[str, Any]:
         """Everything except the content of `files`."""
         given = {"words": list(self.given.words), "tid2pdf": list(self.given.tid2pdf)} if self.given else None
-        return {"topology": self.topology.to_json(), "is_one_word": self.is_one_word, "given": given}
+        return {"topology": self.topology.to_json(), "is_one_word": self.is_one_word, "given": given,
+                "word_counts": dict(self.word_counts)}
 
     def files(self) -> dict[str, bytes]:
         """Name -> content of files that are not part of the JSON."""
@@ -84,4 +88,4 @@ class Language:
         given = tree["given"] and GivenGraph(files["HCLG.fst"], tuple(tree["given"]["words"]), tuple(tree["given"]["tid2pdf"]))
         context = ContextTree.from_text(files["tree.txt"].decode()) if "tree.txt" in files else None
         return Language(Topology.from_json(tree["topology"]), files.get("lm.arpa", b"").decode(),
-                        tree["is_one_word"], given, context)
+                        tree["is_one_word"], given, context, tree.get("word_counts", {}))

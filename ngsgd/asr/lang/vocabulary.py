@@ -83,7 +83,7 @@ def of_model(language: Language, vocabulary: Vocabulary) -> tuple[Language, Gram
     # words of the language model that are not in the lexicon are omitted
     arpa = _text(vocabulary.arpa) if vocabulary.arpa else language.arpa
     one_word = language.is_one_word and not arpa
-    return Language(topology, arpa, one_word, tree=language.tree), rules
+    return Language(topology, arpa, one_word, tree=language.tree, word_counts=language.word_counts), rules
 
 
 def unknown_words(texts: Iterable[Sequence[str]], language: Language) -> UnknownWords:
