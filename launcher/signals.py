@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from ngsgd.errors import EXIT_INTERRUPTED
+
 
 class SignalStop:
     """A stop request, set by a signal; it expires `grace_s` seconds later.
@@ -43,8 +45,26 @@ class SignalStop:
                              f"{self.grace_s:g} s; a second signal stops at once.")
 
 
+class StopFlag:
+    """A stop request, set by a signal, for work in short steps; the second signal ends the process.
+
+    Production code that the steps run may take a KeyboardInterrupt as a request to itself.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def handle(self, signum: int, frame: FrameType | None) -> None:
+        if self._is_set:
+            os._exit(EXIT_INTERRUPTED)
+        self._is_set = True
+
+
 @contextmanager
-def signals_to(stop: SignalStop) -> Iterator[None]:
+def signals_to(stop: SignalStop | StopFlag) -> Iterator[None]:
     """Route SIGINT and SIGTERM to `stop` while the block runs."""
     old = {number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from ngsgd.errors import EXIT_INTERRUPTED
 from ngsgd.pipeline.fault_simulation.campaign import Simulator, simulator
 from ngsgd.pipeline.fault_simulation.disk import SimulatedDisk
 from ngsgd.pipeline.fault_simulation.durability import KINDS
@@ -123,6 +128,23 @@ def test_files_outside_are_not_touched(disk: SimulatedDisk, tmp_path: Path) -> N
         _begin(disk, Fault("operation", 0, "EIO"))
         (tmp_path / "outside").write_text("x")
         assert (tmp_path / "outside").read_text() == "x"
+
+
+@pytest.mark.end_to_end
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_stops_after_their_seeds(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ngsgd.launcher", "simulate", "--faults", "--seconds", "600", "--processes", "2", "--json"]
+    log = tmp_path / "log"
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                                                   env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
+        deadline = time.monotonic() + 60
+        # two processes and multiprocessing's resource tracker
+        while len(psutil.Process(process.pid).children()) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(process.pid, number)
+        assert process.wait(timeout=60) == EXIT_INTERRUPTED, log.read_text()
+    assert json.loads(log.read_text())["failed"] == []
 
 
 @pytest.mark.end_to_end

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import queue
+import signal
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ConfigError
+from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, ConfigError
 from ngsgd.launcher.arguments import Parser
+from ngsgd.launcher.signals import StopFlag, signals_to
 
 # imports torch, which would slow down --help
 if TYPE_CHECKING:
@@ -73,17 +76,21 @@ class Tally:
 
 
 def command(options: argparse.Namespace) -> int:
-    """Run the seeds; the exit code is 1 if one failed."""
+    """Run the seeds; the exit code is 1 if one failed.
+
+    Ctrl-C and SIGTERM stop after the current seed of each process.
+    """
     _check(options)
     if options.seed is not None:
         return _replay(options)
-    tally, began = Tally(), time.perf_counter()
-    for verdict in _verdicts(options):
-        tally.add(verdict)
-        if verdict.problems and not options.json:
-            print("\n".join(failure_lines(verdict)), flush=True)
-        if verdict.problems and options.until_failure:
-            break
+    tally, began, stop = Tally(), time.perf_counter(), StopFlag()
+    with signals_to(stop):
+        for verdict in _verdicts(options, stop):
+            tally.add(verdict)
+            if verdict.problems and not options.json:
+                print("\n".join(failure_lines(verdict)), flush=True)
+            if verdict.problems and options.until_failure:
+                break
     tally.seconds = time.perf_counter() - began
     if options.json:
         print(json.dumps(asdict(tally)))
@@ -91,7 +98,7 @@ def command(options: argparse.Namespace) -> int:
         print(f"{tally.num_seeds} seeds, {tally.num_faults} faults, {tally.num_coordinators} coordinator processes, "
               f"{tally.num_audited} audited jobs "
               f"in {tally.seconds:.1f} s ({tally.num_seeds / max(tally.seconds, 1e-9):.1f} seeds/s): {len(tally.failed)} failed")
-    return EXIT_RUN_FAILED if tally.failed else EXIT_OK
+    return EXIT_RUN_FAILED if tally.failed else EXIT_INTERRUPTED if stop.is_set() else EXIT_OK
 
 
 def failure_lines(verdict: Verdict) -> list[str]:
@@ -142,35 +149,44 @@ def _numbers(text: str) -> list[int]:
         raise ConfigError(f"--only-faults is {text}; give numbers with commas, such as 0,3, or none.") from None
 
 
-def _verdicts(options: argparse.Namespace) -> Iterator[Verdict]:
+def _verdicts(options: argparse.Namespace, stop: StopFlag) -> Iterator[Verdict]:
     from ngsgd.pipeline.fault_simulation.campaign import run_seeds
 
     count = _DEFAULT_SEEDS if options.seeds is None and options.seconds is None else options.seeds
     if options.processes == 1:
-        yield from run_seeds(options.first_seed, count, options.seconds, audits_all=options.audit_all)
+        yield from run_seeds(options.first_seed, count, options.seconds, audits_all=options.audit_all,
+                             is_stopped=stop.is_set)
         return
     # a process that was forked from a process with threads may hang
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
+    stopped: Any = context.Event()
     shares = [None if count is None else len(range(number, count, options.processes)) for number in range(options.processes)]
-    processes = [context.Process(target=_work, args=(results, os.getpid(), options.first_seed + number, share, options.seconds,
-                                                     options.processes, options.audit_all), daemon=True)
+    processes = [context.Process(target=_work, args=(options, number, share, os.getpid(), results, stopped), daemon=True)
                  for number, share in enumerate(shares)]
+    # a signal may be sent to all processes, as by Ctrl-C; only this one handles it
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     for process in processes:
         process.start()
-    while any(process.is_alive() for process in processes) or not results.empty():
-        try:
-            yield results.get(timeout=_POLL_S)
-        except queue.Empty:
-            continue
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    try:
+        while any(process.is_alive() for process in processes) or not results.empty():
+            if stop.is_set():
+                stopped.set()
+            with contextlib.suppress(queue.Empty):
+                yield results.get(timeout=_POLL_S)
+    finally:
+        stopped.set()
     if any(process.exitcode for process in processes):
         raise RuntimeError("a process of the fault simulation ended early")
 
 
-def _work(results: Any, parent: int, first: int, count: int | None, seconds: float | None, step: int, audits_all: bool) -> None:
+def _work(options: argparse.Namespace, number: int, count: int | None, parent: int, results: Any, stopped: Any) -> None:
     from ngsgd.cluster.newborn import die_with_parent
     from ngsgd.pipeline.fault_simulation.campaign import run_seeds
 
     die_with_parent(parent)
-    for verdict in run_seeds(first, count, seconds, step, audits_all=audits_all):
+    for verdict in run_seeds(options.first_seed + number, count, options.seconds, options.processes,
+                             audits_all=options.audit_all, is_stopped=stopped.is_set):
         results.put(verdict)

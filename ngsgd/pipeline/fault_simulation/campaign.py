@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,11 +154,13 @@ def simulator(*, audits_all: bool = False) -> Iterator[Simulator]:
 
 
 def run_seeds(first: int, count: int | None, seconds: float | None, step: int = 1, *,
-              audits_all: bool = False) -> Iterator[Verdict]:
-    """Run seeds until a number or a time is over; failed ones are shrunk."""
+              audits_all: bool = False, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[Verdict]:
+    """Run seeds until a number or a time is over, or a stop is requested; failed ones are
+    shrunk.
+    """
     began, seed = time.perf_counter(), first
     with simulator(audits_all=audits_all) as one:
-        while ((count is None or seed < first + count * step)
+        while (not is_stopped() and (count is None or seed < first + count * step)
                and (seconds is None or time.perf_counter() - began < seconds)):
             verdict = one.run(seed)
             yield one.shrink(verdict) if verdict.problems else verdict
