@@ -53,9 +53,10 @@ OUTERS = {
     "nesterov 0.5": ["outer=diloco", "outer.lr=1", "outer.momentum=0.5"],
     "gain 4, half the rate": ["outer=bmuf", "outer.gain=4"],
     "gain 4, constant rate": ["outer=bmuf", "outer.gain=4"],
+    "gain 4, a third of the rate": ["outer=bmuf", "outer.gain=4"],
 }
 # of the initial rate, at the end
-_FINALS = {"gain 4, half the rate": 0.5, "gain 4, constant rate": 1.0}
+_FINALS = {"gain 4, half the rate": 0.5, "gain 4, constant rate": 1.0, "gain 4, a third of the rate": 0.325}
 # the others have a rate of their own (many_jobs.py)
 MATRIX_OUTERS = ("average", "sqrt-gain")
 FRAMES_PER_JOB = 2048

@@ -19,7 +19,8 @@ from benchmarks.track import rule
 # first effective learning rate of the sweep with gain 1; a job's rate is num_jobs / gain times this
 INNERS = {"online-ng": 0.002, "online-ng-64": 0.002, "muon-plain": 0.008, "muon-64": 0.008,
           "muon-32": 0.004, "soap-plain": 0.0004}
-OUTER_RULES = ("average", "sqrt-gain", "diloco", "nesterov 0.5", "gain 4, constant rate")
+OUTER_RULES = ("average", "sqrt-gain", "diloco", "nesterov 0.5", "gain 4, constant rate",
+               "gain 4, a third of the rate")
 NUM_BEST = 3
 _HEAD = "| jobs | optimizer | outer optimizer | rate | seeds | validation objf | test %WER |"
 Pair = tuple[str, str]
