@@ -38,10 +38,10 @@ def costs(lexicon: Mapping[str, Iterable[Sequence[str]]], counts: Mapping[str, i
     """
     if not counts:
         return {}
-    words_of: dict[Sequence[str], list[str]] = {}
+    words_of: dict[tuple[str, ...], dict[str, None]] = {}
     for word, pronunciations in lexicon.items():
         for phones in pronunciations:
-            words_of.setdefault(phones, []).append(word)
+            words_of.setdefault(tuple(phones), {})[word] = None
     log_total = math.log(sum(counts.values()) + len(lexicon))
     shared = dict.fromkeys(word for words in words_of.values() if len(words) > 1 for word in words)
     return {word: _SCALE * (log_total - math.log(counts.get(word, 0) + 1)) for word in shared}
