@@ -66,12 +66,25 @@ class StopFlag:
 @contextmanager
 def signals_to(stop: SignalStop | StopFlag) -> Iterator[None]:
     """Route SIGINT and SIGTERM to `stop` while the block runs."""
-    old = {number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    with _handled_by(stop.handle):
+        yield
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Ignore SIGINT and SIGTERM while the block runs; processes that it starts always do."""
+    with _handled_by(signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+        for number, before in old.items():
+            signal.signal(number, before)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ngsgd import files
 from ngsgd.asr import bundle_files
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode.calibration import Calibration
@@ -30,6 +31,13 @@ def folder_of(path: Path, content: dict[str, bytes]) -> Path:
     for name, data in content.items():
         (path / name).write_bytes(data)
     return path
+
+
+def write_changed(path: Path, content: dict[str, bytes], change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Write a bundle with other entries of the index, and a valid checksum."""
+    index = files.unsealed(json.loads(content[bundle_files.INDEX]))[0]
+    changed = files.sealed({**index, **change(index)})
+    bundle_files.write_file(path, {**content, bundle_files.INDEX: json.dumps(changed).encode()})
 
 
 def test_a_file_and_a_folder_hold_the_same(tmp_path: Path, content: dict[str, bytes]) -> None:
@@ -103,11 +111,7 @@ def test_a_missing_file_is_named(tmp_path: Path, content: dict[str, bytes]) -> N
 
 
 def test_a_newer_version_is_named(tmp_path: Path, content: dict[str, bytes]) -> None:
-    from ngsgd import files
-
-    index = files.unsealed(json.loads(content[bundle_files.INDEX]))[0]
-    newer = files.sealed({**index, "version": bundle_files.VERSION + 1})
-    bundle_files.write_file(tmp_path / "a", {**content, bundle_files.INDEX: json.dumps(newer).encode()})
+    write_changed(tmp_path / "a", content, lambda index: {"version": bundle_files.VERSION + 1})
     with pytest.raises(CheckpointError, match="newer version"):
         Bundle.load(tmp_path / "a")
 
@@ -127,11 +131,7 @@ def test_a_newer_version_is_named(tmp_path: Path, content: dict[str, bytes]) -> 
 def test_a_calibration_is_read_and_checked(
     tmp_path: Path, content: dict[str, bytes], values: Any, expected: Calibration | None
 ) -> None:
-    from ngsgd import files
-
-    index = files.unsealed(json.loads(content[bundle_files.INDEX]))[0]
-    changed = files.sealed({**index, "calibration": values})
-    bundle_files.write_file(tmp_path / "a", {**content, bundle_files.INDEX: json.dumps(changed).encode()})
+    write_changed(tmp_path / "a", content, lambda index: {"calibration": values})
     if expected is not None:
         assert Bundle.load(tmp_path / "a").calibration == expected
         return
@@ -141,11 +141,7 @@ def test_a_calibration_is_read_and_checked(
 
 @pytest.mark.parametrize("counts", [None, [], 5, {"YES": -1}, {"YES": 1.5}, {"YES": True}, {"YES": "1"}])
 def test_word_counts_that_are_not_numbers_are_refused(tmp_path: Path, content: dict[str, bytes], counts: Any) -> None:
-    from ngsgd import files
-
-    index = files.unsealed(json.loads(content[bundle_files.INDEX]))[0]
-    changed = files.sealed({**index, "language": {**index["language"], "word_counts": counts}})
-    bundle_files.write_file(tmp_path / "a", {**content, bundle_files.INDEX: json.dumps(changed).encode()})
+    write_changed(tmp_path / "a", content, lambda index: {"language": {**index["language"], "word_counts": counts}})
     with pytest.raises(CheckpointError):
         Bundle.load(tmp_path / "a")
 

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import queue
-import signal
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, ConfigError
 from ngsgd.launcher.arguments import Parser
-from ngsgd.launcher.signals import StopFlag, signals_to
+from ngsgd.launcher.signals import StopFlag, signals_ignored, signals_to
 
 # imports torch, which would slow down --help
 if TYPE_CHECKING:
@@ -165,11 +164,9 @@ def _verdicts(options: argparse.Namespace, stop: StopFlag) -> Iterator[Verdict]:
     processes = [context.Process(target=_work, args=(options, number, share, os.getpid(), results, stopped), daemon=True)
                  for number, share in enumerate(shares)]
     # a signal may be sent to all processes, as by Ctrl-C; only this one handles it
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    for process in processes:
-        process.start()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with signals_ignored():
+        for process in processes:
+            process.start()
     try:
         while any(process.is_alive() for process in processes) or not results.empty():
             if stop.is_set():

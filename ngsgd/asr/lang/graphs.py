@@ -151,9 +151,7 @@ def check(given: GivenGraph) -> openfst.Fst:
 
 def with_word_penalty(graph: Graph, word_penalty: float) -> Graph:
     """Add `word_penalty` to the cost of every word."""
-    return replace(graph, fst=_rewritten(
-        graph.fst,
-        lambda label, output, cost: (label, output, cost + word_penalty if output else cost)))
+    return with_word_costs(graph, dict.fromkeys(graph.words, word_penalty))
 
 
 def with_word_costs(graph: Graph, cost_of: Mapping[str, float]) -> Graph:
