@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.paper.cells import COMPRESSED, Cell
+from benchmarks.paper.cells import COMPRESSED, DIGITS_EPOCHS, Cell
 from benchmarks.paper.runs import Line, known, run_all
 from benchmarks.track import rule
 
@@ -98,14 +98,22 @@ def measure_compression(task: str, num_jobs: int, seeds: tuple[int, ...], work: 
 
 def all_runs(task: str, spread: Callable[[list[Line], str, int], str]) -> str:
     """Return a row for each setting, with any learning rate; the best objf first."""
+    return "\n".join([_HEAD, "|---" * 7 + "|", *_run_rows(task, spread)])
+
+
+def by_epochs(spread: Callable[[list[Line], str, int], str]) -> str:
+    """Return the rows of all numbers of epochs on digits."""
+    rows = [f"| {epochs} {row}" for task, epochs in DIGITS_EPOCHS.items() for row in _run_rows(task, spread)]
+    return "\n".join([f"| epochs {_HEAD}", "|---" * 8 + "|", *rows])
+
+
+def _run_rows(task: str, spread: Callable[[list[Line], str, int], str]) -> list[str]:
     groups: dict[tuple[int, str, str, float], list[Line]] = {}
     for line in known(task).values():
         if "diverged" not in line:
             groups.setdefault((line["num_jobs"], line["method"], line["outer"], line["rate"]), []).append(line)
-    rows = [_HEAD, "|---" * 7 + "|"]
-    for setting, lines in sorted(groups.items(), key=lambda one: (one[0][0], -_mean_objf(one[1]))):
-        rows.append(_row(*setting[:3], f"{setting[3]:g}", lines, spread))
-    return "\n".join(rows)
+    return [_row(*setting[:3], f"{setting[3]:g}", lines, spread)
+            for setting, lines in sorted(groups.items(), key=lambda one: (one[0][0], -_mean_objf(one[1])))]
 
 
 def _mean_objf(lines: list[Line]) -> float:

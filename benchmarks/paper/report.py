@@ -51,6 +51,7 @@ def write(page: Path) -> None:
         text = between(text, f"{task} many jobs", many_jobs.table(task, _spread))
         text = between(text, f"{task} compressed", _compressed(task))
         text = between(text, f"{task} controls", _variants(group, ("sqrt-gain", *CONTROLS)))
+    text = between(text, "digits epochs", many_jobs.by_epochs(_spread))
     page.write_text(text, encoding="utf-8")
 
 
