@@ -81,15 +81,14 @@ class Task:
 
 
 _AN4 = ["decode.oracle=false", "decode.acoustic_scales=[0.0833,0.1,0.125,0.1667]", "decode.word_penalties=[0.0,0.5]"]
+_DIGITS = ["decode.acoustic_scales=[0.1,0.15,0.2]", "decode.word_penalties=[0.0,4.0]"]
 TASKS = {
     # one splice of +-7 cepstra, 102 states; 2048 frames a job, so that 16 jobs still average about
     # 28 times
     "an4-relu": Task(["recipe=an4", "model=relu", "model.hidden_dim=256", "model.dropout_schedule=''"], 4, 128, _AN4, True),
-    "digits": Task(["recipe=digits", "model=relu", "data.train_minutes=40"], 2, 256,
-                   ["decode.acoustic_scales=[0.1,0.15,0.2]", "decode.word_penalties=[0.0,4.0]"]),
+    "digits": Task(["recipe=digits", "model=relu", "data.train_minutes=40"], 2, 256, _DIGITS),
     # large enough that 16 jobs average more than a hundred times
-    "digits-10h": Task(["recipe=digits", "model=relu", "data.train_minutes=600"], 1, 256,
-                       ["decode.acoustic_scales=[0.1,0.15,0.2]", "decode.word_penalties=[0.0,4.0]"]),
+    "digits-10h": Task(["recipe=digits", "model=relu", "data.train_minutes=600"], 1, 256, _DIGITS),
 }
 # ten times as much speech for validation and test, so that WER depends less on the seed
 _LARGE_SETS = [*TASKS["digits"].net, "data.valid_minutes=50", "data.test_minutes=100"]

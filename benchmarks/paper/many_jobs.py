@@ -24,6 +24,8 @@ OUTER_RULES = ("average", "sqrt-gain", "diloco", "nesterov 0.5", "gain 4, consta
 NUM_BEST = 3
 _HEAD = "| jobs | optimizer | outer optimizer | rate | seeds | validation objf | test %WER |"
 Pair = tuple[str, str]
+# writes one value of several seeds with so many digits
+Spread = Callable[[list[Line], str, int], str]
 
 
 class MissingRunError(Exception):
@@ -96,18 +98,18 @@ def measure_compression(task: str, num_jobs: int, seeds: tuple[int, ...], work: 
         run_all((Cell(task, "online-ng", name, num_jobs, seed, rate) for seed in seeds for name in names), work, source)
 
 
-def all_runs(task: str, spread: Callable[[list[Line], str, int], str]) -> str:
+def all_runs(task: str, spread: Spread) -> str:
     """Return a row for each setting, with any learning rate; the best objf first."""
     return "\n".join([_HEAD, "|---" * 7 + "|", *_run_rows(task, spread)])
 
 
-def by_epochs(spread: Callable[[list[Line], str, int], str]) -> str:
+def by_epochs(spread: Spread) -> str:
     """Return the rows of all numbers of epochs on digits."""
     rows = [f"| {epochs} {row}" for task, epochs in DIGITS_EPOCHS.items() for row in _run_rows(task, spread)]
     return "\n".join([f"| epochs {_HEAD}", "|---" * 8 + "|", *rows])
 
 
-def _run_rows(task: str, spread: Callable[[list[Line], str, int], str]) -> list[str]:
+def _run_rows(task: str, spread: Spread) -> list[str]:
     groups: dict[tuple[int, str, str, float], list[Line]] = {}
     for line in known(task).values():
         if "diverged" not in line:
@@ -127,13 +129,12 @@ def best_so_far(lines: list[Line], pair: Pair, num_jobs: int) -> float | None:
     return max(own, key=lambda line: line["valid_objf"])["rate"] if own else None
 
 
-def _row(num_jobs: int, inner: str, outer: str, rate: str, lines: list[Line],
-         spread: Callable[[list[Line], str, int], str]) -> str:
+def _row(num_jobs: int, inner: str, outer: str, rate: str, lines: list[Line], spread: Spread) -> str:
     return (f"| {num_jobs} | {inner} | {outer} | {rate} | {len(lines)} | {spread(lines, 'valid_objf', 3)} | "
             f"{spread(lines, 'wer_percent', 2)} |")
 
 
-def table(task: str, spread: Callable[[list[Line], str, int], str]) -> str:
+def table(task: str, spread: Spread) -> str:
     """Return a row per pair and number of jobs; `spread` writes the values of several seeds.
 
     A star marks the best rate of a sweep that is not complete.
