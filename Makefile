@@ -45,7 +45,7 @@ run-check: $(STAMP)
 	$(PYTEST) $(or $(PROCESSES),2) tests -m "not (end_to_end or slow or faults or services)" --quick $(ARGS)
 
 run-test: $(STAMP)
-	$(PYTEST) $(or $(PROCESSES),2) tests -m "end_to_end or not (slow or faults or services)" --cpu-limit $(ARGS)
+	$(PYTEST) $(or $(PROCESSES),2) tests -m "end_to_end or not (slow or faults or services)" --first-cases $(ARGS)
 
 # half of its time is waiting for other processes
 run-test-all: $(STAMP)

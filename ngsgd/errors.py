@@ -14,6 +14,10 @@ EXIT_RUN_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 
+class NgsgdWarning(UserWarning):
+    """A warning of this package, for filters such as `warnings.simplefilter("error", NgsgdWarning)`."""
+
+
 class NgsgdError(Exception):
     """Base of all errors that a user can act on; never raised directly."""
 

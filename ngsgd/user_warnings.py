@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import warnings
 
+from ngsgd.errors import NgsgdWarning
+
 
 def warn(message: str) -> None:
     """Warn at the first frame outside of this package and torch."""
-    warnings.warn(message, stacklevel=_stack_level())
+    warnings.warn(message, NgsgdWarning, stacklevel=_stack_level())
 
 
 def has_grown(count: int, reported: int) -> bool:

@@ -27,9 +27,9 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from tests.tiers import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_call, pytest_runtestloop
+from tests.tiers import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_protocol, pytest_runtestloop
 
-__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_runtest_call", "pytest_runtestloop"]
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_runtest_protocol", "pytest_runtestloop"]
 
 # a slow example is no fault where other jobs run
 settings.register_profile("shared machine", deadline=None)

@@ -4,7 +4,8 @@
 
 Arguments that are not `--processes` go to pytest. A process takes the next file when it has ended
 one (`tests/tiers.py`). The processes are plain ones without a plugin between them, because tests
-fork, send signals and use their standard streams.
+fork, send signals and use their standard streams. The end of the output lists the tests that used
+most CPU time (`python -m tests.tiers` prints it again).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.tiers import LAST_RUN, summary
+
 _NO_TESTS = 5   # pytest's exit code
 _PROGRESS_INTERVAL_S = 60.0
 
@@ -27,7 +30,9 @@ def run(processes: int, arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="ngsgd-tests-") as folder:
         begun = Path(folder) / "begun"
         begun.mkdir()
-        command = [sys.executable, "-m", "pytest", f"--share={begun}", *arguments]
+        LAST_RUN.parent.mkdir(exist_ok=True)
+        LAST_RUN.write_text("")
+        command = [sys.executable, "-m", "pytest", f"--share={begun}", f"--cpu-report={LAST_RUN}", *arguments]
         logs = [Path(folder) / f"process-{number}.log" for number in range(1, processes + 1)]
         running: dict[Path, subprocess.Popen[bytes]] = {}
         try:
@@ -35,7 +40,9 @@ def run(processes: int, arguments: Sequence[str]) -> int:
                 with log.open("wb") as output:
                     running[log] = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT,
                                                     stdin=subprocess.DEVNULL)
-            return _wait(running, begun)
+            code = _wait(running, begun)
+            print(summary(LAST_RUN), flush=True)
+            return code
         except KeyboardInterrupt:
             for process in running.values():
                 process.send_signal(signal.SIGINT)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ngsgd import process_identity
+from tests.tiers import HANGS_S
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="identities come from /proc")
 
@@ -43,7 +44,7 @@ def test_the_current_process_is_alive_and_can_be_signalled() -> None:
 def test_a_process_that_is_recognized_is_signalled(sleeper: tuple[subprocess.Popen[bytes], dict[str, Any]]) -> None:
     process, identity = sleeper
     assert process_identity.send_signal(identity, signal.SIGTERM)
-    assert process.wait(30) == -signal.SIGTERM
+    assert process.wait(HANGS_S) == -signal.SIGTERM
     assert not process_identity.is_alive(identity)
     assert not process_identity.send_signal(identity, signal.SIGTERM)
 
@@ -99,7 +100,7 @@ def test_without_pidfd_the_identity_is_still_compared(
     monkeypatch.delattr(os, "pidfd_open")
     assert not process_identity.send_signal({**identity, "start_time": 1}, signal.SIGTERM)
     assert process_identity.send_signal(identity, signal.SIGTERM)
-    assert process.wait(30) == -signal.SIGTERM
+    assert process.wait(HANGS_S) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("stored", [{}, {"host": "a", "process_id": 5}, {"process_id": {}}])

@@ -18,6 +18,7 @@ from ngsgd.pipeline import recipe
 from ngsgd.pipeline.run import build_run
 from ngsgd.pipeline.services import Services
 from tests.asr.made_up_speech import write_yesno
+from tests.tiers import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docs" / "examples" / "train_from_python.py"
@@ -37,7 +38,7 @@ def train(source: Path, folder: Path) -> float:
         (missing / f"{name}.py").write_text(REFUSED)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(missing), str(ROOT)])}
     done = subprocess.run([sys.executable, str(SCRIPT), str(source), str(folder / "runs")], env=environment, text=True,
-                          capture_output=True, check=False, timeout=280)
+                          capture_output=True, check=False, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     (again,) = re.findall(r"decoded again: .*%WER ([\d.]+)", done.stdout)
     (wer,) = re.findall(r"WER on test: .*%WER ([\d.]+)", done.stdout)

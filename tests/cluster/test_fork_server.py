@@ -19,6 +19,7 @@ from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import FailureConfig
 from ngsgd.training.job import Job
 from ngsgd.training.storage.audit import audit
+from tests.tiers import HANGS_S
 from tests.toy import Run, config, undisturbed
 
 pytestmark = pytest.mark.faults
@@ -53,7 +54,7 @@ def _is_gone(process: psutil.Process) -> bool:
 
 
 def _wait_for(process: psutil.Process, status: str) -> None:
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + HANGS_S
     while process.status() != status:
         assert time.monotonic() < deadline, f"{process} is {process.status()}"
         time.sleep(0.01)
@@ -80,7 +81,7 @@ def test_a_worker_stopped_during_its_start_ends_with_the_coordinator(tmp_path: P
     finally:
         coordinator.kill()
         coordinator.communicate()
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + HANGS_S
     while (left := [one for one in family if not _is_gone(one)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     for one in left:
@@ -121,7 +122,7 @@ def test_a_pool_closes_in_time_though_its_fork_server_is_stopped(tmp_path: Path)
     (worker,) = pool.process_ids()
     os.kill(read_process_id(), signal.SIGSTOP)
     pool.close()
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + HANGS_S
     while psutil.pid_exists(worker) and not _is_gone(psutil.Process(worker)):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -10,6 +10,7 @@ from ngsgd.cluster.fork_server import modules_of
 from ngsgd.cluster.groups import make_worker
 from ngsgd.config import RunConfig
 from ngsgd.tasks.speech import SpeechTaskSpec
+from tests.tiers import HANGS_S
 
 # prints the modules of a child that has not done anything
 CHILD = """
@@ -32,5 +33,5 @@ def test_modules_of_this_package_are_imported_and_those_of_users_are_not() -> No
 
 def test_a_process_starts_with_the_modules() -> None:
     for modules, expected in (["ngsgd.tasks.speech"], "yes"), (["ngsgd.of_no_name"], "no"):
-        done = subprocess.run([sys.executable, "-c", CHILD, *modules], capture_output=True, text=True, check=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", CHILD, *modules], capture_output=True, text=True, check=True, timeout=HANGS_S)
         assert done.stdout == expected

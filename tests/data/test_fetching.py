@@ -27,6 +27,7 @@ from ngsgd.data.storage import write_arrays
 from ngsgd.errors import DamagedArchiveError, DataError, NodeCacheError, ObjectStorageError
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.schedules import Shard
+from tests.tiers import HANGS_S
 from tests.toy import Run
 
 LARGE = 1 << 40
@@ -351,7 +352,7 @@ def in_processes(count: int, *arguments: object) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(HANGS_S)
     assert [process.exitcode for process in processes] == [0] * count
 
 
@@ -388,9 +389,9 @@ def test_progress_is_reported_while_another_process_fetches(tmp_path: Path, fold
 
     thread = threading.Thread(target=fetch)
     thread.start()
-    assert began.wait(30)
+    assert began.wait(HANGS_S)
     cache.fetch(digests[0], source, seen.set)
-    thread.join(30)
+    thread.join(HANGS_S)
     assert ended.is_set() and seen.is_set() and source.asked == []
 
 
@@ -402,7 +403,7 @@ def test_the_archive_of_the_next_job_is_there_before_it_starts(run: Run) -> None
     fetched.prefetch([2, 0])
     for thread in threading.enumerate():
         if thread.name == "ngsgd-fetch":
-            thread.join(30)
+            thread.join(HANGS_S)
     digests = [fetched.info.sha256[archive_name(number)] for number in (2, 0)]
     assert source.asked[1:] == digests
     minibatches(fetched, 2)
@@ -418,7 +419,7 @@ def test_a_prefetch_without_room_is_no_error(run: Run) -> None:
     fetched.prefetch([1, 2])
     for thread in threading.enumerate():
         if thread.name == "ngsgd-fetch":
-            thread.join(30)
+            thread.join(HANGS_S)
     assert len(list(batches)) > 0
 
 

@@ -18,6 +18,7 @@ import torch
 from ngsgd.launcher.cli import main
 from tests.docs.pages import FENCE, PAGES, ROOT, name
 from tests.integration.service import TINY
+from tests.tiers import HANGS_S
 
 # what a page assumes that its reader has
 _LOADER = [(torch.zeros(8, 40), torch.arange(8)) for _ in range(3)]
@@ -55,7 +56,7 @@ def test_a_script_in_a_page_runs(page: str, tmp_path: Path) -> None:
     script.write_text("\n\n".join(python_of(page)), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True,
-                          timeout=500, check=False)
+                          timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stderr
 
 

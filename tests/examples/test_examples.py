@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import HANGS_S
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-_HANGS_S = 500
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
@@ -37,7 +38,7 @@ def run(folder: Path, script: str, *arguments: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if script == "local_sgd.py" else []
     done = subprocess.run([sys.executable, *launcher, str(EXAMPLES / script), *arguments], cwd=folder, env=environment,
-                          capture_output=True, text=True, timeout=_HANGS_S, check=False)
+                          capture_output=True, text=True, timeout=HANGS_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 @pytest.mark.parametrize(("campaign", "cases"), [("audio", 24), ("bundles", 36)])
 def test_every_damage_ends_with_words_or_one_message(
     campaign: str, cases: int, tmp_path: Path

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.tiers import HANGS_S
+
 TINY = ["data.train_minutes=1.5", "data.valid_minutes=0.3", "data.test_minutes=0.3", "data.snr_db_low=30",
         "data.snr_db_high=30", "egs.samples_per_iter=400", "egs.num_diagnostic_frames=300", "model.num_layers=2",
         "model.hidden_dim=64", "schedule.num_epochs=1", "schedule.minibatch_size=64", "tracking.kind=none"]
@@ -47,7 +49,7 @@ class Service:
         process = self.start("cluster=local", f"name={name}", *settings)
         run = self.wait_for_outer_iteration(outer_iter, name, process)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=240)
+        process.communicate(timeout=HANGS_S)
         assert process.returncode == 130
         done = self.call(str(run), command="resume")
         assert done.returncode == 0, done.stderr
@@ -56,10 +58,9 @@ class Service:
     def runs(self, name: str) -> list[Path]:
         return [path.parent for path in self.output_dir.glob(f"{name}-*/config.yaml")]
 
-    def wait_for_outer_iteration(self, outer_iter: int, name: str, process: subprocess.Popen[str],
-                                 timeout_s: float = 240.0) -> Path:
+    def wait_for_outer_iteration(self, outer_iter: int, name: str, process: subprocess.Popen[str]) -> Path:
         """The folder of the run of that name, once it has committed that outer iteration."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + HANGS_S
         while time.monotonic() < deadline and process.poll() is None:
             for run in self.runs(name):
                 if any(entry["outer_iter"] >= outer_iter for entry in events(run, "outer_iteration")):

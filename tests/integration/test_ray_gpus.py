@@ -18,6 +18,7 @@ _PROGRAM = """
 import json, os, sys
 import ray
 from ngsgd.launcher.ray.cluster import gpu_share
+from tests.tiers import HANGS_S
 ray.init(address="local", num_gpus=2, num_cpus=1, include_dashboard=False, log_to_driver=False, _temp_dir=sys.argv[1])
 
 class Worker:
@@ -27,7 +28,7 @@ class Worker:
 def placed(num_workers):
     share = gpu_share(ray.cluster_resources()["GPU"], num_workers)
     workers = [ray.remote(num_gpus=share, num_cpus=0)(Worker).remote() for _ in range(num_workers)]
-    found = ray.get([worker.visible.remote() for worker in workers], timeout=120)
+    found = ray.get([worker.visible.remote() for worker in workers], timeout=HANGS_S)
     for worker in workers:
         ray.kill(worker)
     return found

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import HANGS_S
+
 pytestmark = [pytest.mark.services, pytest.mark.same_process("ray")]
 
 # a stranger has no token, and asks the head for its nodes as a driver does
@@ -55,7 +57,8 @@ print(json.dumps(found))
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HOME": str(tmp_path_factory.mktemp("home"))}
-    done = subprocess.run([sys.executable, "-c", _CODE], env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", _CODE], env=environment, capture_output=True, text=True, check=False,
+                          timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer

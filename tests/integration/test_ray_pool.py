@@ -20,6 +20,7 @@ from ngsgd.launcher.ray.pool import RayPool
 from ngsgd.training.job import Job, JobResult, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.storage.audit import audit
+from tests.tiers import HANGS_S
 from tests.toy import Run, config, undisturbed
 
 pytestmark = [pytest.mark.services, pytest.mark.same_process("ray"), pytest.mark.usefixtures("ray_session")]
@@ -55,7 +56,7 @@ def test_ray_and_in_process_give_identical_bits_and_leave_no_process(tmp_path: P
     end = run.train(pool)
     assert end.model_sha256 == in_process.model_sha256
     assert len(set(processes)) == 2
-    gone, alive = psutil.wait_procs([psutil.Process(p) for p in processes if psutil.pid_exists(p)], timeout=10)
+    gone, alive = psutil.wait_procs([psutil.Process(p) for p in processes if psutil.pid_exists(p)], timeout=HANGS_S)
     assert not alive, gone
 
 

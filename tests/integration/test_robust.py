@@ -18,7 +18,7 @@ from tests.integration.service import WER_LINE, Service
 
 FSDD = Path(__file__).parents[2].parent / "shared" / "data" / "fsdd"
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = pytest.mark.slow
 
 
 def test_digits_robust_trains(tmp_path: Path) -> None:

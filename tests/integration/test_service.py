@@ -12,12 +12,12 @@ import pytest
 
 from ngsgd.training.storage.audit import audit
 from tests.integration.service import WER_LINE, Service, events, final_hash
+from tests.tiers import HANGS_S
 
 # one Ray at a time: this file starts one as a command does
 pytestmark = pytest.mark.same_process("ray")
 
 # a command that takes longer hangs, on a slow and busy machine, too
-_HANGS_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def _stopped(service: Service, number: signal.Signals, outer_iter: int) -> Path:
     process = service.start("cluster=in_process", f"name={number.name}")
     run = service.wait_for_outer_iteration(outer_iter, number.name, process)
     process.send_signal(number)
-    _, err = process.communicate(timeout=_HANGS_S)
+    _, err = process.communicate(timeout=HANGS_S)
     assert process.returncode == 130
     assert f"ngsgd resume {run}" in err
     assert "Traceback" not in err
@@ -98,7 +98,7 @@ def test_a_coordinator_killed_outright_can_be_resumed(service: Service, whole_ru
     assert audit(run / "ledger.jsonl") == []
 
 
-@pytest.mark.end_to_end
+@pytest.mark.faults
 def test_a_ray_worker_killed_in_the_middle_costs_nothing(service: Service, whole_run: Path) -> None:
     process = service.start("cluster=ray", "name=ray")
     run = service.wait_for_outer_iteration(1, "ray", process)
@@ -106,7 +106,7 @@ def test_a_ray_worker_killed_in_the_middle_costs_nothing(service: Service, whole
                if any("RayWorker" in word for word in child.cmdline())]
     assert len(workers) == 2
     os.kill(workers[0].pid, signal.SIGKILL)
-    out, err = process.communicate(timeout=_HANGS_S)
+    out, err = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0, err
     assert f"process {workers[0].pid} on" in out + err
     assert "retried" in out + err

@@ -21,6 +21,7 @@ from torchft.local_sgd import LocalSGD
 from torchft.work import _DummyWork
 
 from ngsgd.optim.outer import Average, BlockMomentum, DiLoCo, OuterInfo, OuterOptimizer, OuterRule
+from tests.tiers import HANGS_S
 
 REPLICAS, SYNC_EVERY, ROUNDS = 3, 4, 6
 # float64, 6 outer iterations; torch sums and divides where we multiply by shares
@@ -56,7 +57,7 @@ class Swarm:
     """Averages across the threads of the replicas."""
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(REPLICAS, timeout=60)
+        self.barrier = threading.Barrier(REPLICAS, timeout=HANGS_S)
         self.tensors: list[Tensor] = [torch.empty(0)] * REPLICAS
 
     def mean(self, replica: int, tensor: Tensor) -> Tensor:

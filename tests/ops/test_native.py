@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ngsgd.ops.kernels import native
+from tests.tiers import HANGS_S
 
 _PAGE = 4096
 
@@ -137,7 +138,7 @@ def test_the_cache_is_private(source: Path, tmp_path: Path) -> None:
 def test_processes_that_start_together_each_have_it(source: Path, tmp_path: Path) -> None:
     script = f"from pathlib import Path; from ngsgd.ops import native; assert native.library(Path({str(source)!r})).answer(0) == 42"
     processes = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(3)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
+    assert [process.wait(timeout=HANGS_S) for process in processes] == [0, 0, 0]
     assert [path.suffix for path in _kept(tmp_path / "cache").parent.iterdir()] == [".so"]
 
 

@@ -19,6 +19,7 @@ from ngsgd.pipeline.fault_simulation.campaign import Simulator, simulator
 from ngsgd.pipeline.fault_simulation.disk import SimulatedDisk
 from ngsgd.pipeline.fault_simulation.durability import KINDS
 from ngsgd.pipeline.fault_simulation.world import Fault, Killed, World
+from tests.tiers import HANGS_S
 
 
 @pytest.fixture(scope="module")
@@ -130,24 +131,24 @@ def test_files_outside_are_not_touched(disk: SimulatedDisk, tmp_path: Path) -> N
         assert (tmp_path / "outside").read_text() == "x"
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_stops_after_their_seeds(number: signal.Signals, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ngsgd.launcher", "simulate", "--faults", "--seconds", "600", "--processes", "2", "--json"]
     log = tmp_path / "log"
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                                                    env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANGS_S
         # two processes and multiprocessing's resource tracker
         while len(psutil.Process(process.pid).children()) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         os.killpg(process.pid, number)
-        assert process.wait(timeout=60) == EXIT_INTERRUPTED, log.read_text()
+        assert process.wait(timeout=HANGS_S) == EXIT_INTERRUPTED, log.read_text()
     assert json.loads(log.read_text())["failed"] == []
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_some_hundred_seeds_have_no_problem() -> None:
     command = [sys.executable, "-m", "ngsgd.launcher", "simulate", "--faults", "--first-seed", "200", "--seeds", "400",
                "--until-failure"]

@@ -94,7 +94,7 @@ def test_rungs_are_read_back_and_damaged_ones_are_none(tmp_path: Path, damaged: 
     assert rungs.stored(tmp_path / "ali.npz") == []
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_a_stopped_ladder_continues_at_its_rung(tmp_path: Path) -> None:
     for module in ("kaldi_decoder", "kaldi_native_fbank", "kaldialign"):
         pytest.importorskip(module)

@@ -77,7 +77,7 @@ def test_prepared_mini_librispeech_is_read_by_its_recipe(tmp_path: Path) -> None
     assert again.stdout.count("is there already") == 4
 
 
-@pytest.mark.end_to_end
+@pytest.mark.slow
 def test_mini_librispeech_runs_to_a_word_error_rate(tmp_path: Path) -> None:
     """Layout of OpenSLR, data directories, labels, network and decoding with the given model."""
     for module in ("kaldi_decoder", "kaldi_native_fbank", "kaldialign"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -23,6 +22,7 @@ from ngsgd.training.snapshots.free_memory import free_memory
 from ngsgd.training.snapshots.job_state import JobState
 from ngsgd.training.snapshots.packing import HEADER_BYTES, Block, Header, Packed, unpack
 from ngsgd.training.validation.checksums import digest
+from ngsgd.user_warnings import warn
 
 NUM_BLOCKS = 2
 # before the first measurement; memory that is new to a process is slower than a copy
@@ -184,8 +184,8 @@ class JobSnapshots:
             block = self._room(index, packed.num_bytes)
         except OSError as error:
             self._is_off = True
-            warnings.warn(f"no snapshots of this job: {packed.num_bytes / 1e6:.0f} MB are not available "
-                          f"({error.strerror or error}); after a fault it starts at its beginning.", stacklevel=2)
+            warn(f"no snapshots of this job: {packed.num_bytes / 1e6:.0f} MB are not available "
+                 f"({error.strerror or error}); after a fault it starts at its beginning.")
             return
         packed.write(block, self.identity, num_minibatches)
         self._last = index

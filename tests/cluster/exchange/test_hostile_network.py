@@ -25,6 +25,7 @@ from ngsgd.cluster.exchange.process_group import Bytes, prove_members
 from ngsgd.cluster.exchange.rendezvous import MemberStore, Rendezvous
 from ngsgd.training.job import JobResult
 from tests.cluster.exchange.test_collective import PLAIN, Swarm, central, some
+from tests.tiers import HANGS_S
 
 # as an outsider would: lists all keys, then writes an address of zeros under every name that a
 # generation may use
@@ -184,7 +185,7 @@ def test_a_peer_that_cannot_prove_the_secret_gets_no_parameters() -> None:
             pass
     group = Impostor()
     with pytest.raises(RefusedError):
-        prove_members(group, new_secret(), 1, 0, 2, time.monotonic() + 60.0)
+        prove_members(group, new_secret(), 1, 0, 2, time.monotonic() + HANGS_S)
     assert max(group.sent) < 100
 
 
@@ -246,10 +247,10 @@ def channels(secret: bytes) -> tuple[Channel, Channel, socket.socket]:
     ends: list[Channel] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        thread = threading.Thread(target=lambda: ends.append(opened("127.0.0.1", port, secret, time.monotonic() + 60.0)))
+        thread = threading.Thread(target=lambda: ends.append(opened("127.0.0.1", port, secret, time.monotonic() + HANGS_S)))
         thread.start()
         connection, _ = listener.accept()
-        server = accepted(connection, secret, time.monotonic() + 60.0)
+        server = accepted(connection, secret, time.monotonic() + HANGS_S)
         thread.join()
     return ends[0], server, connection
 
@@ -278,7 +279,7 @@ def test_a_server_without_the_secret_is_refused_by_its_clients() -> None:
                 connection.sendall(bytes(16))
         threading.Thread(target=pretend, daemon=True).start()
         with pytest.raises(RefusedError):
-            opened("127.0.0.1", listener.getsockname()[1], new_secret(), time.monotonic() + 60.0)
+            opened("127.0.0.1", listener.getsockname()[1], new_secret(), time.monotonic() + HANGS_S)
 
 
 def test_a_group_of_threads_proves_its_members() -> None:
@@ -290,7 +291,7 @@ def test_a_group_of_threads_proves_its_members() -> None:
         try:
             store = MemberStore("127.0.0.1", server.port, secrets[0], 60.0)
             group = process_group.GlooGroup(store, rank, 2, timedelta(seconds=60), "127.0.0.1")
-            prove_members(group, secret, 1, rank, 2, time.monotonic() + 60.0)
+            prove_members(group, secret, 1, rank, 2, time.monotonic() + HANGS_S)
             answers[rank] = "joined"
         except RefusedError:
             answers[rank] = "refused"

@@ -18,6 +18,7 @@ import yaml
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, ClusterError, ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.ray import jobs as ray_jobs
+from tests.tiers import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -287,7 +288,7 @@ def test_a_warned_slurm_job_saves_queues_again_and_resumes_but_a_cancelled_one_e
     try:
         _wait_for(log, "ngsgd")
         process.terminate()
-        assert process.wait(timeout=240) == (0 if state == "RUNNING" else 130)
+        assert process.wait(timeout=HANGS_S) == (0 if state == "RUNNING" else 130)
     finally:
         subprocess.run(["bash", "-c", f"kill -- -{process.pid}"], capture_output=True, check=False)
     assert "--node-ip-address=10.0.0.1 --port=20077" in Path(f"{log}.ray").read_text(), "the others cannot reach a loopback address"

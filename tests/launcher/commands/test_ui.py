@@ -25,6 +25,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.launcher.commands import ui
 from ngsgd.launcher.mlflow import ui_app
 from ngsgd.launcher.reports.progress import dashboard_command
+from tests.tiers import HANGS_S
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_ending_it_leaves_no_process_behind(output_dir: Path) -> None:
         assert process.stdout is not None
         told = [process.stdout.readline() for _ in range(3)]
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(HANGS_S) == 0
     assert f"http://127.0.0.1:{port}/" in told[1]
     assert "Ctrl-C" in told[2]
     wait_until_gone([int(pid) for pid in pids.read_text().split()])
@@ -165,7 +166,7 @@ def test_the_server_that_is_started_refuses_a_foreign_graphql_request(tmp_path: 
         headers |= {"Content-Type": "application/json"}
         asked = urllib.request.Request(f"{address}/graphql", b'{"query": "{__typename}"}', headers)
         try:
-            with urllib.request.urlopen(asked, timeout=60) as answer:
+            with urllib.request.urlopen(asked, timeout=HANGS_S) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code

@@ -32,9 +32,9 @@ from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, job, outer_iteration
+from tests.tiers import HANGS_S
 
 # a guard against hanging
-_HANGS_S = 300.0
 
 
 class Client:
@@ -70,7 +70,7 @@ class Client:
         self.runs[run_id]["status"] = status
 
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
-        assert self.may_answer.wait(_HANGS_S)
+        assert self.may_answer.wait(HANGS_S)
         if self.fails:
             self.has_failed.set()
             raise OSError("disk full\nmore")
@@ -174,7 +174,7 @@ def test_metrics_missed_by_an_unavailable_store_are_sent_later(config: RunConfig
     for outer_iter in range(3):
         tracker.outer_iteration(outer_iteration(outer_iter))
     client.may_answer.set()
-    assert client.has_failed.wait(_HANGS_S)
+    assert client.has_failed.wait(HANGS_S)
     client.fails = False
     tracker.close("FINISHED")
     assert len(said) == 1 and said[0].startswith("MLflow cannot be written (disk full)")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_START_S = 60.0
+from tests.tiers import HANGS_S
 
 
 def missing() -> str:
@@ -74,7 +74,7 @@ def browser(width: int, height: int, *, is_phone: bool = False) -> Iterator[Brow
 
 
 def _wait_for(root: str) -> None:
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + HANGS_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             if _call("GET", f"{root}/status")["ready"]:
@@ -86,5 +86,5 @@ def _wait_for(root: str) -> None:
 def _call(method: str, url: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=HANGS_S) as answer:
         return json.loads(answer.read())["value"]
