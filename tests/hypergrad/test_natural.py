@@ -33,7 +33,7 @@ def test_trajectory_equals_the_optimizers() -> None:
     jobs = LocalJobs(task, made, "none", natural_gradients(task, CONFIG))
     end_P = jobs.run(0, 0, jobs.flat.flatten(list(task.start.values())))
     model = tasks.mlp(dropout=0.0)
-    optimizer = NGSGD(model, 1.0, max_change=0.0, max_param_change=0.0, rank_in=3, rank_out=2)
+    optimizer = NGSGD(model, 1.0, loss_reduction="sum", max_change=0.0, max_param_change=0.0, rank_in=3, rank_out=2)
     for step in range(30):
         for group, lr in zip(optimizer.param_groups, made.lr_TG[step].tolist(), strict=True):
             group["lr"] = lr

@@ -13,7 +13,7 @@ import pytest
 
 from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import CheckpointConfig, ClusterConfig, FailureConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig
-from ngsgd.errors import ClusterError, DataError, DivergenceError, RunInterrupted
+from ngsgd.errors import ClusterError, DataError, DivergenceError, NgsgdWarning, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.ops.averaging import mean_of_chunk, shares_of, weighted_mean
 from ngsgd.optim.outer_rules import Array, Average
@@ -282,7 +282,7 @@ def test_a_diverging_learning_rate_is_caught_not_averaged(tmp_path: Path) -> Non
     unlimited = OptimizerConfig(kind="sgd", max_change=0.0, max_param_change=0.0)
     wild = dataclasses.replace(config().schedule, lr_initial=1e8, lr_final=1e8)
     run = Run(tmp_path, config(optimizer=unlimited, schedule=wild))
-    with pytest.raises(DivergenceError, match=r"lower schedule\.lr_initial"):
+    with pytest.warns(NgsgdWarning), pytest.raises(DivergenceError, match=r"lower schedule\.lr_initial"):
         run.train()
 
 

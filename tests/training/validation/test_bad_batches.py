@@ -13,7 +13,7 @@ import pytest
 import ngsgd
 from ngsgd.config import FailureConfig, OptimizerConfig
 from ngsgd.data.frames import FrameSet
-from ngsgd.errors import BadBatchError, ConfigError
+from ngsgd.errors import BadBatchError, ConfigError, NgsgdWarning
 from ngsgd.files import read_json_lines
 from ngsgd.launcher.why.explain import explain
 from ngsgd.launcher.why.faults import bad_examples
@@ -123,7 +123,7 @@ def test_a_resumed_run_keeps_the_quarantine(tmp_path: Path) -> None:
 
 
 def test_stop_ends_the_run_with_the_names(tmp_path: Path) -> None:
-    with pytest.raises(BadBatchError) as caught:
+    with pytest.warns(NgsgdWarning), pytest.raises(BadBatchError) as caught:
         train(tmp_path, "input", "stop")
     assert any(name in str(caught.value) for name in _NAMES) and caught.value.exit_code == 3
     (folder,) = (config.parent for config in tmp_path.glob("*/config.yaml"))
@@ -141,7 +141,7 @@ def test_the_policy_changes_no_bit_without_bad_batches(policy: str, tmp_path: Pa
 
 def test_a_diverging_job_is_still_rejected(tmp_path: Path) -> None:
     """Most minibatches are bad: this is no question of single examples."""
-    with pytest.raises(ngsgd.errors.DivergenceError):
+    with pytest.warns(NgsgdWarning), pytest.raises(ngsgd.errors.DivergenceError):
         train(tmp_path, "none", lr=1e30, max_change=0.0, max_param_change=0.0)
 
 
@@ -176,7 +176,8 @@ def test_an_utterance_of_a_speech_run_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(toy, "frame_set", with_loud_utterance)
     plain_config = config(optimizer=OptimizerConfig(kind="sgd"))
     run = Run(tmp_path, replace(plain_config, schedule=replace(plain_config.schedule, minibatch_size=8)))
-    run.train()
+    with pytest.warns(NgsgdWarning):
+        run.train()
     reported = [incident.message for incident in run.recorder.incidents if incident.what == "bad_batch"]
     named = {name for record in run.recorder.records for job in record.jobs for name in job.bad_examples}
     assert reported and named == {"utt7"}
