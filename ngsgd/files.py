@@ -262,6 +262,17 @@ def read_log(path: Path) -> str:
         return file.read().decode("utf-8", errors="replace")
 
 
+def last_lines(path: Path, count: int, max_bytes: int = 4096) -> list[str]:
+    """Return the last lines of a text that others wrote; at most `max_bytes` of its end are read.
+
+    A line that begins before is cut at its beginning.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - max_bytes))
+        return file.read(max_bytes).decode("utf-8", errors="replace").splitlines()[-count:]
+
+
 def parse_json_lines(text: str) -> list[dict[str, Any]]:
     """Parse all lines that contain a JSON object."""
     lines = []

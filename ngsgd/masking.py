@@ -6,13 +6,16 @@ import os
 import re
 
 MASK = "***"
-_SECRETS = (
-    # http://user:password@host; the second form is for a password with a slash, which the first one
-    # would parse as a path.
-    (re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]*://)[^/?#\s\"'<>]*@"), rf"\g<1>{MASK}@"),
-    (re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]*://)[^/?#\s:@\"'<>]*:(?!\d+(?:[/?#\s]|$))[^\s\"'<>]*@"), rf"\g<1>{MASK}@"),
-    (re.compile(r"([?&;][^=&;\s\"'<>]*(?:passw|pwd|secret|token|key|sig|auth|credential)[^=&;\s\"'<>]*=)[^&;\s\"'<>#]+",
-                re.IGNORECASE), rf"\g<1>{MASK}"),
+# Texts are long and foreign. Each pattern therefore starts at a rare mark, or cannot run past the
+# next possible start, so its time is linear in the text.
+# "user:password@" of a URL up to the path
+_LOGIN = re.compile(r"(?<=[a-zA-Z0-9+.\-])://[^/?#\s\"'<>]*@")
+# ... with a slash in the password, which `_LOGIN` takes for the path
+_LOGIN_WITH_SLASH = re.compile(r"(?<=[a-zA-Z0-9+.\-])(://[^/?#\s:@\"'<>]*):(?!\d+(?:[/?#\s]|$))[^\s\"'<>]*@")
+_WORD = re.compile(r"[^\s\"'<>]+")
+_QUERY = re.compile(r"([?&;][^=&;?\s\"'<>]*=)[^&;\s\"'<>#]+")
+_SENSITIVE = re.compile(r"passw|pwd|secret|token|key|sig|auth|credential", re.IGNORECASE)
+_REST = (
     (re.compile(r"\b((?:password|passwd|pwd|secret|token|api_?key)=)[^&;,\s\"'<>*]+", re.IGNORECASE), rf"\g<1>{MASK}"),
     (re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=\-]{8,}"), rf"\g<1> {MASK}"),
 )
@@ -31,7 +34,10 @@ def masked(text: str, *, known: bool = True) -> str:
             Use False for settings that are read again, in which a short password may be a part of a
             path.
     """
-    for pattern, replacement in _SECRETS:
+    if "://" in text and "@" in text:
+        text = _WORD.sub(_without_login, text)
+    text = _QUERY.sub(lambda found: found[1] + MASK if _SENSITIVE.search(found[1]) else found[0], text)
+    for pattern, replacement in _REST:
         text = pattern.sub(replacement, text)
     if not known:
         return text
@@ -39,6 +45,14 @@ def masked(text: str, *, known: bool = True) -> str:
         if len(secret) >= _SHORTEST:
             text = text.replace(secret, MASK)
     return text
+
+
+def _without_login(found: re.Match[str]) -> str:
+    # No login ends after the last @, so nothing after it is searched for one.
+    before, at, after = found[0].rpartition("@")
+    if "://" not in before:
+        return found[0]
+    return _LOGIN_WITH_SLASH.sub(rf"://{MASK}@", _LOGIN.sub(rf"://{MASK}@", before + at)) + after
 
 
 def conceal(url: str) -> None:

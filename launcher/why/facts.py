@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ngsgd.files import parse_json_lines, read_log, read_regular_text
+from ngsgd.files import last_lines, parse_json_lines, read_log, read_regular_text
 from ngsgd.pipeline.runs.run_folder import RunFolder
 
 # characters of one piece of evidence
@@ -109,7 +109,7 @@ def log_tail(folder: RunFolder, workers: Sequence[int], num_lines: int = 2) -> I
     for worker in sorted(set(workers)):
         path = folder.workers / f"worker-{worker}.log"
         try:
-            lines = [line for line in read_log(path).splitlines() if line.strip()] if path.is_file() else []
+            lines = [line for line in last_lines(path, 50) if line.strip()] if path.is_file() else []
         except OSError:
             continue
         yield from (Evidence(f"workers/{path.name}", cut(line.strip())) for line in lines[-num_lines:])

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ngsgd import process_identity
+from ngsgd import files, process_identity
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanShard, RemoteResultRef, process_name
 from ngsgd.cluster.exchange.collective_client import exchange_of, remote
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
@@ -483,7 +483,7 @@ class ProcessPool:
         """Last lines of the log of a worker."""
         if not self.log_directory or not (path := self.log_directory / f"worker-{index}.log").exists():
             return ""
-        lines = path.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        lines = files.last_lines(path, _LAST_LINES)
         return "; end of its log:\n" + "\n".join(lines) if lines else ""
 
 

@@ -55,6 +55,16 @@ def test_unchanged_models(text: str) -> None:
     assert masked(text) == text
 
 
+@pytest.mark.parametrize("part", [
+    "a", "ab", "@", "?", "://", "?key", "?keykey", "://u:p", "a://", "a://b:1", ";a", "token=", "Bearer ", "password", "a.", "x@://u:p"])
+@pytest.mark.parametrize("end", ["", "@", "://", "="])
+def test_a_long_word_of_a_worker_is_masked_in_linear_time(part: str, end: str) -> None:
+    """A quadratic pattern would need hours and end by the guard against hanging."""
+    text = part * (1_000_000 // len(part)) + end
+    assert masked(masked(text)) == masked(text)
+    assert SECRET not in masked(f"{text} http://u:{SECRET}@h")
+
+
 def make_run(root: Path, config: Any) -> Path:
     run = root / "runs" / "first-20260101-000000"
     run.mkdir(parents=True)
