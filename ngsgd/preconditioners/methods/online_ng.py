@@ -26,7 +26,7 @@ from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.fisher_recorder import Rows
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 from ngsgd.preconditioners.options import EveryStepOptions, FisherOptions
-from ngsgd.preconditioners.states import State
+from ngsgd.preconditioners.states import Layout, State
 
 _SIDES = ("input", "output")
 
@@ -75,6 +75,9 @@ class SimpleNG(Preconditioner):
 
     Options = SimpleOptions
     has_mean = False
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        return dict.fromkeys(("statistics.direction", "inverse.direction"), self._sides(name)[:2])
 
     def measure(self, name: str, rows: Rows) -> State:
         """Return the direction, for a gradient of norm 1; it is valid for this minibatch only."""

@@ -27,7 +27,7 @@ from ngsgd.ops.linalg import eigh, inverse_root, inverse_root_newton
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.factored_grad import FactoredGrad
 from ngsgd.preconditioners.options import Options, momentum_problems
-from ngsgd.preconditioners.states import State
+from ngsgd.preconditioners.states import GROUPS, Layout, State
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,16 @@ class Shampoo(Preconditioner):
     joins_bias = False   # tensors are separate blocks
     splits_work = True
     agrees_over_ranks = True
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        return {f"{group}.{key}": shape for group in GROUPS for key, shape in self._factor_shapes(name).items()}
+
+    def _factor_shapes(self, name: str) -> dict[str, tuple[int, int]]:
+        return {f"{index}.{k}": (length, length) for index, shape in enumerate(self._block_shapes(name))
+                for k, length in enumerate(shape)}
+
+    def _block_shapes(self, name: str) -> list[torch.Size]:
+        return [block.shape for block in self._blocks(torch.empty(self._shape(name), device="meta"))]
 
     def measure_gradient(self, name: str, g: Tensor) -> State:
         factors = {}
@@ -198,6 +208,12 @@ class SOAP(Shampoo):
 
     Options = SOAPOptions
     applies_first = True
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        factors = self._factor_shapes(name) if len(self._shape(name)) > 1 else {}
+        moments = {f"inverse.{index}.{key}": shape for index, shape in enumerate(self._block_shapes(name)) for key in ("m", "v")}
+        return {**{f"{group}.{key}": shape for group in GROUPS for key, shape in factors.items()}, **moments,
+                "inverse.weight_m": (), "inverse.weight_v": ()}
 
     def can_hold(self, name: str, inverse: State) -> bool:
         # The moments lie between the bases.
