@@ -93,6 +93,8 @@ class Preconditioner:
     applies_first: ClassVar[bool] = False
     # Steps depend on the learning rate, which `step` must get.
     needs_lr: ClassVar[bool] = False
+    # Estimates of one dtype are also right in another one.
+    converts: ClassVar[bool] = True
     # The estimates of all layers belong together.
     is_joint: bool = False
     # Last sentence of the warning about minibatches that are not finite.
@@ -168,19 +170,21 @@ class Preconditioner:
         refuse_sharded(self.model, type(self).__name__)
         self._skipped = skipped_parameters(self.model, self.options.skip)
         require_supported(self.model, self._skipped, type(self).__name__)
-        before = {name for name, *_, is_trained in self._seen_parameters if is_trained}
-        is_first, self._seen_parameters = not self._seen_parameters, seen
+        before, self._seen_parameters = self._seen_parameters, seen
         self._find_layers()
-        if is_first:
+        if not before:
             return
         device = next(iter(parameters.values())).device
         if device != self.generator.device:
             self.generator = torch.Generator(device).manual_seed(self.options.seed)
+        layers_differ = [(name, shape, is_trained) for name, shape, *_, is_trained in before] \
+            != [(name, shape, is_trained) for name, shape, *_, is_trained in seen]
         dropped = [name for name in {*self.statistics, *self.inverses, *self.weights}
-                   if self.is_joint or not self._adapted(name, parameters.get(name))]
+                   if (self.is_joint and layers_differ) or not self._adapted(name, parameters.get(name))]
         for name in dropped:
             self.forget(name)
-        if dropped or any(name not in before for name, *_, is_trained in seen if is_trained):
+        trained = {name for name, *_, is_trained in before if is_trained}
+        if dropped or any(name not in trained for name, *_, is_trained in seen if is_trained):
             self._last = dict.fromkeys(self._last)
 
     def _find_layers(self) -> None:
@@ -193,7 +197,7 @@ class Preconditioner:
     def _adapted(self, name: str, p: nn.Parameter | None) -> bool:
         """Convert the estimates of a parameter, and return whether they fit it."""
         entry = self._entry(name)
-        if p is None or ((layout := self._layout_of(name, entry)) is not None and states.misfit(entry, layout)):
+        if p is None or ((layout := self._layout_of(name, entry)) is not None and self._misfit(name, entry, layout, p)):
             return False
         for key, value in states.converted(entry, layout, p).items():
             group, _, short = key.partition(".")
@@ -733,6 +737,13 @@ class Preconditioner:
             return dict.fromkeys(("statistics.squares?", "inverse.squares?"), (self._shape(name).numel(),))
         return self.layout(name, entry)
 
+    def _misfit(self, name: str, entry: Mapping[str, Tensor], layout: Layout, p: Tensor) -> str:
+        """Return why the tensors of a parameter cannot be used; "" if they can."""
+        if problem := states.misfit(entry, layout):
+            return problem
+        other = {value.dtype for value in entry.values()} - {states.working_dtype(p)}
+        return f"is {', '.join(map(str, other))}, and the model {p.dtype}" if other and not type(self).converts else ""
+
     def _shape(self, name: str) -> torch.Size:
         """Return the shape of a parameter with outputs first."""
         shape = self.model.get_parameter(name).shape
@@ -803,8 +814,6 @@ class Preconditioner:
             if name == OWN:
                 continue
             where = f"the state of {name}"
-            if not isinstance(entry, Mapping):
-                raise OptimizerStateError(f"{where} is of type {type(entry).__name__}, not a dict; load the result of state_dict().")
             tensors = {key: states.finite_tensor(value, f"{key} of {where}") for key, value in entry.items()}
             weight = tensors.pop("weight", None)
             has_statistics = any(key.startswith("statistics.") for key in tensors)
@@ -813,7 +822,7 @@ class Preconditioner:
             layout = self._layout_of(name, tensors)
             if unknown := [key for key in tensors if not key.startswith(("statistics.", "inverse."))]:
                 raise OptimizerStateError(f"{where} has {unknown[0]}, which {method} does not store.")
-            if layout is not None and (problem := states.misfit(tensors, layout)):
+            if layout is not None and (problem := self._misfit(name, tensors, layout, parameters[name])):
                 raise OptimizerStateError(f"{where} {problem}; load the state of {method} with the same options and model.")
             layers[name] = states.converted(tensors, layout, parameters[name])
             if weight is not None:

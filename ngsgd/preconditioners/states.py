@@ -129,6 +129,9 @@ def require_counters(state: Any, counters: Mapping[str, Any], method: str, param
         raise OptimizerStateError(f"the state has {extra[0]!r}, which {method} does not store.")
     saved, own_shapes = (dict(line.partition("\t")[::2] for line in text.split("\n"))
                          for text in (unpacked_text(given["parameters"]), shapes_text(parameters.items())))
+    if wrong := [name for name, entry in state.items() if not isinstance(entry, Mapping)]:
+        raise OptimizerStateError(f"the state of {wrong[0]} is of type {type(state[wrong[0]]).__name__}, not a dict; load the "
+                                  "result of state_dict().")
     if unknown := sorted({*saved} ^ {*own_shapes} or {*state} - {*own_shapes, OWN}):
         whose = "the model does not have" if unknown[0] not in own_shapes else "the model of the state does not have"
         raise OptimizerStateError(f"the state of {method} fits another model: {unknown[0]} is a parameter that {whose}; load the "

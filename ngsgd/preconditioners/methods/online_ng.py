@@ -26,7 +26,7 @@ from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.fisher_recorder import Rows
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 from ngsgd.preconditioners.options import EveryStepOptions, FisherOptions
-from ngsgd.preconditioners.states import Layout, State
+from ngsgd.preconditioners.states import Layout, State, require_counters
 
 _SIDES = ("input", "output")
 
@@ -168,15 +168,23 @@ class OnlineNG(SimpleNG):
         """Load a state; training continues bitwise identically.
 
         Raises:
-            CheckpointError: the state belongs to another model.
+            OptimizerStateError: the state is of another method or model, or incomplete.
         """
-        sides = [f"{side}." for side in _SIDES]
-        super().load_state_dict({name: {key: value for key, value in entry.items() if not key.startswith(tuple(sides))}
-                                 for name, entry in state.items()})
-        self._estimates = {}
+        require_counters(state, self.counters(), type(self).__name__, dict(self.model.named_parameters()))
+        prefixes = tuple(f"{side}." for side in _SIDES)
+        estimates: dict[tuple[str, str], OnlineNaturalGradient] = {}
         for name, entry in state.items():
-            for side in _SIDES:
-                own = {key.partition(".")[2]: value for key, value in entry.items() if key.startswith(f"{side}.")}
+            for side, dim in zip(_SIDES, self._sides(name)[1::-1] if name else (), strict=False):
+                own = {key.partition(".")[2]: value for key, value in dict(entry).items() if key.startswith(f"{side}.")}
                 if own:
-                    self._estimates[name, side] = self._estimate(side)
-                    self._estimates[name, side].load_state_dict(own)
+                    estimates[name, side] = self._estimate(side)
+                    estimates[name, side].dim = dim
+                    estimates[name, side].load_state_dict(own)
+        super().load_state_dict({name: {key: value for key, value in entry.items() if not key.startswith(prefixes)}
+                                 for name, entry in state.items()})
+        self._estimates = estimates
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        for side in _SIDES:
+            self._estimates.pop((name, side), None)

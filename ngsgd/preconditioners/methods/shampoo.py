@@ -208,6 +208,8 @@ class SOAP(Shampoo):
 
     Options = SOAPOptions
     applies_first = True
+    # Rounding noise of float32 would count as a gradient in float64.
+    converts = False
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         factors = self._factor_shapes(name) if len(self._shape(name)) > 1 else {}
