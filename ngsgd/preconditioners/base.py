@@ -93,6 +93,8 @@ class Preconditioner:
     applies_first: ClassVar[bool] = False
     # Steps depend on the learning rate, which `step` must get.
     needs_lr: ClassVar[bool] = False
+    # Start of the keys of a state that the method reads itself.
+    other_keys: ClassVar[tuple[str, ...]] = ()
     # Estimates of one dtype are also right in another one.
     converts: ClassVar[bool] = True
     # The estimates of all layers belong together.
@@ -778,7 +780,7 @@ class Preconditioner:
             state[name] = {key: value.clone() for key, value in self._entry(name).items()}
             if name in self.weights:
                 state[name]["weight"] = self.weights[name]
-        state[OWN] = self.counters()
+        state[OWN] = {**self.counters(), "entries": states.packed_text(states.entries_text(state))}
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -802,7 +804,7 @@ class Preconditioner:
         counters, self._skipped_at = state[OWN], -1
         self.num_steps, self.num_skipped = int(counters["num_steps"]), int(counters["num_skipped"])
         self._last = {key: None if int(counters[f"last_{key}"]) < 0 else int(counters[f"last_{key}"]) for key in self._last}
-        self._covered = tuple(filter(None, states.unpacked_text(counters.get("covered", ())).split("\n")))
+        self._covered = tuple(filter(None, states.unpacked_text(counters["covered"]).split("\n"))) if self.is_joint else ()
         self.generator.set_state(torch.as_tensor(counters["generator"]).to(torch.uint8).clone())
 
     def _checked(self, state: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], dict[str, float]]:
@@ -810,16 +812,21 @@ class Preconditioner:
         method, parameters = type(self).__name__, dict(self.model.named_parameters())
         states.require_counters(state, self.counters(), method, parameters)
         layers, weights = {}, {}
+        covered = list(filter(None, states.unpacked_text(state[OWN]["covered"]).split("\n"))) if self.is_joint else []
+        # Size of the matrix of several layers.
+        total = sum(parameters[name].numel() for name in covered)
         for name, entry in state.items():
             if name == OWN:
                 continue
             where = f"the state of {name}"
-            tensors = {key: states.finite_tensor(value, f"{key} of {where}") for key, value in entry.items()}
+            tensors = {key: states.finite_tensor(value, f"{key} of {where}") for key, value in entry.items()
+                       if not key.startswith(self.other_keys)}
             weight = tensors.pop("weight", None)
-            has_statistics = any(key.startswith("statistics.") for key in tensors)
-            if (weight is None and has_statistics) or (weight is not None and (weight.numel() != 1 or float(weight) < 0.0)):
+            if weight is not None and (weight.numel() != 1 or float(weight) < 0.0):
                 raise OptimizerStateError(f"{where} has the weight {weight}; it must be a number of at least 0.")
             layout = self._layout_of(name, tensors)
+            if layout is not None and covered:
+                layout = {key: [total if size == "d" else size for size in shape] for key, shape in layout.items()}
             if unknown := [key for key in tensors if not key.startswith(("statistics.", "inverse."))]:
                 raise OptimizerStateError(f"{where} has {unknown[0]}, which {method} does not store.")
             if layout is not None and (problem := self._misfit(name, tensors, layout, parameters[name])):

@@ -45,7 +45,10 @@ def packed_text(text: str) -> Tensor:
 def unpacked_text(value: Any) -> str:
     """Return the text of `packed_text`; OptimizerStateError if it is none."""
     try:
-        return bytes(torch.as_tensor(value).flatten().tolist()).decode()
+        found = torch.as_tensor(value)
+        if found.dtype != torch.uint8 or found.ndim != 1:
+            raise TypeError(f"{found.dtype} of shape {tuple(found.shape)}")
+        return bytes(found.tolist()).decode()
     except (TypeError, ValueError, RuntimeError) as error:
         raise OptimizerStateError(f"a text of the state is of type {type(value).__name__} and not readable.") from error
 
@@ -92,7 +95,8 @@ def misfit(entry: Mapping[str, Tensor], layout: Layout) -> str:
         for key in sorted(present):
             wanted = [sizes.setdefault((group, size), found) if isinstance(size, str) else size
                       for size, found in zip(known[key], entry[key].shape, strict=False)]
-            if wanted != list(entry[key].shape) or len(known[key]) != entry[key].ndim:
+            # No estimate is empty.
+            if wanted != list(entry[key].shape) or len(known[key]) != entry[key].ndim or not entry[key].numel():
                 return f"has {key} of shape {tuple(entry[key].shape)}, and the model needs ({', '.join(map(str, known[key]))})"
     return ""
 
@@ -124,8 +128,8 @@ def require_counters(state: Any, counters: Mapping[str, Any], method: str, param
     if (found := unpacked_text(given["method"])) != method:
         raise OptimizerStateError(f"the state is of {found}, and this is {method}; load it into {found}, or start {method} "
                                   "without a state.")
-    require_state(given, tuple(counters), method, OptimizerStateError)
-    if extra := sorted({*given} - {*counters}):
+    require_state(given, (*counters, "entries"), method, OptimizerStateError)
+    if extra := sorted({*given} - {*counters, "entries"}):
         raise OptimizerStateError(f"the state has {extra[0]!r}, which {method} does not store.")
     saved, own_shapes = (dict(line.partition("\t")[::2] for line in text.split("\n"))
                          for text in (unpacked_text(given["parameters"]), shapes_text(parameters.items())))
@@ -139,11 +143,18 @@ def require_counters(state: Any, counters: Mapping[str, Any], method: str, param
     if differing := [name for name, shape in own_shapes.items() if saved[name] != shape]:
         raise OptimizerStateError(f"the state of {differing[0]} is of a parameter of shape {saved[differing[0]]}, and the model has "
                                   f"{own_shapes[differing[0]]}; load the state of the same model.")
+    complete, found_entries = {*unpacked_text(given["entries"]).split("\n")} - {""}, {*entries_text(state).split("\n")} - {""}
+    if differing := sorted(complete ^ found_entries):
+        name, _, key = differing[0].partition("\t")
+        raise OptimizerStateError(f"the state of {name} {'lacks' if differing[0] in complete else 'has the unknown entry'} {key!r}; "
+                                  f"load a complete state of {method}.")
     for key in ("num_steps", "num_skipped"):
         number_of(given, key, method)
     for key in ("last_curvature", "last_inverse"):
         number_of(given, key, method, -1)
-    unpacked_text(given.get("covered", ()))
+    if "covered" in given and not {*unpacked_text(given["covered"]).split("\n")} <= {"", *parameters}:
+        raise OptimizerStateError(f"the state of {method} covers parameters that the model does not have; load the state of the "
+                                  "same model.")
     require_generator_state(given["generator"], counters["generator"], method)
 
 
@@ -160,6 +171,11 @@ def require_generator_state(given: Any, like: Tensor, method: str) -> None:
                                   "same kind of device.") from error
 
 
+def entries_text(state: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the entries of all layers, one a line; a state that lacks one of them is damaged."""
+    return "\n".join(sorted(f"{name}\t{key}" for name, entry in state.items() if name != OWN for key in entry))
+
+
 def mean_state(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Return the mean of the statistics of several workers, without inverses.
 
@@ -174,4 +190,5 @@ def mean_state(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, d
         # Weights are float64, and so is their mean.
         found[name] = {key: torch.stack([torch.as_tensor(entry[key], dtype=torch.float64 if key == "weight" else None)
                                          for entry in entries]).mean(dim=0) for key in keys}
+    found[OWN]["entries"] = packed_text(entries_text(found))
     return found

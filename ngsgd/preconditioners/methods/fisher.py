@@ -231,11 +231,11 @@ class FullNG(Preconditioner):
         super().update_curvature(FisherSample({}, seen.squares))
         if not seen.rows:
             return
-        self._cover(sorted(seen.rows))
         rows = list(seen.rows.values())
         require_small("the model", sum(one.e_VNTO.shape[3] * one.a_NTI.shape[2] for one in rows))
         for one in rows:
             self._bias_of[one.weight] = one.bias
+        self._cover(sorted(each for one in rows for each in self._block(one.weight)))
         g_XD = torch.cat([one.individual().flatten(1) for one in sorted(rows, key=lambda one: one.weight)], dim=1)
         self._average(min(seen.rows), {_ALL: g_XD.T @ g_XD / rows[0].num_rows})
 
@@ -248,7 +248,7 @@ class FullNG(Preconditioner):
             return super().apply(grads)
         squares = {key: inverse for key, inverse in self.inverses.items() if key != name}
         joined = {key: g for key, g in sorted(self._joined(grads).items()) if key not in squares and key in self._bias_of}
-        self._require_covered(joined)
+        self._require_covered([each for name in joined for each in self._block(name)])
         flat_D = torch.cat([g.flatten() for g in joined.values()])
         parts = (self.inverses[name][_ALL] @ flat_D).split([g.numel() for g in joined.values()])
         found = dict(grads)

@@ -26,7 +26,7 @@ from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.fisher_recorder import Rows
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 from ngsgd.preconditioners.options import EveryStepOptions, FisherOptions
-from ngsgd.preconditioners.states import Layout, State, require_counters
+from ngsgd.preconditioners.states import OWN, Layout, State, entries_text, packed_text, require_counters
 
 _SIDES = ("input", "output")
 
@@ -136,6 +136,7 @@ class OnlineNG(SimpleNG):
     """
 
     Options = OnlineOptions
+    other_keys = tuple(f"{side}." for side in _SIDES)
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
@@ -162,6 +163,7 @@ class OnlineNG(SimpleNG):
         state = super().state_dict()
         for (name, side), estimate in self._estimates.items():
             state.setdefault(name, {}).update({f"{side}.{key}": value for key, value in estimate.state_dict().items()})
+        state[OWN]["entries"] = packed_text(entries_text(state))
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -171,7 +173,6 @@ class OnlineNG(SimpleNG):
             OptimizerStateError: the state is of another method or model, or incomplete.
         """
         require_counters(state, self.counters(), type(self).__name__, dict(self.model.named_parameters()))
-        prefixes = tuple(f"{side}." for side in _SIDES)
         estimates: dict[tuple[str, str], OnlineNaturalGradient] = {}
         for name, entry in state.items():
             for side, dim in zip(_SIDES, self._sides(name)[1::-1] if name else (), strict=False):
@@ -180,8 +181,7 @@ class OnlineNG(SimpleNG):
                     estimates[name, side] = self._estimate(side)
                     estimates[name, side].dim = dim
                     estimates[name, side].load_state_dict(own)
-        super().load_state_dict({name: {key: value for key, value in entry.items() if not key.startswith(prefixes)}
-                                 for name, entry in state.items()})
+        super().load_state_dict(state)
         self._estimates = estimates
 
     def forget(self, name: str) -> None:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import OptimizerStateError
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import damped_cholesky
 from ngsgd.preconditioners.base import Preconditioner
@@ -262,15 +261,6 @@ class SMWNG(_FromRows):
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         return {**self._row_shapes(name, entry, "statistics"), **self._row_shapes(name, entry, "inverse", "root?*")}
-
-    def _checked(self, state: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], dict[str, float]]:
-        layers, weights = super()._checked(state)
-        inverses = [entry for entry in layers.values() if "inverse.e" in entry]
-        if inverses and (sum("inverse.root" in entry for entry in inverses) != 1
-                         or len({entry["inverse.e"].shape[:2] for entry in inverses}) > 1):
-            raise OptimizerStateError("the layers of the state of SMWNG are not of one minibatch, or it has not exactly one "
-                                      "inverse.root; load a complete state.")
-        return layers, weights
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
