@@ -108,6 +108,9 @@ class Shampoo(Preconditioner):
         return factors
 
     def _average(self, name: str, new: State) -> None:
+        # Zero gradients start no estimate: the root of their factors would be arbitrarily large.
+        if name not in self.statistics and not any(bool(value.any()) for value in new.values()):
+            return
         if self.options.history == "average":
             super()._average(name, new)
         elif all(bool(value.isfinite().all()) for value in new.values()):
@@ -120,7 +123,17 @@ class Shampoo(Preconditioner):
     def invert(self, name: str, known: State) -> State:
         find = inverse_root if self.options.root_method == "eigen" else inverse_root_newton
         order = 1 + max(int(key.rpartition(".")[2]) for key in known)
-        return {key: find(L_DD, 2 * order, self.option(name, "damping")) for key, L_DD in known.items()}
+        # A block that had zero gradients only waits for the next update.
+        return {key: find(L_DD, 2 * order, self.option(name, "damping")) if bool(L_DD.any()) else torch.zeros_like(L_DD)
+                for key, L_DD in known.items()}
+
+    def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        for name in [name for name in grads if name not in self.inverses]:
+            # The first gradient of a tensor that is not zero, between two updates.
+            self._average(name, self.measure_gradient(name, grads[name]))
+            if name in self.statistics:
+                self.inverses[name] = self._inverted(name, self.curvature(name))
+        return super().apply(grads)
 
     def direction(self, name: str, inverse: State, g: Tensor) -> Tensor:
         found = torch.empty_like(_merged(g, self.options.block_size))

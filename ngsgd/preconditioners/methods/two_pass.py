@@ -82,8 +82,11 @@ class TwoPassMethod(Preconditioner):
 
     def run_second_pass(self) -> None:
         """Run the second pass if one is due: after the optimizer has changed the parameters."""
-        # This may discard the first pass.
+        before = self._seen_parameters
         self._follow(dict(self.model.named_parameters()))
+        if self._seen_parameters is not before:
+            # The closure of the first pass is of the model as it was.
+            self._pending = None
         pending = self._pending
         if pending is None or pending.step == self.num_steps or self._norms() == pending.norms:
             return
