@@ -145,6 +145,7 @@ class Preconditioner:
         self.generator = torch.Generator(device).manual_seed(self.options.seed)
         # What estimates depend on, of each parameter; `_follow` notices a change.
         self._seen_parameters: list[tuple[Any, ...]] = []
+        self._known_parameters: list[nn.Parameter] = []
         self._follow(dict(model.named_parameters()))
         # Set if DistributedDataParallel averages the gradients.
         self._is_replicated = False
@@ -160,22 +161,32 @@ class Preconditioner:
 
     # parameters that change
 
-    def _follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def _follow_known(self) -> None:
+        """Run `_follow` if a known parameter has changed; a search for new ones takes too long."""
+        if [(p.shape, p.dtype, p.device, p.requires_grad) for p in self._known_parameters] != \
+                [seen[1:] for seen in self._seen_parameters] and self._follow(dict(self.model.named_parameters())):
+            self._last = dict.fromkeys(self._last)
+
+    def _follow(self, parameters: Mapping[str, nn.Parameter]) -> bool:
         """Adapt the estimates if parameters were replaced, converted, moved, frozen or unfrozen.
 
         Estimates follow the dtype and device of their parameter. Those of another shape start
-        again, with a curvature update in the next step.
+        again.
+
+        Returns:
+            Whether parameters have no estimate now, and need a curvature update.
         """
         seen = [(name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in parameters.items()]
         if seen == self._seen_parameters:
-            return
+            return False
         refuse_sharded(self.model, type(self).__name__)
         self._skipped = skipped_parameters(self.model, self.options.skip)
         require_supported(self.model, self._skipped, type(self).__name__)
         before, self._seen_parameters = self._seen_parameters, seen
+        self._known_parameters = list(parameters.values())
         self._find_layers()
         if not before:
-            return
+            return False
         device = next(iter(parameters.values())).device
         if device != self.generator.device:
             self.generator = torch.Generator(device).manual_seed(self.options.seed)
@@ -186,8 +197,7 @@ class Preconditioner:
         for name in dropped:
             self.forget(name)
         trained = {name for name, *_, is_trained in before if is_trained}
-        if dropped or any(name not in trained for name, *_, is_trained in seen if is_trained):
-            self._last = dict.fromkeys(self._last)
+        return bool(dropped) or any(name not in trained for name, *_, is_trained in seen if is_trained)
 
     def _find_layers(self) -> None:
         """Read the layers of the model."""
@@ -300,7 +310,7 @@ class Preconditioner:
         # Created before the model was sharded.
         if self._last["curvature"] is None:
             refuse_sharded(self.model, type(self).__name__)
-        self._follow(dict(self.model.named_parameters()))
+        self._follow_known()
         noticed = None if self._is_replicated else self.model.register_forward_pre_hook(self._notice_replicas)
         try:
             with self._watching(num_rows):
@@ -372,7 +382,7 @@ class Preconditioner:
 
     def _step(self, lr: float | None) -> None:
         parameters = dict(self.model.named_parameters())
-        self._follow(parameters)
+        lacks_estimates = self._follow(parameters)
         held = self._held_alone(parameters)
         grads = {name: self.oriented(name, upcast(dense(p.grad))) for name, p in parameters.items()
                  if p.grad is not None and name not in self._skipped}
@@ -399,6 +409,8 @@ class Preconditioner:
         for name, p in parameters.items():
             if name in found:
                 _give(p, self.oriented(name, found[name]))
+        if lacks_estimates and self._last["curvature"] != self.num_steps:
+            self._last = dict.fromkeys(self._last)
         self.num_steps += 1
 
     def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, FactoredGrad]:

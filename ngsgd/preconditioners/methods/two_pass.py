@@ -83,7 +83,8 @@ class TwoPassMethod(Preconditioner):
     def run_second_pass(self) -> None:
         """Run the second pass if one is due: after the optimizer has changed the parameters."""
         before = self._seen_parameters
-        self._follow(dict(self.model.named_parameters()))
+        if self._follow(dict(self.model.named_parameters())):
+            self._last = dict.fromkeys(self._last)
         if self._seen_parameters is not before:
             # The closure of the first pass is of the model as it was.
             self._pending = None
