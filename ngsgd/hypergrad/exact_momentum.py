@@ -239,7 +239,8 @@ class ExactMomentum:
 
     def _require_fit(self, state: Mapping[str, Any]) -> None:
         """Raise OptimizerStateError if a state has another structure than that of these groups."""
-        require_state(state, ("x", "u", "scale", "digest", "steps", "spills", "num_steps"), type(self).__name__, OptimizerStateError)
+        keys = ("x", "u", "scale", "digest", "steps", "spills", "num_steps")
+        require_state(state, keys, type(self).__name__, OptimizerStateError)
         for key in ("x", "u"):
             value = state[key]
             if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != self.x_P.shape:
@@ -259,8 +260,8 @@ class ExactMomentum:
         elif "steps" not in wrong and not all(isinstance(step, tuple | list) and len(step) == 4 for step in state["steps"]):
             wrong.append("steps")
         if wrong:
-            raise OptimizerStateError(f"{wrong[0]} of the state is damaged, or of another number of layers or steps; load a complete "
-                                      "state of the same model.")
+            raise OptimizerStateError(f"{wrong[0]} of the state is damaged, or of another number of layers or steps; load a "
+                                      "complete state of the same model.")
 
     @property
     def spill_bytes(self) -> int:

@@ -204,8 +204,8 @@ class ReversibleSGD(torch.optim.Optimizer):
         kind = type(self).__name__
         require_state(state_dict, ("state", "param_groups", "exact", "taken", "dtype"), kind, OptimizerStateError)
         if state_dict["dtype"] != str(self._params[0].dtype):
-            raise OptimizerStateError(f"the state of {kind} is {state_dict['dtype']}, and the model {self._params[0].dtype}; load it "
-                                      "with a model of the same dtype.")
+            raise OptimizerStateError(f"the state of {kind} is {state_dict['dtype']}, and the model {self._params[0].dtype}; load "
+                                      "it with a model of the same dtype.")
         _require_groups(state_dict, self.param_groups)
         exact = self._exact()
         exact.load_state_dict(state_dict["exact"])
@@ -214,8 +214,8 @@ class ReversibleSGD(torch.optim.Optimizer):
         except (TypeError, ValueError) as error:
             raise OptimizerStateError(f"the steps of the state of {kind} are damaged ({error}); load a complete state.") from error
         if len(taken) != exact.num_steps or any(len(one.lr_G) != len(self.param_groups) for one in taken):
-            raise OptimizerStateError(f"the state of {kind} has the settings of {len(taken)} steps, and {exact.num_steps} steps; load "
-                                      "a complete state.")
+            raise OptimizerStateError(f"the state of {kind} has the settings of {len(taken)} of {exact.num_steps} steps; load a "
+                                      "complete state.")
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.exact, self._taken = exact, taken
         with torch.no_grad():
@@ -302,13 +302,13 @@ def _require_groups(state: Mapping[str, Any], groups: list[dict[str, Any]]) -> N
         raise OptimizerStateError("the state of ReversibleSGD has no param_groups; load the result of its state_dict().")
     found, wanted = ([(group.get("name"), len(group.get("params", ()))) for group in each] for each in (saved, groups))
     if found != wanted:
-        raise OptimizerStateError(f"the state of ReversibleSGD is of the layers {found}, and the model has {wanted} (name, number of "
-                                  "parameters); load it with the same model.")
+        raise OptimizerStateError(f"the state of ReversibleSGD is of the layers {found}, and the model has {wanted} (name, number "
+                                  "of parameters); load it with the same model.")
     for one, group in zip(saved, groups, strict=True):
         if wrong := sorted(key for key in {*one} | {*group} if key != "params" and type(one.get(key)) is not type(group.get(key))
                            and not isinstance(one.get(key), int | float)):
-            raise OptimizerStateError(f"{wrong[0]} of {group['name']} is {one.get(wrong[0])!r} in the state of ReversibleSGD; load a "
-                                      "complete state.")
+            raise OptimizerStateError(f"{wrong[0]} of {group['name']} is {one.get(wrong[0])!r} in the state of ReversibleSGD; load "
+                                      "a complete state.")
 
 
 def _unpacked(taken: Any) -> _Taken:

@@ -62,7 +62,7 @@ class ProcessGroupComm:
             load[found[name]] += costs[name]
         return found
 
-    def exchanged(self, mine: Mapping[str, State], layers: Mapping[Any, Any]) -> dict[str, State]:
+    def exchanged(self, mine: Mapping[str, State], layers: Mapping[tuple[str, str], torch.Size]) -> dict[str, State]:
         """Return the states computed by all ranks, by layer.
 
         Args:
@@ -80,7 +80,7 @@ class ProcessGroupComm:
             found |= mine if root == self.rank else _unpacked(packed)
         return found
 
-    def _require_equal(self, shapes: Mapping[Any, Any]) -> None:
+    def _require_equal(self, shapes: Mapping[tuple[str, str], torch.Size]) -> None:
         """Raise ConfigError on all ranks if the layers of two ranks differ.
 
         The collective operation would hang, or average the curvature of different layers of one
@@ -94,10 +94,11 @@ class ProcessGroupComm:
         self._group.allreduce([bounds], options).wait()
         most, least, largest, smallest = bounds.tolist()
         if most != -least:
-            names = ", ".join(sorted({str(name[0] if isinstance(name, tuple) else name) for name in shapes})) or "none"
-            raise ConfigError(f"the ranks have the curvature of different layers ({-smallest} to {largest} tensors; rank {self.rank}: "
-                              f"{names}). Give every rank the same model, and a minibatch that uses all layers with at least one "
-                              "row of nonzero weight; skip layers that only some ranks use, such as experts.")
+            names = ", ".join(sorted({name for name, _ in shapes})) or "none"
+            raise ConfigError(f"the ranks have the curvature of different layers ({-smallest} to {largest} tensors; rank "
+                              f"{self.rank}: {names}). Give every rank the same model, and a minibatch that uses all layers "
+                              "with at least one row of nonzero weight; skip layers that only some ranks use, such as "
+                              "experts.")
 
     def _sum(self, value: Tensor) -> None:
         self._group.allreduce([value], _c10d.AllreduceOptions()).wait()

@@ -182,7 +182,7 @@ class OnlineNaturalGradient:
                 those before.
             DivergenceError: the rows are not finite, with on_nonfinite="raise".
         """
-        rows_ND = self._rows(X_ND)
+        rows_ND = X_ND if type(X_ND) is Tensor and X_ND.dtype in tensors.FULL else self._rows(X_ND)
         call = self.begin(rows_ND)
         if call is None:
             return X_ND.detach(), X_ND.new_ones(())
@@ -192,12 +192,7 @@ class OnlineNaturalGradient:
 
     def _rows(self, X_ND: Tensor) -> Tensor:
         """Return rows from a user as `begin` needs them; ArgumentError if they are none."""
-        # Half a microsecond less than the complete check, in a call that may take 50.
-        if type(X_ND) is Tensor and X_ND.dtype in tensors.FULL and X_ND.layout is torch.strided \
-                and not (X_ND.requires_grad or X_ND.is_nested or X_ND.is_meta):
-            return X_ND
         tensors.require_real(X_ND, "X_ND", self.name, ndim=2)
-        X_ND = X_ND.detach() if X_ND.requires_grad else X_ND
         return X_ND if X_ND.dtype in tensors.FULL else X_ND.float()
 
     def begin(self, X_ND: Tensor, one_N: Tensor | None = None, *, num_rows: Tensor | float | None = None,
@@ -220,9 +215,14 @@ class OnlineNaturalGradient:
             None if the rows stay unchanged: their dimension is 1, or there is no estimate yet and
             the rows are not finite or all masked.
         """
-        is_new = self._state is None
-        if is_new or X_ND.ndim != 2:
+        # Faster than the complete check, in a call that may take 50 microseconds.
+        if type(X_ND) is not Tensor or X_ND.dtype not in tensors.FULL or X_ND.layout is not torch.strided \
+                or X_ND.requires_grad or X_ND.is_nested or X_ND.is_meta or X_ND.ndim != 2:
             tensors.require_real(X_ND, "X_ND", self.name, 2, tensors.FULL)
+            X_ND = X_ND.detach()
+        is_new = self._state is None
+        if one_N is not None and len(one_N) != len(X_ND):
+            raise ArgumentError(f"{self.name}: one_N has {len(one_N)} elements for {len(X_ND)} rows.")
         dim = X_ND.shape[1] + (one_N is not None)
         X_ND = X_ND.contiguous()
         if (dim <= 1 or is_new) and not self._may_use(X_ND, one_N, dim):
@@ -309,7 +309,8 @@ class OnlineNaturalGradient:
         if self._state is not None and not self._updates_now():
             self._count_call()
             return
-        call = self.begin(self._rows(X_ND), num_rows=num_rows, loss_scale=loss_scale, corrects=False)
+        rows_ND = X_ND if type(X_ND) is Tensor and X_ND.dtype in tensors.FULL else self._rows(X_ND)
+        call = self.begin(rows_ND, num_rows=num_rows, loss_scale=loss_scale, corrects=False)
         if call is not None:
             self.finish(call)
 
@@ -421,8 +422,10 @@ class OnlineNaturalGradient:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`; the estimate then counts as initialized, also at t = 0.
 
+        The estimate has the rank of the state.
+
         Raises:
-            OptimizerStateError: the state is of another method, rank or dimension, or damaged.
+            OptimizerStateError: the state is of another method or dimension, or damaged.
         """
         found, num_calls = self.checked_state(state, self.dim)
         self._queue.wait(self)
@@ -452,9 +455,9 @@ class OnlineNaturalGradient:
         if dim is not None and W_RD.shape[1] != dim:
             raise OptimizerStateError(f"the state of {self.name} has rows of dimension {W_RD.shape[1]}, and this estimate {dim}; "
                                       "load the state of the same model.")
-        if len(W_RD) != (rank := min(self.rank, W_RD.shape[1] - 1)):
-            raise OptimizerStateError(f"the state of {self.name} has rank {len(W_RD)}, and this estimate {rank}; load it with the "
-                                      "same rank.")
+        if not 0 < len(W_RD) < W_RD.shape[1]:
+            raise OptimizerStateError(f"the state of {self.name} has the rank {len(W_RD)} for rows of dimension {W_RD.shape[1]}; it "
+                                      "must be at least 1 and below the dimension.")
         W_RD = W_RD.to(torch.promote_types(W_RD.dtype, torch.float32), copy=True)
         return ops.FisherState(W_RD, d_R.cpu().double().numpy().copy(), float(rho)), num_calls
 
@@ -506,7 +509,6 @@ class OnlineNaturalGradient:
             raise ArgumentError(f"the rows given to {self.name} have dimension {dim}, but its estimate is of rows of dimension "
                                 f"{W_RD.shape[1]}; use an estimate for each kind of rows, or call reset().")
         if W_RD.dtype != X_ND.dtype or W_RD.device != X_ND.device:
-            tensors.require_real(X_ND, "X_ND", self.name, dtypes=tensors.FULL)
             self._state = self._state._replace(W_RD=W_RD.to(X_ND))
             self._gram_RR = None
         return self._state

@@ -138,16 +138,16 @@ def require_counters(state: Any, counters: Mapping[str, Any], method: str, param
                                   "result of state_dict().")
     if unknown := sorted({*saved} ^ {*own_shapes} or {*state} - {*own_shapes, OWN}):
         whose = "the model does not have" if unknown[0] not in own_shapes else "the model of the state does not have"
-        raise OptimizerStateError(f"the state of {method} fits another model: {unknown[0]} is a parameter that {whose}; load the "
-                                  "state of the same model.")
+        raise OptimizerStateError(f"the state of {method} fits another model: {unknown[0]} is a parameter that {whose}; load "
+                                  "the state of the same model.")
     if differing := [name for name, shape in own_shapes.items() if saved[name] != shape]:
-        raise OptimizerStateError(f"the state of {differing[0]} is of a parameter of shape {saved[differing[0]]}, and the model has "
-                                  f"{own_shapes[differing[0]]}; load the state of the same model.")
+        raise OptimizerStateError(f"the state of {differing[0]} is of a parameter of shape {saved[differing[0]]}, and the model "
+                                  f"has {own_shapes[differing[0]]}; load the state of the same model.")
     complete, found_entries = {*unpacked_text(given["entries"]).split("\n")} - {""}, {*entries_text(state).split("\n")} - {""}
     if differing := sorted(complete ^ found_entries):
         name, _, key = differing[0].partition("\t")
-        raise OptimizerStateError(f"the state of {name} {'lacks' if differing[0] in complete else 'has the unknown entry'} {key!r}; "
-                                  f"load a complete state of {method}.")
+        what = "lacks" if differing[0] in complete else "has the unknown entry"
+        raise OptimizerStateError(f"the state of {name} {what} {key!r}; load a complete state of {method}.")
     for key in ("num_steps", "num_skipped"):
         number_of(given, key, method)
     for key in ("last_curvature", "last_inverse"):

@@ -4,6 +4,7 @@ error before anything is computed.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -164,12 +165,14 @@ class Gated(nn.Module):
         return y
 
 
-@pytest.mark.entry("F8", "a weight has zero gradients at its first steps: a zero output layer, LoRA with B = 0, a gate that opens later",
-                   "works", "directions are finite and equal those of float64 in every method and with every interval; Shampoo "
-                            "starts the estimate of a tensor at its first nonzero gradient")
+@pytest.mark.entry("F8", "a weight has zero gradients at its first steps: a zero output layer, LoRA with B = 0, a gate that "
+                         "opens later", "works",
+                   "directions are finite and equal those of float64 in every method and with every interval; Shampoo starts the "
+                   "estimate of a tensor at its first nonzero gradient")
 @pytest.mark.parametrize("interval", [1, 2, 10])
 @pytest.mark.parametrize("kind", ["output", "lora", "gate 1", "gate 5"])
-@pytest.mark.parametrize("method", [pytest.param(method, marks=() if method == "kl_soap" else pytest.mark.slow) for method in METHODS])
+@pytest.mark.parametrize("method", [pytest.param(method, marks=() if method == "kl_soap" else pytest.mark.slow)
+                                    for method in METHODS])
 def test_gradients_that_are_zero_at_first(method: str, kind: str, interval: int) -> None:
     every_step = issubclass(METHODS[method].Options, EveryStepOptions)
     if interval > 1 and every_step:
@@ -181,16 +184,15 @@ def test_gradients_that_are_zero_at_first(method: str, kind: str, interval: int)
     largest, moved = 0.0, 0.0
     for step in range(14):
         x, target = torch.randn(32, 5, generator=generator), torch.randn(32, 3, generator=generator)
-        directions = []
+        found = []
         for model, preconditioner in zip(models, both, strict=True):
             model.step = step
             model.zero_grad()
             dtype = model.output.weight.dtype
-            preconditioner.evaluate(lambda model=model, dtype=dtype: nn.functional.mse_loss(  # type: ignore[misc]
-                model(x.to(dtype)), target.to(dtype)))
+            preconditioner.evaluate(functools.partial(loss_of, model, x.to(dtype), target.to(dtype)))
             preconditioner.step(lr=1e-3)
-            directions.append(torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]))
-        one, other = directions
+            found.append(torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None]))
+        one, other = found
         assert bool(one.isfinite().all()) and bool(other.isfinite().all())
         largest = max(largest, float(one.norm()))
         if method not in NOISY:
@@ -204,6 +206,10 @@ def test_gradients_that_are_zero_at_first(method: str, kind: str, interval: int)
                 moved += float(p.grad.norm())
     # No direction of the size of 1 / 0: Shampoo's was 1e22. Estimates of small first gradients let later ones be large.
     assert moved > 0.0 and largest < 1e10
+
+
+def loss_of(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(model(x), target)
 
 
 def directions(method: str, fills: bool, at_once: bool) -> list[Tensor]:

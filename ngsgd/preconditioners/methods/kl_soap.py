@@ -54,11 +54,8 @@ class KLSOAP(SOAP):
         found = {}
         for index, block in enumerate(self._blocks(g)):
             keys = [f"{index}.{k}" for k in range(block.ndim)]
-            if bases:
-                own = self._rotated(block, index, bases, transpose=True)
-            else:
-                # As in SOAP, square the first gradient in float64.
-                own = block.double()
+            # As in SOAP, square the first gradient in float64.
+            own = self._rotated(block, index, bases, transpose=True) if bases else block.double()
             # Earlier gradients of zeros have nothing to whiten by, either.
             if bases and all(bool(known[key].any()) for key in keys):
                 roots = [_inverse_roots(known[key], bases[key]) for key in keys]

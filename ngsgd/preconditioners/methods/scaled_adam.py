@@ -269,8 +269,8 @@ class MedianClipping:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         norms, threshold = (real_tensor(state[key], key) for key in ("clipping_norms", "clipping_threshold"))
         if norms.shape != self.norms.shape or threshold.numel() != 1 or not float(threshold) >= 0.0:
-            raise OptimizerStateError(f"the state of ScaledAdam has {norms.numel()} gradient norms and the threshold {threshold}; it "
-                                      f"must have {len(self.norms)} norms and a threshold of at least 0.")
+            raise OptimizerStateError(f"the state of ScaledAdam has {norms.numel()} gradient norms and the threshold {threshold}; "
+                                      f"it must have {len(self.norms)} norms and a threshold of at least 0.")
         self.norms, self.threshold = norms.to("cpu", torch.float64, copy=True), float(threshold)
 
 
