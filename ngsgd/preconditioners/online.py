@@ -456,7 +456,7 @@ class OnlineNaturalGradient:
             raise OptimizerStateError(f"the state of {self.name} has rows of dimension {W_RD.shape[1]}, and this estimate {dim}; "
                                       "load the state of the same model.")
         if not 0 < len(W_RD) < W_RD.shape[1]:
-            raise OptimizerStateError(f"the state of {self.name} has the rank {len(W_RD)} for rows of dimension {W_RD.shape[1]}; it "
+            raise OptimizerStateError(f"the state of {self.name} has rank {len(W_RD)} for rows of dimension {W_RD.shape[1]}; it "
                                       "must be at least 1 and below the dimension.")
         W_RD = W_RD.to(torch.promote_types(W_RD.dtype, torch.float32), copy=True)
         return ops.FisherState(W_RD, d_R.cpu().double().numpy().copy(), float(rho)), num_calls

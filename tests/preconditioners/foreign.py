@@ -49,26 +49,22 @@ def trained(method: str, **network_options: Any) -> tuple[nn.Sequential, Precond
     return model, preconditioner
 
 
-def differing(state: Mapping[str, Mapping[str, Any]], **entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with other entries; the key "own" is that of the counters."""
-    return {**state, **{"" if name == "own" else name: entry for name, entry in entries.items()}}
-
-
 def damaged(state: Mapping[str, Mapping[str, Any]], every: int = 1) -> Iterator[tuple[str, Any]]:
     """(what was done, a state that is none); with `every`, only some entries of the layers."""
-    for value in (None, [], "state", 3, {}, torch.ones(3), {"model": {}, "preconditioner": dict(state)}):
-        yield f"{type(value).__name__} for the state", value
+    wrong: list[Any] = [None, [], "state", 3, {}, torch.ones(3), {"model": {}, "preconditioner": dict(state)}]
+    for each in wrong:
+        yield f"{type(each).__name__} for the state", each
     yield "unknown layer", {**state, "nobody.weight": next(iter(state.values()))}
     for number, (name, entry) in enumerate(state.items()):
         if number % every and name:
             continue
         yield f"no {name or 'counters'}", {key: value for key, value in state.items() if key != name}
-        for whole in (None, "entry", []):
-            yield f"{name} is {whole!r}", {**state, name: whole}
+        for each in (None, "entry", 3):
+            yield f"{name} is {each!r}", {**state, name: each}
         for extra in ("more", "statistics.more", "inverse.more"):
             yield f"{name} has {extra}", {**state, name: {**entry, extra: torch.ones(2)}}
         for key, value in entry.items():
-            yield f"{name} has no {key}", {**state, name: {other: each for other, each in entry.items() if other != key}}
+            yield f"{name} has no {key}", {**state, name: {other: part for other, part in entry.items() if other != key}}
             tensor = torch.as_tensor(value)
             others: list[Any] = ["text", None, [[1.0], [1.0, 2.0]], torch.ones(2, 2, 2, 2, 2, 2), torch.tensor(1j), {}]
             if tensor.ndim:

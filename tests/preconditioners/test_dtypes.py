@@ -23,6 +23,8 @@ SOME = [pytest.param(method, marks=() if method in ("kfac", "kl_soap") else pyte
 # Their directions have a fixed length, also where a gradient is rounding noise only; PSGD has random vectors.
 NOISY = ("shampoo", "soap", "kl_soap", "psgd", "muon", "normuon", "muonh", "newton_muon")
 IDS = torch.arange(16) % 7
+# Its type stubs lack the switch.
+DETERMINISTIC: Any = deterministic
 
 
 class Words(nn.Module):
@@ -214,16 +216,16 @@ def loss_of(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
 
 def directions(method: str, fills: bool, at_once: bool) -> list[Tensor]:
     """Directions with or without NaN in all new memory."""
-    before = deterministic.fill_uninitialized_memory
+    before = DETERMINISTIC.fill_uninitialized_memory
     torch.use_deterministic_algorithms(fills, warn_only=True)
-    deterministic.fill_uninitialized_memory = fills
+    DETERMINISTIC.fill_uninitialized_memory = fills
     try:
         model = network(width=20, depth=3)
         options = {} if issubclass(METHODS[method].Options, EveryStepOptions) else {"curvature_interval": 2, "inverse_interval": 2}
         return steps(METHODS[method](model, **options), model, 5, at_once=at_once)
     finally:
         torch.use_deterministic_algorithms(False)
-        deterministic.fill_uninitialized_memory = before
+        DETERMINISTIC.fill_uninitialized_memory = before
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -236,6 +238,6 @@ def test_no_method_reads_memory_that_was_not_written(method: str, at_once: bool)
 def test_new_memory_is_nan_in_the_test_above() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        assert deterministic.fill_uninitialized_memory and bool(torch.empty(64).isnan().all())
+        assert DETERMINISTIC.fill_uninitialized_memory and bool(torch.empty(64).isnan().all())
     finally:
         torch.use_deterministic_algorithms(False)
