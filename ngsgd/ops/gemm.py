@@ -68,9 +68,9 @@ def sub_matmul(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None 
 
     Uses `scratch` if that is faster than new memory; works in place if `scratch` is c.
     """
+    if scratch is not None:
+        _require_shape(scratch, a_MK, b_KN)
     if not _is_for_onednn(a_MK, b_KN) or not c_MN.is_contiguous() or c_MN.dtype != a_MK.dtype:
-        if scratch is not None:
-            _require_shape(scratch, a_MK, b_KN)
         return torch.addmm(c_MN, a_MK, b_KN, alpha=-1, out=scratch)
     b_KN = _plain(b_KN)
     # Negate the smaller factor.
