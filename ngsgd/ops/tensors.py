@@ -1,4 +1,7 @@
-"""Checks of the tensors that public functions get from users; they read no values and wait for no device."""
+"""Checks of the tensors that public functions get from users.
+
+They read no values and wait for no device.
+"""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class Eden(LRScheduler):
 
 
 def _is_like(value: Any, known: Any) -> bool:
-    """Return whether a value of a state is a finite number, or as many of them, as a known value is."""
+    """Return whether a value of a state has the type and length of a known value, and is finite."""
     if isinstance(known, list | tuple):
         return isinstance(value, list | tuple) and len(value) == len(known) and all(map(_is_like, value, known))
     if isinstance(known, int | float | Tensor) and not isinstance(known, bool):

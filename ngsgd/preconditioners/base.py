@@ -820,7 +820,11 @@ class Preconditioner:
         self.generator.set_state(torch.as_tensor(counters["generator"]).to(torch.uint8).clone())
 
     def _checked(self, state: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], dict[str, float]]:
-        """Return (tensors by parameter, weights) of a state; OptimizerStateError if it does not fit."""
+        """Return (tensors by parameter, weights) of a state.
+
+        Raises:
+            OptimizerStateError: the state does not fit.
+        """
         method, parameters = type(self).__name__, dict(self.model.named_parameters())
         states.require_counters(state, self.counters(), method, parameters)
         layers, weights = {}, {}

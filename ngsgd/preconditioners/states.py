@@ -17,8 +17,9 @@ OWN = ""
 # The random state of a GPU is a seed and an offset.
 _CUDA_GENERATOR_BYTES = 16
 GROUPS = ("statistics", "inverse")
-# Shapes of the tensors of one layer by key, such as {"statistics.A": (5, 5), "inverse.root*": ("x", "x")}. A letter is
-# any size, the same everywhere in its group. Keys with ? may be absent; those with * keep their dtype.
+# Shapes of the tensors of one layer by key, such as {"statistics.A": (5, 5), "inverse.root*": ("x",
+# "x")}. A letter is any size, the same everywhere in its group. Keys with ? may be absent; those
+# with * keep their dtype.
 Layout = Mapping[str, Sequence[int | str]]
 
 
@@ -54,7 +55,7 @@ def unpacked_text(value: Any) -> str:
 
 
 def finite_tensor(value: Any, where: str) -> Tensor:
-    """Return an entry of a state as a tensor; OptimizerStateError if it is not one of finite real numbers."""
+    """Return an entry of a state as a tensor of finite numbers, or raise OptimizerStateError."""
     found = real_tensor(value, where)
     if not bool(found.isfinite().all()):
         raise OptimizerStateError(f"{where} has values that are not finite; load an earlier state.")
@@ -62,7 +63,7 @@ def finite_tensor(value: Any, where: str) -> Tensor:
 
 
 def real_tensor(value: Any, where: str) -> Tensor:
-    """Return an entry of a state as a tensor; OptimizerStateError if it is not one of real numbers."""
+    """Return an entry of a state as a tensor of real numbers, or raise OptimizerStateError."""
     try:
         found = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -73,7 +74,7 @@ def real_tensor(value: Any, where: str) -> Tensor:
 
 
 def number_of(counters: Mapping[str, Any], key: str, owner: str, least: int = 0) -> int:
-    """Return a counter of a state; OptimizerStateError if it is no whole number from `least` on."""
+    """Return a whole number of a state of at least `least`, or raise OptimizerStateError."""
     found = finite_tensor(counters[key], f"{key} of the state of {owner}")
     if found.numel() != 1 or float(found) != int(found) or int(found) < least:
         raise OptimizerStateError(f"{key} of the state of {owner} is {counters[key]!r}; it must be a whole number "
@@ -82,7 +83,7 @@ def number_of(counters: Mapping[str, Any], key: str, owner: str, least: int = 0)
 
 
 def misfit(entry: Mapping[str, Tensor], layout: Layout) -> str:
-    """Return the difference between the tensors of a layer and their layout; "" if there is none."""
+    """Return how the tensors of a layer differ from their layout; "" if they do not."""
     known = {key.rstrip("?*"): tuple(shape) for key, shape in layout.items()}
     sizes: dict[tuple[str, str], int] = {}
     for group in GROUPS:
@@ -102,7 +103,7 @@ def misfit(entry: Mapping[str, Tensor], layout: Layout) -> str:
 
 
 def converted(entry: Mapping[str, Tensor], layout: Layout | None, p: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of a layer on the device of its parameter, in the dtype of its estimates."""
+    """Return the tensors of a layer on the device of its parameter, in its working dtype."""
     exact = {key.rstrip("?*") for key in layout or () if "*" in key}
     return {key: value.to(p.device) if layout is None or key in exact else value.to(p.device, working_dtype(p))
             for key, value in entry.items()}
@@ -114,7 +115,7 @@ def shapes_text(parameters: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def require_counters(state: Any, counters: Mapping[str, Any], method: str, parameters: Mapping[str, Tensor]) -> None:
-    """Raise OptimizerStateError if a state is of another method or model, or its counters are damaged.
+    """Raise OptimizerStateError if a state is of another method or model, or damaged.
 
     Args:
         state: argument of `load_state_dict`.

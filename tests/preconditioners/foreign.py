@@ -1,4 +1,4 @@
-"""Small networks, steps on them, and states that do not fit, for sweeps over all preconditioners."""
+"""Small networks, steps on them, and states that do not fit, for sweeps over the methods."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def trained(method: str, **network_options: Any) -> tuple[nn.Sequential, Precond
 
 
 def damaged(state: Mapping[str, Mapping[str, Any]], every: int = 1) -> Iterator[tuple[str, Any]]:
-    """(what was done, a state that is none); with `every`, only some entries of the layers."""
+    """(description, a state that is none); with `every`, only some entries of the layers."""
     wrong: list[Any] = [None, [], "state", 3, {}, torch.ones(3), {"model": {}, "preconditioner": dict(state)}]
     for each in wrong:
         yield f"{type(each).__name__} for the state", each

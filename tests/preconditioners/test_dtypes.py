@@ -1,5 +1,5 @@
-"""Every preconditioner with every dtype, sparse gradients, layers without elements and zero gradients: right, or one typed
-error before anything is computed.
+"""Every preconditioner with every dtype, sparse gradients, layers without elements, and zero
+gradients: right, or one typed error before anything is computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tests.preconditioners.foreign import X, Y, network, steps
 
 # One method of rows, one of gradients; the others run in `make test-all`.
 SOME = [pytest.param(method, marks=() if method in ("kfac", "kl_soap") else pytest.mark.slow) for method in METHODS]
-# Their directions have a fixed length, also where a gradient is rounding noise only; PSGD has random vectors.
+# Their directions have a fixed length, also where a gradient is rounding noise only; PSGD has
+# random vectors.
 NOISY = ("shampoo", "soap", "kl_soap", "psgd", "muon", "normuon", "muonh", "newton_muon")
 IDS = torch.arange(16) % 7
 # Its type stubs lack the switch.
@@ -206,7 +207,8 @@ def test_gradients_that_are_zero_at_first(method: str, kind: str, interval: int)
                 # The same path, so that only the directions differ.
                 q.copy_(p)
                 moved += float(p.grad.norm())
-    # No direction of the size of 1 / 0: Shampoo's was 1e22. Estimates of small first gradients let later ones be large.
+    # No direction of the size of 1 / 0: Shampoo's was 1e22. Estimates of small first gradients let
+    # later ones be large.
     assert moved > 0.0 and largest < 1e10
 
 

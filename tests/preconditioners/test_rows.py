@@ -1,4 +1,6 @@
-"""Rows that `OnlineNaturalGradient` and `precondition_simple` get: right, or ArgumentError before anything is computed."""
+"""Rows that `OnlineNaturalGradient` and `precondition_simple` get: right, or ArgumentError before
+anything is computed.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class _FromRows(Preconditioner):
         self._gradients: dict[str, FactoredGrad] = {}   # factored gradients of this step
 
     def _row_shapes(self, name: str, entry: Mapping[str, Tensor], group: str, *others: str) -> dict[str, tuple[int | str, ...]]:
-        """Return the shapes of rows of a minibatch, and of matrices and vectors of their products."""
+        """Return the shapes of rows of a minibatch, and of their products."""
         O, I, _ = self._sides(name)  # noqa: E741
         e_VNTO = entry.get(f"{group}.e")
         size = "x" if e_VNTO is None else math.prod(e_VNTO.shape[:2])
