@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.errors import DivergenceError, ReversalError
+from ngsgd.arguments import require_state
+from ngsgd.errors import DivergenceError, OptimizerStateError, ReversalError
 from ngsgd.hypergrad import fused
 
 # Fraction bits of the position: resolution 4e-15.
@@ -220,7 +221,13 @@ class ExactMomentum:
                 "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of the same groups; raises ReversalError if its digest does not match."""
+        """Load a state of the same groups.
+
+        Raises:
+            OptimizerStateError: it has other numbers of parameters, layers or steps.
+            ReversalError: its digest does not match.
+        """
+        self._require_fit(state)
         self.x_P.copy_(state["x"])
         self.u_P.copy_(state["u"])
         self.scale_G, self._digest, self.num_steps = tuple(state["scale"]), Digest(*state["digest"]), state["num_steps"]
@@ -229,6 +236,32 @@ class ExactMomentum:
         self._spills = [list(parts) for parts in state["spills"]]
         self.verify()
         self._read_weights()
+
+    def _require_fit(self, state: Mapping[str, Any]) -> None:
+        """Raise OptimizerStateError if a state has another structure than that of these groups."""
+        keys = ("x", "u", "scale", "digest", "steps", "spills", "num_steps")
+        require_state(state, keys, type(self).__name__, OptimizerStateError)
+        for key in ("x", "u"):
+            value = state[key]
+            if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != self.x_P.shape:
+                raise OptimizerStateError(f"{key} of the state is {getattr(value, 'dtype', type(value).__name__)} of shape "
+                                          f"{tuple(getattr(value, 'shape', ()))}, and the model needs int64 of shape "
+                                          f"{tuple(self.x_P.shape)}; load the state of the same model.")
+        lengths = {"scale": len(self.groups), "spills": len(self.groups), "digest": 2}
+        if isinstance(state["num_steps"], int) and self.keeps:
+            lengths["steps"] = state["num_steps"]
+        wrong = [key for key, length in lengths.items()
+                 if not isinstance(state[key], tuple | list) or len(state[key]) != length]
+        parts = [part for parts in state["spills"] for part in parts] if "spills" not in wrong else []
+        if not isinstance(state["num_steps"], int) or not all(isinstance(part, Tensor) for part in parts):
+            wrong.append("num_steps or spills")
+        elif not all(isinstance(number, int | float) for key in ("scale", "digest") if key not in wrong for number in state[key]):
+            wrong.append("scale or digest")
+        elif "steps" not in wrong and not all(isinstance(step, tuple | list) and len(step) == 4 for step in state["steps"]):
+            wrong.append("steps")
+        if wrong:
+            raise OptimizerStateError(f"{wrong[0]} of the state is damaged, or of another number of layers or steps; load a "
+                                      "complete state of the same model.")
 
     @property
     def spill_bytes(self) -> int:

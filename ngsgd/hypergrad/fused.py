@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ngsgd.errors import ArgumentError
 from ngsgd.ops.kernels import native
 
 # Elements, with 2 MB of scratch memory. A quarter of it was slower (9.7 instead of 7.4 ms per step
@@ -44,7 +45,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype, engine: str) -> Kernel
     if engine not in ("auto", "eager", "fused"):
         raise ValueError(f"Invalid engine: {engine!r}; choose auto, eager or fused")
     if dtype not in _TYPES:
-        raise ValueError(f"Invalid weights: {dtype}; they must be float32 or float64")
+        raise ArgumentError(f"Invalid weights: {dtype}; they must be float32 or float64. Convert the model, as in model.float().")
     if engine == "eager" or device.type != "cpu":
         return _Eager(device)
     library = load_library()

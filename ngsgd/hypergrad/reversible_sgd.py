@@ -190,18 +190,34 @@ class ReversibleSGD(torch.optim.Optimizer):
         packed = [(taken.lr_G, taken.momentum_G, taken.decay_G, tuple(taken.shortened),
                    taken.grad_P)
                   for taken in self._taken]
-        return {**super().state_dict(), "exact": self.exact.state_dict(), "taken": packed}
+        return {**super().state_dict(), "exact": self.exact.state_dict(), "taken": packed, "dtype": str(self.exact.dtype)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state and its parameters, which are part of it.
 
+        Nothing is changed if the state does not fit.
+
         Raises:
-            OptimizerStateError: this is not a state of ReversibleSGD.
+            OptimizerStateError: this is not a state of ReversibleSGD on the same model.
+            ReversalError: its numbers were changed.
         """
-        require_state(state_dict, ("state", "param_groups", "exact", "taken"), type(self).__name__, OptimizerStateError)
+        kind = type(self).__name__
+        require_state(state_dict, ("state", "param_groups", "exact", "taken", "dtype"), kind, OptimizerStateError)
+        if state_dict["dtype"] != str(self._params[0].dtype):
+            raise OptimizerStateError(f"the state of {kind} is {state_dict['dtype']}, and the model {self._params[0].dtype}; load "
+                                      "it with a model of the same dtype.")
+        _require_groups(state_dict, self.param_groups)
+        exact = self._exact()
+        exact.load_state_dict(state_dict["exact"])
+        try:
+            taken = [_unpacked(one) for one in state_dict["taken"]]
+        except (TypeError, ValueError) as error:
+            raise OptimizerStateError(f"the steps of the state of {kind} are damaged ({error}); load a complete state.") from error
+        if len(taken) != exact.num_steps or any(len(one.lr_G) != len(self.param_groups) for one in taken):
+            raise OptimizerStateError(f"the state of {kind} has the settings of {len(taken)} of {exact.num_steps} steps; load a "
+                                      "complete state.")
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        self.exact.load_state_dict(state_dict["exact"])
-        self._taken = [_unpacked(taken) for taken in state_dict["taken"]]
+        self.exact, self._taken = exact, taken
         with torch.no_grad():
             self._write()
 
@@ -223,6 +239,9 @@ class ReversibleSGD(torch.optim.Optimizer):
 
         "" if no change is detected.
         """
+        for group in self.param_groups:
+            if any(p.dtype != self.exact.dtype for p in group["params"]):
+                return f"the dtype of {group['name']}"
         parts = self.exact.weights().split([p.numel() for p in self._params])
         index = self.exact.num_steps % len(parts)
         sample = self._params[index].detach().reshape(-1)[:_NUM_LOOKED_AT]
@@ -239,8 +258,9 @@ class ReversibleSGD(torch.optim.Optimizer):
 
     def _direction(self, decay_G: list[float]) -> Tensor:
         """Return g + weight_decay w, P; the same operations in both directions."""
-        grad_P = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
-                            for p in self._params])
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
+        # Those of nn.Embedding(sparse=True) are sparse.
+        grad_P = torch.cat([(g if g.layout is torch.strided else g.to_dense()).reshape(-1) for g in grads])
         w_P = self.exact.weights()
         for group, decay in zip(self.exact.groups, decay_G, strict=True):
             if decay:
@@ -273,6 +293,22 @@ class ReversibleSGD(torch.optim.Optimizer):
         v_P = self.exact.velocity()
         return [float((gamma * v_P[group] - (1.0 - gamma) * grad_P[group].double()).norm())
                 for group, gamma in zip(self.exact.groups, momentum_G, strict=True)]
+
+
+def _require_groups(state: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Raise OptimizerStateError if the param groups of a state are not those of the optimizer."""
+    saved = state["param_groups"]
+    if not isinstance(state["state"], Mapping) or not isinstance(saved, list) or not all(isinstance(one, Mapping) for one in saved):
+        raise OptimizerStateError("the state of ReversibleSGD has no param_groups; load the result of its state_dict().")
+    found, wanted = ([(group.get("name"), len(group.get("params", ()))) for group in each] for each in (saved, groups))
+    if found != wanted:
+        raise OptimizerStateError(f"the state of ReversibleSGD is of the layers {found}, and the model has {wanted} (name, number "
+                                  "of parameters); load it with the same model.")
+    for one, group in zip(saved, groups, strict=True):
+        if wrong := sorted(key for key in {*one} | {*group} if key != "params" and type(one.get(key)) is not type(group.get(key))
+                           and not isinstance(one.get(key), int | float)):
+            raise OptimizerStateError(f"{wrong[0]} of {group['name']} is {one.get(wrong[0])!r} in the state of ReversibleSGD; load "
+                                      "a complete state.")
 
 
 def _unpacked(taken: Any) -> _Taken:

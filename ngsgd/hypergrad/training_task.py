@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import ConfigError
+from ngsgd.errors import ArgumentError, ConfigError
 
 
 class MinibatchIndex(NamedTuple):
@@ -156,9 +156,10 @@ class Flat:
         """Create the layout of a task."""
         start, layers = task.start, task.layers
         names = [name for layer in layers.values() for name in layer]
-        if names != list(start) or len({p.dtype for p in start.values()}) != 1:
-            raise ValueError("Invalid task: layers must list all parameters in their order, with "
-                             "one dtype")
+        dtypes = {p.dtype for p in start.values()}
+        if names != list(start) or len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
+            raise ArgumentError("Invalid task: layers must list all parameters in their order, all float32 or all float64; they "
+                                f"are {', '.join(sorted(map(str, dtypes))) or 'none'}. Convert the model, as in model.float().")
         ends = list(accumulate(sum(start[name].numel() for name in layer) for layer in layers.values()))
         groups = tuple(slice(first, stop) for first, stop in zip([0, *ends], ends, strict=False))
         return cls(tuple(names), tuple(start[name].shape for name in names), tuple(layers), groups)
@@ -175,7 +176,8 @@ class Flat:
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         r"""Concatenate tensors to a vector."""
-        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+        # Gradients of nn.Embedding(sparse=True) are sparse.
+        return torch.cat([(tensor if tensor.layout is torch.strided else tensor.to_dense()).reshape(-1) for tensor in tensors])
 
     def unflatten(self, vector_P: Tensor) -> list[Tensor]:
         """Return views of the vector in the shapes of the parameters."""

@@ -35,6 +35,8 @@ def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
         tensor([[3.],
                 [3.]])
     """
+    if out is not None:
+        _require_shape(out, a_MK, b_KN)
     if not _is_for_onednn(a_MK, b_KN):
         return torch.mm(a_MK, b_KN, out=out)
     b_KN = _plain(b_KN)
@@ -66,6 +68,8 @@ def sub_matmul(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None 
 
     Uses `scratch` if that is faster than new memory; works in place if `scratch` is c.
     """
+    if scratch is not None:
+        _require_shape(scratch, a_MK, b_KN)
     if not _is_for_onednn(a_MK, b_KN) or not c_MN.is_contiguous() or c_MN.dtype != a_MK.dtype:
         return torch.addmm(c_MN, a_MK, b_KN, alpha=-1, out=scratch)
     b_KN = _plain(b_KN)
@@ -109,6 +113,7 @@ def input_gradient(dY: Tensor, weight_OI: Tensor) -> Tensor:
 
 def add_mm(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, keep: float, scale: float) -> None:
     """Compute total <- keep total + scale a b in place."""
+    _require_shape(total_MN, a_MK, b_KN)
     if not _is_for_onednn(a_MK, b_KN):
         torch.addmm(total_MN, a_MK, b_KN, beta=keep, alpha=scale, out=total_MN)
     elif keep == 0.0:
@@ -121,6 +126,15 @@ def add_mm(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, keep: float, scale: 
 def forget_copies() -> None:
     """Free the copy buffers of this thread; they are allocated again when needed."""
     vars(thread_buffers).clear()
+
+
+def _require_shape(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
+    """Raise ValueError if a result has another shape.
+
+    Torch would resize it before it is read, so that the product would include uninitialized memory.
+    """
+    if out_MN.shape != (a_MK.shape[0], b_KN.shape[1]):
+        raise ValueError(f"Invalid result: {tuple(out_MN.shape)} for the product of {tuple(a_MK.shape)} and {tuple(b_KN.shape)}")
 
 
 def _is_for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:

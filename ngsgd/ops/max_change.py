@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ngsgd.ops.tensors import require_real
+
 
 class Limits(NamedTuple):
     """Factors for a proposed change; all are tensors, so nothing waits for a device.
@@ -59,6 +61,7 @@ def max_change_limits(norms_C: Tensor, max_changes_C: Tensor, max_param_change: 
         scale: multiplies the change.
         max_change_scale: multiplies both limits.
     """
+    require_real(norms_C, "norms_C", "max_change_limits")
     size_C = norms_C if scale == 1.0 else norms_C * abs(scale)
     allowed_C = max_changes_C if max_change_scale == 1.0 else max_changes_C * max_change_scale
     ratios_C = allowed_C / size_C
@@ -82,6 +85,7 @@ def row_product_factor(products: Tensor, num_rows: Tensor | float, lr: float, ma
         lr: learning rate.
         max_change_per_sample: limit per row.
     """
+    require_real(products, "products", "row_product_factor")
     factor = num_rows * max_change_per_sample / (lr * products)
     # 0: every row was masked, and there is nothing to limit; NaN stays NaN, so nothing is applied.
     return torch.where(products == 0.0, 1.0, factor).clamp(max=1.0)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngsgd.errors import ArgumentError
 from ngsgd.ops.kernels import native
 
 # relative to target_rms^2; Kaldi's floor
@@ -39,6 +40,8 @@ def p_norm_gradient(x: Tensor, y: Tensor, dY: Tensor, group: int) -> Tensor:
 
     0 for a zero output, as in Kaldi.
     """
+    if y.shape != dY.shape or y.numel() * group != x.numel():
+        raise ArgumentError(f"Invalid shapes: x {tuple(x.shape)}, y {tuple(y.shape)}, dY {tuple(dY.shape)} for groups of {group}")
     if not _is_native(x, y, dY):
         share = torch.where(y > 0.0, dY / y, 0.0)
         dX: Tensor = (x.unflatten(-1, (-1, group)) * share.unsqueeze(-1)).flatten(-2)
@@ -61,6 +64,8 @@ def renormalize(x: Tensor, target_rms: float) -> Tensor:
 
 def renormalize_gradient(x: Tensor, dY: Tensor, target_rms: float) -> Tensor:
     """Return the gradient with respect to x; r counts as constant if the floor is active."""
+    if x.shape != dY.shape:
+        raise ArgumentError(f"Invalid shapes: x {tuple(x.shape)} and dY {tuple(dY.shape)}")
     if not _is_native(x, dY):
         r, c = inverse_rms(x, target_rms)
         along = c * torch.linalg.vecdot(x, dY).unsqueeze(-1)

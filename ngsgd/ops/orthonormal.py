@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ngsgd.ops.tensors import require_real
+
 # 1/8: converges quadratically near the constraint
 _UPDATE_SPEED = 0.125
 # A free scale needs similar singular values; otherwise take smaller steps.
@@ -28,6 +30,7 @@ def constrain_orthonormal(weight: Tensor, scale: float) -> None:
         scale: > 0 is the target of the singular values; < 0 a free scale, which does not constrain
             the norm (section 2.3).
     """
+    require_real(weight, "weight", "constrain_orthonormal")
     M = weight.view(len(weight), -1)
     if M.shape[0] > M.shape[1]:
         M = M.T

@@ -8,14 +8,20 @@ Letters: N rows, D dimension.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from ngsgd.errors import DivergenceError
+from ngsgd.arguments import checks_arguments
+from ngsgd.errors import ArgumentError, DivergenceError
+from ngsgd.ops.tensors import require_real
 
-_MIN_TRACE = 1e-20  # of X X^T; Kaldi's floor
+# Kaldi's floor of X X^T, below which it does not change rows.
+_MIN_TRACE = 1e-20
 
 
+@checks_arguments()
 def precondition_simple(X_ND: Tensor, alpha: float = 4.0) -> Tensor:
     """Precondition each row with the other rows of the minibatch, and restore the norm of X.
 
@@ -25,15 +31,17 @@ def precondition_simple(X_ND: Tensor, alpha: float = 4.0) -> Tensor:
     Source: arXiv 1410.7455, Appendix A.
 
     Args:
-        X_ND: rows, not modified.
+        X_ND: rows, not modified: float64, float32, bfloat16 or float16; computed in float64.
         alpha: smoothing towards the identity, in units of the mean eigenvalue. Default 4, as in
             Kaldi.
 
     Returns:
-        Xbar, N x D. A single row, or rows of zeros, are returned unchanged.
+        Xbar, N x D, in the dtype of the rows. A single row, or rows of zeros, are returned
+        unchanged. A scale of the rows is a scale of the result; Kaldi's code has a floor and hardly
+        changes rows with |X|^2 below 1e-20.
 
     Raises:
-        ValueError: alpha is not positive.
+        ArgumentError: the rows are no matrix of real numbers, or alpha is not positive and finite.
         DivergenceError: rows are not finite, or so badly scaled that no inverse exists.
 
     Example:
@@ -42,15 +50,21 @@ def precondition_simple(X_ND: Tensor, alpha: float = 4.0) -> Tensor:
         >>> torch.allclose(Xbar.norm(), X.norm())
         True
     """
-    if not alpha > 0.0:
-        raise ValueError(f"Invalid alpha: {alpha}; it must be greater than 0")
+    if not 0.0 < alpha < math.inf:
+        raise ArgumentError(f"Invalid alpha: {alpha}; it must be greater than 0, and finite")
+    require_real(X_ND, "X_ND", "precondition_simple", ndim=2)
     N, D = X_ND.shape
     sum_sq = X_ND.double().square().sum()
     if not bool(torch.isfinite(sum_sq)):
         raise DivergenceError(f"the rows given to the simple natural gradient ({N} x {D}) are not finite; lower the learning rate.")
-    if N == 1 or sum_sq == 0.0:
+    if N <= 1 or not bool(X_ND.any()):
         return X_ND.clone()
-    lam = alpha / (N * D) * sum_sq.clamp(min=_MIN_TRACE)  # (8)
+    if sum_sq < _MIN_TRACE:
+        # Squares of small rows would vanish, in the floor or in rounding.
+        largest = X_ND.detach().abs().max().double()
+        small_ND: Tensor = (precondition_simple(X_ND.double() / largest, alpha) * largest).to(X_ND.dtype)
+        return small_ND
+    lam = alpha / (N * D) * sum_sq  # (8)
     Q_ND = column_space(X_ND, lam) if N >= D else row_space(X_ND, lam)
     Xhat_ND = _held_out(X_ND, Q_ND)
     gamma = (sum_sq / Xhat_ND.square().sum()).sqrt()  # (12)

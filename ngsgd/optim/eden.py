@@ -5,13 +5,15 @@ A schedule of a loop in one process; `schedule.lr_schedule=eden` is that of `ngs
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ngsgd.errors import ConfigError
+from ngsgd.arguments import require_state
+from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.schedules import EDEN_WARM_UP, EDEN_WARM_UP_START, eden_decay, linear_warm_up
 
 
@@ -64,6 +66,27 @@ class Eden(LRScheduler):
         """Number of batches so far; the `last_epoch` of PyTorch's schedulers."""
         return self.last_epoch
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state with the name of the class."""
+        return {**super().state_dict(), "schedule": type(self).__name__}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; nothing is changed if it does not fit.
+
+        Raises:
+            OptimizerStateError: the state is of another schedule or number of parameter groups.
+        """
+        kind, own = type(self).__name__, self.state_dict()
+        require_state(state_dict, tuple(own), kind, OptimizerStateError)
+        if state_dict["schedule"] != kind or (extra := sorted({*state_dict} - {*own})):
+            found = state_dict["schedule"] if state_dict["schedule"] != kind else f"{kind} with {extra[0]}"
+            raise OptimizerStateError(f"the state is of {found}, and this is {kind}; load the result of its state_dict().")
+        wrong = [key for key, value in own.items() if not _is_like(state_dict[key], value)]
+        if wrong:
+            raise OptimizerStateError(f"{wrong[0]} of the state of {kind} is {state_dict[wrong[0]]!r}, and this schedule has "
+                                      f"{own[wrong[0]]!r}; load the state of a schedule of as many parameter groups.")
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "schedule"})
+
     def step_batch(self, batch: int | None = None) -> None:
         """Count one batch, or set the number of batches since the start of training."""
         if batch is None:
@@ -95,6 +118,15 @@ class Eden(LRScheduler):
                 group["lr"] = lr
         self._last_lr = [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]
                          for group in self.optimizer.param_groups]
+
+
+def _is_like(value: Any, known: Any) -> bool:
+    """Return whether a value of a state has the type and length of a known value, and is finite."""
+    if isinstance(known, list | tuple):
+        return isinstance(value, list | tuple) and len(value) == len(known) and all(map(_is_like, value, known))
+    if isinstance(known, int | float | Tensor) and not isinstance(known, bool):
+        return isinstance(value, int | float | Tensor) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, type(known))
 
 
 class Eden2(Eden):

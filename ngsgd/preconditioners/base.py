@@ -28,17 +28,16 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from ngsgd.arguments import require_state
 from ngsgd.curvature.layers import has_transposed_weight, upcast, without_autocast
-from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.ops import gemm
-from ngsgd.preconditioners import step_limits
+from ngsgd.preconditioners import states, step_limits
 from ngsgd.preconditioners.closures import differentiate
 from ngsgd.preconditioners.distributed import ProcessGroupComm
 from ngsgd.preconditioners.factored_grad import FactoredGrad, RowGradients, is_cheaper_by_rows, multiplied_right
 from ngsgd.preconditioners.fisher_recorder import FisherRecorder, FisherSample, Rows
 from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options, signature_of
-from ngsgd.preconditioners.states import OWN, State, kept, mean_state, own
+from ngsgd.preconditioners.states import OWN, Layout, State, kept, mean_state, own
 from ngsgd.user_warnings import has_grown, warn
 
 # Fraction of parameters with plain gradient that triggers a warning.
@@ -94,6 +93,12 @@ class Preconditioner:
     applies_first: ClassVar[bool] = False
     # Steps depend on the learning rate, which `step` must get.
     needs_lr: ClassVar[bool] = False
+    # Start of the keys of a state that the method reads itself.
+    other_keys: ClassVar[tuple[str, ...]] = ()
+    # Estimates of one dtype are also right in another one.
+    converts: ClassVar[bool] = True
+    # The estimates of all layers belong together.
+    is_joint: bool = False
     # Last sentence of the warning about minibatches that are not finite.
     after_skip: ClassVar[str] = "The optimizer still gets their gradient: call its step() only if the loss is finite."
 
@@ -134,16 +139,16 @@ class Preconditioner:
         self._lr = 0.0
         # by weight: factored gradients of this step
         self._held: dict[str, FactoredGrad] = {}
-        self._skipped = skipped_parameters(model, self.options.skip)
-        self._bias_of = _biases(model, self._skipped) if type(self).joins_bias else {}
-        # weights of shape inputs x outputs
-        self._transposed = {f"{name}.weight".lstrip(".") for name, module in model.named_modules()
-                            if has_transposed_weight(module)}
+        # names of the layers of a matrix for several layers
+        self._covered: tuple[str, ...] = ()
         device = require_parameters(model, type(self).__name__).device
         self.generator = torch.Generator(device).manual_seed(self.options.seed)
+        # What estimates depend on, of each parameter; `_follow` notices a change.
+        self._seen_parameters: list[tuple[Any, ...]] = []
+        self._known_parameters: list[nn.Parameter] = []
+        self._follow(dict(model.named_parameters()))
         # Set if DistributedDataParallel averages the gradients.
         self._is_replicated = False
-        refuse_sharded(model, type(self).__name__)
         for module in model.modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 self._replicate(module.process_group)
@@ -153,6 +158,84 @@ class Preconditioner:
         be copied.
         """
         return {**vars(self), "_watched": None, "_signal": None, "_holding": contextlib.nullcontext(), "_held": {}}
+
+    # parameters that change
+
+    def _follow_known(self) -> None:
+        """Run `_follow` if a known parameter has changed; a search for new ones takes too long."""
+        if [(p.shape, p.dtype, p.device, p.requires_grad) for p in self._known_parameters] != \
+                [seen[1:] for seen in self._seen_parameters] and self._follow(dict(self.model.named_parameters())):
+            self._last = dict.fromkeys(self._last)
+
+    def _follow(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Adapt the estimates if parameters were replaced, converted, moved, frozen or unfrozen.
+
+        Estimates follow the dtype and device of their parameter. Those of another shape start
+        again.
+
+        Returns:
+            Whether parameters have no estimate now, and need a curvature update.
+        """
+        seen = [(name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in parameters.items()]
+        if seen == self._seen_parameters:
+            return False
+        refuse_sharded(self.model, type(self).__name__)
+        self._skipped = skipped_parameters(self.model, self.options.skip)
+        require_supported(self.model, self._skipped, type(self).__name__)
+        before, self._seen_parameters = self._seen_parameters, seen
+        self._known_parameters = list(parameters.values())
+        self._find_layers()
+        if not before:
+            return False
+        device = next(iter(parameters.values())).device
+        if device != self.generator.device:
+            self.generator = torch.Generator(device).manual_seed(self.options.seed)
+        layers_differ = [(name, shape, is_trained) for name, shape, *_, is_trained in before] \
+            != [(name, shape, is_trained) for name, shape, *_, is_trained in seen]
+        dropped = [name for name in {*self.statistics, *self.inverses, *self.weights}
+                   if (self.is_joint and layers_differ) or not self._adapted(name, parameters.get(name))]
+        for name in dropped:
+            self.forget(name)
+        trained = {name for name, *_, is_trained in before if is_trained}
+        return bool(dropped) or any(name not in trained for name, *_, is_trained in seen if is_trained)
+
+    def _find_layers(self) -> None:
+        """Read the layers of the model."""
+        self._bias_of = _biases(self.model, self._skipped) if type(self).joins_bias else {}
+        # weights of shape inputs x outputs
+        self._transposed = {f"{name}.weight".lstrip(".") for name, module in self.model.named_modules()
+                            if has_transposed_weight(module)}
+
+    def _adapted(self, name: str, p: nn.Parameter | None) -> bool:
+        """Convert the estimates of a parameter, and return whether they fit it."""
+        entry = self._entry(name)
+        if p is None or ((layout := self._layout_of(name, entry)) is not None and self._misfit(name, entry, layout, p)):
+            return False
+        for key, value in states.converted(entry, layout, p).items():
+            group, _, short = key.partition(".")
+            (self.statistics if group == "statistics" else self.inverses)[name][short] = value
+        return True
+
+    def forget(self, name: str) -> None:
+        """Discard the estimates of a parameter."""
+        for known in (self.statistics, self.inverses, self.weights):
+            known.pop(name, None)
+        self._covered = ()
+
+    def _cover(self, names: Sequence[str]) -> None:
+        """Start a matrix for several layers again if its layers have changed."""
+        if self._covered != tuple(names):
+            for name in self._covered:
+                self.forget(name)
+            self._covered = tuple(names)
+
+    def _require_covered(self, names: Collection[str]) -> None:
+        """Raise ConfigError if gradients are not those of the layers of the matrix."""
+        if {*names} != {*self._covered}:
+            differing = ", ".join(sorted({*names} ^ {*self._covered}))
+            raise ConfigError(f"{type(self).__name__} has one matrix for all layers, and the gradients of this step are of "
+                              f"other layers ({differing} only in one of them); use curvature_interval=1, or skip the layers "
+                              "that some minibatches do not use.")
 
     # one step
 
@@ -227,6 +310,7 @@ class Preconditioner:
         # Created before the model was sharded.
         if self._last["curvature"] is None:
             refuse_sharded(self.model, type(self).__name__)
+        self._follow_known()
         noticed = None if self._is_replicated else self.model.register_forward_pre_hook(self._notice_replicas)
         try:
             with self._watching(num_rows):
@@ -298,8 +382,9 @@ class Preconditioner:
 
     def _step(self, lr: float | None) -> None:
         parameters = dict(self.model.named_parameters())
+        lacks_estimates = self._follow(parameters)
         held = self._held_alone(parameters)
-        grads = {name: self.oriented(name, upcast(p.grad)) for name, p in parameters.items()
+        grads = {name: self.oriented(name, upcast(dense(p.grad))) for name, p in parameters.items()
                  if p.grad is not None and name not in self._skipped}
         if self._last["curvature"] is None:
             refuse_sharded(self.model, type(self).__name__)
@@ -324,6 +409,8 @@ class Preconditioner:
         for name, p in parameters.items():
             if name in found:
                 _give(p, self.oriented(name, found[name]))
+        if lacks_estimates and self._last["curvature"] != self.num_steps:
+            self._last = dict.fromkeys(self._last)
         self.num_steps += 1
 
     def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, FactoredGrad]:
@@ -526,7 +613,9 @@ class Preconditioner:
         owners = ranks.owners({name: sum(float(value.numel()) * value.shape[-1] for value in known.values() if value.ndim > 1)
                                for name, known in self.statistics.items()})
         self.inverses |= ranks.exchanged({name: self._inverted(name, self.curvature(name)) for name, owner in owners.items()
-                                          if owner == ranks.rank})
+                                          if owner == ranks.rank},
+                                         {(name, key): value.shape for name, known in self.statistics.items()
+                                          for key, value in known.items()})
 
     def _inverted(self, name: str, known: State) -> State:
         inverse = known if "squares" in known else self.invert(name, known)
@@ -648,59 +737,132 @@ class Preconditioner:
 
     # state
 
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout | None:
+        """Return the shapes of the tensors of a parameter; None: they are not checked.
+
+        Args:
+            name: name of the parameter.
+            entry: its tensors, for methods with several forms.
+        """
+        return None
+
+    def _layout_of(self, name: str, entry: Mapping[str, Tensor]) -> Layout | None:
+        if isinstance(self.options, FisherOptions) and any(key.endswith(".squares") for key in entry):
+            return dict.fromkeys(("statistics.squares?", "inverse.squares?"), (self._shape(name).numel(),))
+        return self.layout(name, entry)
+
+    def _misfit(self, name: str, entry: Mapping[str, Tensor], layout: Layout, p: Tensor) -> str:
+        """Return why the tensors of a parameter cannot be used; "" if they can."""
+        if problem := states.misfit(entry, layout):
+            return problem
+        other = {value.dtype for value in entry.values()} - {states.working_dtype(p)}
+        return f"is {', '.join(map(str, other))}, and the model {p.dtype}" if other and not type(self).converts else ""
+
+    def _shape(self, name: str) -> torch.Size:
+        """Return the shape of a parameter with outputs first."""
+        shape = self.model.get_parameter(name).shape
+        return shape[::-1] if name in self._transposed else shape
+
+    def _sides(self, name: str) -> tuple[int, int, int]:
+        """Return (outputs, inputs with the 1 of the bias, inputs) of the block of a weight."""
+        shape = self._shape(name)
+        num_inputs = math.prod(shape[1:])
+        return (shape[0] if shape else 1), num_inputs + (self._bias_of.get(name) is not None), num_inputs
+
+    def _entry(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors of a parameter as in `state_dict`; they are not copied."""
+        return {f"{group}.{key}": value for group, known in zip(states.GROUPS, (self.statistics, self.inverses), strict=True)
+                for key, value in known.get(name, {}).items()}
+
+    def counters(self) -> dict[str, Any]:
+        """Return the part of the state that belongs to no layer."""
+        last = {f"last_{key}": -1 if value is None else value for key, value in self._last.items()}
+        covered = {"covered": states.packed_text("\n".join(self._covered))} if self.is_joint else {}
+        return {"num_steps": self.num_steps, "num_skipped": self.num_skipped, **last, "generator": self.generator.get_state(),
+                "method": states.packed_text(type(self).__name__),
+                "parameters": states.packed_text(states.shapes_text(self.model.named_parameters())), **covered}
+
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the complete state by parameter.
 
-        Statistics, weight, inverses; "" holds the counters.
+        Statistics, weight, inverses; "" holds the counters, the method and the shapes of the model.
         """
         state: dict[str, dict[str, Any]] = {}
         for name in sorted({*self.statistics, *self.inverses}):
-            state[name] = {**{f"statistics.{key}": value.clone() for key, value in self.statistics.get(name, {}).items()},
-                           **{f"inverse.{key}": value.clone() for key, value in self.inverses.get(name, {}).items()}}
+            state[name] = {key: value.clone() for key, value in self._entry(name).items()}
             if name in self.weights:
                 state[name]["weight"] = self.weights[name]
-        last = {f"last_{key}": -1 if value is None else value for key, value in self._last.items()}
-        state[OWN] = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, **last,
-                       "generator": self.generator.get_state()}
+        state[OWN] = {**self.counters(), "entries": states.packed_text(states.entries_text(state))}
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load a state; training continues bitwise identically.
 
+        A state of another dtype is converted. Nothing is changed if the state does not fit.
+
         Raises:
-            CheckpointError: the state belongs to another model.
+            OptimizerStateError: the state is of another method or model, or incomplete.
         """
-        require_state(state, (OWN,), type(self).__name__, CheckpointError)
-        parameters = dict(self.model.named_parameters())
-        if unknown := sorted({*state} - {*parameters, OWN}):
-            raise CheckpointError(f"the state of {type(self).__name__} has {unknown[0]}, which the "
-                                  "model does not have; load the state of the same model.")
-        self.statistics, self.inverses, self.weights = {}, {}, {}
-        for name, entry in state.items():
-            if name == OWN:
-                continue
-            like = parameters[name]
+        self._follow(dict(self.model.named_parameters()))
+        layers, weights = self._checked(state)
+        self.statistics, self.inverses, self.weights = {}, {}, weights
+        self._find_layers()
+        for name, entry in layers.items():
             if "statistics.squares" in entry:
                 self._bias_of.pop(name, None)
             for key, value in entry.items():
-                if key == "weight":
-                    self.weights[name] = float(value)
-                    continue
                 group, _, short = key.partition(".")
-                target = self.statistics if group == "statistics" else self.inverses
-                target.setdefault(name, {})[short] = own(torch.as_tensor(value).to(like.device))
+                (self.statistics if group == "statistics" else self.inverses).setdefault(name, {})[short] = own(value)
         counters, self._skipped_at = state[OWN], -1
         self.num_steps, self.num_skipped = int(counters["num_steps"]), int(counters["num_skipped"])
         self._last = {key: None if int(counters[f"last_{key}"]) < 0 else int(counters[f"last_{key}"]) for key in self._last}
+        self._covered = tuple(filter(None, states.unpacked_text(counters["covered"]).split("\n"))) if self.is_joint else ()
         self.generator.set_state(torch.as_tensor(counters["generator"]).to(torch.uint8).clone())
 
-    def average(self, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+    def _checked(self, state: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], dict[str, float]]:
+        """Return (tensors by parameter, weights) of a state.
+
+        Raises:
+            OptimizerStateError: the state does not fit.
+        """
+        method, parameters = type(self).__name__, dict(self.model.named_parameters())
+        states.require_counters(state, self.counters(), method, parameters)
+        layers, weights = {}, {}
+        covered = list(filter(None, states.unpacked_text(state[OWN]["covered"]).split("\n"))) if self.is_joint else []
+        # Size of the matrix of several layers.
+        total = sum(parameters[name].numel() for name in covered)
+        for name, entry in state.items():
+            if name == OWN:
+                continue
+            where = f"the state of {name}"
+            tensors = {key: states.finite_tensor(value, f"{key} of {where}") for key, value in entry.items()
+                       if not key.startswith(self.other_keys)}
+            weight = tensors.pop("weight", None)
+            if weight is not None and (weight.numel() != 1 or float(weight) < 0.0):
+                raise OptimizerStateError(f"{where} has the weight {weight}; it must be a number of at least 0.")
+            layout = self._layout_of(name, tensors)
+            if layout is not None and covered:
+                layout = {key: [total if size == "d" else size for size in shape] for key, shape in layout.items()}
+            if unknown := [key for key in tensors if not key.startswith(("statistics.", "inverse."))]:
+                raise OptimizerStateError(f"{where} has {unknown[0]}, which {method} does not store.")
+            if layout is not None and (problem := self._misfit(name, tensors, layout, parameters[name])):
+                raise OptimizerStateError(f"{where} {problem}; load the state of {method} with the same options and model.")
+            layers[name] = states.converted(tensors, layout, parameters[name])
+            if weight is not None:
+                weights[name] = float(weight)
+        return layers, weights
+
+    def average(self, each: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
         """Load the mean of the curvature of several workers.
 
         The next step updates curvature and inverses.
         """
         self._require_mean()
-        self.load_state_dict(mean_state(states))
+        if not each:
+            raise ConfigError("average() was given no state; give the state_dict() of each worker.")
+        for state in each:
+            self._checked(state)
+        self.load_state_dict(mean_state(each))
 
     def _require_mean(self) -> None:
         if not self.has_mean:
@@ -750,6 +912,22 @@ def require_parameters(model: nn.Module, method: str) -> nn.Parameter:
     return first
 
 
+def require_supported(model: nn.Module, skipped: Collection[str], method: str) -> None:
+    """Raise ConfigError for trained parameters that are complex, or have no elements."""
+    problems = []
+    for name, p in model.named_parameters():
+        if name in skipped or not p.requires_grad:
+            continue
+        if p.is_complex():
+            problems.append(f"{method}: {name} is {p.dtype}, and estimates are real; train its real and imaginary part as two "
+                            f"parameters, or exclude it by skip=({name!r},).")
+        elif not p.numel():
+            problems.append(f"{method}: {name} has the shape {tuple(p.shape)} and no elements; remove the layer, or exclude it by "
+                            f"skip=({name.rpartition('.')[0] or name!r},).")
+    if problems:
+        raise ConfigError(problems)
+
+
 def refuse_sharded(model: nn.Module, method: str) -> None:
     """Raise ConfigError for parameters that are sharded over ranks (FSDP, tensor parallelism)."""
     wrapped = [type(module).__name__ for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
@@ -759,11 +937,16 @@ def refuse_sharded(model: nn.Module, method: str) -> None:
                           "a torch optimizer without a preconditioner.")
 
 
+def dense(grad: Tensor) -> Tensor:
+    """Return a gradient as a dense tensor; that of nn.Embedding(sparse=True) is sparse."""
+    return grad if grad.layout is torch.strided else grad.to_dense()
+
+
 def _give(p: nn.Parameter, direction: Tensor) -> None:
     """Set the gradient of a parameter in place, because an existing gradient may be a view of a
     buffer.
     """
-    if p.grad is None:
+    if p.grad is None or p.grad.layout is not torch.strided:
         p.grad = direction.to(p.dtype).view_as(p)
     elif p.grad is not direction:
         p.grad.copy_(direction)

@@ -6,6 +6,7 @@ layers in the same order, as data-parallel processes do; gloo or NCCL transfers 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +40,7 @@ class ProcessGroupComm:
         """Return the mean of the states of all ranks, weighted by rows, in one exchange."""
         names = [(name, key) for name in sorted(states) for key in sorted(states[name])]
         parts = [states[name][key] for name, key in names]
-        self._check_equal(sum(part.numel() for part in parts))
+        self._require_equal({(name, key): part.shape for (name, key), part in zip(names, parts, strict=True)})
         dtype = parts[0].dtype if parts else torch.float32
         total = torch.cat([*(part.flatten().to(dtype) * weight for part in parts),
                            torch.tensor([weight], dtype=dtype, device=self._device)])
@@ -61,8 +62,14 @@ class ProcessGroupComm:
             load[found[name]] += costs[name]
         return found
 
-    def exchanged(self, mine: Mapping[str, State]) -> dict[str, State]:
-        """Return the states computed by all ranks, by layer."""
+    def exchanged(self, mine: Mapping[str, State], layers: Mapping[tuple[str, str], torch.Size]) -> dict[str, State]:
+        """Return the states computed by all ranks, by layer.
+
+        Args:
+            mine: those of this rank.
+            layers: shapes of the statistics of all layers, which must be equal on all ranks.
+        """
+        self._require_equal(layers)
         found: dict[str, State] = {}
         for root in range(self.size):
             packed = _packed(mine, self._device) if root == self.rank else None
@@ -73,16 +80,25 @@ class ProcessGroupComm:
             found |= mine if root == self.rank else _unpacked(packed)
         return found
 
-    def _check_equal(self, size: int) -> None:
-        """Raise if sizes differ, because the collective operation would hang."""
-        bounds = torch.tensor([size, -size], device=self._device)
+    def _require_equal(self, shapes: Mapping[tuple[str, str], torch.Size]) -> None:
+        """Raise ConfigError on all ranks if the layers of two ranks differ.
+
+        The collective operation would hang, or average the curvature of different layers of one
+        size, such as experts that only some ranks used.
+        """
+        text = repr(sorted((str(name), tuple(shape)) for name, shape in shapes.items())).encode()
+        digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+        bounds = torch.tensor([digest, -digest, len(shapes), -len(shapes)], device=self._device)
         options = _c10d.AllreduceOptions()
         options.reduceOp = _c10d.ReduceOp.MAX
         self._group.allreduce([bounds], options).wait()
-        if int(bounds[0]) != -int(bounds[1]):
-            raise ConfigError(f"the ranks have between {-int(bounds[1])} and {int(bounds[0])} "
-                              "numbers of curvature; give every rank the same model, and a "
-                              "minibatch with at least one row of nonzero weight.")
+        most, least, largest, smallest = bounds.tolist()
+        if most != -least:
+            names = ", ".join(sorted({name for name, _ in shapes})) or "none"
+            raise ConfigError(f"the ranks have the curvature of different layers ({-smallest} to {largest} tensors; rank "
+                              f"{self.rank}: {names}). Give every rank the same model, and a minibatch that uses all layers "
+                              "with at least one row of nonzero weight; skip layers that only some ranks use, such as "
+                              "experts.")
 
     def _sum(self, value: Tensor) -> None:
         self._group.allreduce([value], _c10d.AllreduceOptions()).wait()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
-from ngsgd.preconditioners.base import Preconditioner, require_parameters
+from ngsgd.preconditioners.base import Preconditioner, dense, require_parameters
 
 
 class DummyObject:
@@ -202,7 +202,8 @@ class GradientMaker:
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 if name in before:
-                    p.grad = before[name] if p.grad is None else before[name].add_(p.grad)
+                    # The preconditioned gradient is dense.
+                    p.grad = before[name] if p.grad is None else dense(before[name]).add_(p.grad)
         return output, loss
 
     @property

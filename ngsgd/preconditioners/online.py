@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ngsgd.arguments import checks_arguments
-from ngsgd.errors import ArgumentError, DivergenceError
-from ngsgd.ops import fisher_projection
+from ngsgd.arguments import checks_arguments, require_state
+from ngsgd.errors import ArgumentError, DivergenceError, OptimizerStateError
+from ngsgd.ops import fisher_projection, tensors
 from ngsgd.ops import natural_gradient as ops
 from ngsgd.ops.packed_gemm import PackedMatrix
+from ngsgd.preconditioners.states import finite_tensor, number_of
 from ngsgd.preconditioners.update_queue import UpdateQueue
 
 # Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4.
@@ -29,6 +30,8 @@ _SMALL_SUM_SQ = 1e-13
 # Fraction of tr X X^T that leaves three digits of a float32 difference; with alpha 4 and 32
 # dimensions at least 1e-2 remains.
 _MIN_NORM_LEFT = 1e-3
+# tensors of a state
+_KEYS = ("W", "d", "rho")
 
 
 class Preconditioned(NamedTuple):
@@ -167,17 +170,30 @@ class OnlineNaturalGradient:
         The estimate before this minibatch is used, so the direction stays unbiased.
 
         Args:
-            X_ND: rows, not modified.
+            X_ND: rows, not modified: float32, float64, or bfloat16 and float16, whose estimate is
+                float32. The result is no function of rows that require a gradient.
 
         Returns:
-            (Xhat N x D, scale 0-d). Rows of dimension 1 are returned unchanged with scale 1.
+            (Xhat N x D, scale 0-d) in the dtype of the rows. Rows of dimension 1 are returned
+            unchanged with scale 1, and so are no rows.
+
+        Raises:
+            ArgumentError: the rows are no matrix of real numbers, or have another dimension than
+                those before.
+            DivergenceError: the rows are not finite, with on_nonfinite="raise".
         """
-        call = self.begin(X_ND)
+        rows_ND = X_ND if type(X_ND) is Tensor and X_ND.dtype in tensors.FULL else self._rows(X_ND)
+        call = self.begin(rows_ND)
         if call is None:
-            return X_ND, X_ND.new_ones(())
+            return X_ND.detach(), X_ND.new_ones(())
         Xhat_ND, _, scale = call.preconditioned()
         self.finish(call)
-        return Xhat_ND, torch.as_tensor(scale, dtype=X_ND.dtype, device=X_ND.device)
+        return Xhat_ND if rows_ND is X_ND else Xhat_ND.to(X_ND.dtype), torch.as_tensor(scale, dtype=X_ND.dtype, device=X_ND.device)
+
+    def _rows(self, X_ND: Tensor) -> Tensor:
+        """Return rows from a user as `begin` needs them; ArgumentError if they are none."""
+        tensors.require_real(X_ND, "X_ND", self.name, ndim=2)
+        return X_ND if X_ND.dtype in tensors.FULL else X_ND.float()
 
     def begin(self, X_ND: Tensor, one_N: Tensor | None = None, *, num_rows: Tensor | float | None = None,
               loss_scale: Tensor | float = 1.0, scratch: Tensor | PackedMatrix | None = None,
@@ -199,10 +215,17 @@ class OnlineNaturalGradient:
             None if the rows stay unchanged: their dimension is 1, or there is no estimate yet and
             the rows are not finite or all masked.
         """
+        # Faster than the complete check, in a call that may take 50 microseconds.
+        if type(X_ND) is not Tensor or X_ND.dtype not in tensors.FULL or X_ND.layout is not torch.strided \
+                or X_ND.requires_grad or X_ND.is_nested or X_ND.is_meta or X_ND.ndim != 2:
+            tensors.require_real(X_ND, "X_ND", self.name, 2, tensors.FULL)
+            X_ND = X_ND.detach()
+        is_new = self._state is None
+        if one_N is not None and len(one_N) != len(X_ND):
+            raise ArgumentError(f"{self.name}: one_N has {len(one_N)} elements for {len(X_ND)} rows.")
         dim = X_ND.shape[1] + (one_N is not None)
         X_ND = X_ND.contiguous()
-        is_new = self._state is None
-        if (dim == 1 or is_new) and not self._may_use(X_ND, one_N, dim):
+        if (dim <= 1 or is_new) and not self._may_use(X_ND, one_N, dim):
             return None
         num_rows = float(X_ND.shape[0]) if num_rows is None else num_rows
         # An estimate is initialized from rows that count.
@@ -286,7 +309,8 @@ class OnlineNaturalGradient:
         if self._state is not None and not self._updates_now():
             self._count_call()
             return
-        call = self.begin(X_ND, num_rows=num_rows, loss_scale=loss_scale, corrects=False)
+        rows_ND = X_ND if type(X_ND) is Tensor and X_ND.dtype in tensors.FULL else self._rows(X_ND)
+        call = self.begin(rows_ND, num_rows=num_rows, loss_scale=loss_scale, corrects=False)
         if call is not None:
             self.finish(call)
 
@@ -396,18 +420,46 @@ class OnlineNaturalGradient:
         return {"W": W_RD, "d": torch.zeros(rank, dtype=torch.float64), "rho": torch.zeros((), dtype=torch.float64), "t": 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; the estimate then counts as initialized, also at t = 0."""
+        """Continue from `state`; the estimate then counts as initialized, also at t = 0.
+
+        The estimate has the rank of the state.
+
+        Raises:
+            OptimizerStateError: the state is of another method or dimension, or damaged.
+        """
+        found, num_calls = self.checked_state(state, self.dim)
         self._queue.wait(self)
-        self.num_calls = int(state["t"])
-        self._gram_RR = None
+        self._state, self.num_calls, self._gram_RR = found, num_calls, None
+
+    def checked_state(self, state: Any, dim: int | None = None) -> tuple[ops.FisherState | None, int]:
+        """Return (estimate, calls) of a state, without loading it.
+
+        Args:
+            state: result of `state_dict`.
+            dim: dimension of the rows, if known.
+
+        Raises:
+            OptimizerStateError: the state does not fit.
+        """
+        require_state(state, ("t",) if isinstance(state, Mapping) and {*state} == {"t"} else ("t", *_KEYS), self.name,
+                      OptimizerStateError)
+        if extra := sorted({*state} - {"t", *_KEYS}):
+            raise OptimizerStateError(f"the state of {self.name} has {extra[0]!r}, which estimates do not have.")
+        num_calls = number_of(state, "t", self.name)
         if "W" not in state:
-            self._state = None
-            return
-        W_RD = torch.as_tensor(state["W"]).clone()
-        d_R, rho = torch.as_tensor(state["d"]), torch.as_tensor(state["rho"])
-        if W_RD.ndim != 2 or d_R.shape != W_RD.shape[:1] or rho.ndim != 0:
-            raise ValueError(f"Invalid state: W {tuple(W_RD.shape)}, d {tuple(d_R.shape)}, rho {tuple(rho.shape)}")
-        self._state = ops.FisherState(W_RD, d_R.cpu().double().numpy().copy(), float(rho))
+            return None, num_calls
+        W_RD, d_R, rho = (finite_tensor(state[key], f"{key} of the state of {self.name}") for key in _KEYS)
+        if W_RD.ndim != 2 or d_R.shape != W_RD.shape[:1] or rho.numel() != 1 or not W_RD.is_floating_point():
+            raise OptimizerStateError(f"Invalid state of {self.name}: W {tuple(W_RD.shape)} of {W_RD.dtype}, d {tuple(d_R.shape)}, "
+                                      f"rho {tuple(rho.shape)}; load a complete state.")
+        if dim is not None and W_RD.shape[1] != dim:
+            raise OptimizerStateError(f"the state of {self.name} has rows of dimension {W_RD.shape[1]}, and this estimate {dim}; "
+                                      "load the state of the same model.")
+        if not 0 < len(W_RD) < W_RD.shape[1]:
+            raise OptimizerStateError(f"the state of {self.name} has rank {len(W_RD)} for rows of dimension {W_RD.shape[1]}; it "
+                                      "must be at least 1 and below the dimension.")
+        W_RD = W_RD.to(torch.promote_types(W_RD.dtype, torch.float32), copy=True)
+        return ops.FisherState(W_RD, d_R.cpu().double().numpy().copy(), float(rho)), num_calls
 
     def _warn_that_it_is_flat(self) -> None:
         # Once for all estimates of an optimizer.
@@ -454,7 +506,8 @@ class OnlineNaturalGradient:
         assert self._state is not None
         W_RD = self._state.W_RD
         if W_RD.shape[1] != dim:
-            raise ValueError(f"the rows have dimension {dim}, but the estimate has {W_RD.shape[1]}")
+            raise ArgumentError(f"the rows given to {self.name} have dimension {dim}, but its estimate is of rows of dimension "
+                                f"{W_RD.shape[1]}; use an estimate for each kind of rows, or call reset().")
         if W_RD.dtype != X_ND.dtype or W_RD.device != X_ND.device:
             self._state = self._state._replace(W_RD=W_RD.to(X_ND))
             self._gram_RR = None

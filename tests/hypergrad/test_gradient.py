@@ -4,6 +4,7 @@ another.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import ConfigError, ReversalError
+from ngsgd.errors import ArgumentError, ConfigError, ReversalError
 from ngsgd.hypergrad import HyperGrad, HyperparameterPlan, MinibatchIndex, final_value, hypergradient
 from ngsgd.hypergrad.gradient import LocalJobs
 from ngsgd.hypergrad.job_replay import ENGINES, PlainGradients
@@ -293,3 +294,29 @@ def test_running_statistics_are_refused_and_statistics_of_the_minibatch_are_not(
         make()
     task = make(track_running_stats=False)
     assert torch.equal(task.validation(task.start), task.loss(task.start, MinibatchIndex(0, 0, 0), None))
+
+
+@pytest.mark.entry("F16")
+@pytest.mark.parametrize("engine", ["store", "reversible", "checkpoint"])
+def test_sparse_gradients_count_as_dense_ones(engine: str) -> None:
+    ids, y = torch.arange(16) % 7, torch.arange(16) % 3
+    found = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Embedding(7, 5, sparse=sparse), nn.Tanh(), nn.Linear(5, 3)).double()
+        task = ModuleTask(module, lambda place: (ids, y), lambda output, batch, _: nn.functional.cross_entropy(output, batch[1]),
+                          [(ids, y)])
+        found.append(hypergradient(task, HyperparameterPlan.constant(num_steps=4, num_layers=2, lr=0.1), engine).lr_TG)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-15)
+    assert bool((found[1] != 0.0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")   # of torch: complex modules
+        module = nn.Linear(5, 3).to(dtype)
+    x = torch.ones(4, 5, dtype=dtype)
+    task = ModuleTask(module, lambda place: (x,), lambda output, batch, _: output.abs().sum(), [(x,)])
+    with pytest.raises(ArgumentError, match=str(dtype)):
+        hypergradient(task, HyperparameterPlan.constant(num_steps=4, num_layers=1, lr=0.1))

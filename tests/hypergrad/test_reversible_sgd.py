@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import ConfigError, ReversalError
+from ngsgd.errors import ArgumentError, ConfigError, OptimizerStateError, ReversalError
 from ngsgd.hypergrad import ReversibleSGD
 from ngsgd.optim import SGD
 
@@ -204,3 +205,82 @@ def test_param_groups_that_are_added_later_are_refused() -> None:
     optimizer = ReversibleSGD(model, 0.3)
     with pytest.raises(ConfigError, match="new one"):
         optimizer.add_param_group({"params": model.get_submodule("0").parameters()})
+
+
+class _Words(nn.Module):
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.output = nn.Embedding(7, 5, sparse=sparse), nn.Linear(5, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.output(self.table(ids).tanh())
+        return y
+
+
+def _stepped(model: nn.Module, x: torch.Tensor, num: int = 3, **options: Any) -> ReversibleSGD:
+    optimizer = ReversibleSGD(model, 0.1, **options)
+    for _ in range(num):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.entry("F16")
+@pytest.mark.parametrize("options", [{}, {"nesterov": True, "weight_decay": 0.01, "max_change": 0.1}])
+def test_sparse_gradients_count_as_dense_ones(options: dict[str, Any]) -> None:
+    models, ids = [_Words(sparse=True), _Words(sparse=False)], torch.arange(16) % 7
+    before = models[0].table.weight.detach().clone()
+    optimizers = [_stepped(model, ids, **options) for model in models]
+    assert torch.equal(models[0].table.weight, models[1].table.weight) and not torch.equal(models[0].table.weight, before)
+
+    def closure() -> None:
+        optimizers[0].zero_grad()
+        models[0](ids).square().mean().backward()
+    for _ in range(3):
+        optimizers[0].undo(closure)
+    assert torch.equal(models[0].table.weight, before)
+
+
+@pytest.mark.entry("F18")
+def test_a_state_of_another_model_or_a_damaged_one_is_refused() -> None:
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
+    model = nn.Linear(5, 3)
+    optimizer = _stepped(model, x, nesterov=True)
+    state, weights = optimizer.state_dict(), model.weight.detach().clone()
+    others: list[Any] = [None, [], "state", {}, {"model": {}, "optimizer": state},
+                         torch.optim.SGD(model.parameters(), 0.1).state_dict()]
+    others += [_stepped(other, x.to(next(other.parameters()).dtype), nesterov=True).state_dict()
+               for other in (nn.Linear(5, 4), nn.Linear(5, 3, bias=False), nn.Linear(5, 3).double(),
+                             nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))]
+    for key in state:
+        others.append({name: each for name, each in state.items() if name != key})
+        others += [{**state, key: other} for other in (None, "text", 3, torch.ones(2))]
+    for key in state["exact"]:
+        exact = {name: each for name, each in state["exact"].items() if name != key}
+        wrong = [exact, *({**exact, key: other} for other in (None, "text", [], torch.ones(2)))]
+        others += [{**state, "exact": each} for each in wrong]
+    for other in others:
+        with pytest.raises(OptimizerStateError):
+            optimizer.load_state_dict(other)
+        assert torch.equal(model.weight, weights)
+    digests = {**state, "exact": {**state["exact"], "x": state["exact"]["x"] + 1}}
+    with pytest.raises(ReversalError):
+        optimizer.load_state_dict(digests)
+    assert torch.equal(model.weight, weights)
+    optimizer.load_state_dict(state)
+    assert optimizer.exact.num_steps == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
+def test_other_dtypes_are_refused_at_construction_and_later(dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")   # of torch: complex modules
+        with pytest.raises(ArgumentError):
+            ReversibleSGD(nn.Linear(5, 3).to(dtype), 0.1)
+    model = nn.Linear(5, 3)
+    optimizer = _stepped(model, torch.ones(8, 5))
+    model.double()
+    with pytest.raises(ConfigError, match="dtype"):
+        optimizer.step()

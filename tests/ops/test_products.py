@@ -166,3 +166,20 @@ def test_kaldis_preconditioner(case: str, onednn: None) -> None:
 @pytest.mark.parametrize("case", test_train_golden.GOLDEN.cases())
 def test_kaldis_training(case: str, onednn: None) -> None:
     test_train_golden.test_trajectory_equals_kaldi(case, torch.float32)
+
+
+@pytest.mark.entry("F18")
+@pytest.mark.parametrize("size", [9, 1500])
+def test_a_result_of_another_shape_is_refused_and_not_resized(size: int) -> None:
+    """Torch resizes a result that is also an argument, and reads the new memory."""
+    x = torch.randn(16, size)
+    for total in (torch.eye(4), torch.eye(size + 3), torch.ones(1, 1)):
+        before = total.clone()
+        for call in (partial(gemm.add_mm, total, x.T, x, keep=0.5, scale=1.0), partial(gemm.mm, x.T, x, out=total),
+                     partial(gemm.sub_matmul, total, x.T, x, total)):
+            with pytest.raises(ValueError, match="Invalid result"):
+                call()
+        assert torch.equal(total, before)
+    total = torch.eye(size)
+    gemm.add_mm(total, x.T, x, keep=0.5, scale=1.0)
+    torch.testing.assert_close(total, 0.5 * torch.eye(size) + x.T @ x, rtol=1e-4, atol=1e-3)

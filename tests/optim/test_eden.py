@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ngsgd.errors import ConfigError
+from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.optim import NGSGD, Eden, Eden2
 from tests.reference.scaled_adam import eden
 
@@ -95,3 +96,35 @@ def test_it_sets_the_rates_of_ngsgd() -> None:
 def test_numbers_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Eden(_optimizer(), **wrong)
+
+
+@pytest.mark.entry("F18")
+@pytest.mark.parametrize("kind", [Eden, Eden2])
+def test_a_state_of_another_schedule_is_refused(kind: type[Eden]) -> None:
+    def made(num_groups: int = 1, kind: type[Eden] = kind) -> Eden:
+        schedule = kind(torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(num_groups)], lr=0.1))
+        for _ in range(3):
+            schedule.optimizer.step()
+            schedule.step_batch()
+        return schedule
+
+    schedule = made()
+    state, before = schedule.state_dict(), schedule.get_last_lr()
+    step = torch.optim.lr_scheduler.StepLR(schedule.optimizer, 2)
+    others: list[Any] = [None, [], "state", {}, step.state_dict(), made(2).state_dict(),
+                         made(kind=Eden2 if kind is Eden else Eden).state_dict(), {**state, "more": 1}]
+    for key, value in state.items():
+        others.append({name: each for name, each in state.items() if name != key})
+        if not isinstance(value, bool):
+            others += [{**state, key: other} for other in (None, {}, float("nan"), "text") if value is not None]
+    for other in others:
+        with pytest.raises(OptimizerStateError):
+            schedule.load_state_dict(other)
+        assert schedule.state_dict() == state
+    fresh = kind(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
+    assert fresh.get_last_lr() != before
+    fresh.load_state_dict(state)
+    fresh.optimizer.step()
+    fresh.step_batch()
+    schedule.step_batch()
+    assert fresh.get_last_lr() == schedule.get_last_lr()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.preconditioners import KFAC, METHODS, GradientMaker
 from ngsgd.preconditioners.options import FisherOptions
 
@@ -108,6 +108,6 @@ def test_a_minibatch_that_is_not_finite_counts_once(method: str) -> None:
 @pytest.mark.parametrize("state", [{"model": {}, "optimizer": {}}, {}, None])
 def test_a_complete_checkpoint_is_no_state(state: Any) -> None:
     preconditioner = KFAC(network())
-    with pytest.raises(CheckpointError):
+    with pytest.raises(OptimizerStateError):
         preconditioner.load_state_dict(state)
     preconditioner.load_state_dict(KFAC(network()).state_dict())

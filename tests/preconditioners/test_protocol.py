@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config.sections.optimizer import EVERY_MINIBATCH, FISHER_OF
-from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.preconditioners import KFAC, METHODS, GradientMaker, Preconditioner
 from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import close, problem
@@ -310,7 +310,7 @@ def test_mistakes_are_reported() -> None:
         KFAC(case.model, damping=-1.0)
     with pytest.raises(ConfigError, match="minibatch"):
         KFAC(case.model).step()
-    with pytest.raises(CheckpointError, match="nobody"):
+    with pytest.raises(OptimizerStateError, match="nobody"):
         KFAC(case.model).load_state_dict({"nobody.weight": {}})
     preconditioner = KFAC(case.model)
     with pytest.raises(ConfigError, match="loss"), preconditioner.watch():

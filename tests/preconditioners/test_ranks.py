@@ -108,7 +108,7 @@ def test_states_of_all_types_arrive_bitwise_identical() -> None:
 
     def work(group: Any) -> Any:
         return ProcessGroupComm(group,
-                                torch.device("cpu")).exchanged(state if group.rank() == 0 else mine)
+                                torch.device("cpu")).exchanged(state if group.rank() == 0 else mine, {})
 
     for found in _on_two_ranks(work):
         assert found.keys() == {"weight", "é"}
@@ -122,9 +122,58 @@ def test_mistakes_are_reported() -> None:
         with pytest.raises(ConfigError, match="split"):
             method(_net()).split_work(None)
 
-    def work(group: Any) -> None:
-        ProcessGroupComm(group,
-                         torch.device("cpu")).mean({"a": {"A": torch.ones(2 + group.rank())}}, 1.0)
 
-    with pytest.raises(ConfigError, match=r"2.*3 numbers"):
-        _on_two_ranks(work)
+def _refusals(work: Callable[[Any], Any]) -> list[ConfigError]:
+    """The error of each rank; both must have one, and none may wait for the other."""
+    def refused(group: Any) -> ConfigError:
+        with pytest.raises(ConfigError) as caught:
+            work(group)
+        return caught.value
+
+    return _on_two_ranks(refused)
+
+
+def test_ranks_with_curvature_of_different_sizes_are_refused() -> None:
+    for error in _refusals(lambda group: ProcessGroupComm(group, torch.device("cpu")).mean(
+            {"a": {"A": torch.ones(2 + group.rank())}}, 1.0)):
+        assert "a" in str(error)
+
+
+class _Experts(nn.Module):
+    """Two experts of one size; a rank uses one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.output = nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 4)]), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        y: Tensor = self.output(self.experts[number](x).tanh())
+        return y
+
+
+@pytest.mark.parametrize("method", [KFAC, DiagonalNG, UnitWiseNG, LayerWiseNG])
+def test_different_experts_of_equal_size_are_not_averaged(method: type[Preconditioner]) -> None:
+    def work(group: Any, differs: bool) -> list[float]:
+        model = _Experts()
+        preconditioner = method(model, damping=0.1)
+        preconditioner.split_work(group)
+        x, y = torch.randn(6, 5), torch.arange(6) % 4
+        preconditioner.evaluate(lambda: F.cross_entropy(model(x, group.rank() if differs else 0), y))
+        preconditioner.step()
+        return [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+
+    for rank, error in enumerate(_refusals(lambda group: work(group, True))):
+        assert f"experts.{rank}.weight" in str(error)
+    assert all(norm > 0.0 for norms in _on_two_ranks(lambda group: work(group, False)) for norm in norms)
+
+
+def test_ranks_that_invert_different_layers_are_refused() -> None:
+    def work(group: Any) -> None:
+        model = _Experts()
+        preconditioner = Shampoo(model)
+        preconditioner.split_work(group)
+        F.cross_entropy(model(torch.randn(6, 5), group.rank()), torch.arange(6) % 4).backward()
+        preconditioner.step()
+
+    for rank, error in enumerate(_refusals(work)):
+        assert f"experts.{rank}.weight" in str(error)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import CheckpointError, ConfigError, DivergenceError
+from ngsgd.errors import ConfigError, DivergenceError, OptimizerStateError
 from ngsgd.preconditioners import Adam, ScaledAdam
 from tests.reference.scaled_adam import Array, ScaledAdamByDefinition
 
@@ -205,7 +205,7 @@ def test_mistakes_are_reported() -> None:
                   {"layer_options": {"": {"damping": 1.0}}}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             ScaledAdam(model, **wrong)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(OptimizerStateError):
         preconditioner.load_state_dict(Adam(model).state_dict())
 
 

@@ -28,7 +28,7 @@ from ngsgd.ops.linalg import damped_inverse
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.fisher_recorder import FisherSample, Rows
 from ngsgd.preconditioners.options import FisherOptions
-from ngsgd.preconditioners.states import State
+from ngsgd.preconditioners.states import GROUPS, Layout, State
 
 # of a dense matrix: 1.6 GB in float32
 _MAX_DIMENSION = 20_000
@@ -58,6 +58,11 @@ class DiagonalNG(Preconditioner):
     Options = FisherOptions
     splits_work = True
     passes_on = True
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        O, I, J = self._sides(name)  # noqa: E741
+        shapes: dict[str, tuple[int, ...]] = {"weight": (O, J), **({"bias": (O,)} if I > J else {})}
+        return {f"{group}.{key}": shape for group in GROUPS for key, shape in shapes.items()}
 
     def measure(self, name: str, rows: Rows) -> State:
         return self._squares(rows, None)
@@ -125,6 +130,10 @@ class UnitWiseNG(Preconditioner):
     splits_work = True
     passes_on = True
 
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        O, I, _ = self._sides(name)  # noqa: E741
+        return dict.fromkeys(("statistics.F", "inverse.F"), (O, I, I))
+
     def measure(self, name: str, rows: Rows) -> State:
         O, I = rows.e_VNTO.shape[3], rows.a_NTI.shape[2]  # noqa: E741
         F_OII = rows.a_NTI.new_zeros(O, I, I)
@@ -169,6 +178,10 @@ class LayerWiseNG(Preconditioner):
     splits_work = True
     passes_on = True
 
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        O, I, _ = self._sides(name)  # noqa: E741
+        return dict.fromkeys(("statistics.F", "inverse.F"), (O * I, O * I))
+
     def measure(self, name: str, rows: Rows) -> State:
         require_small(name, rows.e_VNTO.shape[3] * rows.a_NTI.shape[2])
         g_XD = rows.individual().flatten(1)
@@ -202,12 +215,16 @@ class FullNG(Preconditioner):
     """
 
     Options = FisherOptions
+    is_joint = True
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
         if "damping" in {key for own in (self.options.layer_options or {}).values() for key in own}:
             raise ConfigError("FullNG: layers cannot have a separate damping, because all layers "
                               "are one block; set damping.")
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        return dict.fromkeys(("statistics.all", "inverse.all"), ("d", "d"))
 
     def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
         assert isinstance(seen, FisherSample)
@@ -218,6 +235,7 @@ class FullNG(Preconditioner):
         require_small("the model", sum(one.e_VNTO.shape[3] * one.a_NTI.shape[2] for one in rows))
         for one in rows:
             self._bias_of[one.weight] = one.bias
+        self._cover(sorted(each for one in rows for each in self._block(one.weight)))
         g_XD = torch.cat([one.individual().flatten(1) for one in sorted(rows, key=lambda one: one.weight)], dim=1)
         self._average(min(seen.rows), {_ALL: g_XD.T @ g_XD / rows[0].num_rows})
 
@@ -230,6 +248,7 @@ class FullNG(Preconditioner):
             return super().apply(grads)
         squares = {key: inverse for key, inverse in self.inverses.items() if key != name}
         joined = {key: g for key, g in sorted(self._joined(grads).items()) if key not in squares and key in self._bias_of}
+        self._require_covered([each for name in joined for each in self._block(name)])
         flat_D = torch.cat([g.flatten() for g in joined.values()])
         parts = (self.inverses[name][_ALL] @ flat_D).split([g.numel() for g in joined.values()])
         found = dict(grads)

@@ -17,7 +17,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import conjugate_gradients
 from ngsgd.preconditioners.methods.second_derivatives import SecondOrderMethod
 from ngsgd.preconditioners.options import EveryStepOptions
-from ngsgd.preconditioners.states import State
+from ngsgd.preconditioners.states import Layout, State
 
 PRODUCTS = ("ggn", "hessian")
 
@@ -82,6 +82,9 @@ class HessianFree(SecondOrderMethod):
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
         self.num_products = 0     # products so far
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        return {"statistics.direction": self._shape(name)}
 
     def update_curvature(self, seen: Any) -> None:
         """Keep nothing; `apply` uses the graph of the minibatch."""

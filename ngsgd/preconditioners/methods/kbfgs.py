@@ -28,7 +28,7 @@ from ngsgd.ops.linalg import bfgs_inverse, damped_inverse, doubly_damped
 from ngsgd.preconditioners.fisher_recorder import FisherRecorder, FisherSample, Rows
 from ngsgd.preconditioners.methods.two_pass import TwoPassMethod
 from ngsgd.preconditioners.options import FisherOptions
-from ngsgd.preconditioners.states import State
+from ngsgd.preconditioners.states import Layout, State
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,11 @@ class KBFGS(TwoPassMethod):
         super().__init__(model, **options)
         # by weight: mean z and mean e of the first pass
         self._first: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        O, I, _ = self._sides(name)  # noqa: E741
+        return {"statistics.A": (I, I), "statistics.H_a": (I, I), "statistics.H_g": (O, O), "inverse.H_a": (I, I),
+                "inverse.H_g": (O, O)}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_first": {}}

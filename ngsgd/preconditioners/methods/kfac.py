@@ -11,6 +11,7 @@ Letters: N samples, T positions, X rows, O outputs, I inputs (with the 1 of the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.factored_grad import FactoredGrad
 from ngsgd.preconditioners.fisher_recorder import Rows
 from ngsgd.preconditioners.options import FisherOptions
-from ngsgd.preconditioners.states import State
+from ngsgd.preconditioners.states import GROUPS, Layout, State
 
 # Factor that belongs to the rows of a side.
 _FACTOR = {"a": "A", "e": "B"}
@@ -81,6 +82,10 @@ class KFAC(Preconditioner):
     looks_at_held = True
     splits_work = True
     passes_on = True
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        O, I, _ = self._sides(name)  # noqa: E741
+        return {"statistics.A": (I, I), "statistics.B": (O, O), "inverse.A": (I, I), "inverse.B": (O, O)}
 
     def update_curvature(self, seen: Any) -> None:
         # Return memory that the backward pass has freed before the factors are allocated.
@@ -191,6 +196,20 @@ class SKFAC(KFAC):
             raise ConfigError("SKFAC: ema_decay must be 0, because SKFAC stores the rows of one "
                               "minibatch instead of factors; choose KFAC.")
 
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        O, I, _ = self._sides(name)  # noqa: E741
+        found: dict[str, tuple[int | str, ...]] = {}
+        for side, size in (("a", I), ("e", O)):
+            for group in GROUPS:
+                # Rows, or the factor of many rows.
+                if f"{group}.{_FACTOR[side]}" in entry:
+                    found[f"{group}.{_FACTOR[side]}"] = size, size
+                    continue
+                found[f"{group}.{side}"] = side, size
+                if group == "inverse":
+                    found |= {f"inverse.root_{side}*": (side, side), f"inverse.damping_{side}*": ()}
+        return found
+
     def measure(self, name: str, rows: Rows) -> State:
         a_NTI, e_VNTO = rows.shared(self.options.sharing)
         a_XI, e_XO = a_NTI.flatten(0, 1), e_VNTO.flatten(0, 2)
@@ -270,6 +289,11 @@ class EKFAC(KFAC):
         super().__init__(model, **options)
         # rows of this step, for moments in a basis that is computed later
         self._rows: dict[str, Rows] = {}
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        O, I, _ = self._sides(name)  # noqa: E741
+        return {"statistics.A": (I, I), "statistics.B": (O, O), "inverse.U_A": (I, I), "inverse.U_B": (O, O), "inverse.S": (O, I),
+                "inverse.weight*": ()}
 
     def measure(self, name: str, rows: Rows) -> State:
         self._rows[name] = rows

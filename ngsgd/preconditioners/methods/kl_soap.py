@@ -47,20 +47,21 @@ class KLSOAP(SOAP):
     """
 
     def measure_gradient(self, name: str, g: Tensor) -> State:
-        if g.ndim == 1:
+        if g.ndim < 2:
             return {}
         bases = self.inverses.get(name)
         known = self.curvature(name) if bases else {}
         found = {}
         for index, block in enumerate(self._blocks(g)):
             keys = [f"{index}.{k}" for k in range(block.ndim)]
-            if bases:
-                own = self._rotated(block, index, bases, transpose=True)
+            # As in SOAP, square the first gradient in float64.
+            own = self._rotated(block, index, bases, transpose=True) if bases else block.double()
+            # Earlier gradients of zeros have nothing to whiten by, either.
+            if bases and all(bool(known[key].any()) for key in keys):
                 roots = [_inverse_roots(known[key], bases[key]) for key in keys]
             else:
-                # As in SOAP, square the first gradient in float64.
-                own = block.double()
-                scale = own.square().mean().clamp(min=torch.finfo(own.dtype).tiny).pow(-0.5 / own.ndim)
+                mean_square = own.double().square().mean()
+                scale = mean_square.clamp(min=torch.finfo(mean_square.dtype).tiny).pow(-0.5 / own.ndim).to(own)
                 roots = [scale.expand(length) for length in own.shape]
             for k, key in enumerate(keys):
                 G_DX = _whitened(own, roots, k)

@@ -33,6 +33,7 @@ from ngsgd.ops.linalg import damped_inverse
 from ngsgd.ops.newton_schulz import orthogonalized
 from ngsgd.preconditioners.methods.torch_optimizers import Muon, MuonOptions, moment_problems, orthogonal_problems
 from ngsgd.preconditioners.options import FisherOptions, Interval, Options
+from ngsgd.preconditioners.states import Layout
 
 # Root mean square of NorMuon's steps, that of AdamW's.
 _RMS = 0.2
@@ -99,6 +100,10 @@ class NorMuon(MuonVariant):
 
     Options: ClassVar[type[Options]] = NorMuonOptions
 
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        found = super().layout(name, entry)
+        return {**found, "statistics.second_moment": (self._sides(name)[0],)} if "statistics.momentum_buffer" in found else found
+
     def matrix_direction(self, name: str, u_OI: Tensor, W_OI: Tensor) -> Tensor:
         N_OI = self._orthogonalized(u_OI)
         v_O = self.statistics[name].setdefault("second_moment", N_OI.new_zeros(len(N_OI)))
@@ -147,6 +152,10 @@ class MuonH(MuonVariant):
 
     Options: ClassVar[type[Options]] = MuonHOptions
     needs_lr = True
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        found = super().layout(name, entry)
+        return {**found, "statistics.radius": ()} if "statistics.momentum_buffer" in found else found
 
     def matrix_direction(self, name: str, u_OI: Tensor, W_OI: Tensor) -> Tensor:
         N_OI, lr = self._orthogonalized(u_OI), self._lr
@@ -217,6 +226,13 @@ class NewtonMuon(MuonVariant):
         own = self.options
         return torch.optim.AdamW([copy], lr=1.0, betas=(own.momentum, own.ema_decay), weight_decay=own.weight_decay)
 
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        if len(self._shape(name)) < 2:
+            return super().layout(name, entry)
+        O, _, J = self._sides(name)  # noqa: E741
+        # Embeddings have no K, and minibatches without a finite gradient no momentum.
+        return {"statistics.momentum_buffer?": (O, J), "statistics.K?": (J, J), "inverse.K?": (J, J)}
+
     def update_curvature(self, seen: Any) -> None:
         moments = {}
         for name, rows in seen.layers():
@@ -228,6 +244,7 @@ class NewtonMuon(MuonVariant):
             K_II, weight = moments[name], 1.0 - self.options.ema_decay
             known = self.statistics.setdefault(name, {}).setdefault("K", torch.zeros_like(K_II))
             known.lerp_(K_II, weight)
+            self.weights[name] = 1.0
 
     def refresh(self) -> None:
         for name, known in self.statistics.items():

@@ -26,7 +26,7 @@ from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.fisher_recorder import Rows
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 from ngsgd.preconditioners.options import EveryStepOptions, FisherOptions
-from ngsgd.preconditioners.states import State
+from ngsgd.preconditioners.states import OWN, Layout, State, entries_text, packed_text, require_counters
 
 _SIDES = ("input", "output")
 
@@ -75,6 +75,9 @@ class SimpleNG(Preconditioner):
 
     Options = SimpleOptions
     has_mean = False
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        return dict.fromkeys(("statistics.direction", "inverse.direction"), self._sides(name)[:2])
 
     def measure(self, name: str, rows: Rows) -> State:
         """Return the direction, for a gradient of norm 1; it is valid for this minibatch only."""
@@ -133,6 +136,7 @@ class OnlineNG(SimpleNG):
     """
 
     Options = OnlineOptions
+    other_keys = tuple(f"{side}." for side in _SIDES)
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
@@ -159,21 +163,28 @@ class OnlineNG(SimpleNG):
         state = super().state_dict()
         for (name, side), estimate in self._estimates.items():
             state.setdefault(name, {}).update({f"{side}.{key}": value for key, value in estimate.state_dict().items()})
+        state[OWN]["entries"] = packed_text(entries_text(state))
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load a state; training continues bitwise identically.
 
         Raises:
-            CheckpointError: the state belongs to another model.
+            OptimizerStateError: the state is of another method or model, or incomplete.
         """
-        sides = [f"{side}." for side in _SIDES]
-        super().load_state_dict({name: {key: value for key, value in entry.items() if not key.startswith(tuple(sides))}
-                                 for name, entry in state.items()})
-        self._estimates = {}
+        require_counters(state, self.counters(), type(self).__name__, dict(self.model.named_parameters()))
+        estimates: dict[tuple[str, str], OnlineNaturalGradient] = {}
         for name, entry in state.items():
-            for side in _SIDES:
-                own = {key.partition(".")[2]: value for key, value in entry.items() if key.startswith(f"{side}.")}
+            for side, dim in zip(_SIDES, self._sides(name)[1::-1] if name else (), strict=False):
+                own = {key.partition(".")[2]: value for key, value in dict(entry).items() if key.startswith(f"{side}.")}
                 if own:
-                    self._estimates[name, side] = self._estimate(side)
-                    self._estimates[name, side].load_state_dict(own)
+                    estimates[name, side] = self._estimate(side)
+                    estimates[name, side].dim = dim
+                    estimates[name, side].load_state_dict(own)
+        super().load_state_dict(state)
+        self._estimates = estimates
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        for side in _SIDES:
+            self._estimates.pop((name, side), None)

@@ -30,7 +30,7 @@ from ngsgd.ops.linalg import less_upper_product, upper_gram
 from ngsgd.preconditioners.methods.fisher import require_small
 from ngsgd.preconditioners.methods.second_derivatives import SecondOrderMethod
 from ngsgd.preconditioners.options import Options
-from ngsgd.preconditioners.states import State
+from ngsgd.preconditioners.states import GROUPS, Layout, State
 
 FORMS = ("kronecker", "full")
 # Key of the factor of the complete model, under its first parameter.
@@ -83,6 +83,18 @@ class PSGD(SecondOrderMethod):
 
     Options = PSGDOptions
 
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.is_joint = self.options.form == "full"
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        if self.options.form == "full":
+            return dict.fromkeys(("statistics.all", "inverse.all"), ("d", "d"))
+        if name not in self._bias_of:
+            return dict.fromkeys(("statistics.q", "inverse.P"), self._shape(name))
+        O, I, _ = self._sides(name)  # noqa: E741
+        return {f"{group}.{key}": (size, size) for group in GROUPS for key, size in (("Ql", O), ("Qr", I))}
+
     def update_curvature(self, seen: Any) -> None:
         # Before and after the allocation peak.
         give_back()
@@ -116,6 +128,7 @@ class PSGD(SecondOrderMethod):
     def _fit_full(self, v: Mapping[str, Tensor], h: Mapping[str, Tensor]) -> None:
         flat_v, flat_h = (torch.cat([part.flatten() for _, part in sorted(each.items())]) for each in (v, h))
         require_small("the model", len(flat_v))
+        self._cover(sorted(v))
         known = self.statistics.get(min(v))
         Q_DD = _identity(flat_v, len(flat_v), _first_scale(flat_v, flat_h) ** 0.5) if known is None else known[_ALL]
         a_D = Q_DD @ flat_h
@@ -164,6 +177,7 @@ class PSGD(SecondOrderMethod):
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.options.form == "kronecker" or not self.inverses:
             return super().apply(grads)
+        self._require_covered(grads)
         ordered = sorted(grads.items())
         Pg_D: Tensor = next(iter(self.inverses.values()))[_ALL] @ torch.cat([g.flatten() for _, g in ordered])
         parts = Pg_D.split([g.numel() for _, g in ordered])

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngsgd.arguments import require_state
 from ngsgd.curvature.layers import upcast
-from ngsgd.errors import CheckpointError, DivergenceError
+from ngsgd.errors import DivergenceError, OptimizerStateError
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.options import EveryStepOptions, momentum_problems
-from ngsgd.preconditioners.states import OWN, State
+from ngsgd.preconditioners.states import OWN, Layout, State, real_tensor, require_counters
 from ngsgd.user_warnings import warn
 
 # Constants of icefall, which no recipe changes.
@@ -108,6 +107,13 @@ class ScaledAdam(Preconditioner):
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self._clipping = MedianClipping(self.options.clipping_scale)
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        shape = self._shape(name)
+        found: dict[str, Sequence[int]] = {"statistics.m": shape, "statistics.v": shape}
+        if math.prod(shape) > 1:
+            found |= {"statistics.r": (), "statistics.V": (), "statistics.s": (_PERIOD,)}
+        return found
 
     def update_curvature(self, seen: Any) -> None:
         """Do nothing; `apply` updates the moments."""
@@ -210,16 +216,15 @@ class ScaledAdam(Preconditioner):
         steps = [m if p.numel() > 1 else m.clamp(-_MAX_SCALAR - p, _MAX_SCALAR - p) for m, p in zip(ms, params, strict=True)]
         return list(torch._foreach_div(steps, -self._lr))
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        state = super().state_dict()
-        state[OWN] |= self._clipping.state_dict()
-        return state
+    def counters(self) -> dict[str, Any]:
+        return {**super().counters(), **self._clipping.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        require_state(state, (OWN,), type(self).__name__, CheckpointError)
-        require_state(state[OWN], tuple(self._clipping.state_dict()), type(self).__name__, CheckpointError)
+        require_counters(state, self.counters(), type(self).__name__, dict(self.model.named_parameters()))
+        clipping = MedianClipping(self.options.clipping_scale)
+        clipping.load_state_dict(state[OWN])
         super().load_state_dict(state)
-        self._clipping.load_state_dict(state[OWN])
+        self._clipping = clipping
 
 
 class MedianClipping:
@@ -262,8 +267,11 @@ class MedianClipping:
                 "clipping_threshold": torch.tensor(self.threshold, dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.norms = torch.as_tensor(state["clipping_norms"], dtype=torch.float64).cpu().clone()
-        self.threshold = float(state["clipping_threshold"])
+        norms, threshold = (real_tensor(state[key], key) for key in ("clipping_norms", "clipping_threshold"))
+        if norms.shape != self.norms.shape or threshold.numel() != 1 or not float(threshold) >= 0.0:
+            raise OptimizerStateError(f"the state of ScaledAdam has {norms.numel()} gradient norms and the threshold {threshold}; "
+                                      f"it must have {len(self.norms)} norms and a threshold of at least 0.")
+        self.norms, self.threshold = norms.to("cpu", torch.float64, copy=True), float(threshold)
 
 
 def _initial_state(p: Tensor) -> State:

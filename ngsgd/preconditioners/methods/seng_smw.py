@@ -16,6 +16,7 @@ Letters: V vectors, N samples, X = V N, T positions, O outputs, I inputs (with t
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.factored_grad import FactoredGrad, products_of
 from ngsgd.preconditioners.fisher_recorder import FisherSample, Rows
 from ngsgd.preconditioners.options import FisherOptions
-from ngsgd.preconditioners.states import State
+from ngsgd.preconditioners.states import Layout, State
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,14 @@ class _FromRows(Preconditioner):
         # s, if the gradient consists of the rows of this curvature update; 0 at other steps.
         self._scale = 0.0
         self._gradients: dict[str, FactoredGrad] = {}   # factored gradients of this step
+
+    def _row_shapes(self, name: str, entry: Mapping[str, Tensor], group: str, *others: str) -> dict[str, tuple[int | str, ...]]:
+        """Return the shapes of rows of a minibatch, and of their products."""
+        O, I, _ = self._sides(name)  # noqa: E741
+        e_VNTO = entry.get(f"{group}.e")
+        size = "x" if e_VNTO is None else math.prod(e_VNTO.shape[:2])
+        return {f"{group}.a": ("n", "t", I), f"{group}.e": ("v", "n", "t", O),
+                **{f"{group}.{key}": (size,) if key == "sums?" else (size, size) for key in others}}
 
     @contextlib.contextmanager
     def _watching(self, num_rows: int | None) -> Iterator[None]:
@@ -184,6 +193,9 @@ class SENG(_FromRows):
 
     Options = SENGOptions
 
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        return {**self._row_shapes(name, entry, "statistics", "gram", "sums?"), **self._row_shapes(name, entry, "inverse", "root*")}
+
     def measure(self, name: str, rows: Rows) -> State:
         a_NTI, e_VNTO = rows.a_NTI, rows.e_VNTO / rows.num_rows**0.5
         gram_XX = gram(self._sketched(a_NTI), self._sketched(e_VNTO))
@@ -245,6 +257,10 @@ class SMWNG(_FromRows):
     """
 
     Options = GramOptions
+    is_joint = True
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        return {**self._row_shapes(name, entry, "statistics"), **self._row_shapes(name, entry, "inverse", "root?*")}
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
@@ -288,7 +304,8 @@ class SMWNG(_FromRows):
                 found[name] = grads[name] / (inverse["squares"].view_as(grads[name]) + self.option(name, "damping"))
         if not affine:
             return found
-        root_XX = next(inverse["root"] for inverse in affine.values() if "root" in inverse)
+        # Its layer may have no gradient in this step.
+        root_XX = next(inverse["root"] for inverse in self.inverses.values() if "root" in inverse)
         b_X = solved(root_XX, self._all_products(affine, joined, held))
         for name, inverse in affine.items():
             if name in held:

@@ -27,7 +27,7 @@ from ngsgd.ops.linalg import eigh, inverse_root, inverse_root_newton
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.factored_grad import FactoredGrad
 from ngsgd.preconditioners.options import Options, momentum_problems
-from ngsgd.preconditioners.states import State
+from ngsgd.preconditioners.states import GROUPS, Layout, State
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,16 @@ class Shampoo(Preconditioner):
     splits_work = True
     agrees_over_ranks = True
 
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        return {f"{group}.{key}": shape for group in GROUPS for key, shape in self._factor_shapes(name).items()}
+
+    def _factor_shapes(self, name: str) -> dict[str, tuple[int, int]]:
+        return {f"{index}.{k}": (length, length) for index, shape in enumerate(self._block_shapes(name))
+                for k, length in enumerate(shape)}
+
+    def _block_shapes(self, name: str) -> list[torch.Size]:
+        return [block.shape for block in self._blocks(torch.empty(self._shape(name), device="meta"))]
+
     def measure_gradient(self, name: str, g: Tensor) -> State:
         factors = {}
         for index, block in enumerate(self._blocks(g)):
@@ -98,6 +108,9 @@ class Shampoo(Preconditioner):
         return factors
 
     def _average(self, name: str, new: State) -> None:
+        # Zero gradients start no estimate: the root of their factors would be arbitrarily large.
+        if name not in self.statistics and not any(bool(value.any()) for value in new.values()):
+            return
         if self.options.history == "average":
             super()._average(name, new)
         elif all(bool(value.isfinite().all()) for value in new.values()):
@@ -110,7 +123,17 @@ class Shampoo(Preconditioner):
     def invert(self, name: str, known: State) -> State:
         find = inverse_root if self.options.root_method == "eigen" else inverse_root_newton
         order = 1 + max(int(key.rpartition(".")[2]) for key in known)
-        return {key: find(L_DD, 2 * order, self.option(name, "damping")) for key, L_DD in known.items()}
+        # A block that had zero gradients only waits for the next update.
+        return {key: find(L_DD, 2 * order, self.option(name, "damping")) if bool(L_DD.any()) else torch.zeros_like(L_DD)
+                for key, L_DD in known.items()}
+
+    def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        for name in [name for name in grads if name not in self.inverses]:
+            # The first gradient of a tensor that is not zero, between two updates.
+            self._average(name, self.measure_gradient(name, grads[name]))
+            if name in self.statistics:
+                self.inverses[name] = self._inverted(name, self.curvature(name))
+        return super().apply(grads)
 
     def direction(self, name: str, inverse: State, g: Tensor) -> Tensor:
         found = torch.empty_like(_merged(g, self.options.block_size))
@@ -198,6 +221,14 @@ class SOAP(Shampoo):
 
     Options = SOAPOptions
     applies_first = True
+    # Rounding noise of float32 would count as a gradient in float64.
+    converts = False
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        factors = self._factor_shapes(name) if len(self._shape(name)) > 1 else {}
+        moments = {f"inverse.{index}.{key}": shape for index, shape in enumerate(self._block_shapes(name)) for key in ("m", "v")}
+        return {**{f"{group}.{key}": shape for group in GROUPS for key, shape in factors.items()}, **moments,
+                "inverse.weight_m": (), "inverse.weight_v": ()}
 
     def can_hold(self, name: str, inverse: State) -> bool:
         # The moments lie between the bases.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.options import EveryStepOptions, Options, momentum_problems
+from ngsgd.preconditioners.states import Layout
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,15 @@ class Adam(Preconditioner):
         own = self.options
         return torch.optim.Adam([copy], lr=1.0, betas=(own.momentum, own.ema_decay), eps=own.damping, weight_decay=own.weight_decay)
 
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        shape = self._shape(name)
+        return {"statistics.step*": (), "statistics.exp_avg": shape, "statistics.exp_avg_sq": shape}
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        self._copies.pop(name, None)
+        self._optimizers.pop(name, None)
+
     def viewed(self, x: Tensor) -> Tensor:
         """Return the shape in which the torch optimizer gets a parameter."""
         return x.detach()
@@ -99,7 +109,7 @@ class Adam(Preconditioner):
 
     def parameter_direction(self, name: str, g: Tensor, p: Tensor) -> Tensor:
         """Return the direction of one parameter and update its moments."""
-        if name not in self._copies:
+        if name not in self._copies or self._copies[name].dtype != g.dtype or self._copies[name].device != g.device:
             self._copies[name] = nn.Parameter(torch.zeros_like(self.viewed(g)))
             self._optimizers[name] = self.optimizer(name, self._copies[name])
         copy = self._copies[name]
@@ -203,6 +213,10 @@ class Muon(AdamW):
     """
 
     Options: ClassVar[type[Options]] = MuonOptions
+
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        shape = self._shape(name)
+        return super().layout(name, entry) if len(shape) < 2 else {"statistics.momentum_buffer": self._sides(name)[::2]}
 
     def viewed(self, x: Tensor) -> Tensor:
         return x.detach().flatten(1) if x.ndim > 1 else x.detach()

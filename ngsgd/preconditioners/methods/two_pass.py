@@ -82,6 +82,12 @@ class TwoPassMethod(Preconditioner):
 
     def run_second_pass(self) -> None:
         """Run the second pass if one is due: after the optimizer has changed the parameters."""
+        before = self._seen_parameters
+        if self._follow(dict(self.model.named_parameters())):
+            self._last = dict.fromkeys(self._last)
+        if self._seen_parameters is not before:
+            # The closure of the first pass is of the model as it was.
+            self._pending = None
         pending = self._pending
         if pending is None or pending.step == self.num_steps or self._norms() == pending.norms:
             return
@@ -110,10 +116,15 @@ class TwoPassMethod(Preconditioner):
         """Load a state; training continues bitwise identically.
 
         Raises:
-            CheckpointError: the state belongs to another model.
+            OptimizerStateError: the state is of another method or model, or incomplete.
         """
-        self._pending = None
         super().load_state_dict(state)
+        self._pending = None
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        # The model has changed since the first pass.
+        self._pending = None
 
     def gradients(self, passes: list[_Closure], names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return the sum of the gradients of the passes by parameter name.

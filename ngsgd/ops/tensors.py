@@ -1,0 +1,38 @@
+"""Checks of the tensors that public functions get from users.
+
+They read no values and wait for no device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngsgd.errors import ArgumentError
+
+HALF = (torch.bfloat16, torch.float16)
+FULL = (torch.float32, torch.float64)
+_DIMENSIONS = {0: "a number", 1: "a vector", 2: "a matrix, one row per sample"}
+
+
+def require_real(value: Any, name: str, owner: str, ndim: int | None = None, dtypes: tuple[torch.dtype, ...] = FULL + HALF) -> None:
+    """Raise ArgumentError if a value is not a dense tensor of real floating-point numbers.
+
+    Args:
+        value: the argument.
+        name: name of the argument.
+        owner: function or class, for messages.
+        ndim: number of dimensions; None: any.
+        dtypes: allowed dtypes.
+    """
+    if not isinstance(value, Tensor):
+        raise ArgumentError(f"{owner}: {name} is of type {type(value).__name__}; give a tensor, as by torch.as_tensor().")
+    if value.dtype not in dtypes:
+        raise ArgumentError(f"{owner}: {name} is {value.dtype}; give {' or '.join(str(dtype) for dtype in dtypes)}.")
+    if value.layout is not torch.strided or value.is_nested or value.is_meta:
+        raise ArgumentError(f"{owner}: {name} is sparse, nested or without values ({value.layout}, {value.device}); give a dense "
+                            "tensor, as by to_dense().")
+    if ndim is not None and value.ndim != ndim:
+        raise ArgumentError(f"{owner}: {name} is of shape {tuple(value.shape)}; give {_DIMENSIONS[ndim]}.")
