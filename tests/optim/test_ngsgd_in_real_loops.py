@@ -137,8 +137,10 @@ def test_estimates_of_a_bfloat16_model_stay_in_float32_and_resume_bitwise() -> N
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     for name, state in optimizer.state_dict()["natural_gradient"].items():
         assert (state["W"].dtype, state["d"].dtype, state["rho"].dtype) == (torch.float32, torch.float64, torch.float64), name
+    start = parameters_of(model)
     losses = train(model, optimizer, range(7, 16))
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert (parameters_of(model) != start).double().mean() > 0.5
 
     resumed = network(seed=1).bfloat16()
     other = NGSGD(resumed, lr=0.5, momentum=0.5)
