@@ -13,6 +13,7 @@ from ngsgd.arguments import checks_arguments
 from ngsgd.errors import ConfigError
 from ngsgd.ops.newton_schulz import orthogonalized
 from ngsgd.optim import adamw, updates
+from ngsgd.optim.layers.common import mean_over_ranks
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.optim.sgd import OF_LAYERS, _StepInputs, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
@@ -167,6 +168,8 @@ class NaturalMuon(NGSGD):
         layer = self._preconditioners.get(_name_of_layer(group))
         if layer is not None and layer.weight is p:
             u_OI = _without_large_directions(u_OI, layer.sides["output"], layer.sides["input"])
+            # Every rank has estimates of its own rows.
+            u_OI = mean_over_ranks(self._context, u_OI)
         num_outputs, num_inputs = u_OI.shape
         return orthogonalized(u_OI, self.ns_steps).mul_(_RMS * math.sqrt(max(num_outputs, num_inputs)))
 
