@@ -118,7 +118,7 @@ class NaturalMuon(NGSGD):
                     for index, group in enumerate(self.param_groups) if group["rule"] == "natural"]
         chosen = [(index, params) for index, params in matrices if params]
         return _StepInputs([index for index, _ in chosen], [params for _, params in chosen],
-                           [[updates.laid_out_gradient(p) for p in params] for _, params in chosen], (), 0.0, [])
+                           [[updates.laid_out_gradient(p) for p in params] for _, params in chosen], (), 0.0, [], set())
 
     def _adamw_groups(self) -> list[dict[str, Any]]:
         matrices = [{**group, "params": [p for p in group["params"] if _is_matrix(p)]} for group in super()._adamw_groups()]

@@ -229,7 +229,8 @@ class NGSGD(SGD):
                 number = float(self._loss_rows.number())
             except ConfigError as error:
                 number, failure = math.nan, error
-        (number,) = mean_over_ranks(self._context, torch.tensor([number], dtype=torch.float64)).tolist()
+        if self._context.ddp is not None:
+            (number,) = mean_over_ranks(self._context, torch.tensor([number], dtype=torch.float64)).tolist()
         if failure is not None:
             raise failure
         if math.isnan(number):

@@ -77,6 +77,8 @@ class _StepInputs(NamedTuple):
     momentum: float
     # C: whether the directions are velocities or temporary tensors rather than gradients
     are_own: list[bool]
+    # of the parameters
+    dtypes: set[torch.dtype]
 
 
 class StepRecord(NamedTuple):
@@ -367,11 +369,13 @@ class SGD(torch.optim.Optimizer):
         found_inf = torch.ne(limits.total, limits.total,
                              out=torch.empty((), dtype=torch.float32, device=norms_C.device))
         for params, directions, step in zip(moving.params, moving.directions, steps_C.unbind(), strict=True):
-            fused = [(p, d) for p, d in zip(params, directions, strict=True) if p not in proposed]
+            fused, along = params, directions
+            if proposed:
+                pairs = [(p, d) for p, d in zip(params, directions, strict=True) if p not in proposed]
+                fused, along = [p for p, _ in pairs], [d for _, d in pairs]
             if fused:
-                torch._fused_sgd_([p for p, _ in fused], [d for _, d in fused], [], weight_decay=0.0, momentum=0.0, lr=step,
-                                  dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
-                                  grad_scale=None, found_inf=found_inf)
+                torch._fused_sgd_(fused, along, [], weight_decay=0.0, momentum=0.0, lr=step, dampening=0.0, nesterov=False,
+                                  maximize=False, is_first_step=False, grad_scale=None, found_inf=found_inf)
             # Fused kernels do not increment the version; autograd would not detect stale tensors.
             torch.autograd.graph.increment_version(params)
         for p, value in proposed.items():
@@ -392,15 +396,17 @@ class SGD(torch.optim.Optimizer):
 
         Their total is NaN, which skips the minibatch, if a parameter might not stay finite.
         """
-        proposed = {p: torch.sub(p.float(), direction.float() * step).to(p.dtype)
-                    for params, directions, step in zip(moving.params, moving.directions, steps_C.unbind(), strict=True)
-                    for p, direction in zip(params, directions, strict=True) if not updates.is_fused(p, direction)}
+        proposed: dict[Tensor, Tensor] = {}
+        if not moving.dtypes <= updates.FUSED:
+            proposed = {p: torch.sub(p.float(), direction.float() * step).to(p.dtype)
+                        for params, directions, step in zip(moving.params, moving.directions, steps_C.unbind(), strict=True)
+                        for p, direction in zip(params, directions, strict=True) if not updates.is_fused(p, direction)}
         if proposed:
             is_finite = updates.all_finite(list(proposed.values())).to(limits.total.device)
             limits = limits._replace(total=torch.where(is_finite, limits.total, math.nan))
         # Limits bound the update, except of layers without one.
         if not self.max_param_change and not all(self.param_groups[index]["max_change"] for index in moving.indices):
-            largest = updates.largest_update({p.dtype for params in moving.params for p in params})
+            largest = updates.largest_update(moving.dtypes)
             limits = limits._replace(total=torch.where(limits.total <= largest, limits.total, math.nan))
         return limits, proposed
 
@@ -422,11 +428,13 @@ class SGD(torch.optim.Optimizer):
                 else:
                     directions.append([updates.laid_out_gradient(p) for p in with_gradient])
                     rates.append(-lr * relative)
-                if any(p.is_complex() for p in with_gradient):
-                    with_gradient = [updates.as_real(p.detach()) for p in with_gradient]
-                    directions[-1] = [updates.as_real(direction) for direction in directions[-1]]
                 params.append(with_gradient)
-        return _StepInputs(indices, params, directions, tuple(rates), common, are_own)
+        dtypes = {p.dtype for own in params for p in own}
+        if any(dtype.is_complex for dtype in dtypes):
+            params = [[updates.as_real(p.detach()) for p in own] for own in params]
+            directions = [[updates.as_real(direction) for direction in own] for own in directions]
+            dtypes = {p.dtype for own in params for p in own}
+        return _StepInputs(indices, params, directions, tuple(rates), common, are_own, dtypes)
 
     def _decay(self, group: dict[str, Any], scale: float, num_samples: int | None) -> float:
         """Return the multiple of p that weight decay subtracts, before `scale`."""
@@ -454,7 +462,7 @@ class SGD(torch.optim.Optimizer):
 
     def _norms(self, moving: _StepInputs) -> Tensor:
         """Return the L2 norm of the update of each component."""
-        norms = iter(_norms([d for ds in moving.directions for d in ds]))
+        norms = iter(_norms([d for ds in moving.directions for d in ds], moving.dtypes))
         most = max(map(len, moving.directions))
         rows = [[next(norms) for _ in ds] for ds in moving.directions]
         zero = self._constant(rows[0][0], 0.0)[0]
@@ -728,11 +736,9 @@ def _require_whole_parameters(model: nn.Module, kind: str) -> None:
                                   "parameter in bfloat16 or float32, or freeze it with requires_grad_(False).")
 
 
-def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+def _norms(tensors: list[Tensor], dtypes: Iterable[torch.dtype]) -> tuple[Tensor, ...]:
     # Half precision would overflow in the sum of squares.
-    upcast = functools.reduce(
-        torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32
-    )
+    upcast = functools.reduce(torch.promote_types, dtypes, torch.float32)
     return torch._foreach_norm(tensors, 2, dtype=upcast)
 
 

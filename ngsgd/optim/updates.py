@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
+# The fused kernel of SGD updates these on all devices.
+FUSED = frozenset((torch.float32, torch.float64))
 DTYPES = (*HALF, torch.float32, torch.float64, torch.complex64, torch.complex128)
 # Parameters stay finite under 1e8 steps of this fraction of the largest number.
 _LARGEST_STEP = 1e-8
@@ -53,8 +55,11 @@ def dense_gradient(p: Tensor) -> Tensor:
 
 def laid_out_gradient(p: Tensor) -> Tensor:
     """Return the gradient with the strides of the parameter; without a copy if they are equal."""
-    grad = dense_gradient(p)
-    return grad if grad.stride() == p.stride() else torch.empty_like(p).copy_(grad)
+    grad = p.grad
+    assert grad is not None
+    if grad.is_sparse or grad.stride() != p.stride():
+        return torch.empty_like(p).copy_(grad.to_dense())
+    return grad
 
 
 def gradients_are_finite(params: Iterable[Tensor]) -> Tensor | None:
