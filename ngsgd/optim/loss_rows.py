@@ -34,8 +34,8 @@ _LAST = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Mv", "Addmv", "Embedding", 
          "ScaledDotProduct", "_Affine", "_PlainAffine")
 _FIRST = ("Convolution", "Mkldnn", "Cudnn", "NativeBatchNorm", "NativeGroupNorm", "_Convolution")
 _SLICES = ("SliceBackward0", "SelectBackward0", "SplitBackward0", "UnbindBackward0", "SplitWithSizesBackward0")
-# Nodes between the loss and the next layer; more belong to a loss that is not understood.
-_MOST_NODES = 1000
+# Nodes between the loss and the next layer; with more, the number of samples is not known.
+_MOST_NODES = 100_000
 _MOST_OPERATIONS = 50
 
 
@@ -58,10 +58,13 @@ def loss_shape(outputs: Sequence[Tensor]) -> LossShape:
         if first[0] is not None:
             return LossShape(_class_rows(first))
     known, terms = _terms([(output.grad_fn, output.output_nr) for output in outputs if output.grad_fn is not None])
+    numbers: set[int | None] = set()
     if known:
         numbers = {number for number in _joined(known) if number != 0}
-    else:
+    elif known is not None:
         numbers = {number for edge in terms if (number := None if edge is None else _positions(edge)) != 0}
+    if known is None:
+        return LossShape(None, "the graph of the loss is too large")
     if len(numbers) == 1 and (number := numbers.pop()) is not None:
         return LossShape(number)
     if not numbers:
@@ -71,16 +74,18 @@ def loss_shape(outputs: Sequence[Tensor]) -> LossShape:
     return LossShape(None, f"it has terms of {', '.join(map(str, sorted(n for n in numbers if n is not None)))} samples")
 
 
-def _terms(stack: list[_Edge]) -> tuple[list[tuple[int | None, _Edge]], list[_Edge | None]]:
-    """Return ((rows, input) of each known loss function, inputs of other reductions to a number).
+def _terms(stack: list[_Edge]) -> tuple[list[tuple[int | None, _Edge]] | None, list[_Edge | None]]:
+    """Return ((rows, input) of each known loss function, inputs of other reductions to numbers).
 
-    None for an input with positions of a custom Function, whose samples it may choose.
+    None for an input with positions of a custom Function, whose samples it may choose; and instead
+    of the known ones if the graph is too large.
     """
     known: list[tuple[int | None, _Edge]] = []
     terms: list[_Edge | None] = [edge for edge in stack if _numel(edge) > 1]
     seen = set[Any]()
     while stack and len(seen) < _MOST_NODES:
-        node, index = edge = stack.pop()
+        edge = stack.pop()
+        node = edge[0]
         if node in seen:
             continue
         seen.add(node)
@@ -105,7 +110,7 @@ def _terms(stack: list[_Edge]) -> tuple[list[tuple[int | None, _Edge]], list[_Ed
                 is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
                 terms += [None if is_custom and len(_shape(child)) > 2 else child for child in children if _numel(child) > 1]
             stack += children
-    return known, terms
+    return None if stack else known, terms
 
 
 def _joined(known: Sequence[tuple[int | None, _Edge]]) -> list[int | None]:
@@ -141,7 +146,7 @@ def _sliced(edge: _Edge) -> Any:
 def _positions(edge: _Edge) -> int | None:
     """Return the rows of a tensor of losses or outputs; 0 for a function of weights, None unknown.
 
-    The operation that made its features says how many of its numbers belong to one row.
+    The operation that made its features determines how many numbers belong to one row.
     """
     shape, size = _shape(edge), _numel(edge)
     for _ in range(_MOST_OPERATIONS):
@@ -182,9 +187,10 @@ def _width(edge: _Edge) -> int | None:
 def _is_of_weights(node: Any) -> bool:
     """Return whether all inputs of a product are parameters, up to views."""
     for child, _ in node.next_functions:
-        while child is not None and child.name() != _LEAF and len(child.next_functions) == 1:
-            child = child.next_functions[0][0]
-        if child is None or child.name() != _LEAF:
+        below = child
+        while below is not None and below.name() != _LEAF and len(below.next_functions) == 1:
+            below = below.next_functions[0][0]
+        if below is None or below.name() != _LEAF:
             return False
     return True
 
@@ -216,7 +222,7 @@ class _Pending(NamedTuple):
     """Rows in the gradient of a parameter, and the state of the gradient after the last pass."""
 
     parameter: Tensor
-    num_rows: int
+    shape: LossShape
     address: int
     version: int
 
@@ -234,7 +240,6 @@ class LossRows:
     def __init__(self, context: Any) -> None:
         self._context = context
         self._pending: dict[int, _Pending] = {}
-        self._reason = ""
         self.parameters: dict[int, Tensor] = {}
         # Whether parameters take plain steps, whose layers do not report their passes.
         self.has_plain = False
@@ -242,7 +247,7 @@ class LossRows:
 
     def clear(self) -> None:
         """Forget all passes, as after a step."""
-        self._pending, self._reason = {}, ""
+        self._pending = {}
 
     def number(self) -> int:
         """Return the number of samples since the last step.
@@ -250,47 +255,51 @@ class LossRows:
         Raises:
             ConfigError: it is not known.
         """
-        numbers = {pending.num_rows for pending in self._pending.values()}
-        reason = self._reason or ("no backward pass of a loss was seen since the last step" if not numbers else
-                                  f"losses have {', '.join(map(str, sorted(numbers)))} samples" if len(numbers) > 1 else "")
+        shapes = [pending.shape for pending in self._pending.values()]
+        numbers = {shape.num_rows for shape in shapes if shape.num_rows is not None}
+        reason = next((shape.reason for shape in shapes if shape.num_rows is None), "")
+        if not shapes:
+            reason = "no backward pass of a loss was seen since the last step"
+        elif len(numbers) > 1 and not reason:
+            reason = f"losses have {', '.join(map(str, sorted(numbers)))} samples"
         if reason:
             raise ConfigError(f"NGSGD cannot find the number of samples of the mean loss: {reason}. Give it as "
                               "optimizer.step(num_samples=...), or sum the loss and give loss_reduction=\"sum\".")
         return max(1, numbers.pop())
 
     def before_pass(self) -> int:
-        """Drop passes whose gradients were cleared; return the number of passes of layers so far."""
-        if self._pending or self._reason:
+        """Drop passes whose gradients were cleared; return how many passes layers have had."""
+        if self._pending:
             self._pending = {key: one for key, one in self._pending.items() if not _is_cleared(one)}
-            if not self._pending and self._reason and all(p.grad is None for p in self.parameters.values()):
-                self._reason = ""
         return int(self._context.num_passes)
 
-    def after_pass(self, num_passes: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], shape: LossShape) -> None:
+    def after_pass(self, num_passes: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
+                   shape: LossShape) -> None:
         """Count a pass that has added to gradients of the optimizer."""
         has_reached = self._context.num_passes != num_passes
         if not (has_reached or self.has_plain):
             return
         allowed = {id(p) for p in inputs} if inputs else None
         parameter = self._nearest(outputs, allowed)
-        if parameter is None and has_reached:
-            # Reentrant checkpoints hide their layers.
-            parameter = self._context.last_weight
         if parameter is None or parameter.grad is None:
             return
-        if shape.num_rows is None:
-            self._reason = shape.reason
-            return
         before = self._pending.get(id(parameter))
-        num_rows = shape.num_rows + (0 if before is None else before.num_rows)
-        self._pending[id(parameter)] = _Pending(parameter, num_rows, parameter.grad.data_ptr(), parameter.grad._version)
+        if before is not None and shape.num_rows is not None:
+            old = before.shape.num_rows
+            shape = before.shape if old is None else LossShape(old + shape.num_rows)
+        address = 0 if parameter.grad.is_sparse else parameter.grad.data_ptr()
+        self._pending[id(parameter)] = _Pending(parameter, shape, address, parameter.grad._version)
 
     def _nearest(self, outputs: Sequence[Tensor], allowed: set[int] | None) -> Tensor | None:
-        """Return the parameter of the optimizer next to the loss."""
+        """Return the parameter of the optimizer next to the loss.
+
+        Reentrant checkpoints hide their layers; the last of them stands for these.
+        """
         nodes = deque(output.grad_fn for output in outputs if output.grad_fn is not None)
-        seen = set[Any]()
+        seen, hides_layers = set[Any](), False
         while nodes:
             node = nodes.popleft()
+            hides_layers = hides_layers or node.name().startswith("CheckpointFunction")
             for child, _ in node.next_functions:
                 if child is None or child in seen:
                     continue
@@ -301,7 +310,8 @@ class LossRows:
                         return p
                 else:
                     nodes.append(child)
-        return None
+        hidden: Tensor | None = self._context.last_weight
+        return hidden if hides_layers else None
 
 
 def _is_cleared(pending: _Pending) -> bool:
@@ -316,21 +326,15 @@ def _is_cleared(pending: _Pending) -> bool:
     return not bool(grad.any())
 
 
-_observers: tuple[weakref.ref[LossRows], ...] = ()
+_observers: list[weakref.ref[LossRows]] = []
 
 
 def _observe(rows: LossRows) -> None:
     """Report all further backward passes to `rows`, while it exists."""
-    global _observers
     original = torch.autograd._engine_run_backward
     if not getattr(original, "_is_of_ngsgd", False):
         torch.autograd._engine_run_backward = _reported(original)
-    _observers = (*_observers, weakref.ref(rows, _forget))
-
-
-def _forget(dead: weakref.ref[LossRows]) -> None:
-    global _observers
-    _observers = tuple(one for one in _observers if one is not dead)
+    _observers.append(weakref.ref(rows, _observers.remove))
 
 
 def _reported(original: Any) -> Any:

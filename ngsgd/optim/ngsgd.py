@@ -79,7 +79,7 @@ class NGSGD(SGD):
         loss_reduction: "sum" or "mean" over the samples of the minibatch; "sum" if only `lr` is
             given. The number of samples is `num_samples` of `step`. Without it, NGSGD counts the
             rows of the targets of the losses since the last step: positions where the loss has
-            positions, ignored ones too. A backward pass without a loss it knows needs num_samples.
+            positions, ignored ones too. A backward pass of an unknown loss needs num_samples.
         fallback: "adamw" or "sgd" for parameters without natural gradient. Default: AdamW, with a
             warning if they are more than 30 % of all.
         adamw_lr_factor: learning rate of AdamW relative to `lr`.

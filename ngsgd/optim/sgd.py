@@ -641,7 +641,7 @@ class SGD(torch.optim.Optimizer):
         super().load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
         self._step_count = int(step_count or 0)
         for p, values in saved:
-            # Torch has cast them to the dtype of the parameter, or shares them with the optimizer that was saved.
+            # Torch casts them to the dtype of the parameter, or shares them with the saved state.
             dtypes = dict.fromkeys(("velocity", *adamw.MOMENTS), updates.accumulator_dtype(p)) | {"num_adamw_steps": torch.float32}
             self.state[p].update({key: torch.as_tensor(values[key]).to(p.device, dtype, copy=True)
                                   for key, dtype in dtypes.items() if values.get(key) is not None})

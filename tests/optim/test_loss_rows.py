@@ -283,7 +283,8 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object]]
     "two numbers": (Sequence, lambda m: (ce(m(FRAMES).flatten(0, 1), Y_FRAMES.flatten()) + ce(m(FRAMES).mean(1), Y)).backward()),
     "two numbers in two passes": (TwoHeads, lambda m: (ce(m(X)[0], Y).backward(), ce(m(X[:4])[1], Y[:4]).backward())),
     "an own loss of positions": (Sequence, lambda m: Doubled.apply(m(FRAMES)).backward()),
-    "means of unknown dimensions": (lambda: nn.LSTM(5, 3), lambda m: m(FRAMES)[0].unfold(1, 4, 4).sum(-1).square().mean().backward()),
+    "means of unknown dimensions": (lambda: nn.LSTM(5, 3),
+                                    lambda m: m(FRAMES)[0].unfold(1, 4, 4).sum(-1).square().mean().backward()),
     "gradients that were set": (affine, lambda m: all_of(m, lambda p: setattr(p, "grad", torch.ones_like(p)))),
 }
 
