@@ -4,6 +4,7 @@ weights, checkpointing.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ngsgd import NGSGD
 from ngsgd.errors import ConfigError, DivergenceError
 from ngsgd.optim import SGD
+from tests.optim.moved import moving
 
 NUM_IN, NUM_CLASSES = 6, 4
 
@@ -44,12 +46,14 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: Iterable[int]) -> list[float]:
     losses = []
-    for seed in seeds:
-        optimizer.zero_grad()
-        loss = loss_of(model, seed)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    # a schedule may be at 0
+    with moving(model) if any(group["lr"] for group in optimizer.param_groups) else contextlib.nullcontext():
+        for seed in seeds:
+            optimizer.zero_grad()
+            loss = loss_of(model, seed)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
     return losses
 
 
