@@ -104,7 +104,7 @@ def _kernel(group: Mapping[str, Any], values: list[Tensor], gradients: list[Tens
             num_steps: list[Tensor], found_inf: Tensor | None = None) -> None:
     """Change values and moments in place."""
     beta1, beta2 = group.get("betas", BETAS)
-    lists = [[as_real(one) for one in tensors] for tensors in (values, gradients, *moments)]
-    torch._fused_adamw_(*lists, [], num_steps, amsgrad=False, lr=group["lr"] * group["lr_factor"] * group["adamw_lr_factor"],
-                        beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group.get("eps", EPS),
-                        maximize=False, grad_scale=None, found_inf=found_inf)
+    values, gradients, averages, squares = ([as_real(one) for one in tensors] for tensors in (values, gradients, *moments))
+    torch._fused_adamw_(values, gradients, averages, squares, [], num_steps, amsgrad=False, lr=_lr(group), beta1=beta1,
+                        beta2=beta2, weight_decay=group["weight_decay"], eps=group.get("eps", EPS), maximize=False,
+                        grad_scale=None, found_inf=found_inf)

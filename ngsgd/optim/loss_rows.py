@@ -23,6 +23,8 @@ from torch import Tensor
 
 from ngsgd.errors import ConfigError
 
+# Its type stubs lack the function.
+_autograd: Any = torch.autograd
 _LEAF = "torch::autograd::AccumulateGrad"
 # Losses of classes, which are in dimension 1 of their input.
 _CLASSES = {"NllLossBackward0", "NllLoss2DBackward0", "MultiMarginLossBackward0", "MultilabelMarginLossBackward0"}
@@ -295,7 +297,7 @@ class LossRows:
 
         Reentrant checkpoints hide their layers; the last of them stands for these.
         """
-        nodes = deque(output.grad_fn for output in outputs if output.grad_fn is not None)
+        nodes = deque[Any](output.grad_fn for output in outputs if output.grad_fn is not None)
         seen, hides_layers = set[Any](), False
         while nodes:
             node = nodes.popleft()
@@ -331,9 +333,8 @@ _observers: list[weakref.ref[LossRows]] = []
 
 def _observe(rows: LossRows) -> None:
     """Report all further backward passes to `rows`, while it exists."""
-    original = torch.autograd._engine_run_backward
-    if not getattr(original, "_is_of_ngsgd", False):
-        torch.autograd._engine_run_backward = _reported(original)
+    if not getattr(_autograd._engine_run_backward, "_is_of_ngsgd", False):
+        _autograd._engine_run_backward = _reported(_autograd._engine_run_backward)
     _observers.append(weakref.ref(rows, _observers.remove))
 
 

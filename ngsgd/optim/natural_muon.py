@@ -109,7 +109,7 @@ class NaturalMuon(NGSGD):
         self._context.observes = True
         super()._attach(model)
 
-    def _moving(self, scale: float, num_samples: int | None) -> _StepInputs:
+    def _moving(self, scale: float, num_samples: float | None) -> _StepInputs:
         """Update the other parameters with AdamW and return the matrices."""
         if scale != 1.0:
             raise ConfigError("NaturalMuon does not support backstitch, because its steps have a "
@@ -203,5 +203,5 @@ def _may_overflow(p: Tensor, group: Mapping[str, Any]) -> bool:
 
 def _decayed(p: Tensor, direction: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Return the new value, computed in at least float32 and rounded once."""
-    lr = group["lr"] * group["lr_factor"]
-    return (p.to(direction.dtype) * (1.0 - lr * group["weight_decay"]) - lr * direction).to(p.dtype)
+    lr = float(group["lr"] * group["lr_factor"])
+    return (p.to(direction.dtype) * (1.0 - lr * float(group["weight_decay"])) - lr * direction).to(p.dtype)

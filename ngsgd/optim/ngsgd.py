@@ -215,7 +215,7 @@ class NGSGD(SGD):
             self._loss_rows.parameters = {id(p): p for group in self.param_groups for p in group["params"]}
             self._loss_rows.has_plain = any(group["rule"] == "sgd" for group in self.param_groups)
 
-    def _num_samples(self, given: int | None) -> float:
+    def _num_samples(self, given: float | None) -> float:
         """Return the number of samples of a mean loss; under DDP its mean over the ranks.
 
         Raises:
@@ -322,13 +322,12 @@ class NGSGD(SGD):
         return False
 
     @torch.no_grad()
-    def _apply(self, scale: float, num_samples: int | None) -> None:
+    def _apply(self, scale: float, num_samples: float | None) -> None:
         if self._context.retired:
             raise ConfigError(f"this NGSGD cannot step any more: {self._context.retired}; use one "
                               "optimizer for a model.")
         if self._loss_rows is not None:
-            num_samples = self._num_samples(num_samples)
-            self._gradient_scale = float(num_samples)
+            self._gradient_scale = num_samples = self._num_samples(num_samples)
         elif self._context.looks_like_mean is not None and bool(self._context.looks_like_mean):
             self._warn_once("mean loss", "the loss seems to be a mean over "
                                          f"{self._context.num_mean_rows} samples, but lr applies "

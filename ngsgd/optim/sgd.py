@@ -291,7 +291,7 @@ class SGD(torch.optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def _apply(self, scale: float, num_samples: int | None) -> None:
+    def _apply(self, scale: float, num_samples: float | None) -> None:
         self._require_own_parameters()
         moving = self._moving(scale, num_samples)
         # AdamW steps once per minibatch, also with backstitch.
@@ -410,7 +410,7 @@ class SGD(torch.optim.Optimizer):
             limits = limits._replace(total=torch.where(limits.total <= largest, limits.total, math.nan))
         return limits, proposed
 
-    def _moving(self, scale: float, num_samples: int | None) -> _StepInputs:
+    def _moving(self, scale: float, num_samples: float | None) -> _StepInputs:
         """Return the updates before limits; p.grad is not changed."""
         indices, params, directions, rates, are_own = [], [], [], [], []
         common = float(self.param_groups[0]["momentum"])
@@ -436,7 +436,7 @@ class SGD(torch.optim.Optimizer):
             dtypes = {p.dtype for own in params for p in own}
         return _StepInputs(indices, params, directions, tuple(rates), common, are_own, dtypes)
 
-    def _decay(self, group: dict[str, Any], scale: float, num_samples: int | None) -> float:
+    def _decay(self, group: dict[str, Any], scale: float, num_samples: float | None) -> float:
         """Return the multiple of p that weight decay subtracts, before `scale`."""
         if not group["weight_decay"] or scale <= 0.0:
             return 0.0
@@ -668,7 +668,7 @@ class SGD(torch.optim.Optimizer):
                                       f"{', '.join(group['name'] for group in groups)}, this "
                                       f"{kind} of "
                                       f"{', '.join(group['name'] for group in self.param_groups)}; "
-                                      "load it with the same model.")
+                                      "load it with the same model, and freeze layers after the optimizer is created.")
         found = []
         for group, saved in zip(self.param_groups, groups, strict=True):
             for p, index in zip(group["params"], saved["params"], strict=True):

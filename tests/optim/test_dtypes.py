@@ -43,7 +43,7 @@ class Net(nn.Module):
         self.nothing = nn.Linear(0, 3)
         self.register_parameter("number", nn.Parameter(torch.tensor([3]), requires_grad=False))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.second(self.norm(self.first(x)).tanh()) * self.scale + self.nothing(x[:, :0])
 
 
@@ -140,7 +140,7 @@ class Complex(nn.Module):
         self.w = nn.Parameter(torch.randn(3, 3, dtype=dtype, generator=torch.Generator().manual_seed(0)))
         self.linear = nn.Linear(3, 2, dtype=dtype)
 
-    def forward(self) -> Tensor:
+    def forward(self) -> Any:
         return self.linear(self.w).abs().square().sum()
 
 
@@ -156,7 +156,7 @@ def test_complex_parameters_move_as_pairs_of_real_numbers(kind: str, options: di
         for _ in range(4):
             optimizer.zero_grad()
             model().backward()
-            optimizer.step(**({"num_samples": 1} if kind.endswith("mean") else {}))
+            optimizer.step(num_samples=1)
     for p, q, old in zip(*(model.parameters() for model in models), start, strict=True):
         assert (p - old).imag.norm() > 0.0
         assert (p - q).norm() < 1e-3 * (p - old).norm()
@@ -196,7 +196,7 @@ def test_a_dtype_that_no_step_supports_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_size_zero_train_with_the_others(kind: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 0), nn.Linear(0, 3), nn.Linear(3, 3))
+    model: Any = nn.Sequential(nn.Linear(5, 0), nn.Linear(0, 3), nn.Linear(3, 3))
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = KINDS[kind](model)
     nn.functional.cross_entropy(model(torch.randn(8, 5)), torch.arange(8) % 3).backward()
@@ -248,3 +248,38 @@ def test_a_step_that_is_too_long_raises_if_asked() -> None:
     with pytest.raises(DivergenceError):
         optimizer.step()
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+class Mixed(nn.Module):
+    """Layers of three dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: Any = nn.ModuleList([nn.Linear(10, 33).double(), nn.Linear(33, 33).bfloat16(), nn.Linear(33, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.5}], ids=str)
+def test_layers_of_different_dtypes_move_as_float64(kind: str, options: dict[str, Any]) -> None:
+    results = []
+    for is_mixed in (True, False):
+        torch.manual_seed(0)
+        model = Mixed() if is_mixed else Mixed().double()
+        start = [p.detach().double().clone() for p in model.parameters()]
+        optimizer = KINDS[kind](model, **options)
+        for seed in range(4):
+            x, y = minibatch(seed)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        results.append([p.detach().double() - old for p, old in zip(model.parameters(), start, strict=True)])
+    for found, expected in zip(*results, strict=True):
+        assert expected.norm() > 0.0
+        rounding = 2 * torch.finfo(torch.bfloat16).eps * expected.numel()**0.5
+        assert float((found - expected).norm()) < 0.2 * float(expected.norm()) + rounding

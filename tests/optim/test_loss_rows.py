@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from ngsgd import NGSGD
 from ngsgd.errors import ConfigError
 
 NUM = 16
-Loss = Callable[[nn.Module], Tensor]
+Loss = Callable[[Any], Any]
 
 
 class Head(nn.Linear):
@@ -31,14 +32,14 @@ class Sequence(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.layers(x)
 
 
 class Frames(Sequence):
     """Outputs are means over positions."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.layers(x).mean(dim=1)
 
 
@@ -75,15 +76,15 @@ def data(*shape: int, seed: int = 1) -> Tensor:
 X, IMAGES, FRAMES = data(NUM, 5), data(NUM, 1, 12, 12), data(NUM, 20, 5)
 Y, T = torch.arange(NUM) % 3, data(NUM, 3)
 Y_FRAMES = torch.arange(NUM * 20).view(NUM, 20) % 3
-ce = functional.cross_entropy
+ce: Any = functional.cross_entropy
 
 
-def focal(output: Tensor) -> Tensor:
+def focal(output: Tensor) -> Any:
     each = ce(output, Y, reduction="none")
     return ((1 - (-each).exp()) ** 2 * each).mean()
 
 
-def masked(output: Tensor) -> Tensor:
+def masked(output: Tensor) -> Any:
     mask = (torch.arange(NUM) < 10).float()
     return (ce(output, Y, reduction="none") * mask).sum() / mask.sum()
 
@@ -94,12 +95,15 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x.square().mean()
+        return torch.mean(x.square())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+        x: Tensor = ctx.saved_tensors[0]
         return 2.0 * gradient * x / x.numel()
+
+
+doubled: Any = Doubled.apply
 
 
 # the model, the loss, and its samples
@@ -135,7 +139,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss, int]] = {
     "masked": (affine, lambda m: masked(m(X)), NUM),
     "ctc": (Sequence, lambda m: functional.ctc_loss(m(FRAMES).transpose(0, 1).log_softmax(-1), Y_FRAMES[:, 1:5] % 2 + 1,
                                                    torch.full((NUM,), 20), torch.full((NUM,), 4)), NUM),
-    "an own backward pass": (affine, lambda m: Doubled.apply(m(X)), NUM),
+    "an own backward pass": (affine, lambda m: doubled(m(X)), NUM),
     "a penalty on weights": (affine, lambda m: ce(m(X), Y) + 1e-3 * sum(p.square().sum() for p in m.parameters()), NUM),
     "a mean penalty on weights": (affine, lambda m: ce(m(X), Y) + m[0].weight.abs().mean(), NUM),
     "a distance to weights": (affine, lambda m: ce(m(X), Y) + functional.mse_loss(m[0].weight, torch.zeros(8, 5)), NUM),
@@ -185,13 +189,12 @@ def test_samples_are_those_of_the_loss(case: str) -> None:
     assert_counts(build, lambda model, optimizer: loss(model).backward(), expected)
 
 
-def all_of(model: nn.Module, action: Callable[[nn.Parameter], object]) -> None:
-    for p in model.parameters():
-        action(p)
+def all_of(model: nn.Module, action: Callable[[Any], object]) -> object:
+    return [action(p) for p in model.parameters()]
 
 
 # how a loop clears gradients
-CLEARED: dict[str, Callable[[nn.Module, NGSGD], object]] = {
+CLEARED: dict[str, Callable[[Any, NGSGD], object]] = {
     "optimizer, to None": lambda model, optimizer: optimizer.zero_grad(),
     "optimizer, to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "model, to None": lambda model, optimizer: model.zero_grad(),
@@ -225,7 +228,7 @@ def test_a_step_that_a_scaler_skips_does_not_count(set_to_none: bool) -> None:
 
     def run(model: nn.Module, optimizer: NGSGD) -> None:
         scaler.scale(ce(model(X), Y)).backward()
-        next(model.parameters()).grad.fill_(torch.inf)
+        all_of(model, lambda p: p.grad.fill_(torch.inf))
         scaler.step(optimizer)
         scaler.update(2.0)
         model.zero_grad(set_to_none=set_to_none)
@@ -258,11 +261,11 @@ def test_a_closure_counts_its_last_pass() -> None:
     for model, num_samples in zip(models, (None, NUM), strict=True):
         optimizer = NGSGD(model, 1e-3, loss_reduction="mean")
 
-        def closure(model: nn.Module = model, optimizer: NGSGD = optimizer) -> Tensor:
+        def closure(model: nn.Module = model, optimizer: NGSGD = optimizer) -> float:
             optimizer.zero_grad()
             loss = ce(model(X), Y)
             loss.backward()
-            return loss
+            return float(loss.detach())
         for _ in range(3):
             optimizer.step(closure, num_samples=num_samples)
     assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models), strict=True))
@@ -278,11 +281,44 @@ def test_other_models_do_not_count() -> None:
     assert_counts(affine, run, NUM)
 
 
+def test_models_that_train_in_threads_count_their_own_losses() -> None:
+    results: dict[tuple[int, int | None], list[Tensor]] = {}
+
+    def run(size: int, given: int | None) -> None:
+        model = affine()
+        for p in model.parameters():
+            nn.init.constant_(p, 0.1)
+        optimizer = NGSGD(model, 1e-3, loss_reduction="mean")
+        for _ in range(20):
+            optimizer.zero_grad()
+            ce(model(X[:size].detach()), Y[:size]).backward()
+            optimizer.step(num_samples=given)
+        results[size, given] = list(model.parameters())
+
+    threads = [threading.Thread(target=run, args=case) for case in ((4, None), (9, None), (4, 4), (9, 9))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for size in (4, 9):
+        assert all(torch.equal(p, q) for p, q in zip(results[size, None], results[size, size], strict=True))
+        assert not torch.equal(results[size, None][-1], torch.full((3,), 0.1))
+
+
+def test_passes_of_unknown_losses_that_were_cleared_do_not_count() -> None:
+    def run(model: nn.Module, optimizer: NGSGD) -> None:
+        left, right = model(X)
+        (ce(left, Y) + ce(right[:4].clone(), Y[:4])).backward()
+        model.zero_grad(set_to_none=False)
+        ce(model(X)[0], Y).backward()
+    assert_counts(TwoHeads, run, NUM)
+
+
 # losses whose samples cannot be known
 UNKNOWN: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object]]] = {
     "two numbers": (Sequence, lambda m: (ce(m(FRAMES).flatten(0, 1), Y_FRAMES.flatten()) + ce(m(FRAMES).mean(1), Y)).backward()),
     "two numbers in two passes": (TwoHeads, lambda m: (ce(m(X)[0], Y).backward(), ce(m(X[:4])[1], Y[:4]).backward())),
-    "an own loss of positions": (Sequence, lambda m: Doubled.apply(m(FRAMES)).backward()),
+    "an own loss of positions": (Sequence, lambda m: doubled(m(FRAMES)).backward()),
     "means of unknown dimensions": (lambda: nn.LSTM(5, 3),
                                     lambda m: m(FRAMES)[0].unfold(1, 4, 4).sum(-1).square().mean().backward()),
     "gradients that were set": (affine, lambda m: all_of(m, lambda p: setattr(p, "grad", torch.ones_like(p)))),

@@ -30,7 +30,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 def penalty(model: nn.Module, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return (gradient.flatten(1).norm(dim=1) - 1.0).square().mean()
+    norms: Tensor = gradient.flatten(1).norm(dim=1)
+    return (norms - 1.0).square().mean()
 
 
 def pair(kind: str, make: Callable[[nn.Module], object]) -> tuple[nn.Module, nn.Module, object]:

@@ -117,7 +117,8 @@ def _with_samples_of_ranks(rank: int) -> None:
     results = []
     for given in (None, 12):
         model = network()
-        wrapped, optimizer = _wrapped(model, lambda one: NGSGD(one, 0.001, loss_reduction="mean"), "wrapper first")
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        optimizer = NGSGD(model, 0.001, loss_reduction="mean")
         for x, y in minibatches(6)[rank::2]:
             num = 16 - 8 * rank
             optimizer.zero_grad()
