@@ -6,34 +6,76 @@ Typical layers are embeddings, recurrent layers, and scale and offset parameters
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ngsgd.optim.updates import HALF, accumulator, accumulator_dtype, all_finite, as_real, laid_out_gradient, replace
+
 # Keys in `state` of a parameter. torch.optim.AdamW names the last one "step", a key that `SGD` uses
 # itself.
-STATE = ("exp_avg", "exp_avg_sq", "num_adamw_steps")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE = (*MOMENTS, "num_adamw_steps")
 # Defaults of torch, for a param group without these keys.
 BETAS, EPS = (0.9, 0.999), 1e-8
+# Weights grow without bound above the first product, and may overflow in one step above the second.
+MAX_DECAY, MAX_LR = 2.0, 1e28
+
+
+class Proposal(NamedTuple):
+    """New values of parameters that might not be finite; nothing has changed yet."""
+
+    params: list[Tensor]
+    # new values in at least float32, and new moments
+    values: list[Tensor]
+    moments: list[list[Tensor]]
 
 
 def prepare_state(p: Tensor, state: dict[str, Any]) -> None:
-    """Create zero moments for a parameter that has none."""
-    if state.get("exp_avg") is None:
-        state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p),
-                     num_adamw_steps=torch.zeros((), dtype=torch.float32, device=p.device))
+    """Create zero moments for a parameter that has none; follow its dtype and device."""
+    for key in MOMENTS:
+        accumulator(state, key, p)
+    number = state.get("num_adamw_steps")
+    if number is None:
+        state["num_adamw_steps"] = torch.zeros((), dtype=torch.float32, device=p.device)
+    elif number.device != p.device:
+        state["num_adamw_steps"] = number.to(p.device)
 
 
-def gradients_are_finite(groups: Iterable[Mapping[str, Any]]) -> Tensor | None:
-    """Return a 0-d bool; None if no parameter of the groups has a gradient."""
-    finite = [p.grad.isfinite().all() for group in groups for p in group["params"] if p.grad is not None]
-    return torch.stack([one.to(finite[0].device) for one in finite]).all() if finite else None
+def proposals(groups: Iterable[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> list[Proposal | None]:
+    """Return a proposal for each group with half precision or a huge rate; None for all others.
 
-
-def step(groups: Iterable[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]], is_skipped: Tensor) -> None:
-    """Take a torch.optim.AdamW step for each group, except where `is_skipped`; no host sync."""
+    Steps of the others are at most lr / sqrt(1 - beta2) long, and keep parameters finite.
+    """
+    found: list[Proposal | None] = []
     for group in groups:
+        params = [p for p in group["params"] if p.grad is not None]
+        lr = _lr(group)
+        is_huge = lr * group["weight_decay"] > MAX_DECAY or lr > MAX_LR
+        if not (is_huge or any(p.dtype in HALF for p in params)):
+            found.append(None)
+            continue
+        for p in params:
+            prepare_state(p, state[p])
+        values = [p.detach().to(accumulator_dtype(p), copy=True) for p in params]
+        moments = [[state[p][key].clone() for p in params] for key in MOMENTS]
+        number = [state[p]["num_adamw_steps"] + 1 for p in params]
+        _kernel(group, values, [laid_out_gradient(p).to(accumulator_dtype(p)) for p in params], moments, number)
+        found.append(Proposal(params, values, moments))
+    return found
+
+
+def are_finite(proposed: Iterable[Proposal | None]) -> Tensor | None:
+    """Return whether all proposed values are finite when rounded; None without a proposal."""
+    rounded = [value.to(p.dtype) for one in proposed if one is not None for p, value in zip(one.params, one.values, strict=True)]
+    return all_finite(rounded) if rounded else None
+
+
+def step(groups: Iterable[Mapping[str, Any]], proposed: Iterable[Proposal | None], state: Mapping[Tensor, dict[str, Any]],
+         is_skipped: Tensor) -> None:
+    """Take a torch.optim.AdamW step for each group, except where `is_skipped`; no host sync."""
+    for group, proposal in zip(groups, proposed, strict=True):
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             continue
@@ -42,18 +84,27 @@ def step(groups: Iterable[Mapping[str, Any]], state: Mapping[Tensor, dict[str, A
         found_inf = is_skipped.to(params[0].device, torch.float32)
         num_steps = [state[p]["num_adamw_steps"] for p in params]
         torch._foreach_add_(num_steps, 1)
-        beta1, beta2 = group.get("betas", BETAS)
-        torch._fused_adamw_(params, [_laid_out(p) for p in params], [state[p]["exp_avg"] for p in params],
-                            [state[p]["exp_avg_sq"] for p in params], [], num_steps, amsgrad=False,
-                            lr=group["lr"] * group["lr_factor"] * group["adamw_lr_factor"], beta1=beta1, beta2=beta2,
-                            weight_decay=group["weight_decay"], eps=group.get("eps", EPS), maximize=False, grad_scale=None,
-                            found_inf=found_inf)
+        moments = [[state[p][key] for p in params] for key in MOMENTS]
+        if proposal is None:
+            _kernel(group, [p.detach() for p in params], [laid_out_gradient(p) for p in params], moments, num_steps, found_inf)
+        else:
+            for old, new in zip([*params, *moments[0], *moments[1]], [*proposal.values, *proposal.moments[0],
+                                                                    *proposal.moments[1]], strict=True):
+                replace(old, new, is_skipped)
         torch._foreach_sub_(num_steps, [found_inf] * len(num_steps))
         # Fused kernels do not increment the version; autograd would not detect stale tensors.
         torch.autograd.graph.increment_version(params)
 
 
-def _laid_out(p: Tensor) -> Tensor:
-    """Return the gradient with the strides of the parameter; without a copy if they are equal."""
-    assert p.grad is not None
-    return torch.empty_like(p).copy_(p.grad.to_dense()) if p.grad.is_sparse or p.grad.stride() != p.stride() else p.grad
+def _lr(group: Mapping[str, Any]) -> float:
+    return float(group["lr"] * group["lr_factor"] * group["adamw_lr_factor"])
+
+
+def _kernel(group: Mapping[str, Any], values: list[Tensor], gradients: list[Tensor], moments: list[list[Tensor]],
+            num_steps: list[Tensor], found_inf: Tensor | None = None) -> None:
+    """Change values and moments in place."""
+    beta1, beta2 = group.get("betas", BETAS)
+    values, gradients, averages, squares = ([as_real(one) for one in tensors] for tensors in (values, gradients, *moments))
+    torch._fused_adamw_(values, gradients, averages, squares, [], num_steps, amsgrad=False, lr=_lr(group), beta1=beta1,
+                        beta2=beta2, weight_decay=group["weight_decay"], eps=group.get("eps", EPS), maximize=False,
+                        grad_scale=None, found_inf=found_inf)

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from ngsgd.arguments import checks_arguments
 from ngsgd.errors import ConfigError
 from ngsgd.ops.newton_schulz import orthogonalized
+from ngsgd.optim import adamw, updates
+from ngsgd.optim.layers.common import mean_over_ranks
 from ngsgd.optim.ngsgd import NGSGD
-from ngsgd.optim.sgd import OF_LAYERS, _laid_out, _StepInputs, name_of, require_non_negative
+from ngsgd.optim.sgd import OF_LAYERS, _StepInputs, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 # Steps then have the root mean square of AdamW steps (Moonshot's Muon).
@@ -107,26 +109,26 @@ class NaturalMuon(NGSGD):
         self._context.observes = True
         super()._attach(model)
 
-    def _moving(self, scale: float, num_samples: int | None) -> _StepInputs:
+    def _moving(self, scale: float, num_samples: float | None) -> _StepInputs:
         """Update the other parameters with AdamW and return the matrices."""
         if scale != 1.0:
             raise ConfigError("NaturalMuon does not support backstitch, because its steps have a "
                               "fixed length; use NGSGD.")
-        matrices = [(index, [p for p in group["params"] if p.ndim > 1 and p.grad is not None])
+        matrices = [(index, [p for p in group["params"] if _is_matrix(p) and p.grad is not None])
                     for index, group in enumerate(self.param_groups) if group["rule"] == "natural"]
         chosen = [(index, params) for index, params in matrices if params]
         return _StepInputs([index for index, _ in chosen], [params for _, params in chosen],
-                           [[_laid_out(p) for p in params] for _, params in chosen], (), 0.0)
+                           [[updates.laid_out_gradient(p) for p in params] for _, params in chosen], (), 0.0, [], set())
 
     def _adamw_groups(self) -> list[dict[str, Any]]:
-        matrices = [{**group, "params": [p for p in group["params"] if p.ndim > 1]} for group in super()._adamw_groups()]
+        matrices = [{**group, "params": [p for p in group["params"] if _is_matrix(p)]} for group in super()._adamw_groups()]
         # Biases and scales do not decay.
-        vectors = [{**group, "params": [p for p in group["params"] if p.ndim <= 1], "weight_decay": 0.0}
+        vectors = [{**group, "params": [p for p in group["params"] if not _is_matrix(p)], "weight_decay": 0.0}
                    for group in self.param_groups]
         return [*matrices, *vectors]
 
     def _has_velocity(self, group: Mapping[str, Any], p: Tensor) -> bool:
-        return group["rule"] != "adamw" and p.ndim > 1
+        return group["rule"] != "adamw" and _is_matrix(p)
 
     def _set_fallback_rule(self) -> list[str]:
         modules = dict(self._model.named_modules())
@@ -141,27 +143,33 @@ class NaturalMuon(NGSGD):
         is_finite = torch.stack([norm.isfinite() for own in moving.directions for norm in torch._foreach_norm(own)]).all()
         if others_finite is not None:
             is_finite = is_finite & others_finite.to(is_finite.device)
-        for index, params, gradients in zip(moving.indices, moving.params, moving.directions, strict=True):
-            group = self.param_groups[index]
+        steps = [(self.param_groups[index], p, self._direction(self.param_groups[index], p, gradient).view_as(p))
+                 for index, params, gradients in zip(moving.indices, moving.params, moving.directions, strict=True)
+                 for p, gradient in zip(params, gradients, strict=True)]
+        proposed = {p: _decayed(p, direction, group) for group, p, direction in steps if _may_overflow(p, group)}
+        if proposed:
+            is_finite = is_finite & updates.all_finite(list(proposed.values())).to(is_finite.device)
+        for group, p, direction in steps:
             lr = group["lr"] * group["lr_factor"]
-            for p, gradient in zip(params, gradients, strict=True):
-                direction = self._direction(group, p, gradient).masked_fill_(~is_finite, 0.0)
+            if p in proposed:
+                updates.replace(p, proposed[p], ~is_finite)
+            else:
                 # A skipped minibatch must not decay the weights.
                 p.mul_(1.0 - lr * group["weight_decay"] * is_finite)
-                p.sub_(direction.view_as(p), alpha=lr)
-                self.state[p]["velocity"].masked_fill_(~is_finite, 0.0)
+                p.sub_(direction.masked_fill_(~is_finite, 0.0), alpha=lr)
+            self.state[p]["velocity"].masked_fill_(~is_finite, 0.0)
         self._count_without_limits(~is_finite)
         return (~is_finite).to(torch.float32)
 
     def _direction(self, group: dict[str, Any], p: Tensor, gradient: Tensor) -> Tensor:
         """Return the direction, O x I, that a step with learning rate 1 subtracts."""
-        if self.state[p].get("velocity") is None:
-            self.state[p]["velocity"] = torch.zeros_like(p)
-        velocity = self.state[p]["velocity"].mul_(group["momentum"]).add_(gradient)
+        velocity = updates.accumulator(self.state[p], "velocity", p).mul_(group["momentum"]).add_(gradient)
         u_OI = torch.add(gradient, velocity, alpha=group["momentum"]).flatten(1)
         layer = self._preconditioners.get(_name_of_layer(group))
         if layer is not None and layer.weight is p:
             u_OI = _without_large_directions(u_OI, layer.sides["output"], layer.sides["input"])
+            # Every rank has estimates of its own rows.
+            u_OI = mean_over_ranks(self._context, u_OI)
         num_outputs, num_inputs = u_OI.shape
         return orthogonalized(u_OI, self.ns_steps).mul_(_RMS * math.sqrt(max(num_outputs, num_inputs)))
 
@@ -180,3 +188,20 @@ def _without_large_directions(u_OI: Tensor, outputs: OnlineNaturalGradient, inpu
 
 def _name_of_layer(group: Mapping[str, Any]) -> str:
     return str(group["name"]).partition("#")[0]
+
+
+def _is_matrix(p: Tensor) -> bool:
+    """Return whether steps of a parameter are orthogonalized; AdamW trains all others."""
+    return p.ndim > 1 and p.numel() > 0 and not p.is_complex()
+
+
+def _may_overflow(p: Tensor, group: Mapping[str, Any]) -> bool:
+    """Return whether new values are computed apart: in half precision, and with a huge rate."""
+    lr = group["lr"] * group["lr_factor"]
+    return p.dtype in updates.HALF or lr * group["weight_decay"] > adamw.MAX_DECAY or lr > adamw.MAX_LR
+
+
+def _decayed(p: Tensor, direction: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Return the new value, computed in at least float32 and rounded once."""
+    lr = float(group["lr"] * group["lr_factor"])
+    return (p.to(direction.dtype) * (1.0 - lr * float(group["weight_decay"])) - lr * direction).to(p.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -27,7 +28,9 @@ from ngsgd.optim.layers import (
 from ngsgd.optim.layers.attention import NaturalGradientMultiheadAttention
 from ngsgd.optim.layers.base import NaturalGradientLayer
 from ngsgd.optim.layers.batched import BatchedPass
+from ngsgd.optim.layers.common import mean_over_ranks
 from ngsgd.optim.layers.fast_linear import FastLinear
+from ngsgd.optim.loss_rows import LossRows
 from ngsgd.optim.sgd import OF_LAYERS, SGD, StepRecord, _ParameterSlot, _StepInputs, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
@@ -75,7 +78,8 @@ class NGSGD(SGD):
         lr: learning rate per sample; default 0.024 with a mean loss.
         loss_reduction: "sum" or "mean" over the samples of the minibatch; "sum" if only `lr` is
             given. The number of samples is `num_samples` of `step`. Without it, NGSGD counts the
-            rows (with positions of sequences) of the layer next to the loss since the last step.
+            rows of the targets of the losses since the last step: positions where the loss has
+            positions, ignored ones too. A backward pass of an unknown loss needs num_samples.
         fallback: "adamw" or "sgd" for parameters without natural gradient. Default: AdamW, with a
             warning if they are more than 30 % of all.
         adamw_lr_factor: learning rate of AdamW relative to `lr`.
@@ -161,6 +165,7 @@ class NGSGD(SGD):
                                      on_nonfinite=on_nonfinite, grad_scaler=grad_scaler,
                                      asks_reduction=lr is not None and loss_reduction is None)
         self._context.batch = BatchedPass(self._context)
+        self._loss_rows = LossRows(self._context) if self.loss_reduction == "mean" else None
         self.cosine_period = cosine_period
         self._layers: dict[str, nn.Module] = {}
         self._preconditioners: dict[str, LayerPreconditioner] = {}
@@ -175,6 +180,7 @@ class NGSGD(SGD):
         }
         self.fallbacks = self._set_fallback_rule()
         self._prepare_state()
+        self._watch_parameters()
         if self.fallbacks:
             rule = {"adamw": "AdamW", "sgd": "plain SGD"}[self.fallback]
             _log.info("%s, without natural gradient, for: %s", rule, ", ".join(self.fallbacks))
@@ -201,6 +207,36 @@ class NGSGD(SGD):
             self._attach(self._model)
             self.fallbacks = self._set_fallback_rule()
             self._prepare_state()
+            self._watch_parameters()
+
+    def _watch_parameters(self) -> None:
+        """Count backward passes that reach a parameter of this optimizer."""
+        if self._loss_rows is not None:
+            self._loss_rows.parameters = {id(p): p for group in self.param_groups for p in group["params"]}
+            self._loss_rows.has_plain = any(group["rule"] == "sgd" for group in self.param_groups)
+
+    def _num_samples(self, given: float | None) -> float:
+        """Return the number of samples of a mean loss; under DDP its mean over the ranks.
+
+        Raises:
+            ConfigError: it was not given and is not known, on this or on another rank.
+        """
+        assert self._loss_rows is not None
+        has_gradients = any(p.grad is not None for group in self.param_groups if group["rule"] != "adamw" for p in group["params"])
+        number, failure = float(given or 1), None
+        if not given and has_gradients:
+            try:
+                number = float(self._loss_rows.number())
+            except ConfigError as error:
+                number, failure = math.nan, error
+        if self._context.ddp is not None:
+            (number,) = mean_over_ranks(self._context, torch.tensor([number], dtype=torch.float64)).tolist()
+        if failure is not None:
+            raise failure
+        if math.isnan(number):
+            raise ConfigError("another rank cannot find the number of samples of its mean loss; give "
+                              "optimizer.step(num_samples=...) on all ranks.")
+        return number
 
     def _attach(self, model: nn.Module) -> None:
         settings = {group["name"]: FisherSettings(**{key: group[key] for key in _SETTINGS}) for group in self.param_groups}
@@ -286,16 +322,15 @@ class NGSGD(SGD):
         return False
 
     @torch.no_grad()
-    def _apply(self, scale: float, num_samples: int | None) -> None:
+    def _apply(self, scale: float, num_samples: float | None) -> None:
         if self._context.retired:
             raise ConfigError(f"this NGSGD cannot step any more: {self._context.retired}; use one "
                               "optimizer for a model.")
-        if self.loss_reduction == "mean":
-            num_samples = num_samples or max(1, self._context.num_loss_rows)
-            self._gradient_scale = float(num_samples)
+        if self._loss_rows is not None:
+            self._gradient_scale = num_samples = self._num_samples(num_samples)
         elif self._context.looks_like_mean is not None and bool(self._context.looks_like_mean):
             self._warn_once("mean loss", "the loss seems to be a mean over "
-                                         f"{self._context.num_loss_rows} samples, but lr applies "
+                                         f"{self._context.num_mean_rows} samples, but lr applies "
                                          "to a summed loss; give loss_reduction=\"mean\" if lr is "
                                          "per sample, \"sum\" if this is intended.")
         self._context.looks_like_mean = None
@@ -306,8 +341,9 @@ class NGSGD(SGD):
                                                "layers since the last step, so they are plain or "
                                                "already used; call loss.backward() "
                                                "(torch.autograd.grad returns plain gradients).")
-        self._context.num_passes = self._context.num_loss_rows = 0
-        self._context.loss_layer = self._context.loss_task = None
+        self._context.num_passes, self._context.last_weight = 0, None
+        if self._loss_rows is not None:
+            self._loss_rows.clear()
         self._context.num_steps += 1
         # Queued updates must use the settings under which they were recorded.
         self._context.queue.flush()
@@ -353,6 +389,8 @@ class NGSGD(SGD):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as torch does, and the sums for max_change_per_sample."""
         super().zero_grad(set_to_none)
+        if self._loss_rows is not None:
+            self._loss_rows.clear()
         self._follow_groups()
         for preconditioner in self._preconditioners.values():
             preconditioner.pop_row_products()
@@ -363,7 +401,8 @@ class NGSGD(SGD):
             return None
         p = moving.params[0][0]
         one = torch.ones((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-        return torch.stack([self._row_product_factor(self.param_groups[index], one) for index in moving.indices])
+        factors_C = torch.stack([self._row_product_factor(self.param_groups[index], one) for index in moving.indices])
+        return mean_over_ranks(self._context, factors_C)
 
     def _row_product_factor(self, group: dict[str, Any], one: Tensor) -> Tensor:
         preconditioner = self._preconditioners.get(_layer_of(group["name"]))

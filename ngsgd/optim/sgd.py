@@ -26,7 +26,7 @@ from ngsgd.arguments import checked, checks_arguments, hints_of, require_state
 from ngsgd.errors import ArgumentError, ConfigError, DivergenceError, OptimizerStateError
 from ngsgd.ops.max_change import Limits, max_change_limits
 from ngsgd.ops.orthonormal import constrain_orthonormal
-from ngsgd.optim import adamw
+from ngsgd.optim import adamw, updates
 from ngsgd.optim.layers.fast_linear import attach_fast_linear, detach_fast_linear
 from ngsgd.user_warnings import has_grown, warn
 
@@ -75,6 +75,10 @@ class _StepInputs(NamedTuple):
     rates: tuple[float, ...]       # C: update = rate * direction
     # learning rate of the first component; the others are relative to it
     momentum: float
+    # C: whether the directions are velocities or temporary tensors rather than gradients
+    are_own: list[bool]
+    # of the parameters
+    dtypes: set[torch.dtype]
 
 
 class StepRecord(NamedTuple):
@@ -287,11 +291,15 @@ class SGD(torch.optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def _apply(self, scale: float, num_samples: int | None) -> None:
+    def _apply(self, scale: float, num_samples: float | None) -> None:
         self._require_own_parameters()
         moving = self._moving(scale, num_samples)
+        # AdamW steps once per minibatch, also with backstitch.
         adamw_groups = self._adamw_groups()
-        is_finite = adamw.gradients_are_finite(adamw_groups)
+        proposed = adamw.proposals(adamw_groups, self.state)
+        is_finite = updates.gradients_are_finite(p for group in adamw_groups for p in group["params"])
+        if (are_finite := adamw.are_finite(proposed)) is not None:
+            is_finite = are_finite if is_finite is None else is_finite & are_finite.to(is_finite.device)
         if moving.indices:
             is_skipped = self._step_with_limits(moving, scale, is_finite)
         elif is_finite is not None:
@@ -301,13 +309,11 @@ class SGD(torch.optim.Optimizer):
             return
         if self.on_nonfinite == "raise" and bool(is_skipped):
             bad = [group["name"] for group in self.param_groups
-                   if any(p.grad is not None and not _norms([p.grad])[0].isfinite() for p in group["params"])]
-            raise DivergenceError(f"the gradient of {', '.join(bad)} is not finite; lower the "
-                                  "learning rate or skip such minibatches with "
-                                  "on_nonfinite=\"skip\".")
-        # Once per minibatch, also with backstitch.
+                   if (are_finite := updates.gradients_are_finite(group["params"])) is not None and not are_finite]
+            reason = f"the gradient of {', '.join(bad)} is not finite" if bad else "the step would make parameters infinite"
+            raise DivergenceError(f"{reason}; lower the learning rate or skip such minibatches with on_nonfinite=\"skip\".")
         if scale > 0.0:
-            adamw.step(adamw_groups, self.state, is_skipped)
+            adamw.step(adamw_groups, proposed, self.state, is_skipped)
             self._constrain(self.param_groups[index] for index in moving.indices)
 
     def _next_step_key(self) -> Hashable | None:
@@ -358,18 +364,25 @@ class SGD(torch.optim.Optimizer):
         factors_C = limits.factors_C if own_C is None else limits.factors_C * own_C
         # The fused step subtracts.
         steps_C = factors_C * self._constant(norms_C, *(-rate for rate in moving.rates))
+        limits, proposed = self._checked(moving, limits, steps_C)
         # No host synchronization: the kernel has no effect if this is not 0.
         found_inf = torch.ne(limits.total, limits.total,
                              out=torch.empty((), dtype=torch.float32, device=norms_C.device))
         for params, directions, step in zip(moving.params, moving.directions, steps_C.unbind(), strict=True):
-            torch._fused_sgd_(params, directions, [], weight_decay=0.0, momentum=0.0, lr=step,
-                              dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
-                              grad_scale=None, found_inf=found_inf)
+            fused, along = params, directions
+            if proposed:
+                pairs = [(p, d) for p, d in zip(params, directions, strict=True) if p not in proposed]
+                fused, along = [p for p, _ in pairs], [d for _, d in pairs]
+            if fused:
+                torch._fused_sgd_(fused, along, [], weight_decay=0.0, momentum=0.0, lr=step, dampening=0.0, nesterov=False,
+                                  maximize=False, is_first_step=False, grad_scale=None, found_inf=found_inf)
             # Fused kernels do not increment the version; autograd would not detect stale tensors.
             torch.autograd.graph.increment_version(params)
+        for p, value in proposed.items():
+            updates.replace(p, value, found_inf)
         # Velocities and temporary copies may be changed in place.
-        own = [direction for params, directions in zip(moving.params, moving.directions, strict=True)
-               if directions[0] is not params[0].grad for direction in directions]
+        own = [direction for directions, is_own in zip(moving.directions, moving.are_own, strict=True) if is_own
+               for direction in directions]
         if own:
             is_skipped = found_inf.bool()
             for direction in own:
@@ -378,9 +391,28 @@ class SGD(torch.optim.Optimizer):
         self._count(limits, moving.indices)
         return found_inf
 
-    def _moving(self, scale: float, num_samples: int | None) -> _StepInputs:
+    def _checked(self, moving: _StepInputs, limits: Limits, steps_C: Tensor) -> tuple[Limits, dict[Tensor, Tensor]]:
+        """Return (limits, new values of parameters that the fused kernel does not update).
+
+        Their total is NaN, which skips the minibatch, if a parameter might not stay finite.
+        """
+        proposed: dict[Tensor, Tensor] = {}
+        if not moving.dtypes <= updates.FUSED:
+            proposed = {p: torch.sub(p.float(), direction.float() * step).to(p.dtype)
+                        for params, directions, step in zip(moving.params, moving.directions, steps_C.unbind(), strict=True)
+                        for p, direction in zip(params, directions, strict=True) if not updates.is_fused(p, direction)}
+        if proposed:
+            is_finite = updates.all_finite(list(proposed.values())).to(limits.total.device)
+            limits = limits._replace(total=torch.where(is_finite, limits.total, math.nan))
+        # Limits bound the update, except of layers without one.
+        if not self.max_param_change and not all(self.param_groups[index]["max_change"] for index in moving.indices):
+            largest = updates.largest_update(moving.dtypes)
+            limits = limits._replace(total=torch.where(limits.total <= largest, limits.total, math.nan))
+        return limits, proposed
+
+    def _moving(self, scale: float, num_samples: float | None) -> _StepInputs:
         """Return the updates before limits; p.grad is not changed."""
-        indices, params, directions, rates = [], [], [], []
+        indices, params, directions, rates, are_own = [], [], [], [], []
         common = float(self.param_groups[0]["momentum"])
         for index, group in enumerate(self.param_groups):
             with_gradient = [p for p in group["params"] if p.grad is not None]
@@ -389,16 +421,22 @@ class SGD(torch.optim.Optimizer):
                 relative = 1.0 if momentum == common else (1.0 - momentum) / (1.0 - common)
                 decay = self._decay(group, scale, num_samples)
                 indices.append(index)
-                params.append(with_gradient)
+                are_own.append(bool(decay or momentum))
                 if decay or momentum:
                     directions.append([self._delta(p, lr, decay, momentum) for p in with_gradient])
                     rates.append(relative)
                 else:
-                    directions.append([_laid_out(p) for p in with_gradient])
+                    directions.append([updates.laid_out_gradient(p) for p in with_gradient])
                     rates.append(-lr * relative)
-        return _StepInputs(indices, params, directions, tuple(rates), common)
+                params.append(with_gradient)
+        dtypes = {p.dtype for own in params for p in own}
+        if any(dtype.is_complex for dtype in dtypes):
+            params = [[updates.as_real(p.detach()) for p in own] for own in params]
+            directions = [[updates.as_real(direction) for direction in own] for own in directions]
+            dtypes = {p.dtype for own in params for p in own}
+        return _StepInputs(indices, params, directions, tuple(rates), common, are_own, dtypes)
 
-    def _decay(self, group: dict[str, Any], scale: float, num_samples: int | None) -> float:
+    def _decay(self, group: dict[str, Any], scale: float, num_samples: float | None) -> float:
         """Return the multiple of p that weight decay subtracts, before `scale`."""
         if not group["weight_decay"] or scale <= 0.0:
             return 0.0
@@ -415,18 +453,16 @@ class SGD(torch.optim.Optimizer):
 
         With momentum, the velocity itself.
         """
-        assert p.grad is not None
+        gradient, dtype = updates.dense_gradient(p), updates.accumulator_dtype(p)
         if not momentum:
-            return torch.add(p.grad * -lr, p, alpha=-decay)
-        if "velocity" not in self.state[p]:
-            self.state[p]["velocity"] = torch.zeros_like(p)
-        velocity: Tensor = self.state[p]["velocity"]
-        velocity.mul_(momentum).add_(p.grad, alpha=-lr)
+            return torch.add(gradient.to(dtype) * -lr, p, alpha=-decay)
+        velocity = updates.accumulator(self.state[p], "velocity", p)
+        velocity.mul_(momentum).add_(gradient, alpha=-lr)
         return velocity.add_(p, alpha=-decay) if decay else velocity
 
     def _norms(self, moving: _StepInputs) -> Tensor:
         """Return the L2 norm of the update of each component."""
-        norms = iter(_norms([d for ds in moving.directions for d in ds]))
+        norms = iter(_norms([d for ds in moving.directions for d in ds], moving.dtypes))
         most = max(map(len, moving.directions))
         rows = [[next(norms) for _ in ds] for ds in moving.directions]
         zero = self._constant(rows[0][0], 0.0)[0]
@@ -451,8 +487,10 @@ class SGD(torch.optim.Optimizer):
     def _count(self, limits: Limits, indices: list[int]) -> None:
         self._num_steps += 1
         self.last_update = limits.total
-        if self._uncounted and (self._uncounted[0][0] != indices
-                                or len(self._uncounted) >= _MANY_UNCOUNTED):
+        # After model.double() or model.to(device) the numbers have another kind.
+        if self._uncounted and (self._uncounted[0][0] != indices or len(self._uncounted) >= _MANY_UNCOUNTED
+                                or self._uncounted[0][1].total.dtype != limits.total.dtype
+                                or self._uncounted[0][1].total.device != limits.total.device):
             self._count_all()
         self._uncounted.append((indices, limits))
         self._look_at_activity([self.param_groups[index]["name"] for index in indices])
@@ -580,7 +618,7 @@ class SGD(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if self._has_velocity(group, p):
-                    self.state[p].setdefault("velocity", torch.zeros_like(p))
+                    updates.accumulator(self.state[p], "velocity", p)
         state = super().state_dict()
         state["state"] = {index: {**values, "step": self._step_count} for index, values in state["state"].items()}
         return {**state, "step_count": self._step_count, "max_param_change": self.max_param_change,
@@ -603,9 +641,10 @@ class SGD(torch.optim.Optimizer):
         super().load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
         self._step_count = int(step_count or 0)
         for p, values in saved:
-            # Torch has cast it to the dtype of the parameter.
-            if "num_adamw_steps" in values:
-                self.state[p]["num_adamw_steps"] = torch.as_tensor(values["num_adamw_steps"]).to(p.device, torch.float32)
+            # Torch casts them to the dtype of the parameter, or shares them with the saved state.
+            dtypes = dict.fromkeys(("velocity", *adamw.MOMENTS), updates.accumulator_dtype(p)) | {"num_adamw_steps": torch.float32}
+            self.state[p].update({key: torch.as_tensor(values[key]).to(p.device, dtype, copy=True)
+                                  for key, dtype in dtypes.items() if values.get(key) is not None})
         self.max_param_change = state_dict.get("max_param_change", self.max_param_change)
         self.on_nonfinite = state_dict.get("on_nonfinite", self.on_nonfinite)
         for group, name in zip(self.param_groups, names, strict=True):
@@ -629,7 +668,7 @@ class SGD(torch.optim.Optimizer):
                                       f"{', '.join(group['name'] for group in groups)}, this "
                                       f"{kind} of "
                                       f"{', '.join(group['name'] for group in self.param_groups)}; "
-                                      "load it with the same model.")
+                                      "load it with the same model, and freeze layers after the optimizer is created.")
         found = []
         for group, saved in zip(self.param_groups, groups, strict=True):
             for p, index in zip(group["params"], saved["params"], strict=True):
@@ -692,22 +731,14 @@ def _require_whole_parameters(model: nn.Module, kind: str) -> None:
             if p is not None and nn.parameter.is_lazy(p):
                 raise ConfigError(f"{name or 'the model'} has an uninitialized parameter; run the "
                                   f"model once before creating {kind}.")
+            if p is not None and p.requires_grad and p.dtype not in updates.DTYPES:
+                raise ConfigError(f"{name or 'the model'} has a parameter of {p.dtype}, which {kind} does not train; keep the "
+                                  "parameter in bfloat16 or float32, or freeze it with requires_grad_(False).")
 
 
-def _laid_out(p: Tensor) -> Tensor:
-    """Return the gradient with the strides of the parameter; without a copy if they are equal."""
-    grad = p.grad
-    assert grad is not None
-    if grad.is_sparse or grad.stride() != p.stride():
-        return torch.empty_like(p).copy_(grad.to_dense())
-    return grad
-
-
-def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+def _norms(tensors: list[Tensor], dtypes: Iterable[torch.dtype]) -> tuple[Tensor, ...]:
     # Half precision would overflow in the sum of squares.
-    upcast = functools.reduce(
-        torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32
-    )
+    upcast = functools.reduce(torch.promote_types, dtypes, torch.float32)
     return torch._foreach_norm(tensors, 2, dtype=upcast)
 
 

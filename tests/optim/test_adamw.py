@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ngsgd import NGSGD
 from ngsgd.errors import DivergenceError
 from ngsgd.optim import SGD
+from tests.optim.moved import moving
 from tests.reference import adamw
 
 # AdamW in float64 on both sides; sums in another order
@@ -41,10 +42,11 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
-    for seed in seeds:
-        optimizer.zero_grad()
-        loss_of(model, seed).backward()
-        optimizer.step()
+    with moving(model):
+        for seed in seeds:
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            optimizer.step()
 
 
 @pytest.mark.parametrize("kind", [NGSGD, SGD])

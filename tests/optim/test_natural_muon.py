@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ngsgd import NaturalMuon
 from ngsgd.errors import ConfigError
 from ngsgd.ops.newton_schulz import orthogonalized
+from tests.optim.moved import moving
 from tests.reference import adamw, natural_muon
 
 
@@ -27,10 +28,11 @@ def loss_of(model: nn.Module, seed: int, scale: float = 1.0) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range, scale: float = 1.0) -> None:
-    for seed in seeds:
-        optimizer.zero_grad()
-        loss_of(model, seed, scale).backward()
-        optimizer.step()
+    with moving(model):
+        for seed in seeds:
+            optimizer.zero_grad()
+            loss_of(model, seed, scale).backward()
+            optimizer.step()
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (5, 9), (9, 5), (1, 4)])

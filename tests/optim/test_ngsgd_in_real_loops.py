@@ -4,6 +4,7 @@ weights, checkpointing.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ngsgd import NGSGD
 from ngsgd.errors import ConfigError, DivergenceError
 from ngsgd.optim import SGD
+from tests.optim.moved import moving
 
 NUM_IN, NUM_CLASSES = 6, 4
 
@@ -44,12 +46,14 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: Iterable[int]) -> list[float]:
     losses = []
-    for seed in seeds:
-        optimizer.zero_grad()
-        loss = loss_of(model, seed)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    # a schedule may be at 0
+    with moving(model) if any(group["lr"] for group in optimizer.param_groups) else contextlib.nullcontext():
+        for seed in seeds:
+            optimizer.zero_grad()
+            loss = loss_of(model, seed)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
     return losses
 
 
@@ -137,8 +141,10 @@ def test_estimates_of_a_bfloat16_model_stay_in_float32_and_resume_bitwise() -> N
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     for name, state in optimizer.state_dict()["natural_gradient"].items():
         assert (state["W"].dtype, state["d"].dtype, state["rho"].dtype) == (torch.float32, torch.float64, torch.float64), name
+    start = parameters_of(model)
     losses = train(model, optimizer, range(7, 16))
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert (parameters_of(model) != start).double().mean() > 0.5
 
     resumed = network(seed=1).bfloat16()
     other = NGSGD(resumed, lr=0.5, momentum=0.5)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ngsgd import NGSGD
 from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.optim import SGD
+from tests.optim.moved import moving
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}  # float64; the order of sums differs
 KINDS = pytest.mark.parametrize("kind", [NGSGD, SGD])
@@ -44,10 +45,11 @@ def loss_of(model: Callable[[Tensor], Tensor], seed: int) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
-    for seed in seeds:
-        optimizer.zero_grad()
-        loss_of(model, seed).backward()
-        optimizer.step()
+    with moving(model):
+        for seed in seeds:
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            optimizer.step()
 
 
 def gradients(model: nn.Module, seed: int) -> list[Tensor]:

@@ -91,6 +91,9 @@ def attach(layer: nn.Module, settings: FisherSettings,
     new_class = natural_class(plain_class)
     if new_class is None or weight is None or not weight.requires_grad:
         return None
+    # There is nothing to estimate, and estimates are of real numbers.
+    if not weight.numel() or weight.is_complex():
+        return None
     # Keys and values have another width, or the layer adds parameters to them.
     if isinstance(layer, nn.MultiheadAttention) and (
         layer.bias_k is not None or layer.add_zero_attn

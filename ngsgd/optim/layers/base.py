@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
 
 from ngsgd.errors import ConfigError
 from ngsgd.optim.layers.common import LayerPreconditioner
@@ -55,6 +56,7 @@ class NaturalGradientLayer(nn.Module):
         None for a replaced weight, as under `torch.func.functional_call`.
         """
         preconditioner = self.preconditioner
+        preconditioner.context.ddp = DistributedDataParallel._active_ddp_module
         return preconditioner if preconditioner.weight is weight else None
 
 
@@ -82,6 +84,23 @@ def asked_for(ctx: Any, index: int) -> tuple[bool, bool]:
         # Torch raises for a leaf whose gradient torch.autograd.grad returns.
         return True, False
     return is_needed, is_needed
+
+
+def is_differentiated(ctx: Any) -> bool:
+    """Return whether the backward pass is itself differentiated (create_graph=True).
+
+    Its gradients are plain: those of a preconditioned gradient would not be second derivatives.
+
+    Raises:
+        ConfigError: the pass lacks the graph of the input, which autocast has cast.
+    """
+    # Torch enables gradients in a backward pass for this alone.
+    if not torch.is_grad_enabled():
+        return False
+    if ctx.is_cast:
+        raise ConfigError("a gradient penalty or second derivative (create_graph=True) needs layers in the dtype of their "
+                          "input under NGSGD; run this forward pass in torch.autocast(..., enabled=False).")
+    return True
 
 
 def adds_to_grad(layer: LayerPreconditioner) -> bool:

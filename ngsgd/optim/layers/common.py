@@ -121,15 +121,16 @@ class LayerContext:
     # preconditioned backward passes of layers since the last step
     num_passes: int = 0
     num_steps: int = 0
-    # rows of the layer next to the loss since the last step: the terms of the loss
-    num_loss_rows: int = 0
     # Whether to detect a mean loss from the first derivatives; only if loss_reduction was not
     # given.
     asks_reduction: bool = False
     looks_like_mean: Tensor | None = None
-    # number of that layer, and its last backward pass
-    loss_layer: int | None = None
-    loss_task: int | None = None
+    # its rows
+    num_mean_rows: int = 0
+    # the weight of the layer of the last pass
+    last_weight: Tensor | None = None
+    # the DistributedDataParallel module that ran the last forward pass
+    ddp: Any = None
     # a BatchedPass, for layers on a device
     batch: Any = None
     scratch: Scratch = field(default_factory=Scratch)
@@ -207,15 +208,12 @@ class LayerPreconditioner:
         """
         context = self.context
         context.num_passes += 1
+        context.last_weight = self.weight
         task = torch._C._current_graph_task_id()
-        if context.loss_layer in (None, self.number) and context.loss_task != task:
-            # Gradients that were cleared since then do not count.
-            is_new = context.loss_layer is None or self.weight is None or self.weight.grad is None
-            context.num_loss_rows = num_rows + (0 if is_new else context.num_loss_rows)
-            context.loss_layer, context.loss_task = self.number, task
-            if context.asks_reduction and num_rows >= _MIN_ROWS:
-                context.asks_reduction = False
-                context.looks_like_mean = num_rows * dY.square().sum() < (_MAX_ROW_NORM * context.loss_scale()) ** 2
+        # The first layer of the backward pass is next to the loss.
+        if context.asks_reduction and context.num_passes == 1 and num_rows >= _MIN_ROWS:
+            context.asks_reduction, context.num_mean_rows = False, num_rows
+            context.looks_like_mean = num_rows * dY.square().sum() < (_MAX_ROW_NORM * context.loss_scale()) ** 2
         if task != self._task and self.context.num_steps and self.weight is not None and self.weight.grad is None:
             for side in self.sides.values():
                 side.withdraw()
@@ -272,3 +270,14 @@ def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
+
+
+def mean_over_ranks(context: LayerContext, values: Tensor) -> Tensor:
+    """Return the mean over the ranks of DistributedDataParallel; unchanged without it."""
+    if context.ddp is None:
+        return values
+    group = context.ddp.process_group
+    device = values.device if values.device.type != "cpu" else next(context.ddp.parameters()).device
+    total = values.to(device, copy=True)
+    torch.distributed.all_reduce(total, group=group)
+    return (total / torch.distributed.get_world_size(group)).to(values.device)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ngsgd.ops import gemm
 from ngsgd.optim.layers import convolution, linear, scale_offset
@@ -21,8 +22,15 @@ from ngsgd.optim.layers.base import adds_to_grad
 from ngsgd.optim.layers.common import cast, layer_of, without_autocast
 
 
+def _note_ranks(number: Tensor) -> None:
+    """Note the DistributedDataParallel module of a forward pass; not while it is traced."""
+    if type(number) is Tensor:
+        layer_of(int(number)).context.ddp = DistributedDataParallel._active_ddp_module
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, geometry: Sequence[int],
             dtype: torch.dtype | None) -> Tensor:
+    _note_ranks(number)
     return gemm.linear(*cast(dtype, x, weight, bias))
 
 
@@ -39,6 +47,7 @@ def _convolution(
     geometry: Sequence[int],
     dtype: torch.dtype | None,
 ) -> Tensor:
+    _note_ranks(number)
     x, weight, bias = cast(dtype, x, weight, bias)
     return convolution.convolve(x, weight, bias, convolution.Geometry.of(geometry))
 
@@ -59,6 +68,7 @@ def _scale_offset(
     geometry: Sequence[int],
     dtype: torch.dtype | None,
 ) -> Tensor:
+    _note_ranks(number)
     return scale_offset.scaled(x, weight, bias, geometry[0])
 
 

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_plain_context
+from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_differentiated, is_plain_context
 from ngsgd.optim.layers.batched import Leaves, batches, leaves_of
 from ngsgd.optim.layers.common import (
     FisherSettings,
@@ -133,15 +132,16 @@ class _Convolution(torch.autograd.Function):
         ctx.input_dtype = x.dtype
         saved = weight
         x, weight, bias = cast(dtype, x, weight, bias)
+        ctx.is_cast = x.dtype != ctx.input_dtype
         ctx.save_for_backward(x, saved)
         return convolve(x, weight, bias, geometry)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, _, needs_bias = ctx.needs_input_grad[:3]
         needs_weight, is_added = asked_for(ctx, 1)
+        is_added = not is_differentiated(ctx) and is_added
         with without_autocast(dY.device.type):
             if is_added and batches(ctx):
                 dX = _plain_gradients(x, weight.to(dY.dtype), dY, ctx.geometry,

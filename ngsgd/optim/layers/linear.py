@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ngsgd.ops import gemm
-from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_plain_context
+from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_differentiated, is_plain_context
 from ngsgd.optim.layers.batched import batches, leaves_of
 from ngsgd.optim.layers.common import cast, compute_dtype, without_autocast
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
@@ -34,18 +33,18 @@ class _Affine(torch.autograd.Function):
         ctx.input_dtype = x.dtype
         saved = weight
         x, weight, bias = cast(dtype, x, weight, bias)
+        ctx.is_cast = x.dtype != ctx.input_dtype
         ctx.save_for_backward(x, saved)
         return gemm.linear(x, weight.T if is_transposed else weight, bias)
 
     @staticmethod
-    # A second backward would not return the gradient of the natural gradient, so it must raise.
-    @once_differentiable
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         weight = weight.T if ctx.is_transposed else weight
         with without_autocast(dY.device.type):
             (dX,) = cast(ctx.input_dtype, gemm.input_gradient(dY, weight) if ctx.needs_input_grad[0] else None)
             is_needed, is_added = asked_for(ctx, 1)
+            is_added = not is_differentiated(ctx) and is_added
             if is_added and batches(ctx):
                 ctx.layer.context.batch.record(
                     ctx.layer, gemm.rows_of(x), gemm.rows_of(dY), ctx.leaves)

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_plain_context
+from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_differentiated, is_plain_context
 from ngsgd.optim.layers.common import (
     FisherSettings,
     LayerContext,
@@ -92,15 +91,16 @@ class _ScaleOffset(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, offset: Tensor | None, layer: ScaleOffsetPreconditioner | None,
                 first: int) -> Tensor:
-        ctx.layer, ctx.first = layer, first
+        ctx.layer, ctx.first, ctx.is_cast = layer, first, False
         ctx.save_for_backward(x, scale)
         return scaled(x, scale, offset, first)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         (needs_scale, scale_is_added), (needs_offset, offset_is_added) = asked_for(ctx, 1), asked_for(ctx, 2)
+        if is_differentiated(ctx):
+            scale_is_added = offset_is_added = False
         with without_autocast(dY.device.type):
             dX = input_gradient(x, scale, dY, ctx.first) if ctx.needs_input_grad[0] else None
             d_scale, d_offset = gradients(

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
-from ngsgd import NGSGD
+from ngsgd import NGSGD, NaturalMuon
 from ngsgd.errors import ConfigError
 from ngsgd.optim import SGD
 from tests.optim.loops.task import minibatches, network, train
@@ -63,6 +63,80 @@ def _with_ddp(rank: int) -> None:
                    "estimates of rank 0")
 def test_replicas_stay_equal(tmp_path: Path) -> None:
     on_two_ranks(_with_ddp, tmp_path)
+
+
+def _wrapped(model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer], order: str) -> tuple[nn.Module,
+                                                                                                    torch.optim.Optimizer]:
+    """(the model to call, the optimizer), for the three orders of wrapping."""
+    if order == "optimizer first":
+        optimizer = make(model)
+        return nn.parallel.DistributedDataParallel(model), optimizer
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    return wrapped, make(wrapped if order == "of the wrapper" else model)
+
+
+def _assert_equal_on_ranks(model: nn.Module) -> Tensor:
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    both = [torch.empty_like(flat) for _ in range(2)]
+    dist.all_gather(both, flat)
+    assert torch.equal(both[0], both[1])
+    return flat
+
+
+REPLICAS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "NaturalMuon": lambda model: NaturalMuon(model, 0.01),
+    "NGSGD(mean)": lambda model: NGSGD(model, 0.01, loss_reduction="mean"),
+    "NGSGD(mean), sgd": lambda model: NGSGD(model, 0.01, loss_reduction="mean", fallback="sgd", weight_decay=1e-4),
+    "NGSGD(max_change_per_sample)": lambda model: NGSGD(model, 0.5, max_change_per_sample=1e-3),
+}
+ORDERS = ("optimizer first", "wrapper first", "of the wrapper")
+
+
+def _with_unequal_ranks(rank: int) -> None:
+    for make in REPLICAS.values():
+        for order in ORDERS:
+            model = network()
+            start = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            wrapped, optimizer = _wrapped(model, make, order)
+            for x, y in minibatches(8)[rank::2]:
+                num = 16 - 7 * rank
+                train(wrapped, optimizer, [(x[:num], y[:num])])
+            assert float((_assert_equal_on_ranks(model) - start).norm()) > 1e-3
+
+
+@pytest.mark.entry("F10", "you train with NaturalMuon, or NGSGD with a mean loss, under DistributedDataParallel and ranks have "
+                   "different numbers of rows", "works",
+                   "replicas stay bitwise equal in all orders of wrapping. NaturalMuon steps along the mean of the ranks' "
+                   "directions. NGSGD multiplies by the mean number of samples of a rank, as DDP's gradient is the mean over "
+                   "ranks. If one rank cannot find its number, all raise ConfigError")
+def test_replicas_with_unequal_rows_stay_equal(tmp_path: Path) -> None:
+    on_two_ranks(_with_unequal_ranks, tmp_path)
+
+
+def _with_samples_of_ranks(rank: int) -> None:
+    results = []
+    for given in (None, 12):
+        model = network()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        optimizer = NGSGD(model, 0.001, loss_reduction="mean")
+        for x, y in minibatches(6)[rank::2]:
+            num = 16 - 8 * rank
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(wrapped(x[:num]), y[:num]).backward()
+            optimizer.step(num_samples=given)
+        results.append(_assert_equal_on_ranks(model))
+    assert torch.equal(*results)
+    # one rank has a loss of two numbers of samples
+    output = wrapped(x)
+    loss = nn.functional.cross_entropy(output, y)
+    (loss + nn.functional.cross_entropy(output[:4], y[:4]) if rank else loss).backward()
+    with pytest.raises(ConfigError, match="num_samples"):
+        optimizer.step()
+
+
+@pytest.mark.entry("F10")
+def test_the_number_of_samples_is_the_mean_of_the_ranks(tmp_path: Path) -> None:
+    on_two_ranks(_with_samples_of_ranks, tmp_path)
 
 
 def _with_fsdp2(rank: int) -> None:
