@@ -42,12 +42,16 @@ class Exchanged:
     name: str
     tensor: Tensor
     kind: Literal["trained", "followed", "fixed"]
-    # part of `line` that must be equal on all ranks next to dtype and shape
+    # must be equal on all ranks, as name, dtype and shape
     role: str
 
     @property
+    def layout(self) -> str:
+        return f"{self.name}: {str(self.tensor.dtype).removeprefix('torch.')} {list(self.tensor.shape)}"
+
+    @property
     def line(self) -> str:
-        return f"{self.role} {self.name}: {str(self.tensor.dtype).removeprefix('torch.')} {list(self.tensor.shape)}"
+        return f"{self.role} {self.layout}"
 
     @property
     def precision(self) -> torch.dtype:
@@ -201,8 +205,9 @@ def content_of(one: Exchanged) -> Tensor:
 def overwrite(one: Exchanged, content: Tensor) -> None:
     """Set a tensor to bytes of `content_of`; its strides stay."""
     tensor = compact(one.tensor)
-    if tensor.is_contiguous() and tensor.numel():
-        tensor.reshape(-1).view(torch.uint8).copy_(content)
+    if tensor.is_contiguous():
+        # torch copies bytes of every dtype
+        tensor.view(-1).view(torch.uint8).copy_(content)
     else:
         # a copy begins at an address that fits its dtype
         tensor.copy_(content.clone().view(tensor.dtype).view(tensor.shape))

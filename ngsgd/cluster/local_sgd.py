@@ -33,55 +33,15 @@ from ngsgd.cluster.exchanged_tensors import (
     values_of,
     write,
 )
+from ngsgd.cluster.outer_parts import Part, parts_of, require_like
 from ngsgd.cluster.rank_group import LostRankError, RankGroup
 from ngsgd.errors import ArgumentError, ClusterError, ConfigError, DivergenceError
 from ngsgd.optim.outer_rules import Average, Bmuf, DiLoCo, OuterInfo, OuterRule
 from ngsgd.user_warnings import has_grown, warn
 
 _RULES = {"average": Average, "bmuf": Bmuf, "diloco": DiLoCo}
-# number of parameters updated at a time: temporaries are reused and stay in the cache
-_PART = 2**16
 # number of rounds passed to rules whose momentum depends on the length of the run
 _LONG_RUN = 1_000_000_000
-
-
-class _Part:
-    """The parameters whose sums have one dtype, and the outer state: B, W, buffers of the rule."""
-
-    def __init__(self, tensors: list[Exchanged], buffers: Mapping[str, float]) -> None:
-        self.tensors, self.sizes = tensors, [one.size for one in tensors]
-        # sums over all ranks of samples times parameters
-        self.sums = torch.empty(sum(self.sizes), dtype=tensors[0].precision, device=tensors[0].tensor.device)
-        # B; often identical to W
-        self.start = torch.cat([values_of(one.tensor, one.precision) for one in tensors])
-        self.arrays = {"model": self.start, **{name: torch.full_like(self.start, value) for name, value in buffers.items()}}
-        # elements that were not trained at the last average
-        self.unfrozen: list[slice] = []
-
-    @property
-    def dtype(self) -> str:
-        return str(self.sums.dtype).removeprefix("torch.")
-
-    def layout(self) -> list[tuple[Any, ...]]:
-        """Describe the parameters; another description needs another part."""
-        return [(id(one.tensor), one.tensor.dtype, one.tensor.shape, one.tensor.device) for one in self.tensors]
-
-    def slices(self) -> dict[int, slice]:
-        """Return the place of each parameter by id()."""
-        found, first = {}, 0
-        for one, size in zip(self.tensors, self.sizes, strict=True):
-            found[id(one.tensor)] = slice(first, first + size)
-            first += size
-        return found
-
-    def set_start(self, start: Tensor) -> None:
-        """Set B, which shares the memory of W if they are equal."""
-        self.start = self.arrays["model"] if torch.equal(start, self.arrays["model"]) else start
-
-    def load(self, vector: Tensor) -> None:
-        """Set the parameters to a vector."""
-        for one, values in zip(self.tensors, vector.split(self.sizes), strict=True):
-            write(one.tensor, values)
 
 
 @dataclass
@@ -89,7 +49,7 @@ class _Round:
     """What this rank brings to an average."""
 
     tensors: list[Exchanged] = field(default_factory=list)
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     # bits of the tensors that are followed
     marks: dict[str, int] = field(default_factory=dict)
     # a tensor of this rank that is not finite
@@ -187,7 +147,7 @@ class LocalSGD:
         self._num_samples = 0
         self._numbers: dict[str, float] = {}
         self._excluded, self._reported = Counter[int](), Counter[int]()
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         # parameters that are equal on all ranks at the start
         self._known: dict[int, nn.Parameter] | None = None
         # bits of the followed tensors after the last average, and how many of their values were not finite
@@ -215,7 +175,7 @@ class LocalSGD:
         except LostRankError as error:
             raise ClusterError(f"a rank did not create LocalSGD within {timeout_s} s ({error}); create it on all ranks "
                                "of the process group, in the same order.") from error
-        self._parts = self._parts_of(own.tensors)
+        self._parts = parts_of(own.tensors, self.rule.buffers, None)
         self._known = {id(one.tensor): one.tensor for one in own.tensors if isinstance(one.tensor, nn.Parameter)}
         self._remember(own.followed)
         return group
@@ -304,7 +264,7 @@ class LocalSGD:
             ConfigError: the state belongs to another rule or another model; nothing is changed.
         """
         require_state(state, tuple(self.state_dict()), "LocalSGD", ConfigError)
-        _require_like(state, self.state_dict())
+        require_like(state, self.state_dict())
         for part in self._parts:
             part.arrays = {name: tensor.to(part.sums, copy=True) for name, tensor in state["arrays"][part.dtype].items()}
             part.set_start(state["start"][part.dtype].to(part.sums, copy=True))
@@ -316,40 +276,7 @@ class LocalSGD:
     # Plan -----------------------------------------------------------------------------------------
 
     def _layout(self) -> list[str]:
-        return [one.line for part in self._parts for one in part.tensors]
-
-    def _parts_of(self, tensors: Sequence[Exchanged]) -> list[_Part]:
-        """Return the parts for trained tensors; parameters of the current parts keep their state."""
-        by_dtype: dict[torch.dtype, list[Exchanged]] = {}
-        for one in tensors:
-            if one.kind == "trained":
-                by_dtype.setdefault(one.precision, []).append(one)
-        layout = [(id(one.tensor), one.tensor.dtype, one.tensor.shape, one.tensor.device)
-                  for group in by_dtype.values() for one in group]
-        if layout == [entry for part in self._parts for entry in part.layout()]:
-            return self._parts
-        old = {key: (part, place, one.tensor.shape) for part in self._parts
-               for (key, place), one in zip(part.slices().items(), part.tensors, strict=True)}
-        parts = [_Part(group, self.rule.buffers) for group in by_dtype.values()]
-        for part in parts:
-            self._take_over(part, old)
-        return parts
-
-    def _take_over(self, part: _Part, old: Mapping[int, tuple[_Part, slice, torch.Size]]) -> None:
-        """Copy the state of the parameters that were trained at the last average."""
-        start = part.start.clone()
-        for one, (key, place) in zip(part.tensors, part.slices().items(), strict=True):
-            if key not in old:
-                part.unfrozen += [place] if self._known is not None else []
-                continue
-            before, source, shape = old[key]
-            if shape != one.tensor.shape:
-                raise ConfigError(f"the parameter {one.name} had the shape {list(shape)} at the last average, and has "
-                                  f"{list(one.tensor.shape)} now; create the optimizer and LocalSGD again after the change.")
-            start[place] = before.start[source]
-            for name, array in part.arrays.items():
-                array[place] = before.arrays[name][source]
-        part.set_start(start)
+        return [one.layout for part in self._parts for one in part.tensors]
 
     def _own_round(self) -> _Round:
         """Write the sums, and note what changed on this rank."""
@@ -357,7 +284,7 @@ class LocalSGD:
         try:
             trained = {key for part in self._parts for key in part.slices()}
             own.tensors = planned(self.model, trained, self._known)
-            own.parts, own.marks = self._parts_of(own.tensors), marks_of(own.followed)
+            own.parts, own.marks = parts_of(own.tensors, self.rule.buffers, self._parts), marks_of(own.followed)
         except ConfigError as problem:
             own.problem = problem
             return own
@@ -403,7 +330,7 @@ class LocalSGD:
         self._group.succeeded()
         now = self.rule.coefficients(OuterInfo(self.num_rounds, _LONG_RUN, self.num_ranks - len(bad), 0.0), self._numbers)
         for part in own.parts:
-            self._step(part, now, weight)
+            part.step(self.rule, now, weight)
         # parameters last, because a buffer can be a view of one
         for one, values in means:
             write(one.tensor, values)
@@ -453,12 +380,15 @@ class LocalSGD:
         followed, index = own.followed, self._group.ranks.index(self._group.rank)
         if not followed:
             return []
-        changed = self._group.gather([own.marks[one.name] != self._marks.get(one.name) for one in followed])
+        mean_of, own_changed = means_of_variances(followed), {name for name, mark in own.marks.items() if mark != self._marks.get(name)}
+        # variances of means that differ are larger, so both are pooled
+        own_changed |= {name for name, mean in mean_of.items() if mean.name in own_changed}
+        changed = self._group.gather([one.name in own_changed for one in followed])
         averaged = [one for one, *flags in zip(followed, *changed, strict=True) if any(flags[rank] for rank in counted)]
         names = {one.name for one in averaged}
         restored = [one for one, *flags in zip(followed, *changed, strict=True) if any(flags) and one.name not in names]
         self._group.equalize(restored, self._group.ranks[counted[0]])
-        means, mean_of = dict[str, Tensor](), means_of_variances(followed)
+        means = dict[str, Tensor]()
         for dtype in dict.fromkeys(one.precision for one in averaged):
             own_dtype = [one for one in averaged if one.precision is dtype]
             device = own_dtype[0].tensor.device
@@ -479,37 +409,13 @@ class LocalSGD:
                 means[name].sub_(center.to(means[name].device).square()).clamp_(min=0.0)
         return [(one, means[one.name]) for one in averaged]
 
-    def _step(self, part: _Part, now: dict[str, float], weight: float) -> None:
-        """Take the outer step in parts that stay in the cache, and overwrite the sums by B."""
-        for place in part.unfrozen:
-            # the first average of a layer is its mean: the rule has no B to compare it with
-            part.start[place] = part.arrays["model"][place] = part.sums[place] / weight
-        part.unfrozen = []
-        model, start, size = part.arrays["model"], part.start, len(part.sums)
-        # the arithmetic of the rules also works with tensors
-        rule: Any = self.rule
-        for first in range(0, size, _PART):
-            chunk = slice(first, min(first + _PART, size))
-            mean, arrays = part.sums[chunk].div_(weight), {name: array[chunk] for name, array in part.arrays.items()}
-            updated = rule.update(arrays, arrays["model"] if start is model else start[chunk], mean, now)
-            broadcast = rule.broadcast(updated, now)
-            if broadcast is updated["model"]:
-                part.start = model
-            else:
-                part.start = torch.empty_like(model) if part.start is model else part.start
-                part.start[chunk] = broadcast
-            if broadcast is not mean:
-                part.sums[chunk] = broadcast
-            for name, array in arrays.items():
-                array.copy_(updated[name])
-
     def _close(self, own: _Round, averaged: Sequence[Exchanged]) -> None:
         """Keep the state of trainable parameters; layers that were frozen in the round have none."""
         self._parts = own.parts
         frozen = [one for one in own.tensors if one.kind == "trained" and not one.tensor.requires_grad]
         if frozen:
             ids = {id(one.tensor) for one in frozen}
-            self._parts = self._parts_of([one for one in own.tensors if id(one.tensor) not in ids])
+            self._parts = parts_of([one for one in own.tensors if id(one.tensor) not in ids], self.rule.buffers, own.parts)
         trained = {one.name for one in own.tensors if one.kind == "trained"}
         self._marks = {name: mark for name, mark in self._marks.items() if name not in trained}
         names = {one.name for one in averaged}
@@ -602,25 +508,6 @@ def _checked_samples(num_samples: Any) -> int:
     if not 0 <= num_samples < 2**53:
         raise ArgumentError(f"LocalSGD.step: num_samples is {num_samples}; give the number of samples of the step, at least 0.")
     return num_samples
-
-
-def _require_like(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a state belongs to another rule or model than `own`."""
-    if state["rule"] != own["rule"]:
-        raise ConfigError(f"the state is of the outer rule {state['rule']}, but this LocalSGD has {own['rule']}; load the state "
-                          "with the rule that saved it.")
-    texts = {"the state": "\n".join(map(str, state["layout"])), "this model": "\n".join(own["layout"])}
-    if difference := first_difference(texts):
-        raise ConfigError(f"the state belongs to another model: {difference}. Load the state with the model that saved it, and "
-                          "freeze the same layers before creating LocalSGD.")
-    described = [{f"{dtype} {name}": (tensor.dtype, list(tensor.shape)) for dtype, arrays in one["arrays"].items()
-                  for name, tensor in {**arrays, "start": one["start"][dtype]}.items()} for one in (state, own)]
-    if described[0] != described[1]:
-        raise ConfigError(f"the state holds {described[0]}, but this rule and model need {described[1]}; "
-                          "load the state with the rule and the model that saved it.")
-    hints = {"num_steps": int, "num_rounds": int, "num_samples": int, "numbers": Mapping[str, float], "marks": Mapping[str, int],
-             "num_not_finite": Mapping[str, int]}
-    checked({name: state[name] for name in hints}, hints, "the state of LocalSGD")
 
 
 def _require_own_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

@@ -1,0 +1,150 @@
+"""LocalSGD and kinds of tensors: every dtype and kind of parameter and buffer is right against
+float64 on one process, or is refused by a typed error.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ngsgd
+from ngsgd.errors import ConfigError, DivergenceError, NgsgdError
+from tests.cluster.ranks import results, run_ranks
+
+DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
+SAMPLES = [(3, 3), (1, 5), (0, 4)]
+# relative error of the sum over ranks (float32 for narrower dtypes) and of one rounding to the dtype
+TOLERANCE = {torch.float64: 1e-15, torch.complex128: 1e-15, torch.float32: 3e-7, torch.complex64: 3e-7,
+             torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.complex32: 1e-3, torch.float8_e4m3fn: 0.13,
+             torch.float8_e4m3fnuz: 0.13, torch.float8_e5m2: 0.25, torch.float8_e5m2fnuz: 0.25}
+MEANS = list(TOLERANCE)
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda t: t, "scalar": lambda t: t[0, 0, 0, 0].clone(), "empty": lambda t: t[:0].clone(),
+    "channels_last": lambda t: t.to(memory_format=torch.channels_last), "transposed": lambda t: t.transpose(0, 1)}
+KINDS = ("trained", "frozen", "buffer", "temporary")
+
+
+def random_tensor(dtype: torch.dtype, seed: int) -> Tensor:
+    """Numbers of order 1, or random bytes of dtypes without arithmetic."""
+    random = torch.Generator().manual_seed(seed)
+    if dtype in MEANS:
+        real = torch.randn(2, 3, 4, 2, dtype=torch.complex128 if dtype.is_complex else torch.float64, generator=random)
+        return real.to(dtype)
+    size = torch.empty(48, dtype=dtype).element_size() * 48
+    high = 2 if dtype is torch.bool else 256
+    return torch.randint(0, high, (size,), dtype=torch.uint8, generator=random).view(dtype).view(2, 3, 4, 2)
+
+
+def content(tensor: Tensor) -> Tensor:
+    """Bytes, which torch can copy for every dtype."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    return content(tensor).clone().view(tensor.dtype).view(tensor.shape)
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(content(first), content(second))
+
+
+def exact(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+class Model(nn.Module):
+    """One tensor of a kind and dtype, in several shapes, and a parameter that is trained."""
+
+    def __init__(self, kind: str, dtype: torch.dtype, shapes: list[str], seed: int) -> None:
+        super().__init__()
+        self.trained = nn.Parameter(torch.full((2,), float(seed)))
+        for index, shape in enumerate(shapes):
+            tensor = SHAPES[shape](random_tensor(dtype, 10 * seed + index))
+            if kind in ("trained", "frozen"):
+                setattr(self, shape, nn.Parameter(tensor, requires_grad=kind == "trained"))
+            else:
+                self.register_buffer(shape, tensor, persistent=kind == "buffer")
+        if kind == "trained":
+            self.tied = getattr(self, shapes[0])
+
+
+def changed(kind: str, dtype: torch.dtype, shapes: list[str], samples: tuple[int, ...], outer: str) -> list[Any]:
+    """Values before and after an average, and strides, by rank and shape."""
+    def rank_of(rank: int) -> dict[str, list[Any]]:
+        model = Model(kind, dtype, shapes, rank + 1)
+        strides = {shape: getattr(model, shape).stride() for shape in shapes}
+        local = ngsgd.LocalSGD(model, torch.optim.SGD([model.trained], 0.1), sync_every=1, outer=outer)
+        start = {shape: copied(getattr(model, shape)) for shape in shapes}
+        with torch.no_grad():
+            for index, shape in enumerate(shapes):
+                tensor, new = getattr(model, shape), SHAPES[shape](random_tensor(dtype, 100 + 10 * rank + index))
+                if tensor.is_contiguous():
+                    content(tensor).copy_(content(new))
+                else:
+                    tensor.copy_(new)
+        before = {shape: copied(getattr(model, shape)) for shape in shapes}
+        local.step(samples[rank])
+        assert not hasattr(model, "tied") or model.tied is getattr(model, shapes[0])
+        return {shape: [start[shape], before[shape], getattr(model, shape).detach(), strides[shape]] for shape in shapes}
+    return run_ranks(len(samples), rank_of)
+
+
+def check(kind: str, dtype: torch.dtype, shapes: list[str], samples: tuple[int, ...], outer: str = "average") -> str:
+    found = changed(kind, dtype, shapes, samples, outer)
+    if any(isinstance(one, BaseException) for one in found):
+        assert all(isinstance(one, ConfigError) for one in found), found
+        return "error"
+    first = Model(kind, dtype, shapes, 1)
+    for shape in shapes:
+        ranks = [one[shape] for one in found]
+        for start, before, after, strides in ranks:
+            # all begin with the tensor of the lowest rank
+            assert same(start, getattr(first, shape))
+            assert after.dtype is dtype and after.stride() == strides
+            if dtype not in MEANS:
+                assert same(after, before)
+            else:
+                assert same(after, ranks[0][2])
+                mean = sum(count * exact(one[1]) for count, one in zip(samples, ranks, strict=True)) / sum(samples)
+                torch.testing.assert_close(exact(after), mean, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    # something moved, on a rank at least
+    assert any(not same(one["plain"][0], one["plain"][2]) for one in found)
+    return "works"
+
+
+@pytest.mark.entry("D3", "you train a float64, complex or mixed model with `LocalSGD`", "works",
+                   "Sums are in float32 at least, and in float64 for float64 and complex128. Complex numbers are averaged by real "
+                   "and imaginary part. Buffers are averaged in float64.")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_a_tensor_is_averaged_in_its_precision(dtype: torch.dtype) -> None:
+    assert check("trained", dtype, list(SHAPES), (1, 5)) == "works"
+
+
+@pytest.mark.entry("D3")
+@pytest.mark.entry("F1")
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", SAMPLES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_dtype_of_every_kind_is_right_or_refused(kind: str, samples: tuple[int, int]) -> None:
+    outcomes = {}
+    for dtype in DTYPES:
+        if kind == "trained" and not (dtype.is_floating_point or dtype.is_complex):
+            # torch allows no gradient
+            continue
+        for shape in SHAPES:
+            try:
+                random_tensor(dtype, 0)
+                SHAPES[shape](random_tensor(dtype, 0))
+                Model(kind, dtype, ["plain", shape], 1)
+                SHAPES[shape](random_tensor(dtype, 0)).clone()
+            except (RuntimeError, TypeError):
+                # torch has no such tensor
+                continue
+            outcomes[dtype, shape] = check(kind, dtype, list(dict.fromkeys(["plain", shape])), samples)
+    assert all(outcomes[dtype, shape] == "works" for dtype, shape in itertools.product(MEANS, SHAPES))
+    assert all(outcomes[dtype, "plain"] == "works" for dtype in (torch.bool, torch.int64, torch.uint8) if kind != "trained")
