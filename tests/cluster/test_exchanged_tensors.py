@@ -148,3 +148,111 @@ def test_every_dtype_of_every_kind_is_right_or_refused(kind: str, samples: tuple
             outcomes[dtype, shape] = check(kind, dtype, list(dict.fromkeys(["plain", shape])), samples)
     assert all(outcomes[dtype, shape] == "works" for dtype, shape in itertools.product(MEANS, SHAPES))
     assert all(outcomes[dtype, "plain"] == "works" for dtype in (torch.bool, torch.int64, torch.uint8) if kind != "trained")
+
+
+def made(model: nn.Module, **options: Any) -> ngsgd.LocalSGD:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return ngsgd.LocalSGD(model, optimizer, **{"sync_every": 1, "outer": "average", **options})
+
+
+class Buffers(nn.Module):
+    """A layer, and buffers that each rank makes at random."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(rank)
+        self.layer = nn.Linear(4, 2)
+        with torch.no_grad():
+            self.layer.weight.normal_(generator=random)
+        self.layer.weight.requires_grad_(False)
+        mask = torch.zeros(3, 3).masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), -torch.inf)
+        mask[0, 0] = float("nan") if rank == 0 else 5.0
+        self.register_buffer("mask", mask, persistent=False)
+        self.register_buffer("permutation", torch.randperm(100, generator=random))
+        self.register_buffer("flags", torch.rand(9, generator=random) > 0.5)
+        self.register_buffer("phases", torch.randn(5, dtype=torch.complex64, generator=random))
+        self.register_buffer("table", torch.randn(1, 7, generator=random).expand(3, 7))
+
+
+@pytest.mark.entry("F2", "ranks of `LocalSGD` start with other parameters, frozen ones too, or other buffers", "works",
+                   "The constructor sets all parameters and buffers of every dtype to those of the lowest rank, bitwise. Buffers "
+                   "and frozen parameters that no rank changes stay so.")
+@pytest.mark.parametrize("samples", SAMPLES)
+def test_all_parameters_and_buffers_start_equal_and_constants_stay(samples: tuple[int, int]) -> None:
+    def rank_of(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], ngsgd.LocalSGD]:
+        model = Buffers(rank)
+        own = {name: copied(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        local = made(model)
+        local.step(samples[rank])
+        return own, {**dict(model.named_parameters()), **dict(model.named_buffers())}, local
+    (first, one, _), (second, two, _) = results(2, rank_of)
+    assert not same(first["layer.weight"], second["layer.weight"]) and not same(first["permutation"], second["permutation"])
+    assert one.keys() == first.keys()
+    assert all(same(one[name], first[name]) and same(two[name], first[name]) for name in first)
+
+
+@pytest.mark.entry("F2")
+@pytest.mark.parametrize("samples", [(3, 3), (1, 6), (0, 4), (5, 0)])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_statistics_are_those_of_the_data_of_ranks_with_samples(norm: Any, samples: tuple[int, int]) -> None:
+    def rank_of(rank: int) -> tuple[Tensor, Tensor]:
+        model = nn.Sequential(nn.Conv1d(4, 4, 1), norm(4, track_running_stats=True))
+        local = made(model)
+        random = torch.Generator().manual_seed(rank)
+        # far from 0, where var + mean^2 - mean^2 in float32 has no digits
+        model[1].running_mean.copy_(1e4 + torch.randn(4, generator=random))
+        model[1].running_var.copy_(torch.rand(4, generator=random) if samples[rank] else torch.full((4,), torch.nan))
+        statistics = torch.stack([model[1].running_mean, model[1].running_var]).double()
+        local.step(samples[rank])
+        return statistics, torch.stack([model[1].running_mean, model[1].running_var])
+    found = results(2, rank_of)
+    shares = [count / sum(samples) for count in samples]
+    statistics = [(share, *one) for share, (one, _) in zip(shares, found, strict=True) if share]
+    mean = sum(share * m for share, m, _ in statistics)
+    var = sum(share * (v + (m - mean).square()) for share, m, v in statistics)
+    for _, after in found:
+        # means of 1e4 in float64 leave 1e-8 of a variance
+        torch.testing.assert_close(after.double(), torch.stack([mean, var]), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.entry("F2")
+def test_a_constant_infinity_is_no_fault_and_a_changed_buffer_is_averaged() -> None:
+    def rank_of(rank: int) -> dict[str, Tensor]:
+        model = Buffers(0)
+        local = made(model)
+        # also a buffer that the module replaces
+        model.phases = model.phases * 0 + (1 + rank * 1j)
+        model.mask[2, 0] = rank
+        local.step(1 + 2 * rank)
+        return {name: copied(buffer) for name, buffer in model.named_buffers()}
+    for one in results(2, rank_of):
+        assert one["phases"].tolist() == [1 + 0.75j] * 5
+        assert one["mask"][2, 0] == 0.75 and one["mask"][0, 1] == -torch.inf and bool(one["mask"][0, 0].isnan())
+
+
+def test_memory_that_several_names_share_is_exchanged_once() -> None:
+    def rank_of(rank: int) -> tuple[float, float]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].weight = model[0].weight
+        model.register_buffer("view", model[0].weight.detach())
+        local = made(model, outer="diloco")
+        with torch.no_grad():
+            model[0].weight.fill_(rank)
+        local.step()
+        assert model[1].weight is model[0].weight
+        return float(model[0].weight[0, 0]), float(model.view[0, 0])
+    (weight, view), other = results(2, rank_of)
+    assert weight == view and (weight, view) == other and weight != 0.5
+
+
+@pytest.mark.parametrize("samples", [-1, 2.5, float("nan"), True, "3", None, torch.tensor(2.5), [4]])
+def test_numbers_of_samples_are_checked(samples: Any) -> None:
+    def rank_of(rank: int) -> tuple[int, int]:
+        local = made(nn.Linear(2, 2), sync_every=2)
+        for number in (3.0, torch.tensor(2)):
+            local.step(number)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError) as error:
+            local.step(samples)
+        assert "num_samples" in str(error.value)
+        return local.num_steps, local.num_rounds
+    assert results(1, rank_of) == [(2, 1)]
