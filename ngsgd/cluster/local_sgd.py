@@ -380,7 +380,8 @@ class LocalSGD:
         followed, index = own.followed, self._group.ranks.index(self._group.rank)
         if not followed:
             return []
-        mean_of, own_changed = means_of_variances(followed), {name for name, mark in own.marks.items() if mark != self._marks.get(name)}
+        mean_of = means_of_variances(followed)
+        own_changed = {name for name, mark in own.marks.items() if mark != self._marks.get(name)}
         # variances of means that differ are larger, so both are pooled
         own_changed |= {name for name, mean in mean_of.items() if mean.name in own_changed}
         changed = self._group.gather([one.name in own_changed for one in followed])

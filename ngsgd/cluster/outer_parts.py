@@ -28,14 +28,12 @@ class Part:
         self.arrays = {"model": self.start, **{name: torch.full_like(self.start, value) for name, value in buffers.items()}}
         # elements that were not trained at the last average
         self.unfrozen: list[slice] = []
+        # a tensor can change its shape, dtype and device later
+        self.layout = layout_of(tensors)
 
     @property
     def dtype(self) -> str:
         return str(self.sums.dtype).removeprefix("torch.")
-
-    def layout(self) -> list[tuple[Any, ...]]:
-        """Describe the parameters; another description needs another part."""
-        return [(id(one.tensor), one.tensor.dtype, one.tensor.shape, one.tensor.device) for one in self.tensors]
 
     def slices(self) -> dict[int, slice]:
         """Return the place of each parameter by id()."""
@@ -96,6 +94,11 @@ class Part:
                 array.copy_(updated[name])
 
 
+def layout_of(tensors: Sequence[Exchanged]) -> list[tuple[int, torch.Size, torch.dtype, torch.device]]:
+    """Describe parameters; another description needs another part."""
+    return [(id(one.tensor), one.tensor.shape, one.tensor.dtype, one.tensor.device) for one in tensors]
+
+
 def parts_of(tensors: Sequence[Exchanged], buffers: Mapping[str, float], current: list[Part] | None) -> list[Part]:
     """Return the parts for the trained tensors of a plan.
 
@@ -111,12 +114,10 @@ def parts_of(tensors: Sequence[Exchanged], buffers: Mapping[str, float], current
     for one in tensors:
         if one.kind == "trained":
             by_dtype.setdefault(one.precision, []).append(one)
-    layout = [(id(one.tensor), one.tensor.dtype, one.tensor.shape, one.tensor.device)
-              for group in by_dtype.values() for one in group]
-    if current is not None and layout == [entry for part in current for entry in part.layout()]:
+    if current is not None and list(map(layout_of, by_dtype.values())) == [part.layout for part in current]:
         return current
-    old = {key: (part, place, one.tensor.shape) for part in current or ()
-           for (key, place), one in zip(part.slices().items(), part.tensors, strict=True)}
+    old = {key: (part, place, shape) for part in current or ()
+           for (key, place), (_, shape, *_) in zip(part.slices().items(), part.layout, strict=True)}
     parts = [Part(group, buffers) for group in by_dtype.values()]
     for part in parts if current is not None else ():
         part.take_over(old)

@@ -21,7 +21,7 @@ def run_ranks(num_ranks: int, function: Callable[[int], Any]) -> list[Any]:
     c10d: Any = torch._C._distributed_c10d
     c10d._set_thread_isolation_mode(True)
     multi_threaded_pg.ProcessLocalGroup.reset()
-    world = multi_threaded_pg._install_threaded_pg()
+    multi_threaded_pg._install_threaded_pg()
 
     def body(rank: int) -> None:
         try:
@@ -33,7 +33,7 @@ def run_ranks(num_ranks: int, function: Callable[[int], Any]) -> list[Any]:
                 # the other ranks must not wait for this one
                 multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
         finally:
-            if world.default_pg is not None:
+            if dist.is_initialized():
                 dist.destroy_process_group()
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(num_ranks)]
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ngsgd
-from ngsgd.errors import ConfigError, DivergenceError, NgsgdError
+from ngsgd.errors import ConfigError
 from tests.cluster.ranks import results, run_ranks
 
 DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
@@ -128,6 +128,7 @@ def test_a_tensor_is_averaged_in_its_precision(dtype: torch.dtype) -> None:
 @pytest.mark.entry("D3")
 @pytest.mark.entry("F1")
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("samples", SAMPLES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_dtype_of_every_kind_is_right_or_refused(kind: str, samples: tuple[int, int]) -> None:
@@ -136,12 +137,10 @@ def test_every_dtype_of_every_kind_is_right_or_refused(kind: str, samples: tuple
         if kind == "trained" and not (dtype.is_floating_point or dtype.is_complex):
             # torch allows no gradient
             continue
-        for shape in SHAPES:
+        for shape, laid_out in SHAPES.items():
             try:
-                random_tensor(dtype, 0)
-                SHAPES[shape](random_tensor(dtype, 0))
                 Model(kind, dtype, ["plain", shape], 1)
-                SHAPES[shape](random_tensor(dtype, 0)).clone()
+                laid_out(random_tensor(dtype, 0))
             except (RuntimeError, TypeError):
                 # torch has no such tensor
                 continue
@@ -240,7 +239,7 @@ def test_memory_that_several_names_share_is_exchanged_once() -> None:
             model[0].weight.fill_(rank)
         local.step()
         assert model[1].weight is model[0].weight
-        return float(model[0].weight[0, 0]), float(model.view[0, 0])
+        return float(model[0].weight.detach()[0, 0]), float(model.view[0, 0])
     (weight, view), other = results(2, rank_of)
     assert weight == view and (weight, view) == other and weight != 0.5
 
