@@ -3,11 +3,11 @@
 | kind | tensors | at the start | at an average |
 |---|---|---|---|
 | trained | trainable parameters, and those that were trainable at the last average | equal | mean, then the outer rule |
-| followed | frozen parameters, floating-point and complex buffers | equal | mean if a rank with samples changed it |
+| followed | frozen parameters, floating-point and complex buffers | equal | mean if they differ |
 | fixed | all other dtypes | equal | nothing |
 
-Means are computed in float32, or in float64 for float64 and complex128, and for all buffers.
-Complex numbers count as pairs of real ones.
+Only ranks with samples count. Means of trained parameters are computed in float32, or in float64
+for float64 and complex128; all others in float64. Complex numbers count as pairs of real ones.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Exchanged:
     @property
     def precision(self) -> torch.dtype:
         """Dtype of sums over ranks."""
-        is_double = not isinstance(self.tensor, nn.Parameter) or self.tensor.dtype in (torch.float64, torch.complex128)
+        is_double = self.kind != "trained" or self.tensor.dtype in (torch.float64, torch.complex128)
         return torch.float64 if is_double else torch.float32
 
     @property

@@ -50,8 +50,9 @@ class _Round:
 
     tensors: list[Exchanged] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
-    # bits of the tensors that are followed
+    # bits of the tensors that are followed, before the average, and those that it changes
     marks: dict[str, int] = field(default_factory=dict)
+    written: list[Exchanged] = field(default_factory=list)
     # a tensor of this rank that is not finite
     bad: str = ""
     is_bad: bool = False
@@ -150,9 +151,8 @@ class LocalSGD:
         self._parts: list[Part] = []
         # parameters that are equal on all ranks at the start
         self._known: dict[int, nn.Parameter] | None = None
-        # bits of the followed tensors after the last average, and how many of their values were not finite
-        self._marks: dict[str, int] = {}
-        self._num_not_finite: dict[str, int] = {}
+        # of the followed tensors after the last average: bits, and how many values are not finite
+        self._counts: dict[str, tuple[int, int]] = {}
         self._group = self._joined(process_group, timeout_s, device)
         self._group.start()
 
@@ -177,7 +177,7 @@ class LocalSGD:
                                "of the process group, in the same order.") from error
         self._parts = parts_of(own.tensors, self.rule.buffers, None)
         self._known = {id(one.tensor): one.tensor for one in own.tensors if isinstance(one.tensor, nn.Parameter)}
-        self._remember(own.followed)
+        self._count(own.followed, marks_of(own.followed))
         return group
 
     @property
@@ -251,8 +251,7 @@ class LocalSGD:
         return {"rule": type(self.rule).__name__, "layout": self._layout(),
                 "arrays": {part.dtype: {name: tensor.clone() for name, tensor in part.arrays.items()} for part in self._parts},
                 "start": {part.dtype: part.start.clone() for part in self._parts}, "numbers": dict(self._numbers),
-                "num_steps": self.num_steps, "num_rounds": self.num_rounds, "num_samples": self._num_samples,
-                "marks": dict(self._marks), "num_not_finite": dict(self._num_not_finite)}
+                "num_steps": self.num_steps, "num_rounds": self.num_rounds, "num_samples": self._num_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a rank.
@@ -268,8 +267,7 @@ class LocalSGD:
         for part in self._parts:
             part.arrays = {name: tensor.to(part.sums, copy=True) for name, tensor in state["arrays"][part.dtype].items()}
             part.set_start(state["start"][part.dtype].to(part.sums, copy=True))
-        self._numbers, self._marks = dict(state["numbers"]), dict(state["marks"])
-        self._num_not_finite = dict(state["num_not_finite"])
+        self._numbers = dict(state["numbers"])
         self.num_steps, self.num_rounds = state["num_steps"], state["num_rounds"]
         self._num_samples = state["num_samples"]
 
@@ -292,21 +290,18 @@ class LocalSGD:
             if not fill(part.sums, part.tensors, self._num_samples):
                 own.is_bad, own.bad = True, first_not_finite(part.tensors)
         for one in own.followed if self._num_samples else ():
-            if own.marks[one.name] != self._marks.get(one.name) and num_not_finite(one) > self._num_not_finite.get(one.name, 0):
+            mark, count = self._counts.get(one.name, (0, 0))
+            if own.marks[one.name] != mark and num_not_finite(one) > count:
                 own.is_bad, own.bad = True, one.name
         if own.is_bad:
             for part in own.parts:
                 part.sums.zero_()
         return own
 
-    def _remember(self, followed: Sequence[Exchanged]) -> None:
-        """Note the bits of followed tensors, which are equal on all ranks."""
-        for one in followed:
-            if count := num_not_finite(one):
-                self._num_not_finite[one.name] = count
-            else:
-                self._num_not_finite.pop(one.name, None)
-        self._marks.update(marks_of(followed))
+    def _count(self, followed: Sequence[Exchanged], marks: Mapping[str, int]) -> None:
+        """Note which values are not finite from now on, because a module needs them."""
+        self._counts |= {one.name: (marks[one.name], num_not_finite(one)) for one in followed
+                         if self._counts.get(one.name, (None,))[0] != marks[one.name]}
 
     # Average --------------------------------------------------------------------------------------
 
@@ -338,7 +333,7 @@ class LocalSGD:
             part.load(part.sums)
         self._numbers, self._num_samples = now, 0
         self.num_rounds += 1
-        self._close(own, [one for one, _ in means])
+        self._close(own)
         if self._initial is not None:
             self._restart_optimizer(*self._initial)
         elif self._group.rank in bad:
@@ -373,22 +368,23 @@ class LocalSGD:
         return headers
 
     def _means(self, own: _Round, counted: Sequence[int], weight: float) -> list[tuple[Exchanged, Tensor]]:
-        """Return the means of followed tensors that a rank with samples changed.
+        """Return the means of followed tensors that differ between ranks with samples.
 
-        Tensors that only other ranks changed get the values of a rank with samples.
+        If they are equal there, the other ranks get their values.
         """
         followed, index = own.followed, self._group.ranks.index(self._group.rank)
         if not followed:
             return []
+        gathered = zip(*self._group.gather(list(own.marks.values())), strict=True)
+        marks = dict(zip(own.marks, gathered, strict=True))
         mean_of = means_of_variances(followed)
-        own_changed = {name for name, mark in own.marks.items() if mark != self._marks.get(name)}
+        differing = {name for name, numbers in marks.items() if len({numbers[rank] for rank in counted}) > 1}
         # variances of means that differ are larger, so both are pooled
-        own_changed |= {name for name, mean in mean_of.items() if mean.name in own_changed}
-        changed = self._group.gather([one.name in own_changed for one in followed])
-        averaged = [one for one, *flags in zip(followed, *changed, strict=True) if any(flags[rank] for rank in counted)]
-        names = {one.name for one in averaged}
-        restored = [one for one, *flags in zip(followed, *changed, strict=True) if any(flags) and one.name not in names]
+        differing |= {name for name, mean in mean_of.items() if mean.name in differing}
+        averaged = [one for one in followed if one.name in differing]
+        restored = [one for one in followed if one.name not in differing and len(set(marks[one.name])) > 1]
         self._group.equalize(restored, self._group.ranks[counted[0]])
+        own.written = averaged + restored
         means = dict[str, Tensor]()
         for dtype in dict.fromkeys(one.precision for one in averaged):
             own_dtype = [one for one in averaged if one.precision is dtype]
@@ -410,18 +406,14 @@ class LocalSGD:
                 means[name].sub_(center.to(means[name].device).square()).clamp_(min=0.0)
         return [(one, means[one.name]) for one in averaged]
 
-    def _close(self, own: _Round, averaged: Sequence[Exchanged]) -> None:
+    def _close(self, own: _Round) -> None:
         """Keep the state of trainable parameters; layers that were frozen in the round have none."""
         self._parts = own.parts
         frozen = [one for one in own.tensors if one.kind == "trained" and not one.tensor.requires_grad]
         if frozen:
             ids = {id(one.tensor) for one in frozen}
             self._parts = parts_of([one for one in own.tensors if id(one.tensor) not in ids], self.rule.buffers, own.parts)
-        trained = {one.name for one in own.tensors if one.kind == "trained"}
-        self._marks = {name: mark for name, mark in self._marks.items() if name not in trained}
-        names = {one.name for one in averaged}
-        self._remember([*frozen, *(one for one in own.followed
-                                   if one.name in names or own.marks[one.name] != self._marks.get(one.name))])
+        self._count([*own.followed, *frozen], {**own.marks, **marks_of([*own.written, *frozen])})
 
     def _caught_up(self, rounds: Sequence[int], own: _Round) -> bool:
         """Send the state of the last average to ranks that missed it.
@@ -444,7 +436,8 @@ class LocalSGD:
         for part, start in zip(own.parts, starts, strict=True):
             part.set_start(start)
             part.load(start)
-        self._close(own, own.followed)
+        own.written = own.followed
+        self._close(own)
         if self._initial is not None:
             self._restart_optimizer(*self._initial)
         return True

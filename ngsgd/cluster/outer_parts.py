@@ -127,7 +127,7 @@ def parts_of(tensors: Sequence[Exchanged], buffers: Mapping[str, float], current
 def require_like(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise ConfigError if a state belongs to another rule or model than `own`."""
     hints = {"rule": str, "layout": list[str], "num_steps": int, "num_rounds": int, "num_samples": int,
-             "numbers": Mapping[str, float], "marks": Mapping[str, int], "num_not_finite": Mapping[str, int]}
+             "numbers": Mapping[str, float]}
     checked({name: state[name] for name in hints}, hints, "the state of LocalSGD")
     if state["rule"] != own["rule"]:
         raise ConfigError(f"the state is of the outer rule {state['rule']}, but this LocalSGD has {own['rule']}; load the state "
