@@ -23,11 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ngsgd.errors import ConfigError
+from ngsgd.ops.averaging import DTYPES_WITH_MEAN
 
-_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-# float8_e8m0fnu and float4 hold exponents and pairs, which have no mean
-_WITH_MEAN = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
-              *(getattr(torch, name) for name in _FLOAT8 if hasattr(torch, name))}
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # bytes broadcast at a time
 _BUCKET = 2**25
@@ -87,10 +84,10 @@ def planned(model: nn.Module, trained: Collection[int] = (), known: Collection[i
             misfits = [f"the parameter {name} came into the model after LocalSGD was created, as when a layer is replaced; its "
                        "start values can differ between ranks. Create the optimizer and LocalSGD again after the change."]
         problems += misfits
-        found.append(Exchanged(name, p, "trained" if is_trained else "followed" if p.dtype in _WITH_MEAN else "fixed", role))
+        found.append(Exchanged(name, p, "trained" if is_trained else "followed" if p.dtype in DTYPES_WITH_MEAN else "fixed", role))
     for name, buffer in model.named_buffers():
         problems += _misfits(f"the buffer {name}", buffer, needs_mean=False)
-        found.append(Exchanged(name, buffer, "followed" if buffer.dtype in _WITH_MEAN else "fixed", "buffer"))
+        found.append(Exchanged(name, buffer, "followed" if buffer.dtype in DTYPES_WITH_MEAN else "fixed", "buffer"))
     problems += [f"LocalSGD does not support FSDP ({name or 'the model'}): it needs complete parameters; use "
                  "DistributedDataParallel inside of a replica." for name, module in model.named_modules()
                  if type(module).__name__ == "FullyShardedDataParallel"]
@@ -118,7 +115,7 @@ def _misfits(what: str, tensor: Tensor, *, needs_mean: bool) -> Iterator[str]:
     elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_inference():
         kind = "an inference tensor" if tensor.is_inference() else f"of {tensor.dtype} and layout {tensor.layout}"
         yield f"{what} is {kind}, which LocalSGD cannot exchange; use a dense tensor, or a plain attribute that each rank sets."
-    elif needs_mean and tensor.dtype not in _WITH_MEAN:
+    elif needs_mean and tensor.dtype not in DTYPES_WITH_MEAN:
         yield f"{what} is of {tensor.dtype}, which has no mean; freeze it."
 
 
