@@ -7,7 +7,6 @@ B is the model that ranks start a round from, W the model that is evaluated; see
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ from ngsgd.cluster.exchanged_tensors import (
     values_of,
     write,
 )
+from ngsgd.cluster.optimizer_reset import OptimizerReset, clear_not_finite
 from ngsgd.cluster.outer_parts import Part, parts_of, require_like
 from ngsgd.cluster.rank_group import LostRankError, RankGroup
 from ngsgd.errors import ArgumentError, ClusterError, ConfigError, DivergenceError
@@ -142,7 +142,7 @@ class LocalSGD:
             raise ConfigError("the process group uses NCCL, but the model is on the CPU; move the model, or use gloo.")
         self.model, self.optimizer, self.sync_every = model, optimizer, sync_every
         self.rule = _RULES[outer]() if isinstance(outer, str) else outer
-        self._initial = _initial_state(optimizer) if reset_optimizer else None
+        self._reset = OptimizerReset(optimizer) if reset_optimizer else None
         self.num_steps = 0
         self.num_rounds = 0
         self._num_samples = 0
@@ -334,10 +334,10 @@ class LocalSGD:
         self._numbers, self._num_samples = now, 0
         self.num_rounds += 1
         self._close(own)
-        if self._initial is not None:
-            self._restart_optimizer(*self._initial)
+        if self._reset is not None:
+            self._reset.apply()
         elif self._group.rank in bad:
-            _clear_not_finite(self.optimizer)
+            clear_not_finite(self.optimizer)
         return True
 
     def _agree(self, own: _Round) -> list[list[int]]:
@@ -407,7 +407,7 @@ class LocalSGD:
         return [(one, means[one.name]) for one in averaged]
 
     def _close(self, own: _Round) -> None:
-        """Keep the state of trainable parameters; layers that were frozen in the round have none."""
+        """Keep the state of trainable parameters; layers frozen in the round have none."""
         self._parts = own.parts
         frozen = [one for one in own.tensors if one.kind == "trained" and not one.tensor.requires_grad]
         if frozen:
@@ -438,8 +438,8 @@ class LocalSGD:
             part.load(start)
         own.written = own.followed
         self._close(own)
-        if self._initial is not None:
-            self._restart_optimizer(*self._initial)
+        if self._reset is not None:
+            self._reset.apply()
         return True
 
     def _name(self, bad: Sequence[int], own: _Round, *, is_last: bool) -> None:
@@ -453,44 +453,9 @@ class LocalSGD:
         self._excluded.update(bad)
         if any(has_grown(self._excluded[rank], self._reported[rank]) for rank in bad):
             self._reported |= self._excluded
-            warn(f"LocalSGD excluded {named} from average {self.num_rounds}, because parameters or statistics are not finite. "
-                 f"It receives the average of the other ranks, and what is not finite in its optimizer state becomes 0. {advice}.")
-
-    def _restart_optimizer(self, initial: Mapping[str, Any], values: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Reset the state of the optimizer; its groups and other settings stay."""
-        optimizer, now = self.optimizer, self.optimizer.state_dict()
-        groups = [dict(group) for group in optimizer.param_groups]
-        indices = _indices(optimizer, now)
-        settings = {key: value for key, value in now.items() if key != "state" and hasattr(optimizer, key)}
-        state = {indices[id(p)]: copy.deepcopy(own) for p, own in values if id(p) in indices}
-        optimizer.load_state_dict({**copy.deepcopy(dict(initial)), **settings, "state": state})
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
-            # also objects that torch copies, such as a learning rate in a tensor
-            group.update(before)
-
-
-def _initial_state(optimizer: Optimizer) -> tuple[dict[str, Any], list[tuple[Tensor, dict[str, Any]]]]:
-    """Return a copy of the state: entries of the optimizer, and values by parameter.
-
-    Indices of parameters change when groups are added.
-    """
-    state = copy.deepcopy(optimizer.state_dict())
-    indices, params = _indices(optimizer, state), [p for group in optimizer.param_groups for p in group["params"]]
-    return state, [(p, state["state"][indices[id(p)]]) for p in params if indices[id(p)] in state["state"]]
-
-
-def _indices(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, int]:
-    """Return the index of each parameter in a state, by id()."""
-    return {id(p): index for group, packed in zip(optimizer.param_groups, state["param_groups"], strict=True)
-            for p, index in zip(group["params"], packed["params"], strict=True)}
-
-
-def _clear_not_finite(optimizer: Optimizer) -> None:
-    """Set tensors of the state of an optimizer that are not finite to 0."""
-    for values in optimizer.state.values():
-        for value in values.values():
-            if isinstance(value, Tensor) and not bool(value.isfinite().all()):
-                value.zero_()
+            warn(f"LocalSGD excluded {named} from average {self.num_rounds}, because parameters or statistics are not finite. It "
+                 "receives the average of the other ranks, and tensors of its optimizer state that are not finite become 0. "
+                 f"{advice}.")
 
 
 def _checked_samples(num_samples: Any) -> int:
@@ -501,7 +466,7 @@ def _checked_samples(num_samples: Any) -> int:
         num_samples = int(checked({"num_samples": num_samples}, {"num_samples": int}, "LocalSGD.step")["num_samples"])
     if not 0 <= num_samples < 2**53:
         raise ArgumentError(f"LocalSGD.step: num_samples is {num_samples}; give the number of samples of the step, at least 0.")
-    return num_samples
+    return int(num_samples)
 
 
 def _require_own_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

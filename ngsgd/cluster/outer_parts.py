@@ -53,7 +53,7 @@ class Part:
             write(one.tensor, values)
 
     def take_over(self, old: Mapping[int, tuple[Part, slice, torch.Size]]) -> None:
-        """Copy the state of the parameters that were trained at the last average, from their place."""
+        """Copy the state of parameters that were trained at the last average."""
         start = self.start.clone()
         for one, (key, place) in zip(self.tensors, self.slices().items(), strict=True):
             if key not in old:

@@ -1,4 +1,4 @@
-"""A group of torch.distributed ranks that goes on without ranks that die."""
+"""A group of torch.distributed ranks that continues without ranks that die."""
 
 from __future__ import annotations
 
@@ -134,6 +134,7 @@ class RankGroup:
         """
         default: Any = dist.group.WORLD
         with nccl_options(self._timeout_s) if self._backend == "nccl" else contextlib.nullcontext() as options:
+            group: dist.ProcessGroup
             group, _ = c10d._new_process_group_helper(
                 len(self.ranks), self.ranks.index(self.rank), self.ranks, c10d.Backend(self._backend), c10d._get_default_store(),
                 f"{self._prefix}/group/{self.num_regroups}",  # type: ignore[arg-type]

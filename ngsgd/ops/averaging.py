@@ -84,8 +84,10 @@ def _mean_entry(name: str, states: Mapping[int, Mapping[str, Tensor]], shares: S
 
 def _is_equal(first: Tensor, second: Tensor) -> bool:
     second = second.to(first.device)
-    # Torch compares no half-precision complex numbers.
-    return torch.equal(*(torch.view_as_real(one.resolve_conj()) for one in (first, second))) if first.is_complex() else torch.equal(first, second)
+    if first.is_complex():
+        # Torch compares no half-precision complex numbers.
+        first, second = (torch.view_as_real(one.resolve_conj()) for one in (first, second))
+    return torch.equal(first, second)
 
 
 def _state(model: Any, index: int) -> Mapping[str, Tensor]:

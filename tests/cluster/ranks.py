@@ -17,8 +17,9 @@ DEADLINE_S = 60.0
 
 def run_ranks(num_ranks: int, function: Callable[[int], Any]) -> list[Any]:
     """Run `function(rank)` on each rank; return results, or the errors that it raised."""
-    store, found = dist.HashStore(), [None] * num_ranks
+    found: list[Any] = [None] * num_ranks
     c10d: Any = torch._C._distributed_c10d
+    store = c10d.HashStore()
     c10d._set_thread_isolation_mode(True)
     multi_threaded_pg.ProcessLocalGroup.reset()
     multi_threaded_pg._install_threaded_pg()

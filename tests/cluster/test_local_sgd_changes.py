@@ -70,7 +70,7 @@ def assert_equal_errors(found: list[Any], kind: type[Exception], *names: str) ->
 @pytest.mark.parametrize("outer", OUTERS)
 def test_layers_are_frozen_and_unfrozen(outer: str) -> None:
     def rank_of(rank: int) -> list[list[float]]:
-        model = net()
+        model: Any = net()
         model[0].requires_grad_(False)
         local, found = made(model, outer=outer), [weights(model)]
 
@@ -104,7 +104,7 @@ def test_layers_are_frozen_and_unfrozen(outer: str) -> None:
 @pytest.mark.entry("F3")
 def test_a_rule_sees_an_unfrozen_layer_from_its_second_average() -> None:
     def rank_of(rank: int) -> float:
-        model = net()
+        model: Any = net()
         model[0].requires_grad_(False)
         local = made(model, outer=DiLoCo(1.0, 0.5))
         model[0].requires_grad_(True)
@@ -117,19 +117,20 @@ def test_a_rule_sees_an_unfrozen_layer_from_its_second_average() -> None:
     assert results(2, rank_of) == [wanted, wanted]
 
 
-def replaced(model: nn.Module) -> None:
-    model[1] = nn.Linear(3, 2)  # type: ignore[index]
+def replaced(model: Any) -> None:
+    model[1] = nn.Linear(3, 2)
 
 
-def wider(model: nn.Module) -> None:
-    model[1].weight.data = torch.randn(4, 3)  # type: ignore[index]
+def wider(model: Any) -> None:
+    model[1].weight.data = torch.randn(4, 3)
 
 
-def sharded(model: nn.Module) -> None:
-    distribute_module(model, DeviceMesh("cpu", list(range(dist.get_world_size()))))
+def sharded(model: Any) -> None:
+    mesh: Any = DeviceMesh("cpu", list(range(dist.get_world_size())))
+    distribute_module(model, mesh)
 
 
-CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+CHANGES: dict[str, Callable[[Any], Any]] = {
     "1.weight": replaced, "[4, 3]": wider, "extra": lambda model: model.register_parameter("extra", nn.Parameter(torch.ones(2))),
     "DTensor": sharded, "meta": lambda model: model[1].to("meta"),
     "sparse": lambda model: model.register_buffer("graph", torch.eye(3).to_sparse())}
@@ -139,7 +140,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_that_has_no_average_is_one_error_on_every_rank(name: str) -> None:
     def rank_of(rank: int) -> None:
-        model = net()
+        model: Any = net()
         local = made(model)
         local.step()
         CHANGES[name](model)
@@ -151,11 +152,12 @@ def test_a_change_that_has_no_average_is_one_error_on_every_rank(name: str) -> N
 @pytest.mark.parametrize("name", [*CHANGES, "frozen", "float64", "shape"])
 @pytest.mark.parametrize("first", [True, False])
 def test_models_that_differ_between_ranks_are_one_error_on_every_rank(name: str, first: bool) -> None:
-    changes = {**CHANGES, "frozen": lambda model: model[1].weight.requires_grad_(False), "float64": lambda model: model.double(),
-               "shape": lambda model: model.register_buffer("shape", torch.ones(3))}
+    changes: dict[str, Callable[[Any], Any]] = {
+        **CHANGES, "frozen": lambda model: model[1].weight.requires_grad_(False), "float64": lambda model: model.double(),
+        "shape": lambda model: model.register_buffer("shape", torch.ones(3))}
 
     def rank_of(rank: int) -> None:
-        model = net()
+        model: Any = net()
         if not first:
             local = made(model)
             local.step()
@@ -179,7 +181,7 @@ def test_models_that_differ_between_ranks_are_one_error_on_every_rank(name: str,
 @pytest.mark.parametrize("outer", OUTERS)
 def test_a_model_moves_to_another_dtype(outer: str) -> None:
     def rank_of(rank: int) -> tuple[list[float], torch.dtype]:
-        model = net()
+        model: Any = net()
         local = made(model, outer=outer)
         for convert in (nn.Module.double, nn.Module.bfloat16, nn.Module.float):
             moved(model, rank)
@@ -195,19 +197,19 @@ def test_a_model_moves_to_another_dtype(outer: str) -> None:
         assert first[0] == pytest.approx(weights(net())[0] + 4 * 1.5, rel=1e-2)
 
 
-def lazy() -> nn.Module:
+def lazy() -> Any:
     return nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
 
 
-def inference() -> nn.Module:
-    model = net()
+def inference() -> Any:
+    model: Any = net()
     with torch.inference_mode():
         model.register_buffer("inference", torch.ones(3))
     return model
 
 
-def fsdp() -> nn.Module:
-    model = net()
+def fsdp() -> Any:
+    model: Any = net()
     return fully_shard(model, mesh=DeviceMesh("cpu", list(range(dist.get_world_size()))))
 
 
@@ -233,7 +235,7 @@ def test_a_rank_that_is_not_finite_is_excluded(where: str, value: float, outer: 
         return
 
     def rank_of(rank: int) -> Any:
-        model = nn.Sequential(net()[0], nn.BatchNorm1d(3))
+        model: Any = nn.Sequential(net()[0], nn.BatchNorm1d(3))
         model.phase, model.teacher = nn.Parameter(torch.ones(2, dtype=torch.complex64)), nn.Parameter(torch.ones(2), False)
         optimizer = torch.optim.Adam(model.parameters(), 0.1)
         local = ngsgd.LocalSGD(model, optimizer, sync_every=1, outer=outer)
@@ -262,7 +264,7 @@ def test_a_rank_that_is_not_finite_is_excluded(where: str, value: float, outer: 
 @pytest.mark.entry("F7")
 def test_no_finite_rank_is_an_error_on_every_rank() -> None:
     def rank_of(rank: int) -> None:
-        model = net()
+        model: Any = net()
         local = made(model)
         with torch.no_grad():
             model[0].weight.fill_(torch.nan)
@@ -274,7 +276,7 @@ def test_no_finite_rank_is_an_error_on_every_rank() -> None:
 @pytest.mark.entry("F7")
 def test_values_of_a_rank_without_samples_never_count() -> None:
     def rank_of(rank: int) -> list[float]:
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         local = made(model)
         moved(model, rank)
         if rank == 1:
@@ -302,8 +304,8 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "NGSGD", "NaturalMuon"])
 @pytest.mark.parametrize("schedule", [*SCHEDULERS, "all"])
 def test_a_schedule_is_that_without_reset(schedule: str, kind: str) -> None:
-    def rates(*, reset: bool) -> tuple[list[list[float]], int]:
-        model = net()
+    def rates(*, reset: bool) -> tuple[list[list[Any]], int]:
+        model: Any = net()
         optimizer: torch.optim.Optimizer
         if kind == "SGD":
             optimizer = torch.optim.SGD(model.parameters(), 0.9, momentum=0.9)
@@ -334,7 +336,7 @@ def test_a_schedule_is_that_without_reset(schedule: str, kind: str) -> None:
 @pytest.mark.entry("F4")
 def test_a_reset_keeps_settings_and_restores_the_state_by_parameter() -> None:
     def rank_of(rank: int) -> None:
-        model = net()
+        model: Any = net()
         optimizer = torch.optim.Adagrad([model[0].weight], 0.1, initial_accumulator_value=0.5)
         local = ngsgd.LocalSGD(model, optimizer, sync_every=1, reset_optimizer=True)
         rate = torch.tensor(0.25)
@@ -353,7 +355,7 @@ def test_a_reset_keeps_settings_and_restores_the_state_by_parameter() -> None:
 @pytest.mark.parametrize("outer", OUTERS)
 def test_a_state_of_a_mixed_model_continues_bitwise(outer: str) -> None:
     def trained(rank: int, steps: range, state: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2, dtype=torch.float64))
+        model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2, dtype=torch.float64))
         model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
         model.table = nn.Parameter(torch.empty(5, dtype=torch.float64), requires_grad=False)
         local = made(seeded(model, rank), outer=outer, sync_every=3)
@@ -396,7 +398,7 @@ def foreign_states(model: nn.Module, local: ngsgd.LocalSGD) -> dict[str, Any]:
 
 def test_states_of_others_are_refused_before_anything_changes() -> None:
     def rank_of(rank: int) -> None:
-        model = net()
+        model: Any = net()
         local = made(model, outer="diloco")
         moved(model, rank)
         local.step()
@@ -415,7 +417,7 @@ def test_states_of_others_are_refused_before_anything_changes() -> None:
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError, ValueError])
 def test_an_error_of_this_process_is_no_dead_rank(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def rank_of(rank: int) -> int:
-        model = net()
+        model: Any = net()
         local = made(model)
         local.step()
 
