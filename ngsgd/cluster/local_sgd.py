@@ -330,7 +330,7 @@ class LocalSGD:
         for one, values in means:
             write(one.tensor, values)
         for part in own.parts:
-            part.load(part.sums)
+            part.load(part.start)
         self._numbers, self._num_samples = now, 0
         self.num_rounds += 1
         self._close(own)

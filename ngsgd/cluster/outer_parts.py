@@ -69,7 +69,7 @@ class Part:
         self.set_start(start)
 
     def step(self, rule: Any, now: Mapping[str, float], weight: float) -> None:
-        """Take the outer step in chunks that stay in the cache, and overwrite the sums by B.
+        """Take the outer step in chunks that stay in the cache.
 
         The arithmetic of the rules also works with tensors.
         """
@@ -88,8 +88,6 @@ class Part:
             else:
                 self.start = torch.empty_like(model) if self.start is model else self.start
                 self.start[chunk] = broadcast
-            if broadcast is not mean:
-                self.sums[chunk] = broadcast
             for name, array in arrays.items():
                 array.copy_(updated[name])
 

@@ -120,6 +120,8 @@ def check(kind: str, dtype: torch.dtype, shapes: list[str], samples: tuple[int, 
 @pytest.mark.entry("D3", "you train a float64, complex or mixed model with `LocalSGD`", "works",
                    "Sums are in float32 at least, and in float64 for float64 and complex128. Complex numbers are averaged by real "
                    "and imaginary part. Buffers are averaged in float64.")
+@pytest.mark.entry("F1", "you train complex parameters, or have complex buffers, with `LocalSGD`", "works",
+                   "The constructor makes them equal, and averages keep their imaginary parts.")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 def test_a_tensor_is_averaged_in_its_precision(dtype: torch.dtype) -> None:
     assert check("trained", dtype, list(SHAPES), (1, 5)) == "works"
