@@ -6,45 +6,74 @@ B is the model that ranks start a round from, W the model that is evaluated; see
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import copy
 import json
-import threading
-import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from ngsgd.arguments import checks_arguments, require_state
-from ngsgd.cluster.exchange.process_group import nccl_options
-from ngsgd.errors import ClusterError, ConfigError
+from ngsgd.arguments import checked, checks_arguments, require_state
+from ngsgd.cluster.exchanged_tensors import (
+    Exchanged,
+    digest_of,
+    fill,
+    first_difference,
+    first_not_finite,
+    marks_of,
+    means_of_variances,
+    num_not_finite,
+    planned,
+    values_of,
+    write,
+)
+from ngsgd.cluster.optimizer_reset import OptimizerReset, clear_not_finite
+from ngsgd.cluster.outer_parts import Part, parts_of, require_like
+from ngsgd.cluster.rank_group import LostRankError, RankGroup
+from ngsgd.errors import ArgumentError, ClusterError, ConfigError, DivergenceError
 from ngsgd.optim.outer_rules import Average, Bmuf, DiLoCo, OuterInfo, OuterRule
+from ngsgd.user_warnings import has_grown, warn
 
 _RULES = {"average": Average, "bmuf": Bmuf, "diloco": DiLoCo}
-# seconds between two heartbeats, and seconds without one after which a rank counts as dead
-_BEAT_S, _SILENT_S = 0.5, 4.0
-_POLL_S = 0.05
-# number of parameters updated at a time: temporaries are reused and stay in the cache
-_PART = 2**16
 # number of rounds passed to rules whose momentum depends on the length of the run
 _LONG_RUN = 1_000_000_000
+
+
+@dataclass
+class _Round:
+    """What this rank brings to an average."""
+
+    tensors: list[Exchanged] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    # bits of the tensors that are followed, before the average, and those that it changes
+    marks: dict[str, int] = field(default_factory=dict)
+    written: list[Exchanged] = field(default_factory=list)
+    # a tensor of this rank that is not finite
+    bad: str = ""
+    is_bad: bool = False
+    problem: ConfigError | None = None
+
+    @property
+    def followed(self) -> list[Exchanged]:
+        return [one for one in self.tensors if one.kind == "followed"]
 
 
 class LocalSGD:
     """Average the parameters of all ranks every `sync_every` optimizer steps.
 
     Between two averages every rank trains alone. Ranks are weighted by the number of samples that
-    they trained on. Running means and variances of batch norms are pooled over the ranks. Integer
-    buffers, such as counters, are not exchanged.
+    they trained on. The constructor makes all parameters and buffers equal. At an average, running
+    means and variances are pooled, and other floating-point buffers and frozen parameters are
+    averaged if a rank changed them. Integer buffers, such as counters, stay those of the rank.
+
+    A rank whose parameters are not finite is excluded from the average, named in a warning, and
+    continues with the average of the others. A layer that is unfrozen is averaged; the outer rule
+    starts with its second average.
 
     If a rank dies, the samples of its round are lost: the other ranks form a new group and
     continue. This requires a live process of the rendezvous store (rank 0, or the agent of
@@ -54,20 +83,23 @@ class LocalSGD:
     of torchrun.
 
     Args:
-        model: the module that the optimizer trains. Its parameters are set to those of the lowest
-            rank.
+        model: the module that the optimizer trains. Its parameters and buffers are set to those of
+            the lowest rank.
         optimizer: any optimizer of the model.
         sync_every: optimizer steps between two averages, at least 1.
         outer: "average", "bmuf", "diloco", or a rule of `ngsgd.optim.outer` without `center`,
             such as DiLoCo(lr=0.5). Default: "bmuf".
-        process_group: ranks that train together; None for all ranks.
+        process_group: ranks that train together, such as one dimension of a device mesh; None for
+            all ranks.
         reset_optimizer: start each round with a new optimizer state (momentum, Fisher estimates),
-            as `ngsgd train` does. Default: False.
+            as `ngsgd train` does. Learning rates and other settings stay. Default: False.
         timeout_s: maximum time that a rank waits for the others at an average, in seconds. Default:
             60.
 
     Raises:
-        ConfigError: torch.distributed is not initialized, or an argument is wrong.
+        ConfigError: torch.distributed is not initialized, an argument is wrong, the models of the
+            ranks differ, or a tensor cannot be exchanged (FSDP, DTensor, meta, sparse).
+        ClusterError: a rank does not create LocalSGD within `timeout_s`.
 
     Example:
         One process; with `torchrun`, `dist.init_process_group()` connects several.
@@ -105,40 +137,53 @@ class LocalSGD:
                               f"ranks exchange only their mean; choose {', '.join(_RULES)}, or a "
                               "rule of ngsgd.optim.outer without `center`.")
         _require_own_optimizer(model, optimizer)
+        device = next(model.parameters()).device
+        if dist.get_backend(process_group) == "nccl" and device.type == "cpu":
+            raise ConfigError("the process group uses NCCL, but the model is on the CPU; move the model, or use gloo.")
         self.model, self.optimizer, self.sync_every = model, optimizer, sync_every
         self.rule = _RULES[outer]() if isinstance(outer, str) else outer
-        self._initial_state = copy.deepcopy(optimizer.state_dict()) if reset_optimizer else None
-        self._timeout_s = timeout_s
-        self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        self._backend = dist.get_backend(process_group)
-        # a separate group, which can be left when a rank dies
-        self._group = self._new_group()
-        self._num_regroups, self._is_new = 0, False
+        self._reset = OptimizerReset(optimizer) if reset_optimizer else None
         self.num_steps = 0
         self.num_rounds = 0
         self._num_samples = 0
         self._numbers: dict[str, float] = {}
-        self._closed = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="ngsgd-local-sgd", daemon=True)
-        self._heart.start()
-        # Python ends a thread inside torch's C++ code by std::terminate, which aborts the process
-        atexit.register(_stop, self._heart, self._closed)
-        tensors = [*self._parameters(), *self._statistics()]
-        self._size = sum(p.numel() for p in self._parameters())
-        # sums over all ranks: samples times parameters and statistics, then samples
-        self._sums = torch.empty(1 + sum(tensor.numel() for tensor in tensors), device=tensors[0].device)
-        self._fill(1)
-        _wait(dist.broadcast(self._sums, self._ranks[0], self._group, async_op=True))
-        # B; often identical to W
-        self._start = self._sums[:self._size].clone()
-        self._arrays = {"model": self._start, **{name: torch.full_like(self._start, value)
-                                                 for name, value in self.rule.buffers.items()}}
-        self._load()
+        self._excluded, self._reported = Counter[int](), Counter[int]()
+        self._parts: list[Part] = []
+        # parameters that are equal on all ranks at the start
+        self._known: dict[int, nn.Parameter] | None = None
+        # of the followed tensors after the last average: bits, and how many values are not finite
+        self._counts: dict[str, tuple[int, int]] = {}
+        self._group = self._joined(process_group, timeout_s, device)
+        self._group.start()
+
+    @torch.no_grad()
+    def _joined(self, process_group: dist.ProcessGroup | None, timeout_s: float, device: torch.device) -> RankGroup:
+        """Return the group of all ranks, which have equal models now."""
+        try:
+            group = self._group = RankGroup(process_group, timeout_s, device)
+            own = _Round()
+            try:
+                own.tensors = planned(self.model)
+            except ConfigError as problem:
+                own.problem = problem
+            try:
+                self._agree(own)
+                group.equalize(own.tensors, group.ranks[0])
+            except ConfigError:
+                group.leave()
+                raise
+        except LostRankError as error:
+            raise ClusterError(f"a rank did not create LocalSGD within {timeout_s} s ({error}); create it on all ranks "
+                               "of the process group, in the same order.") from error
+        self._parts = parts_of(own.tensors, self.rule.buffers, None)
+        self._known = {id(one.tensor): one.tensor for one in own.tensors if isinstance(one.tensor, nn.Parameter)}
+        self._count(own.followed, marks_of(own.followed))
+        return group
 
     @property
     def num_ranks(self) -> int:
         """Number of live ranks."""
-        return len(self._ranks)
+        return len(self._group.ranks)
 
     @property
     def gain(self) -> float:
@@ -152,17 +197,20 @@ class LocalSGD:
         """Count an optimizer step, and average if `sync_every` steps were counted.
 
         Args:
-            num_samples: samples of the step on this rank, the weight of the rank in the average.
-                Default: 1.
+            num_samples: samples of the step on this rank, at least 0; the weight of the rank in the
+                average. Default: 1.
 
         Returns:
             Whether parameters were averaged after the step.
 
         Raises:
+            ArgumentError: `num_samples` is negative or no whole number.
             ClusterError: no other rank answers, or too few do.
+            ConfigError: the models of the ranks differ, or a layer was replaced.
+            DivergenceError: the parameters of all ranks are not finite.
         """
+        self._num_samples += _checked_samples(num_samples)
         self.num_steps += 1
-        self._num_samples += num_samples
         if self.num_steps % self.sync_every:
             return False
         self.sync()
@@ -174,20 +222,15 @@ class LocalSGD:
 
         Raises:
             ClusterError: no other rank answers, or too few do.
+            ConfigError: the models of the ranks differ, or a layer was replaced.
+            DivergenceError: the parameters of all ranks are not finite.
         """
-        if self._reduce():
-            weight = float(self._sums[-1])
-            if not weight:
-                return
-            info = OuterInfo(self.num_rounds, _LONG_RUN, self.num_ranks, 0.0)
-            now = self.rule.coefficients(info, self._numbers)
-            self._step(now, weight)
-            self._numbers = now
-            self.num_rounds += 1
-            self._load()
-        self._num_samples = 0
-        if self._initial_state is not None:
-            self.optimizer.load_state_dict(copy.deepcopy(self._initial_state))
+        while True:
+            try:
+                if self._average():
+                    return
+            except LostRankError as error:
+                self._group.regroup(error)
 
     def finish(self) -> None:
         """End training: average the steps since the last average.
@@ -195,17 +238,20 @@ class LocalSGD:
         Afterwards the module holds the model to evaluate and save (W).
         """
         self.sync()
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(LostRankError):
             # a process that ends closes connections that the average of other ranks may still need
-            _wait(dist.barrier(self._group, async_op=True))
-        _stop(self._heart, self._closed)
-        _read(self._arrays["model"], self._parameters())
+            self._group.barrier()
+        self._group.stop()
+        with torch.no_grad():
+            for part in self._parts:
+                part.load(part.arrays["model"])
 
     def state_dict(self) -> dict[str, Any]:
         """State of the last average; with model and optimizer states, training resumes bitwise."""
-        return {"arrays": {name: tensor.clone() for name, tensor in self._arrays.items()}, "start": self._start.clone(),
-                "numbers": dict(self._numbers), "num_steps": self.num_steps, "num_rounds": self.num_rounds,
-                "num_samples": self._num_samples}
+        return {"rule": type(self.rule).__name__, "layout": self._layout(),
+                "arrays": {part.dtype: {name: tensor.clone() for name, tensor in part.arrays.items()} for part in self._parts},
+                "start": {part.dtype: part.start.clone() for part in self._parts}, "numbers": dict(self._numbers),
+                "num_steps": self.num_steps, "num_rounds": self.num_rounds, "num_samples": self._num_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a rank.
@@ -214,189 +260,213 @@ class LocalSGD:
             state: a result of `state_dict`.
 
         Raises:
-            ConfigError: the state belongs to another rule or another model.
+            ConfigError: the state belongs to another rule or another model; nothing is changed.
         """
-        require_state(state, ("arrays", "start", "numbers", "num_steps", "num_rounds", "num_samples"), "LocalSGD", ConfigError)
-        shapes = {name: tuple(tensor.shape) for name, tensor in state["arrays"].items()}
-        wanted = {name: tuple(tensor.shape) for name, tensor in self._arrays.items()}
-        if shapes != wanted:
-            raise ConfigError(f"the state holds {shapes}, but this rule and model need {wanted}; "
-                              "load the state with the rule and the model that saved it.")
-        self._arrays = {name: tensor.to(self._start, copy=True) for name, tensor in state["arrays"].items()}
-        self._start = state["start"].to(self._start, copy=True)
-        if torch.equal(self._start, self._arrays["model"]):
-            self._start = self._arrays["model"]
+        require_state(state, tuple(self.state_dict()), "LocalSGD", ConfigError)
+        require_like(state, self.state_dict())
+        for part in self._parts:
+            part.arrays = {name: tensor.to(part.sums, copy=True) for name, tensor in state["arrays"][part.dtype].items()}
+            part.set_start(state["start"][part.dtype].to(part.sums, copy=True))
         self._numbers = dict(state["numbers"])
         self.num_steps, self.num_rounds = state["num_steps"], state["num_rounds"]
         self._num_samples = state["num_samples"]
 
-    # Vectors --------------------------------------------------------------------------------------
+    # Plan -----------------------------------------------------------------------------------------
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
+    def _layout(self) -> list[str]:
+        return [one.layout for part in self._parts for one in part.tensors]
 
-    def _statistics(self) -> list[Tensor]:
-        return [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
-
-    def _fill(self, num_samples: int) -> None:
-        """Write samples times parameters and buffers.
-
-        Second moments replace variances, because their means can be pooled.
-        """
-        tensors = [*self._parameters(), *self._statistics()]
-        with torch.no_grad(), self._second_moments():
-            for tensor, values in zip(tensors, self._sums[:-1].split([one.numel() for one in tensors]), strict=True):
-                # while they are in the cache of the processor
-                values.view_as(tensor).copy_(tensor).mul_(num_samples)
-            self._sums[-1] = num_samples
-
-    def _step(self, now: dict[str, float], weight: float) -> None:
-        """Take the outer step in parts that stay in the cache, and overwrite the sums by B."""
-        self._sums[self._size:-1].div_(weight)
-        model, start = self._arrays["model"], self._start
-        # the arithmetic of the rules also works with tensors
-        rule: Any = self.rule
-        for first in range(0, self._size, _PART):
-            part = slice(first, min(first + _PART, self._size))
-            mean, arrays = self._sums[part].div_(weight), {name: array[part] for name, array in self._arrays.items()}
-            updated = rule.update(arrays, arrays["model"] if start is model else start[part], mean, now)
-            broadcast = rule.broadcast(updated, now)
-            if broadcast is updated["model"]:
-                self._start = model
-            else:
-                self._start = torch.empty_like(model) if self._start is model else self._start
-                self._start[part] = broadcast
-            self._sums[part] = broadcast
-            for name, array in arrays.items():
-                array.copy_(updated[name])
-
-    def _load(self) -> None:
-        """Load parameters and statistics from the layout of `_fill`."""
-        _read(self._sums[:-1], [*self._parameters(), *self._statistics()])
-        for norm in self._batch_norms():
-            norm.running_var.sub_(norm.running_mean.square()).clamp_(min=0.0)  # type: ignore[union-attr]
-
-    @contextlib.contextmanager
-    def _second_moments(self) -> Iterator[None]:
-        kept = [(norm, norm.running_var.clone()) for norm in self._batch_norms()]  # type: ignore[union-attr]
-        with torch.no_grad():
-            for norm, _ in kept:
-                norm.running_var.add_(norm.running_mean.square())  # type: ignore[union-attr]
-            yield
-            for norm, variance in kept:
-                norm.running_var.copy_(variance)  # type: ignore[union-attr]
-
-    def _batch_norms(self) -> list[_BatchNorm]:
-        return [m for m in self.model.modules() if isinstance(m, _BatchNorm) and m.running_var is not None]
-
-    # Ranks ----------------------------------------------------------------------------------------
-
-    def _reduce(self) -> bool:
-        """Sum over the live ranks; return False if the other ranks have done so already."""
-        while True:
-            try:
-                if self._is_new and self._caught_up():
-                    return False
-                self._fill(self._num_samples)
-                _wait(dist.all_reduce(self._sums, group=self._group, async_op=True))
-                return True
-            except (RuntimeError, dist.DistBackendError) as error:
-                self._regroup(error)
-
-    def _new_group(self, *, use_local_synchronization: bool = False) -> dist.ProcessGroup:
-        """Create a group of the live ranks that this class can leave."""
-        with nccl_options(self._timeout_s) if self._backend == "nccl" else contextlib.nullcontext() as options:
-            group: dist.ProcessGroup = dist.new_group(self._ranks, timedelta(seconds=self._timeout_s), self._backend, options,
-                                                      use_local_synchronization=use_local_synchronization)
-        return group
-
-    def _regroup(self, error: Exception) -> None:
-        """Form a group of the ranks that announce themselves in the store."""
-        with contextlib.suppress(Exception):
-            # the destructor of NCCL waits for operations that never complete
-            (_abort_process_group if self._backend == "nccl" else dist.destroy_process_group)(self._group)
-        # the connections close when nothing refers to the group, so neighbors detect it immediately
-        traceback.clear_frames(error.__traceback__)
-        del self._group
-        self._num_regroups += 1
-        rank, prefix = dist.get_rank(), f"ngsgd/local_sgd/{self._num_regroups}"
+    def _own_round(self) -> _Round:
+        """Write the sums, and note what changed on this rank."""
+        own = _Round()
         try:
-            store = _get_default_store()
-            store.set(f"{prefix}/{rank}", "1")
-            present = self._announced(store, prefix)
-            # the first rank to decide decides for all
-            members: list[int] = json.loads(store.compare_set(f"{prefix}/members", "", json.dumps(present)))
-        except (RuntimeError, ValueError) as lost:
-            raise ClusterError("the process of the rendezvous store ended "
-                               f"({str(lost).splitlines()[0]}), so the live ranks cannot find each "
-                               "other; restart from the last state_dict().") from error
-        if rank not in members:
-            raise ClusterError(f"rank {rank} answered too late and was excluded; restart it from "
-                               "the state_dict() of another rank.")
-        self._ranks = members
-        self._group = self._new_group(use_local_synchronization=True)
-        self._is_new = True
+            trained = {key for part in self._parts for key in part.slices()}
+            own.tensors = planned(self.model, trained, self._known)
+            own.parts, own.marks = parts_of(own.tensors, self.rule.buffers, self._parts), marks_of(own.followed)
+        except ConfigError as problem:
+            own.problem = problem
+            return own
+        for part in own.parts:
+            if not fill(part.sums, part.tensors, self._num_samples):
+                own.is_bad, own.bad = True, first_not_finite(part.tensors)
+        for one in own.followed if self._num_samples else ():
+            mark, count = self._counts.get(one.name, (0, 0))
+            if own.marks[one.name] != mark and num_not_finite(one) > count:
+                own.is_bad, own.bad = True, one.name
+        if own.is_bad:
+            for part in own.parts:
+                part.sums.zero_()
+        return own
 
-    def _caught_up(self) -> bool:
+    def _count(self, followed: Sequence[Exchanged], marks: Mapping[str, int]) -> None:
+        """Note which values are not finite from now on, because a module needs them."""
+        self._counts |= {one.name: (marks[one.name], num_not_finite(one)) for one in followed
+                         if self._counts.get(one.name, (None,))[0] != marks[one.name]}
+
+    # Average --------------------------------------------------------------------------------------
+
+    def _average(self) -> bool:
+        """Average over the live ranks; return whether the round of this rank is complete."""
+        own = self._own_round()
+        headers = self._agree(own)
+        rounds, samples, is_bad = ([header[index] for header in headers] for index in (2, 3, 4))
+        if min(rounds) < max(rounds):
+            return self._caught_up(rounds, own)
+        counted = [index for index, count in enumerate(samples) if count and not is_bad[index]]
+        bad = [self._group.ranks[index] for index, count in enumerate(samples) if count and is_bad[index]]
+        if bad:
+            self._name(bad, own, is_last=not counted)
+        if not counted:
+            return True
+        for part in own.parts:
+            self._group.all_reduce(part.sums)
+        weight = float(sum(samples[index] for index in counted))
+        means = self._means(own, counted, weight)
+        self._group.succeeded()
+        now = self.rule.coefficients(OuterInfo(self.num_rounds, _LONG_RUN, self.num_ranks - len(bad), 0.0), self._numbers)
+        for part in own.parts:
+            part.step(self.rule, now, weight)
+        # parameters last, because a buffer can be a view of one
+        for one, values in means:
+            write(one.tensor, values)
+        for part in own.parts:
+            part.load(part.start)
+        self._numbers, self._num_samples = now, 0
+        self.num_rounds += 1
+        self._close(own)
+        if self._reset is not None:
+            self._reset.apply()
+        elif self._group.rank in bad:
+            clear_not_finite(self.optimizer)
+        return True
+
+    def _agree(self, own: _Round) -> list[list[int]]:
+        """Exchange the plans of the ranks.
+
+        Returns:
+            Of each rank: digest of the plan, whether it has a problem, completed rounds, samples of
+            this round, whether values are not finite.
+
+        Raises:
+            ConfigError: a rank cannot take part, or plans differ.
+        """
+        rule = repr(self.rule) if is_dataclass(self.rule) else type(self.rule).__name__
+        # fixed tensors may change in shape after the start
+        lines = [f"rule {rule}", *(one.line for one in own.tensors if one.kind != "fixed" or self._known is None)]
+        text = "\n".join(lines) if own.problem is None else str(own.problem)
+        headers = self._group.gather([digest_of(text), own.problem is not None, self.num_rounds, self._num_samples, own.is_bad])
+        if any(header[1] for header in headers):
+            texts = self._group.gather_texts(text if own.problem else "")
+            raise own.problem or ConfigError([f"rank {rank}: {text}" for rank, text in zip(self._group.ranks, texts, strict=True)
+                                              if text])
+        if len({header[0] for header in headers}) > 1:
+            texts = self._group.gather_texts(text)
+            names = [f"rank {rank}" for rank in self._group.ranks]
+            raise ConfigError("the models or outer rules of the ranks differ: "
+                              f"{first_difference(dict(zip(names, texts, strict=True)))}. Create and change the model in the "
+                              "same way on all ranks.")
+        return headers
+
+    def _means(self, own: _Round, counted: Sequence[int], weight: float) -> list[tuple[Exchanged, Tensor]]:
+        """Return the means of followed tensors that differ between ranks with samples.
+
+        If they are equal there, the other ranks get their values.
+        """
+        followed, index = own.followed, self._group.ranks.index(self._group.rank)
+        if not followed:
+            return []
+        gathered = zip(*self._group.gather(list(own.marks.values())), strict=True)
+        marks = dict(zip(own.marks, gathered, strict=True))
+        mean_of = means_of_variances(followed)
+        differing = {name for name, numbers in marks.items() if len({numbers[rank] for rank in counted}) > 1}
+        # variances of means that differ are larger, so both are pooled
+        differing |= {name for name, mean in mean_of.items() if mean.name in differing}
+        averaged = [one for one in followed if one.name in differing]
+        restored = [one for one in followed if one.name not in differing and len(set(marks[one.name])) > 1]
+        self._group.equalize(restored, self._group.ranks[counted[0]])
+        own.written = averaged + restored
+        means = dict[str, Tensor]()
+        for dtype in dict.fromkeys(one.precision for one in averaged):
+            own_dtype = [one for one in averaged if one.precision is dtype]
+            device = own_dtype[0].tensor.device
+            sums = torch.zeros(sum(one.size for one in own_dtype), dtype=dtype, device=device)
+            parts = sums.split([one.size for one in own_dtype])
+            for one, values in zip(own_dtype, parts, strict=True) if index in counted else ():
+                values.copy_(values_of(one.tensor, dtype))
+                if one.name in mean_of:
+                    # second moments have a mean, variances have none
+                    values.add_(values_of(mean_of[one.name].tensor, dtype).to(device).square())
+                values.mul_(self._num_samples)
+            self._group.all_reduce(sums)
+            sums.div_(weight)
+            means |= {one.name: values for one, values in zip(own_dtype, parts, strict=True)}
+        for name, mean in mean_of.items():
+            if name in means:
+                center = means[mean.name] if mean.name in means else values_of(mean.tensor, mean.precision)
+                means[name].sub_(center.to(means[name].device).square()).clamp_(min=0.0)
+        return [(one, means[one.name]) for one in averaged]
+
+    def _close(self, own: _Round) -> None:
+        """Keep the state of trainable parameters; layers frozen in the round have none."""
+        self._parts = own.parts
+        frozen = [one for one in own.tensors if one.kind == "trained" and not one.tensor.requires_grad]
+        if frozen:
+            ids = {id(one.tensor) for one in frozen}
+            self._parts = parts_of([one for one in own.tensors if id(one.tensor) not in ids], self.rule.buffers, own.parts)
+        self._count([*own.followed, *frozen], {**own.marks, **marks_of([*own.written, *frozen])})
+
+    def _caught_up(self, rounds: Sequence[int], own: _Round) -> bool:
         """Send the state of the last average to ranks that missed it.
 
         Returns:
             True on these ranks, whose samples the average already contains.
         """
-        own = torch.tensor([self.num_rounds], device=self._sums.device)
-        gathered = [torch.empty_like(own) for _ in self._ranks]
-        _wait(dist.all_gather(gathered, own, group=self._group, async_op=True))
-        rounds = [int(one) for one in gathered]
         newest = max(rounds)
-        is_behind = self.num_rounds < newest
-        if min(rounds) < newest:
-            source, start = self._ranks[rounds.index(newest)], self._start.clone()
-            for tensor in (*self._arrays.values(), start):
-                _wait(dist.broadcast(tensor, source, group=self._group, async_op=True))
-            store, key = _get_default_store(), f"ngsgd/local_sgd/{self._num_regroups}/numbers"
-            if dist.get_rank() == source:
-                store.set(key, json.dumps(self._numbers))
-            if is_behind:
-                self.num_rounds, self._numbers, self._start = newest, json.loads(store.get(key)), start
-                _read(start, self._parameters())
-        self._is_new = False
-        return is_behind
+        index = rounds.index(newest)
+        source = self._group.ranks[index]
+        starts = [part.start.clone() for part in own.parts]
+        for part, start in zip(own.parts, starts, strict=True):
+            for tensor in (*part.arrays.values(), start):
+                self._group.broadcast(tensor, source)
+        numbers = json.loads(self._group.gather_texts(json.dumps(self._numbers))[index])
+        self._group.equalize(own.followed, source)
+        if self.num_rounds == newest:
+            return False
+        self.num_rounds, self._numbers, self._num_samples = newest, numbers, 0
+        for part, start in zip(own.parts, starts, strict=True):
+            part.set_start(start)
+            part.load(start)
+        own.written = own.followed
+        self._close(own)
+        if self._reset is not None:
+            self._reset.apply()
+        return True
 
-    def _announced(self, store: Any, prefix: str) -> list[int]:
-        """Return the announced ranks, after waiting for live ranks that are still in their
-        round.
-        """
-        deadline = time.monotonic() + self._timeout_s
-        beats = {one: (b"", time.monotonic()) for one in self._ranks}
-        while True:
-            now = time.monotonic()
-            present = [one for one in self._ranks if store.check([f"{prefix}/{one}"])]
-            for one in self._ranks:
-                beat = store.get(_alive(one)) if store.check([_alive(one)]) else b""
-                if beat != beats[one][0]:
-                    beats[one] = (beat, now)
-            awaited = [one for one in self._ranks if one not in present and now - beats[one][1] < _SILENT_S]
-            if not awaited or now > deadline:
-                return present
-            time.sleep(_POLL_S)
-
-    def _beat(self) -> None:
-        """Publish heartbeats in a thread."""
-        count, rank = 0, dist.get_rank()
-        with contextlib.suppress(Exception):
-            # a separate connection, because another thread may block on the first one
-            store = _get_default_store()
-            store = store.clone() if hasattr(store, "clone") else store
-            while not self._closed.wait(_BEAT_S):
-                count += 1
-                store.set(_alive(rank), str(count))
+    def _name(self, bad: Sequence[int], own: _Round, *, is_last: bool) -> None:
+        """Warn of ranks that the average excludes."""
+        texts = self._group.gather_texts(own.bad)
+        named = ", ".join(f"rank {rank} ({texts[self._group.ranks.index(rank)] or 'too large'})" for rank in bad)
+        advice = "Check the data and the learning rate of that rank, or skip steps whose loss is not finite"
+        if is_last:
+            raise DivergenceError(f"LocalSGD has nothing to average in round {self.num_rounds}: the parameters or statistics of "
+                                  f"all ranks with samples are not finite: {named}. {advice}; restart from the last state_dict().")
+        self._excluded.update(bad)
+        if any(has_grown(self._excluded[rank], self._reported[rank]) for rank in bad):
+            self._reported |= self._excluded
+            warn(f"LocalSGD excluded {named} from average {self.num_rounds}, because parameters or statistics are not finite. It "
+                 "receives the average of the other ranks, and tensors of its optimizer state that are not finite become 0. "
+                 f"{advice}.")
 
 
-@torch.no_grad()
-def _read(vector: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy consecutive values of a vector to tensors."""
-    for tensor, values in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(values.view_as(tensor))
+def _checked_samples(num_samples: Any) -> int:
+    """Return a number of samples; raise ArgumentError if it is none."""
+    if type(num_samples) is not int:
+        if isinstance(num_samples, bool) or (isinstance(num_samples, Tensor) and num_samples.dtype.is_floating_point):
+            raise ArgumentError(f"LocalSGD.step: num_samples is {num_samples!r}; give a whole number.")
+        num_samples = int(checked({"num_samples": num_samples}, {"num_samples": int}, "LocalSGD.step")["num_samples"])
+    if not 0 <= num_samples < 2**53:
+        raise ArgumentError(f"LocalSGD.step: num_samples is {num_samples}; give the number of samples of the step, at least 0.")
+    return int(num_samples)
 
 
 def _require_own_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -406,23 +476,3 @@ def _require_own_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         raise ConfigError(f"the {type(optimizer).__name__} has no parameter of the model, so LocalSGD would "
                           "average a model that nobody trains; create the optimizer from the same "
                           "model, after the last change of its layers.")
-
-
-def _wait(work: dist.Work | None) -> None:
-    """Wait for a collective.
-
-    Without `async_op` torch would only queue a collective of NCCL, and a dead rank would never be
-    detected.
-    """
-    if work is not None:
-        work.wait()
-
-
-def _stop(heart: threading.Thread, closed: threading.Event) -> None:
-    """End the thread of the heartbeats."""
-    closed.set()
-    heart.join(_SILENT_S)
-
-
-def _alive(rank: int) -> str:
-    return f"ngsgd/local_sgd/alive/{rank}"

@@ -14,6 +14,11 @@ from ngsgd.errors import DataError
 
 # Elements; the float64 copies fit into the cache.
 CHUNK = 1 << 15
+# Dtypes whose numbers have a mean: float8_e8m0fnu holds exponents, float4 pairs.
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+DTYPES_WITH_MEAN = frozenset({
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
+    *(getattr(torch, name) for name in _FLOAT8 if hasattr(torch, name))})
 
 
 class AveragingError(DataError, ValueError):
@@ -27,9 +32,11 @@ def average_parameters(models: Sequence[Mapping[str, Tensor] | nn.Module],
                        weights: Sequence[float] | None = None) -> dict[str, Tensor]:
     """Return the weighted mean of models of the same shape.
 
-    Weights are normalized to sum to one; use the number of samples of each model. Running variances
-    of batch normalization are pooled with their running means, which gives the variance of all data
-    together. Integer entries, such as counters, are those of the first model.
+    Weights are normalized to sum to one; use the number of samples of each model. Values of a model
+    with weight 0 do not count. Running variances of batch normalization are pooled with their
+    running means, which gives the variance of all data together. Integer entries, such as counters,
+    are those of the first model. Entries that are equal in all models, such as masks with
+    infinities, stay bitwise equal.
 
     Args:
         models: state dicts, or modules.
@@ -39,8 +46,8 @@ def average_parameters(models: Sequence[Mapping[str, Tensor] | nn.Module],
         A state dict with the dtypes and devices of the first model.
 
     Raises:
-        AveragingError: keys, shapes or dtypes differ, an entry is no tensor or not finite, or the
-            weights sum to 0.
+        AveragingError: keys, shapes or dtypes differ, an entry is no dense tensor or not finite, or
+            the weights sum to 0.
 
     Example:
         >>> import torch
@@ -52,12 +59,35 @@ def average_parameters(models: Sequence[Mapping[str, Tensor] | nn.Module],
     shares = shares_of(len(states), weights)
     for index, state in enumerate(states):
         _require_like(state, states[0], index)
-    found = {name: _mean_tensor([state[name] for state in states], shares) for name in states[0]}
-    for name in found:
-        mean = f"{name.removesuffix('running_var')}running_mean"
-        if name.rpartition(".")[2] == "running_var" and mean in found and len(states) > 1:
-            found[name] = _pooled([state[mean] for state in states], [state[name] for state in states], shares)
-    return found
+    counted = {index: states[index] for index, share in enumerate(shares) if share}
+    weights = [shares[index] for index in counted]
+    return {name: _mean_entry(name, counted, weights).to(first.device) if first.dtype in DTYPES_WITH_MEAN
+            else first.detach().clone() for name, first in states[0].items()}
+
+
+def _mean_entry(name: str, states: Mapping[int, Mapping[str, Tensor]], shares: Sequence[float]) -> Tensor:
+    """Return the mean of one entry of the state dicts, by the index of each model."""
+    tensors = [state[name].detach() for state in states.values()]
+    mean = f"{name.removesuffix('running_var')}running_mean" if name.rpartition(".")[2] == "running_var" else name
+    means = [state[mean].detach() if mean in state else tensors[0] for state in states.values()]
+    if len(tensors) > 1 and all(_is_equal(one[0], each) for one in (tensors, means) for each in one[1:]):
+        return tensors[0].clone()
+    for index, tensor in zip(states, tensors, strict=True):
+        # Torch tests no float8.
+        if not bool((tensor if tensor.element_size() > 1 else tensor.float()).isfinite().all()):
+            raise AveragingError(f"entry {name} of state dict {index} has numbers that are not "
+                                 "finite; exclude that model.")
+    if mean != name and len(tensors) > 1 and means[0].shape == tensors[0].shape:
+        return _pooled(means, tensors, shares)
+    return _mean_tensor(tensors, shares)
+
+
+def _is_equal(first: Tensor, second: Tensor) -> bool:
+    second = second.to(first.device)
+    if first.is_complex():
+        # Torch compares no half-precision complex numbers.
+        first, second = (torch.view_as_real(one.resolve_conj()) for one in (first, second))
+    return torch.equal(first, second)
 
 
 def _state(model: Any, index: int) -> Mapping[str, Tensor]:
@@ -80,9 +110,9 @@ def _require_like(state: Mapping[str, Tensor], first: Mapping[str, Tensor], inde
             raise AveragingError(f"entry {name} of state dict {index} is {_described(tensor)}, and "
                                  f"of state dict 0 {_described(first[name])}; average models of "
                                  "the same shapes and dtypes.")
-        if not bool(tensor.isfinite().all()):
-            raise AveragingError(f"entry {name} of state dict {index} has numbers that are not "
-                                 "finite; exclude that model.")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            kind = "on the meta device" if tensor.is_meta else f"of {tensor.dtype} and layout {tensor.layout}"
+            raise AveragingError(f"entry {name} of state dict {index} is {kind}; average dense tensors with values.")
 
 
 def _described(tensor: Tensor) -> str:
@@ -135,8 +165,6 @@ def mean_of_chunk(vectors: Sequence[npt.NDArray[Any]], shares: Sequence[float], 
 
 def _mean_tensor(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     first = tensors[0]
-    if not (first.is_floating_point() or first.is_complex()):
-        return first.clone()
     exact = torch.complex128 if first.is_complex() else torch.float64
     total = first.to(exact) * shares[0]
     for tensor, share in zip(tensors[1:], shares[1:], strict=True):

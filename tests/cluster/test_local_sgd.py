@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import ngsgd
 from ngsgd.errors import ConfigError
@@ -149,6 +150,50 @@ def test_a_rank_that_misses_an_average_takes_the_state_of_the_others(tmp_path: P
     assert [one["diloco"][1] for one in found] == [NUM_RANKS] * NUM_RANKS
     # W, which only ranks with one outer momentum have in common
     assert all(torch.equal(one["diloco"][0], found[0]["diloco"][0]) for one in found)
+
+
+def _train_in_a_mesh(rank: int, folder: str, dies_at: int) -> None:
+    """Two replicas of two ranks; ranks of a column are averaged."""
+    _init(rank, folder)
+    if rank == 0:
+        # processes with different numbers of groups
+        dist.new_group([0], use_local_synchronization=True)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    found = {}
+    for name, group in (("mesh", mesh["replica"].get_group()), ("pairs", pairs[rank // 2]), ("again", mesh["replica"].get_group())):
+        model = nn.Linear(2, 2)
+        local = ngsgd.LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), sync_every=1, outer="average", process_group=group,
+                               timeout_s=8.0)
+        for step in range(3):
+            if rank == 3 and name == "again" and step == dies_at:
+                os._exit(9)
+            with torch.no_grad():
+                model.weight.fill_(rank + 10 * step)
+            local.step()
+        found[name] = (model.weight[0, 0].detach(), local.num_ranks)
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    # the store is in a file, so no rank waits for another
+    os._exit(0)
+
+
+@pytest.mark.entry("D1", "you give `LocalSGD` one of several process groups, as of a device mesh", "works",
+                   "Ranks of a group are averaged with each other only. Names in the rendezvous store contain the ranks. A rank "
+                   "that dies does not disturb other groups.")
+@pytest.mark.slow
+def test_groups_of_a_device_mesh_are_averaged_separately(tmp_path: Path) -> None:
+    found = _spawn(_train_in_a_mesh, tmp_path, -1)
+    # after step 2: 20 + the mean of the ranks 0 and 2, or 1 and 3
+    assert [float(one[name][0]) for name in ("mesh", "again") for one in found] == [21.0, 22.0, 21.0, 22.0] * 2
+    assert [float(one["pairs"][0]) for one in found] == [20.5, 20.5, 22.5, 22.5]
+
+
+@pytest.mark.entry("D1")
+@pytest.mark.faults
+def test_a_dead_rank_does_not_disturb_another_group(tmp_path: Path) -> None:
+    found = _spawn(_train_in_a_mesh, tmp_path, 1)
+    assert [one["again"][1] for one in found] == [2, 1, 2]
+    assert [float(one["again"][0]) for one in found] == [21.0, 21.0, 21.0]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ngsgd import average_parameters
 from ngsgd.errors import ConfigError, NgsgdError
-from ngsgd.ops.averaging import weighted_mean
+from ngsgd.ops.averaging import DTYPES_WITH_MEAN, weighted_mean
 from ngsgd.optim.outer import Average, Bmuf, OuterInfo, OuterOptimizer
 
 
@@ -110,6 +110,35 @@ def test_models_that_have_no_mean_are_refused(second: Tensor, told: str) -> None
 def test_complex_entries_are_averaged() -> None:
     mean = average_parameters([{"w": torch.tensor([1.0 + 2.0j])}, {"w": torch.tensor([3.0 - 4.0j])}])
     assert mean["w"].tolist() == [2.0 - 1.0j]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", sorted(DTYPES_WITH_MEAN, key=str))
+def test_every_dtype_with_a_mean_is_averaged(dtype: torch.dtype) -> None:
+    exact = torch.complex128 if dtype.is_complex else torch.float64
+    models = [{"w": torch.randn(4, 3, dtype=exact).to(dtype)} for _ in range(3)]
+    mean = average_parameters(models, [1, 2, 3])["w"]
+    wanted = sum(weight * model["w"].to(exact) for weight, model in zip((1, 2, 3), models, strict=True)) / 6
+    # one rounding: float8 has 2 or 3 bits behind the point
+    eps = 0.25 if dtype.itemsize == 1 else torch.finfo(dtype).eps
+    torch.testing.assert_close(mean.to(exact), wanted, rtol=eps, atol=eps)
+    assert mean.dtype is dtype and not torch.equal(mean.to(exact), models[0]["w"].to(exact))
+
+
+def test_models_of_weight_zero_do_not_count_and_constants_stay() -> None:
+    mask = torch.tensor([0.1, -torch.inf])
+    models = [{"w": torch.ones(2) * value, "mask": mask} for value in (1.0, torch.nan, 4.0)]
+    models[1]["mask"] = mask * torch.nan
+    mean = average_parameters(models, [1, 0, 2])
+    assert mean["w"].tolist() == [3.0, 3.0] and torch.equal(mean["mask"], mask)
+    with pytest.raises(NgsgdError):
+        average_parameters(models)
+
+
+@pytest.mark.parametrize("tensor", [torch.empty(3, device="meta"), torch.eye(3).to_sparse()])
+def test_entries_without_dense_values_are_refused(tensor: Tensor) -> None:
+    with pytest.raises(NgsgdError, match="layer"):
+        average_parameters([{"layer": tensor}] * 2)
 
 
 @pytest.mark.entry("B13", "you give modules to `average_parameters`, or a tensor to `OuterOptimizer`", "works",
