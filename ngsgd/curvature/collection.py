@@ -99,13 +99,15 @@ class Collection(Mapping[str, Quantities]):
         separate = not (set(asked) <= _OF_ROWS
                         and any(normalizes_over_minibatch(module) for module in model.modules()))
         self._capture = Capture(model, arrived=self._arrived, called=self._noted, separate=separate,
-                                **capture)
+                                gradients=any(SIGNALS.get(name, ("",))[0] == "gradient" for name in asked), **capture)
         for name, module in model.named_modules():
             if name in self._capture.layers and has_transposed_weight(module):
                 raise ConfigError(f"layer {name} (Conv1D of Hugging Face) has a weight of inputs x "
                                   "outputs, whose quantities would be in another order. Replace "
                                   "it by an nn.Linear with the transposed weight, or exclude it "
                                   "by listing the others in layers=.")
+        # Products rerun the pass, so they need no samples.
+        self._needs_samples = any(SIGNALS.get(name, ("gradient",))[0] != "gradient" for name in asked)
         factored = [name for name in asked if SIGNALS.get(name, ("", ""))[1] == "factors"]
         if factored:
             _require_factors(model, self._capture.layers, factored[0])
@@ -219,7 +221,8 @@ class Collection(Mapping[str, Quantities]):
 
     def _delivered(self, call: LayerCall | None, gradient_IO: Tensor | None) -> None:
         """Reuse the weight gradient that autograd has just computed."""
-        if call is not None and call in self._expected and call.weight is not None and gradient_IO is not None:
+        if call is not None and call in self._expected and call.weight is not None and gradient_IO is not None \
+                and not self._capture.is_paused:
             self._expected.remove(call)
             fresh = PassResults()
             # A copy, because autograd adds later gradients to this memory.
@@ -276,7 +279,7 @@ class Collection(Mapping[str, Quantities]):
         def before_the_backward_pass(upstream: Tensor) -> None:
             if not self._capture.is_paused and self._capture.open_calls and outputs:
                 if outputs[0].requires_grad:
-                    self._capture.check_output(get_gradient_edge(outputs[0]), outputs[0])
+                    self._capture.check_output(get_gradient_edge(outputs[0]), outputs[0], samples_first=self._needs_samples)
                 with without_autocast(upstream.device.type):
                     self._second_order.send(settings, kind, outputs.pop(), target, upstream, again)
 

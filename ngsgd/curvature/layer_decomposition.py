@@ -25,7 +25,7 @@ Expansion = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, Product], Any]
 def expansion_of(module: nn.Module) -> Expansion | None:
     """Return the function that computes the output from the products; None for other modules."""
     return next((expand for plain, expand in _EXPANSIONS.items()
-                 if isinstance(module, plain) and type(module).forward is plain.forward), None)
+                 if isinstance(module, plain) and type(module).forward is plain.forward and "forward" not in vars(module)), None)
 
 
 def _recurrent(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, product: Product) -> Any:

@@ -119,11 +119,11 @@ class Table:
 def kind_of(layer: nn.Module) -> Kind | None:
     """Return how the layer uses its parameters; None if it is not supported.
 
-    A subclass counts as its base class unless it overrides `forward`. Layers of `ngsgd.NGSGD`
+    A subclass or an object counts as its base class unless it overrides `forward`. Layers of `ngsgd.NGSGD`
     compute the same outputs as torch's layers.
     """
     module: Any = layer
-    plain = _plain_class(type(layer))
+    plain = None if "forward" in vars(layer) else _plain_class(type(layer))
     if plain is nn.Linear or has_transposed_weight(layer):
         return Affine()
     if plain in (nn.Conv1d, nn.Conv2d, nn.Conv3d):

@@ -34,10 +34,13 @@ class ModelCalls:
         self._output = None
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._call, self._output = (args, kwargs, torch.get_rng_state(), {}), None
+        # Activation checkpointing calls it again in a backward pass.
+        if torch._C._current_graph_task_id() == -1:
+            self._call, self._output = (args, kwargs, torch.get_rng_state(), {}), None
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._output = Output(output) if isinstance(output, Tensor) else None
+        if torch._C._current_graph_task_id() == -1:
+            self._output = Output(output) if isinstance(output, Tensor) else None
 
     def taken(self, seen: Tensor, loss: Callable[[Tensor], Tensor],
               evaluation: Callable[[Tensor], losses.LossEvaluation],

@@ -5,30 +5,34 @@ added to every sample, so the derivative at its output is a sum over samples, ev
 Two criteria:
 
     graph     all paths from the loss to the layer repeat a tensor along the leading dimension
-    numbers   derivatives of the first half of a layer's rows reach the second half of earlier rows
+    numbers   derivatives of a sample's rows reach rows of another sample
 
 The first costs a traversal of the graph. The second also detects mixed samples (a batch statistic,
-a product with the output of another layer), and costs a backward pass. Both run once for each model
-and way of calling it.
+a product with the output of another layer) and another order of the samples. It costs one backward
+pass, and one more for each octal digit of the number of samples. Both run once for each model and
+way of calling it.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from ngsgd.curvature.completeness import probe
 from ngsgd.curvature.records import LayerCall
 
 # Zero derivatives (a zero-initialized output layer) are inconclusive; limit the number of attempts.
 _TRIES = 3
 # Fraction of squares below which values are rounding noise; a layer that runs once has about 1.
 _ROUNDING = 1e-10
+# Elements of an output without a dimension of samples that are differentiated.
+_ELEMENTS = 4
 
 # Operations that broadcast a smaller input; others, such as stack, may have these shapes by chance.
 _BROADCASTING = ("Add", "Sub", "Rsub", "Mul", "Div", "Pow", "Where", "Expand", "Lerp", "Maximum", "Minimum", "MaskedFill", "Atan2")
@@ -61,7 +65,8 @@ class Tries:
     def _key(self, call: LayerCall, num_rows: int) -> tuple[Any, ...]:
         # Ratios instead of sizes, which may differ in every minibatch.
         M = len(call.input)
-        return self._check, call.layer, call.input.ndim, (num_rows < M) - (num_rows > M)
+        # A single row cannot be mixed, so it decides nothing about more rows.
+        return self._check, call.layer, call.input.ndim, (num_rows < M) - (num_rows > M), min(num_rows, M) > 1
 
 
 def run_once(outputs: Iterable[GradientEdge],
@@ -131,8 +136,12 @@ def next_calls(source: GradientEdge, calls: Mapping[LayerCall, GradientEdge]) ->
 
 
 def mixed_rows(source: GradientEdge, like: Tensor, before: Mapping[LayerCall, GradientEdge],
-               num_samples: int | None) -> dict[LayerCall, bool | None]:
-    """Return whether rows of the calls before a source belong to several rows of the source.
+               num_samples: int | None, samples: Tensor | None = None) -> dict[LayerCall, bool | None]:
+    """Return whether rows of the calls before a source depend on other rows of the source.
+
+    Derivatives of sample n are multiplied by a power of two, which is exact. Rows of sample n that
+    are not multiplied by the same power contain derivatives of other samples. Powers are the octal
+    digits of n, one backward pass for each digit, so every two samples differ in one of them.
 
     The value is None if the check is inconclusive.
 
@@ -141,29 +150,76 @@ def mixed_rows(source: GradientEdge, like: Tensor, before: Mapping[LayerCall, Gr
         like: of the shape and dtype of the source.
         before: calls that the source depends on.
         num_samples: N; None: a row of the source, or of a call that has fewer, is a sample.
+        samples: sample of each element of the source, broadcastable; default: rows in order.
     """
     found: dict[LayerCall, bool | None] = dict.fromkeys(before)
     rows = {call: call.output_shape[0] for call in before}
     fitting = [call for call, M in rows.items() if min(M, len(like)) > 1 and (M % len(like) == 0 or len(like) % M == 0)]
     groups = num_samples or math.gcd(len(like), *(rows[call] for call in fitting))
-    if not fitting or groups < 2 or any(M % groups for M in (len(like), *(rows[call] for call in fitting))):
+    if samples is not None:
+        assert num_samples is not None
+        fitting = [call for call, M in rows.items() if M % num_samples == 0]
+    elif any(M % groups for M in (len(like), *(rows[call] for call in fitting))):
         return found
-    half = groups // 2
-    generator = torch.Generator(like.device).manual_seed(0)
-    u = torch.randn(like.shape, generator=generator, device=like.device, dtype=torch.float32).to(like.dtype)
-    own, other = dict.fromkeys(fitting, 0.0), dict.fromkeys(fitting, 0.0)
-    edges = [before[call] for call in fitting]
-    first = torch.arange(len(like), device=like.device) < half * (len(like) // groups)
-    for is_first in (True, False):
-        mask = (first == is_first).view(-1, *[1] * (like.ndim - 1))
-        pulled: Any = torch.autograd.grad([source], edges, [u * mask], retain_graph=True, allow_unused=True)
-        for call, e_M in zip(fitting, pulled, strict=True):
-            if e_M is not None:
-                border = half * (rows[call] // groups)
-                parts = [float(part.double().square().sum()) for part in (e_M[:border], e_M[border:])]
-                own[call] += parts[not is_first]
-                other[call] += parts[is_first]
-    for call in fitting:
-        if own[call] + other[call] > 0.0:
-            found[call] = other[call] > _ROUNDING * own[call]
+    else:
+        samples = (torch.arange(len(like), device=like.device) // (len(like) // groups)).view(-1, *[1] * (like.ndim - 1))
+    if not fitting or groups < 2:
+        return found
+    edges, u, n_N = [before[call] for call in fitting], probe(like), torch.arange(groups, device=like.device)
+
+    def rows_of(u: Tensor) -> list[Tensor | None]:
+        pulled: Any = torch.autograd.grad([source], edges, [u], retain_graph=True, allow_unused=True)
+        return [None if e_M is None else e_M.double().reshape(groups, -1) for e_M in pulled]
+
+    plain = rows_of(u)
+    errors = [0.0] * len(fitting)
+    for shift in range(0, (groups - 1).bit_length(), 3):
+        for place, e_NX in enumerate(rows_of(u * (2.0 ** (samples >> shift & 7)).to(u.dtype))):
+            own_NX = plain[place]
+            if e_NX is not None and own_NX is not None:
+                errors[place] += float((e_NX / 2.0 ** (n_N >> shift & 7)[:, None] - own_NX).square().sum())
+    for call, e_NX, error in zip(fitting, plain, errors, strict=True):
+        own = 0.0 if e_NX is None else float(e_NX.square().sum())
+        if own > 0.0 and math.isfinite(error):
+            found[call] = error > max(_ROUNDING, torch.finfo(like.dtype).eps ** 2) * own
     return found
+
+
+def mixed_output(source: GradientEdge, like: Tensor, before: Mapping[LayerCall, GradientEdge],
+                 num_samples: int) -> dict[LayerCall, bool | None]:
+    """Return `mixed_rows` of a model output, whose samples may be in any dimension.
+
+    If no dimension has the size of the samples (frames selected by a mask), a few single elements
+    are differentiated, each of which must depend on one sample.
+    """
+    found: dict[LayerCall, bool | None] = dict.fromkeys(before)
+    layouts = list(_layouts(like, num_samples))
+    for samples in layouts:
+        found = mixed_rows(source, like, before, num_samples, samples)
+        if True not in found.values():
+            return found
+    if layouts or num_samples < 2:
+        return found
+    generator = torch.Generator().manual_seed(0)
+    for place in torch.randint(like.numel(), (_ELEMENTS,), generator=generator).tolist():
+        u = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
+        u[place] = 1.0
+        pulled: Any = torch.autograd.grad([source], list(before.values()), [u.view(like.shape)], retain_graph=True, allow_unused=True)
+        for call, e_M in zip(before, pulled, strict=True):
+            if e_M is not None and len(e_M) % num_samples == 0:
+                squares_N = e_M.double().reshape(num_samples, -1).square().sum(dim=1)
+                if float(squares_N.sum()) > 0.0:
+                    others = float(squares_N.sum() - squares_N.max())
+                    found[call] = bool(found[call]) or others > _ROUNDING * float(squares_N.max())
+    return found
+
+
+def _layouts(like: Tensor, num_samples: int) -> Iterator[Tensor]:
+    """Yield the samples of the elements of an output, for each arrangement that its shape allows.
+    """
+    for dim, size in enumerate(like.shape):
+        if size % num_samples == 0 and size > 0:
+            of_row = torch.arange(size, device=like.device) // (size // num_samples)
+            yield of_row.view(-1, *[1] * (like.ndim - 1 - dim))
+            if dim == 0 and size > num_samples:
+                yield (torch.arange(size, device=like.device) % num_samples).view(-1, *[1] * (like.ndim - 1))
