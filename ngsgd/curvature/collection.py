@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from ngsgd.curvature import losses
 from ngsgd.curvature.accumulation import Accumulation
@@ -32,8 +32,9 @@ from ngsgd.curvature.layers import (
     normalizes_over_minibatch,
     without_autocast,
 )
-from ngsgd.curvature.loss_interception import LossCalls
+from ngsgd.curvature.loss_interception import LossCalls, require_linear
 from ngsgd.curvature.quantities import SIGNALS, CollectOptions, PassResults, Quantities, finalize
+from ngsgd.curvature.samples import MAX_TRIES, tries_of
 from ngsgd.curvature.second_order.backward import SecondOrderBackward
 from ngsgd.errors import ConfigError, DataError
 
@@ -92,6 +93,11 @@ class Collection(Mapping[str, Quantities]):
     def __init__(self, model: nn.Module, asked: tuple[str, ...], loss_fn: Any,
                  options: CollectOptions, capture: dict[str, Any]) -> None:
         self._asked, self._loss_fn, self._options = asked, loss_fn, options
+        # In the first contexts of a model, because the function mode slows down the forward pass.
+        tried, key = tries_of(model), ("reduction", options.reduction)
+        self._checks_reduction = options.is_reduction_inferred and tried.get(key, 0) < MAX_TRIES
+        if self._checks_reduction:
+            tried[key] = tried.get(key, 0) + 1
         self._is_second_order = any(SIGNALS.get(name, ("", ""))[0] != "gradient" for name in asked)
         if self._is_second_order:
             _refuse_natural_gradient(model)
@@ -125,19 +131,17 @@ class Collection(Mapping[str, Quantities]):
         self._by_node: weakref.WeakSet[LayerCall] = weakref.WeakSet()
         # those among them whose derivative has arrived
         self._expected: set[LayerCall] = set()
-        self._handles: list[Any] = []
-        self._is_in_loss = False
+        # values of losses that were not differentiated yet
+        self._losses: list[Node] = []
+        # the last backward pass whose losses were used
+        self._sent = -1
         self._mode: LossCalls | None = None
 
     def __enter__(self) -> Collection:
         self._capture.__enter__()
         self._second_order.open()
-        if self._is_second_order:
-            if isinstance(self._loss_fn, nn.Module):
-                self._handles = [self._loss_fn.register_forward_pre_hook(self._before_loss),
-                                 self._loss_fn.register_forward_hook(self._loss_hook, with_kwargs=True)]
-            # of a module: loss functions called next to it
-            self._mode = LossCalls(self._watch_function)
+        if self._is_second_order or self._checks_reduction:
+            self._mode = LossCalls(self._watch)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -145,8 +149,7 @@ class Collection(Mapping[str, Quantities]):
         self._capture.close()
         self._capture.forget_listeners()
         self._second_order.close()
-        for handle in self._handles:
-            handle.remove()
+        self._losses.clear()
         if self._mode is not None:
             self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
             self._mode = None
@@ -204,6 +207,11 @@ class Collection(Mapping[str, Quantities]):
                               "samples may not correspond: call backward() for the loss of each "
                               "call, or join both minibatches. If the loss compares the outputs of "
                               "both, collect on a module whose forward() makes both calls.")
+        if self._is_second_order and number != self._sent:
+            raise ConfigError("the backward pass is not of a loss whose curvature is known: inside of "
+                              "collect(), call cross-entropy, mean squared error or binary "
+                              "cross-entropy with logits of torch, or request first-order "
+                              "quantities.")
         record = self._capture.record(call, e_M[None])
         self._agree(record)
         for parameter, share in (record.shares() if self._of_gradient else {}).items():
@@ -255,32 +263,37 @@ class Collection(Mapping[str, Quantities]):
 
     # the loss
 
-    def _before_loss(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._is_in_loss = True
-
-    def _watch_function(self, *args: Any) -> None:
-        # The loss is not called as a module.
-        if not self._is_in_loss:
-            self._watch(*args)
-
-    def _loss_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> None:
-        self._is_in_loss = False
-        output, target = (*args, *(kwargs[key] for key in ("input", "target") if key in kwargs))
-        self._watch({**vars(module), **module._buffers}, type(module), output, target, value, lambda f: module.forward(f, target))
-
     def _watch(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor,
                again: Callable[[Tensor], Tensor]) -> None:
         if not value.requires_grad or self._capture.is_paused:
             return
-        losses.require_fixed(target)
+        if self._checks_reduction and settings["reduction"] != self._options.reduction:
+            raise ConfigError(f"the loss has reduction={settings['reduction']!r}, and loss_fn has "
+                              f"{self._options.reduction!r}: give collect() reduction=\"mean\" or "
+                              "\"sum\" over samples.")
+        if not self._is_second_order:
+            return
+        losses.require_fixed(target, settings)
+        assert value.grad_fn is not None
+        self._losses.append(value.grad_fn)
         # Freed after use, because the hook lives as long as the graph.
         outputs = [output]
 
         def before_the_backward_pass(upstream: Tensor) -> None:
             if not self._capture.is_paused and self._capture.open_calls and outputs:
+                self._require_linear()
                 if outputs[0].requires_grad:
                     self._capture.check_output(get_gradient_edge(outputs[0]), outputs[0], samples_first=self._needs_samples)
                 with without_autocast(upstream.device.type):
                     self._second_order.send(settings, kind, outputs.pop(), target, upstream, again)
 
         value.register_hook(before_the_backward_pass)
+
+    def _require_linear(self) -> None:
+        """Check the objective of the current backward pass, once."""
+        number = torch._C._current_graph_task_id()
+        if number != self._sent:
+            if self._mode is None or not self._mode.roots:
+                raise ConfigError("the objective of the backward pass is unknown: call loss.backward() inside of collect().")
+            require_linear(self._mode.roots, self._losses, {edge.node for edge in self._capture.open_calls.values()})
+            self._sent = number

@@ -28,7 +28,7 @@ from ngsgd.curvature.completeness import probe
 from ngsgd.curvature.records import LayerCall
 
 # Zero derivatives (a zero-initialized output layer) are inconclusive; limit the number of attempts.
-_TRIES = 3
+MAX_TRIES = 3
 # Fraction of squares below which values are rounding noise; a layer that runs once has about 1.
 _ROUNDING = 1e-10
 # Elements of an output without a dimension of samples that are differentiated.
@@ -42,25 +42,30 @@ _BROADCASTING = ("Add", "Sub", "Rsub", "Mul", "Div", "Pow", "Where", "Expand", "
 _TRIED: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
 
 
+def tries_of(model: nn.Module) -> dict[tuple[Any, ...], int]:
+    """Return the number of attempts of each check of a model."""
+    try:
+        return _TRIED.setdefault(model, {})
+    except TypeError:
+        # A module with an equality and no hash.
+        return {}
+
+
 class Tries:
     """Calls of the layers of a model that need a check; shared by all captures of the model."""
 
     def __init__(self, model: nn.Module, check: str) -> None:
-        try:
-            self._tried = _TRIED.setdefault(model, {})
-        except TypeError:
-            # A module with an equality and no hash.
-            self._tried = {}
+        self._tried = tries_of(model)
         self._check = check
 
     def are_due(self, calls: Iterable[LayerCall], num_rows: int) -> bool:
         """Return whether one of the calls was not checked."""
-        return any(self._tried.get(self._key(call, num_rows), 0) < _TRIES for call in calls)
+        return any(self._tried.get(self._key(call, num_rows), 0) < MAX_TRIES for call in calls)
 
     def count(self, call: LayerCall, num_rows: int, *, is_clear: bool) -> None:
         """Count a check of a call, which is the last one if it was conclusive."""
         key = self._key(call, num_rows)
-        self._tried[key] = _TRIES if is_clear else self._tried.get(key, 0) + 1
+        self._tried[key] = MAX_TRIES if is_clear else self._tried.get(key, 0) + 1
 
     def _key(self, call: LayerCall, num_rows: int) -> tuple[Any, ...]:
         # Ratios instead of sizes, which may differ in every minibatch.

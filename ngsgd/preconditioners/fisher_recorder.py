@@ -206,7 +206,7 @@ class FisherRecorder:
                again: Callable[[Tensor], Tensor]) -> None:
         if value.requires_grad and not self._capture.is_paused:
             if self._fisher != "empirical":
-                losses.require_fixed(target)
+                losses.require_fixed(target, settings)
             self._num_noted += 1
             value.register_hook(lambda upstream: self._differentiated(settings, kind, output, target, upstream))
 
