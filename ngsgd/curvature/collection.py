@@ -132,9 +132,11 @@ class Collection(Mapping[str, Quantities]):
         # those among them whose derivative has arrived
         self._expected: set[LayerCall] = set()
         # values of losses that were not differentiated yet
-        self._losses: list[Node] = []
-        # the last backward pass whose losses were used
+        self._losses: dict[int, Node] = {}
+        self._num_losses = 0
+        # the last backward pass whose losses were used, and these
         self._sent = -1
+        self._terms: set[int] = set()
         self._mode: LossCalls | None = None
 
     def __enter__(self) -> Collection:
@@ -275,13 +277,15 @@ class Collection(Mapping[str, Quantities]):
             return
         losses.require_fixed(target, settings)
         assert value.grad_fn is not None
-        self._losses.append(value.grad_fn)
+        number = self._num_losses
+        self._num_losses += 1
+        self._losses[number] = value.grad_fn
         # Freed after use, because the hook lives as long as the graph.
         outputs = [output]
 
         def before_the_backward_pass(upstream: Tensor) -> None:
             if not self._capture.is_paused and self._capture.open_calls and outputs:
-                self._require_linear()
+                self._require_linear(number)
                 if outputs[0].requires_grad:
                     self._capture.check_output(get_gradient_edge(outputs[0]), outputs[0], samples_first=self._needs_samples)
                 with without_autocast(upstream.device.type):
@@ -289,11 +293,18 @@ class Collection(Mapping[str, Quantities]):
 
         value.register_hook(before_the_backward_pass)
 
-    def _require_linear(self) -> None:
-        """Check the objective of the current backward pass, once."""
+    def _require_linear(self, loss: int) -> None:
+        """Check the objective of the current backward pass, once, and that a loss is a term of it.
+        """
         number = torch._C._current_graph_task_id()
         if number != self._sent:
             if self._mode is None or not self._mode.roots:
                 raise ConfigError("the objective of the backward pass is unknown: call loss.backward() inside of collect().")
-            require_linear(self._mode.roots, self._losses, {edge.node for edge in self._capture.open_calls.values()})
+            layers = {edge.node for edge in self._capture.open_calls.values()}
+            terms = require_linear(self._mode.roots, self._losses.values(), layers)
+            self._terms = {place for place, node in self._losses.items() if node in terms}
+            for place in self._terms:
+                del self._losses[place]
             self._sent = number
+        if loss not in self._terms:
+            raise ConfigError("the input of a loss depends on another loss, so the curvature of the objective is not that of its losses.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def _view(output: Tensor, *, layout: tuple[int, ...], size: torch.Size, stride: 
     return output.as_strided(size, stride, output.storage_offset() + offset)
 
 
-def require_linear(roots: Iterable[Node], losses_of: Sequence[Node], layers: set[Node]) -> None:
+def require_linear(roots: Iterable[Node], values: Iterable[Node], layers: set[Node]) -> set[Node]:
     """Raise ConfigError unless an objective is linear in its losses, and depends on layers through
     them alone.
 
@@ -96,10 +96,13 @@ def require_linear(roots: Iterable[Node], losses_of: Sequence[Node], layers: set
 
     Args:
         roots: of the backward pass.
-        losses_of: values of the losses.
+        values: of the losses.
         layers: outputs of layers.
+
+    Returns:
+        The values that the objective contains.
     """
-    ends = set(losses_of)
+    ends = set(values)
     leading: set[Node] = set()
     seen: set[Node] = set()
     # Depth first, children before parents.
@@ -123,6 +126,7 @@ def require_linear(roots: Iterable[Node], losses_of: Sequence[Node], layers: set
                                   "curvature is not that of the loss. Call backward() for the loss, "
                                   "a sum or a mean of losses, or detach() the factor.")
             leading.add(node)
+    return leading & ends
 
 
 # by which a backward pass starts

@@ -28,13 +28,14 @@ FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
     nn.functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
 }
 CLASSES = tuple(FUNCTIONS.values())
+# second derivative or weight of rows unknown
 OTHERS = frozenset({
     nn.functional.kl_div, nn.functional.nll_loss, nn.functional.ctc_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss,
     nn.functional.huber_loss, nn.functional.poisson_nll_loss, nn.functional.gaussian_nll_loss, nn.functional.binary_cross_entropy,
     nn.functional.cosine_embedding_loss, nn.functional.margin_ranking_loss, nn.functional.triplet_margin_loss,
     nn.functional.multi_margin_loss, nn.functional.multilabel_margin_loss, nn.functional.multilabel_soft_margin_loss,
-    nn.functional.soft_margin_loss, nn.functional.hinge_embedding_loss,
-# second derivative or weight of rows unknown
+    nn.functional.soft_margin_loss, nn.functional.hinge_embedding_loss, nn.functional.triplet_margin_with_distance_loss,
+    nn.functional.linear_cross_entropy,
 })
 # arguments whose effect on the second derivative is known
 _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing", "pos_weight")
