@@ -122,15 +122,13 @@ class Capture:
         self._is_plain = not any("preconditioner" in vars(module) for module in model.modules())
         self._separate = separate and self._is_plain
         self._compares = gradients and self._separate
-        self._tries = Tries(model, "separate" if self._separate else "once")
         # a backward pass, and whether its calls need a check
         self._checked: tuple[int, bool] = (-1, False)
         self.layers = self._chosen()
-        inside = [(name, p) for name, module in model.named_modules() if name in self.layers
-                  for p in module.parameters(recurse=expansion_of(module) is not None)]
-        # parameters of the recorded layers by name
-        self._of_layers = {self._name_of[id(p)]: p for _, p in inside if id(p) in self._name_of}
-        self._transposed = {f"{name}.weight".lstrip(".") for name, module in model.named_modules() if has_transposed_weight(module)}
+        self._tries = Tries(model, (self._separate, gradients, frozenset(self.layers), frozenset(without)))
+        # parameters of the recorded layers by name, and transposed weights; set by a check
+        self._of_layers: dict[str, Tensor] = {}
+        self._transposed: set[str] = set()
         # of the backward pass that is checked
         self._totals = Totals()
         self._comparisons: dict[str, RemovableHandle] = {}
@@ -234,6 +232,13 @@ class Capture:
         """Return N, before the selection of samples."""
         return self._num_samples or len(call.input)
 
+    @staticmethod
+    def disagreement(layer: str, num_samples: int, others: int) -> str:
+        """Return the message about a layer with another number of samples."""
+        return (f"layer {layer} has {num_samples} samples, and other layers {others}. Give "
+                "num_samples= if the rows of each sample are adjacent there, or give the layer an "
+                "input for each sample if it runs once for the complete minibatch.")
+
     def num_samples_seen(self, output: Tensor) -> int:
         """Return N of the model call behind an output, among calls without a derivative yet."""
         calls = self._open
@@ -241,15 +246,13 @@ class Capture:
             calls = next_calls(get_gradient_edge(output), calls) or calls
         return self.num_samples_of(next(iter(calls)))
 
-    def check_output(self, edge: GradientEdge, like: Tensor, *, samples_first: bool = False) -> None:
+    def check_output(self, edge: GradientEdge, like: Tensor) -> None:
         """Reject calls behind an output whose rows are not samples, and parameters that the output
         uses outside their layer, before derivatives are backpropagated.
 
         Args:
             edge: of the model output, or of the input of a loss.
             like: of its shape and dtype.
-            samples_first: whether samples must be the leading dimension of the output, as of an
-                input of a loss whose second derivative is used.
         """
         if not self._is_due():
             return
@@ -273,10 +276,7 @@ class Capture:
                 self._tries.count(call, N, is_clear=not self._is_plain or call in reached)
         elif before and like.ndim:
             with self.paused():
-                if samples_first:
-                    found = mixed_rows(edge, like, before, self._num_samples)
-                else:
-                    found = mixed_output(edge, like, before, N)
+                found = mixed_output(edge, like, before, N)
             self._judge(found, "the model's output", N)
 
     def _refuse_other_use(self, name: str) -> None:
@@ -294,6 +294,13 @@ class Capture:
 
     def _comparable(self) -> dict[str, Tensor]:
         """Return the parameters without a hook of the user, which may change the gradient."""
+        if not self._of_layers:
+            for name, module in self.model.named_modules():
+                if name in self.layers:
+                    inside = module.parameters(recurse=expansion_of(module) is not None)
+                    self._of_layers.update({self._name_of[id(p)]: p for p in inside if id(p) in self._name_of})
+                if has_transposed_weight(module):
+                    self._transposed.add(f"{name}.weight".lstrip("."))
         return {name: p for name, p in self._of_layers.items() if name in self._comparisons or not p._backward_hooks}
 
     def _compare(self, name: str, gradient: Tensor) -> None:

@@ -112,8 +112,8 @@ class Collection(Mapping[str, Quantities]):
                                   "outputs, whose quantities would be in another order. Replace "
                                   "it by an nn.Linear with the transposed weight, or exclude it "
                                   "by listing the others in layers=.")
-        # Products rerun the pass, so they need no samples.
-        self._needs_samples = any(SIGNALS.get(name, ("gradient",))[0] != "gradient" for name in asked)
+        # Products rerun the pass, without captured rows.
+        self._needs_rows = any(SIGNALS.get(name, ("gradient",))[0] != "gradient" for name in asked)
         factored = [name for name in asked if SIGNALS.get(name, ("", ""))[1] == "factors"]
         if factored:
             _require_factors(model, self._capture.layers, factored[0])
@@ -123,6 +123,8 @@ class Collection(Mapping[str, Quantities]):
         self._awaited: Counter[str] = Counter()
         self._uses: dict[str, list[Any]] = defaultdict(list)
         self._inputs: dict[str, list[Inputs]] = defaultdict(list)
+        # parameters of which some uses have arrived in this pass
+        self._pending: set[str] = set()
         self._pass = -1
         self._pass_samples = 0
         self._pass_forward = -1
@@ -223,6 +225,7 @@ class Collection(Mapping[str, Quantities]):
         for name in (call.weight, call.bias):
             if name is not None:
                 self._awaited[name] -= 1
+                self._pending.add(name)
                 if not self._awaited[name]:
                     if name == call.weight and call in self._by_node and len(self._uses[name]) == 1:
                         self._expected.add(call)
@@ -241,19 +244,17 @@ class Collection(Mapping[str, Quantities]):
 
     def _agree(self, record: Record) -> None:
         if self._pass_samples not in (0, record.num_samples):
-            raise DataError(f"layer {record.layer} has {record.num_samples} samples, and the "
-                            f"layers after it {self._pass_samples}. Give num_samples= if the rows "
-                            "of each sample are adjacent there, or give the layer an input for "
-                            "each sample if it runs once for the complete minibatch.")
+            raise DataError(self._capture.disagreement(record.layer, record.num_samples, self._pass_samples))
         self._pass_samples = record.num_samples
 
     def _finish_pass(self) -> None:
-        for name in dict.fromkeys([*self._uses, *self._inputs]):   # each once
+        for name in sorted(self._pending):
             self._finish(name)
 
     def _finish(self, name: str, *, without_sum: bool = False) -> None:
         uses, inputs = self._uses.pop(name, None), self._inputs.pop(name, None)
         self._seen.add(name)
+        self._pending.discard(name)
         self._accumulation.sums[name].num_samples += self._pass_samples
         if inputs:
             self._accumulation.take_inputs(name, joined_inputs(inputs))
@@ -286,8 +287,8 @@ class Collection(Mapping[str, Quantities]):
         def before_the_backward_pass(upstream: Tensor) -> None:
             if not self._capture.is_paused and self._capture.open_calls and outputs:
                 self._require_linear(number)
-                if outputs[0].requires_grad:
-                    self._capture.check_output(get_gradient_edge(outputs[0]), outputs[0], samples_first=self._needs_samples)
+                if outputs[0].requires_grad and self._needs_rows:
+                    self._capture.check_output(get_gradient_edge(outputs[0]), outputs[0])
                 with without_autocast(upstream.device.type):
                     self._second_order.send(settings, kind, outputs.pop(), target, upstream, again)
 

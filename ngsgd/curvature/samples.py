@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ from ngsgd.curvature.records import LayerCall
 MAX_TRIES = 3
 # Fraction of squares below which values are rounding noise; a layer that runs once has about 1.
 _ROUNDING = 1e-10
-# Elements of an output without a dimension of samples that are differentiated.
-_ELEMENTS = 4
+# Rows of an output with another number of rows than samples that are differentiated.
+_ROWS = 4
 
 # Operations that broadcast a smaller input; others, such as stack, may have these shapes by chance.
 _BROADCASTING = ("Add", "Sub", "Rsub", "Mul", "Div", "Pow", "Where", "Expand", "Lerp", "Maximum", "Minimum", "MaskedFill", "Atan2")
@@ -54,7 +54,7 @@ def tries_of(model: nn.Module) -> dict[tuple[Any, ...], int]:
 class Tries:
     """Calls of the layers of a model that need a check; shared by all captures of the model."""
 
-    def __init__(self, model: nn.Module, check: str) -> None:
+    def __init__(self, model: nn.Module, check: Hashable) -> None:
         self._tried = tries_of(model)
         self._check = check
 
@@ -141,7 +141,7 @@ def next_calls(source: GradientEdge, calls: Mapping[LayerCall, GradientEdge]) ->
 
 
 def mixed_rows(source: GradientEdge, like: Tensor, before: Mapping[LayerCall, GradientEdge],
-               num_samples: int | None, samples: Tensor | None = None) -> dict[LayerCall, bool | None]:
+               num_samples: int | None) -> dict[LayerCall, bool | None]:
     """Return whether rows of the calls before a source depend on other rows of the source.
 
     Derivatives of sample n are multiplied by a power of two, which is exact. Rows of sample n that
@@ -155,21 +155,14 @@ def mixed_rows(source: GradientEdge, like: Tensor, before: Mapping[LayerCall, Gr
         like: of the shape and dtype of the source.
         before: calls that the source depends on.
         num_samples: N; None: a row of the source, or of a call that has fewer, is a sample.
-        samples: sample of each element of the source, broadcastable; default: rows in order.
     """
     found: dict[LayerCall, bool | None] = dict.fromkeys(before)
     rows = {call: call.output_shape[0] for call in before}
     fitting = [call for call, M in rows.items() if min(M, len(like)) > 1 and (M % len(like) == 0 or len(like) % M == 0)]
     groups = num_samples or math.gcd(len(like), *(rows[call] for call in fitting))
-    if samples is not None:
-        assert num_samples is not None
-        fitting = [call for call, M in rows.items() if M % num_samples == 0]
-    elif any(M % groups for M in (len(like), *(rows[call] for call in fitting))):
+    if not fitting or groups < 2 or any(M % groups for M in (len(like), *(rows[call] for call in fitting))):
         return found
-    else:
-        samples = (torch.arange(len(like), device=like.device) // (len(like) // groups)).view(-1, *[1] * (like.ndim - 1))
-    if not fitting or groups < 2:
-        return found
+    samples = (torch.arange(len(like), device=like.device) // (len(like) // groups)).view(-1, *[1] * (like.ndim - 1))
     edges, u, n_N = [before[call] for call in fitting], probe(like), torch.arange(groups, device=like.device)
 
     def rows_of(u: Tensor) -> list[Tensor | None]:
@@ -192,24 +185,20 @@ def mixed_rows(source: GradientEdge, like: Tensor, before: Mapping[LayerCall, Gr
 
 def mixed_output(source: GradientEdge, like: Tensor, before: Mapping[LayerCall, GradientEdge],
                  num_samples: int) -> dict[LayerCall, bool | None]:
-    """Return `mixed_rows` of a model output, whose samples may be in any dimension.
+    """Return `mixed_rows` of a model output.
 
-    If no dimension has the size of the samples (frames selected by a mask), a few single elements
-    are differentiated, each of which must depend on one sample.
+    If the output has another number of rows (frames selected by a mask), a few of them are
+    differentiated, each of which must depend on one sample.
     """
+    if len(like) % num_samples == 0:
+        fitting = {call: edge for call, edge in before.items() if call.output_shape[0] % num_samples == 0}
+        return {**dict.fromkeys(before), **mixed_rows(source, like, fitting, num_samples)}
     found: dict[LayerCall, bool | None] = dict.fromkeys(before)
-    layouts = list(_layouts(like, num_samples))
-    for samples in layouts:
-        found = mixed_rows(source, like, before, num_samples, samples)
-        if True not in found.values():
-            return found
-    if layouts or num_samples < 2:
-        return found
-    generator = torch.Generator().manual_seed(0)
-    for place in torch.randint(like.numel(), (_ELEMENTS,), generator=generator).tolist():
-        u = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
-        u[place] = 1.0
-        pulled: Any = torch.autograd.grad([source], list(before.values()), [u.view(like.shape)], retain_graph=True, allow_unused=True)
+    u = probe(like)
+    for row in torch.randperm(len(like), generator=torch.Generator().manual_seed(0))[:_ROWS].tolist():
+        only = torch.zeros_like(u)
+        only[row] = u[row]
+        pulled: Any = torch.autograd.grad([source], list(before.values()), [only], retain_graph=True, allow_unused=True)
         for call, e_M in zip(before, pulled, strict=True):
             if e_M is not None and len(e_M) % num_samples == 0:
                 squares_N = e_M.double().reshape(num_samples, -1).square().sum(dim=1)
@@ -217,14 +206,3 @@ def mixed_output(source: GradientEdge, like: Tensor, before: Mapping[LayerCall, 
                     others = float(squares_N.sum() - squares_N.max())
                     found[call] = bool(found[call]) or others > _ROUNDING * float(squares_N.max())
     return found
-
-
-def _layouts(like: Tensor, num_samples: int) -> Iterator[Tensor]:
-    """Yield the samples of the elements of an output, for each arrangement that its shape allows.
-    """
-    for dim, size in enumerate(like.shape):
-        if size % num_samples == 0 and size > 0:
-            of_row = torch.arange(size, device=like.device) // (size // num_samples)
-            yield of_row.view(-1, *[1] * (like.ndim - 1 - dim))
-            if dim == 0 and size > num_samples:
-                yield (torch.arange(size, device=like.device) % num_samples).view(-1, *[1] * (like.ndim - 1))
