@@ -102,7 +102,8 @@ def collect(model: nn.Module, *quantities: str, loss_fn: Any = None, reduction: 
         raise ConfigError(f"mc_samples is {mc_samples}; it must be at least 1.")
     if any(name in PRODUCTS or SIGNALS[name][0] != "gradient" for name in quantities):
         losses.check(loss_fn)
-    needs_reduction = "kfac_emp" in quantities or (normalization == "paper" and bool({"second_moment", "variance"} & set(quantities)))
+    moments = {"second_moment", "variance"} & set(quantities)
+    needs_reduction = "kfac_emp" in quantities or (normalization == "paper" and bool(moments))
     is_inferred = needs_reduction and reduction is None
     reduction = reduction or losses.reduction_of(loss_fn)
     if reduction is None and needs_reduction:

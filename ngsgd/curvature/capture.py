@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ngsgd.curvature.completeness import Totals, unaccounted
-from ngsgd.curvature.layer_decomposition import expansion_of
+from ngsgd.curvature.layer_decomposition import expansion_of, has_other_result
 from ngsgd.curvature.layers import (
     Affine,
     Kind,
@@ -267,8 +267,8 @@ class Capture:
         N = self.num_samples_of(next(iter(calls)))
         if before and self._is_plain:
             with self.paused():
-                name, reached = unaccounted(edge, like, calls, {key: p for key, p in self._comparable().items() if key not in self._passed},
-                                            self._record, self._transposed)
+                left = {key: p for key, p in self._comparable().items() if key not in self._passed}
+                name, reached = unaccounted(edge, like, calls, left, self._record, self._transposed)
             if name is not None:
                 self._refuse_other_use(name)
         if not self._separate:
@@ -290,7 +290,9 @@ class Capture:
         """Compare the gradients of this backward pass with the sums of the layers' gradients."""
         self._totals = Totals()
         for name, p in self._comparable().items():
-            self._comparisons[name] = p.register_hook(lambda g, name=name: self._compare(name, g))
+            # Removed hooks of a tensor slow down every later backward pass; those of a node do not.
+            node = get_gradient_edge(p).node
+            self._comparisons[name] = node.register_prehook(lambda grads, name=name: self._compare(name, grads[0]))
 
     def _comparable(self) -> dict[str, Tensor]:
         """Return the parameters without a hook of the user, which may change the gradient."""
@@ -301,15 +303,17 @@ class Capture:
                     self._of_layers.update({self._name_of[id(p)]: p for p in inside if id(p) in self._name_of})
                 if has_transposed_weight(module):
                     self._transposed.add(f"{name}.weight".lstrip("."))
-        return {name: p for name, p in self._of_layers.items() if name in self._comparisons or not p._backward_hooks}
+        return {name: p for name, p in self._of_layers.items() if not p._backward_hooks}
 
-    def _compare(self, name: str, gradient: Tensor) -> None:
+    def _compare(self, name: str, gradient: Tensor | None) -> None:
         number = torch._C._current_graph_task_id()
-        if self._handles and not self._paused and number == self._checked[0] \
+        if gradient is not None and self._handles and not self._paused and number == self._checked[0] \
                 and self._totals.differ(name, gradient, self._transposed):
             self._refuse_other_use(name)
 
     def _stop_comparing(self) -> None:
+        if not self._passed:
+            return
         for handle in self._comparisons.values():
             handle.remove()
         self._comparisons.clear()
@@ -363,8 +367,7 @@ class Capture:
         chosen, unknown = set(), []
         inside: tuple[str, ...] = ()
         for name, module in self.model.named_modules():
-            own = [key for key, p in module.named_parameters(recurse=False)
-                   if id(p) in self._name_of]
+            own = {key: p for key, p in module.named_parameters(recurse=False) if id(p) in self._name_of}
             if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
                 raise ConfigError(f"{name or 'the model'} is compiled, and hooks do not run in "
                                   "compiled code; pass and call the original module of "
@@ -373,10 +376,10 @@ class Capture:
                 continue
             if expansion_of(module) is not None:
                 inside = (*inside, f"{name}." if name else "")
-                own = [key for key, p in module.named_parameters() if id(p) in self._name_of]
+                own = {key: p for key, p in module.named_parameters() if id(p) in self._name_of}
             if not own or not self._is_within(name):
                 continue
-            empty = [key for key, p in module.named_parameters() if id(p) in self._name_of and not p.numel()]
+            empty = [key for key, p in own.items() if not p.numel()]
             if empty:
                 unknown.append(f"layer {name or 'the model'} ({type(module).__name__}) has parameters "
                                f"without elements ({', '.join(empty)}); {self._remedy(name, empty)}.")
@@ -393,7 +396,7 @@ class Capture:
                               "name some of model.named_modules().")
         return chosen
 
-    def _remedy(self, name: str, own: list[str]) -> str:
+    def _remedy(self, name: str, own: Iterable[str]) -> str:
         if self._left_out_by != "skip":
             return LEFT_OUT["layers"]
         names = ", ".join(f'"{name}.{each}"' if name else f'"{each}"' for each in own)
@@ -417,7 +420,13 @@ class Capture:
             if torch._C._current_graph_task_id() != -1:
                 raise ConfigError(_REENTRANT)
             if expand is not None:
-                return expand(module, args, kwargs, output, self._product(name, module))
+                y = expand(module, args, kwargs, output, self._product(name, module))
+                if has_other_result(module, output, y):
+                    raise ConfigError(f"a forward hook changes the output of layer {name} "
+                                      f"({type(module).__name__}), which is computed again for its "
+                                      "rows; register the hook on a module around it, or "
+                                      f"{LEFT_OUT[self._left_out_by]}.")
+                return y
             x = args[0] if args else next(iter(kwargs.values()))
             kind = kind_of(module)
             assert kind is not None

@@ -77,6 +77,16 @@ def _is_plain_product(call: LayerCall, node: Any) -> bool:
             and call.input.dtype in (torch.float32, torch.float64))
 
 
+def _is_early(model: nn.Module, reduction: str | None) -> bool:
+    """Count a context of a model; return whether it is one of the first, which are checked.
+
+    The check needs a function mode, which slows down the forward pass.
+    """
+    tried = tries_of(model).setdefault("reduction", {})
+    tried[reduction] = tried.get(reduction, 0) + 1
+    return tried[reduction] <= MAX_TRIES
+
+
 class Collection(Mapping[str, Quantities]):
     """Result of `collect`: the quantities of each parameter, by parameter name.
 
@@ -93,19 +103,16 @@ class Collection(Mapping[str, Quantities]):
     def __init__(self, model: nn.Module, asked: tuple[str, ...], loss_fn: Any,
                  options: CollectOptions, capture: dict[str, Any]) -> None:
         self._asked, self._loss_fn, self._options = asked, loss_fn, options
-        # In the first contexts of a model, because the function mode slows down the forward pass.
-        tried, key = tries_of(model), ("reduction", options.reduction)
-        self._checks_reduction = options.is_reduction_inferred and tried.get(key, 0) < MAX_TRIES
-        if self._checks_reduction:
-            tried[key] = tried.get(key, 0) + 1
-        self._is_second_order = any(SIGNALS.get(name, ("", ""))[0] != "gradient" for name in asked)
+        self._checks_reduction = options.is_reduction_inferred and _is_early(model, options.reduction)
+        self._of_signals = {SIGNALS.get(name, ("", ""))[0] for name in asked}
+        self._is_second_order = self._of_signals != {"gradient"}
         if self._is_second_order:
             _refuse_natural_gradient(model)
         # Factors use rows, which a BatchNorm in training mode provides like any other operation.
         separate = not (set(asked) <= _OF_ROWS
                         and any(normalizes_over_minibatch(module) for module in model.modules()))
         self._capture = Capture(model, arrived=self._arrived, called=self._noted, separate=separate,
-                                gradients=any(SIGNALS.get(name, ("",))[0] == "gradient" for name in asked), **capture)
+                                gradients="gradient" in self._of_signals, **capture)
         for name, module in model.named_modules():
             if name in self._capture.layers and has_transposed_weight(module):
                 raise ConfigError(f"layer {name} (Conv1D of Hugging Face) has a weight of inputs x "
@@ -113,7 +120,7 @@ class Collection(Mapping[str, Quantities]):
                                   "it by an nn.Linear with the transposed weight, or exclude it "
                                   "by listing the others in layers=.")
         # Products rerun the pass, without captured rows.
-        self._needs_rows = any(SIGNALS.get(name, ("gradient",))[0] != "gradient" for name in asked)
+        self._needs_rows = self._is_second_order and not self._of_signals <= {"", "gradient"}
         factored = [name for name in asked if SIGNALS.get(name, ("", ""))[1] == "factors"]
         if factored:
             _require_factors(model, self._capture.layers, factored[0])
@@ -308,4 +315,5 @@ class Collection(Mapping[str, Quantities]):
                 del self._losses[place]
             self._sent = number
         if loss not in self._terms:
-            raise ConfigError("the input of a loss depends on another loss, so the curvature of the objective is not that of its losses.")
+            raise ConfigError("the input of a loss depends on another loss, so the curvature of the "
+                              "objective is not that of its losses; request first-order quantities.")

@@ -1,8 +1,7 @@
 """Comparison of captured gradients with those of autograd.
 
-The sum over samples of the captured gradients of a parameter is its gradient, unless the parameter
-is also used outside its layer, or the layer computes something else than its class says (a hook
-that changes its output, a method that a subclass overrides).
+The sum over samples of the captured gradients of a parameter is its gradient. It differs if the
+parameter is also used outside its layer, or if a hook or an overridden method changes the layer.
 """
 
 from __future__ import annotations

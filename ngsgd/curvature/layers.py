@@ -119,8 +119,8 @@ class Table:
 def kind_of(layer: nn.Module) -> Kind | None:
     """Return how the layer uses its parameters; None if it is not supported.
 
-    A subclass or an object counts as its base class unless it overrides `forward`. Layers of `ngsgd.NGSGD`
-    compute the same outputs as torch's layers.
+    A subclass or an object counts as its base class unless it overrides `forward`. Layers of
+    `ngsgd.NGSGD` compute the same outputs as torch's layers.
     """
     module: Any = layer
     plain = None if "forward" in vars(layer) else _plain_class(type(layer))

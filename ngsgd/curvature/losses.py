@@ -39,7 +39,8 @@ OTHERS = frozenset({
 })
 # arguments whose effect on the second derivative is known
 _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing", "pos_weight")
-_SIGNATURES = {function: inspect.signature(function) for function in FUNCTIONS}
+_DEFAULTS = {function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+             for function in FUNCTIONS}
 
 
 @dataclass(frozen=True)
@@ -188,8 +189,8 @@ def reduction_of(loss_fn: object) -> str | None:
     """
     if not isinstance(loss_fn, nn.Module):
         return "mean" if _is_function(loss_fn) else None
-    base = next((kind for kind in type(loss_fn).__mro__ if kind.__module__.startswith("torch.nn.")), nn.Module)
-    if type(loss_fn).forward is not base.forward or "forward" in vars(loss_fn):
+    kind = type(loss_fn)
+    if not kind.forward.__module__.startswith("torch.nn.") or "forward" in vars(loss_fn):
         return None
     reduction = getattr(loss_fn, "reduction", None)
     return {"mean": "mean", "batchmean": "mean", "sum": "sum"}.get(reduction) if isinstance(reduction, str) else None
@@ -234,12 +235,10 @@ def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         ConfigError: an argument has an unknown effect, such as one that a later version of torch
             adds, and is not at its default.
     """
-    signature = _SIGNATURES[function]
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    settings = dict(bound.arguments)
+    defaults = _DEFAULTS[function]
+    settings = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
     for name, value in settings.items():
-        if name not in _ARGUMENTS and (isinstance(value, Tensor) or value != signature.parameters[name].default):
+        if name not in _ARGUMENTS and (isinstance(value, Tensor) or value != defaults[name]):
             raise ConfigError(f"the argument {name} of {function.__name__} is not supported for "
                               f"curvature; supported are {', '.join(_ARGUMENTS)}.")
     deprecated = settings.pop("size_average", None), settings.pop("reduce", None)

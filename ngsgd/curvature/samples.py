@@ -37,13 +37,13 @@ _ROWS = 4
 # Operations that broadcast a smaller input; others, such as stack, may have these shapes by chance.
 _BROADCASTING = ("Add", "Sub", "Rsub", "Mul", "Div", "Pow", "Where", "Expand", "Lerp", "Maximum", "Minimum", "MaskedFill", "Atan2")
 
-# By model: number of attempts for each (kind of check, layer, input dimensions, ratio of its rows
-# to those of the first layer).
-_TRIED: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
+# By model and kind of check: number of attempts for each (layer, input dimensions, ratio of its
+# rows to those of the first layer, whether there are several rows).
+_TRIED: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, dict[Any, int]]] = weakref.WeakKeyDictionary()
 
 
-def tries_of(model: nn.Module) -> dict[tuple[Any, ...], int]:
-    """Return the number of attempts of each check of a model."""
+def tries_of(model: nn.Module) -> dict[Hashable, dict[Any, int]]:
+    """Return the number of attempts of each check of a model, by kind of check."""
     try:
         return _TRIED.setdefault(model, {})
     except TypeError:
@@ -55,8 +55,7 @@ class Tries:
     """Calls of the layers of a model that need a check; shared by all captures of the model."""
 
     def __init__(self, model: nn.Module, check: Hashable) -> None:
-        self._tried = tries_of(model)
-        self._check = check
+        self._tried = tries_of(model).setdefault(check, {})
 
     def are_due(self, calls: Iterable[LayerCall], num_rows: int) -> bool:
         """Return whether one of the calls was not checked."""
@@ -71,7 +70,7 @@ class Tries:
         # Ratios instead of sizes, which may differ in every minibatch.
         M = len(call.input)
         # A single row cannot be mixed, so it decides nothing about more rows.
-        return self._check, call.layer, call.input.ndim, (num_rows < M) - (num_rows > M), min(num_rows, M) > 1
+        return call.layer, call.input.ndim, (num_rows < M) - (num_rows > M), min(num_rows, M) > 1
 
 
 def run_once(outputs: Iterable[GradientEdge],

@@ -1,5 +1,5 @@
-"""Models in which the rows of a layer are not samples, or are not all uses of its parameters: per-sample
-quantities equal those of a loop over samples, or a typed error.
+"""Models in which the rows of a layer are not samples, or are not all uses of its parameters:
+per-sample quantities equal those of a loop over samples, or a typed error.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class Model(nn.Module):
 
 
 class Situation(NamedTuple):
-    """A model, its input, and the dimension of the samples in both input and output."""
+    """A model, its input, and the dimension of the samples in the input."""
 
     model: nn.Module
     x: Tensor
     dim: int = 0
-    output_dim: int = 0
 
 
-def _made(step: Step, *shape: int, dim: int = 0, output_dim: int = 0, changed: Callable[[Model], Any] | None = None) -> Callable[[], Situation]:
+def _made(step: Step, *shape: int, dim: int = 0, changed: Callable[[Model], Any] | None = None) -> Callable[[], Situation]:
     def make() -> Situation:
         torch.manual_seed(0)
         model = Model(step).double()
         x = torch.randn(*(shape or (N, D))).double()
         if changed is not None:
             changed(model)
-        return Situation(model, x, dim, output_dim)
+        return Situation(model, x, dim)
+
     return make
 
 
@@ -94,23 +94,26 @@ def _recurrent(kind: str, *, pooled: bool = True, length: int = T) -> Callable[[
     def make() -> Situation:
         torch.manual_seed(0)
         return Situation(Recurrent(kind, pooled=pooled).double(), torch.randn(length, N, D).double(), 1)
+
     return make
 
 
 class OwnConv(nn.Conv1d):
     """Standardized weights, by a method that is not `forward`."""
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return super()._conv_forward(input, weight - weight.mean(dim=1, keepdim=True), bias)
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
+        return super()._conv_forward(x, weight - weight.mean(dim=1, keepdim=True), bias)
 
 
 def _own_convolution() -> Situation:
     torch.manual_seed(0)
-    return Situation(nn.Sequential(OwnConv(D, H, 3), nn.Tanh(), nn.Flatten(), nn.Linear(H * 3, C)).double(), torch.randn(N, D, T).double())
+    model = nn.Sequential(OwnConv(D, H, 3), nn.Tanh(), nn.Flatten(), nn.Linear(H * 3, C))
+    return Situation(model.double(), torch.randn(N, D, T).double())
 
 
 def _of_a_token() -> Situation:
     """An embedding that is also the output layer, by hand."""
+
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -118,6 +121,7 @@ def _of_a_token() -> Situation:
 
         def forward(self, index: Tensor) -> Tensor:
             return F.linear(torch.tanh(self.inner(self.emb(index))), self.emb.weight)
+
     torch.manual_seed(0)
     return Situation(Tied().double(), torch.arange(N) % C)
 
@@ -179,8 +183,14 @@ SITUATIONS: dict[str, tuple[Callable[[], Situation], bool | None]] = {
     "tied layers": (_made(lambda m, x: m.out(torch.tanh(m.second(torch.tanh(m.first(x)))))[:, :C], changed=_tie), True),
     "checkpointed": (_made(lambda m, x: checkpoint(_plain, m, x, use_reentrant=False)), True),
     "a call without gradient": (_made(_without_a_gradient), True),
-    "frames as samples in between": (_made(lambda m, x: m.out(torch.tanh(m.first(x)).flatten(0, 1)).unflatten(0, (-1, T)).mean(1), N, T, D), None),
-    "pairs of views": (_made(lambda m, x: m.out(torch.cat(m.second(torch.cat([m.first(x), m.first(-x)])).tanh().chunk(2), 1)[:, :H])), None),
+    "frames as samples in between": (
+        _made(lambda m, x: m.out(torch.tanh(m.first(x)).flatten(0, 1)).unflatten(0, (-1, T)).mean(1), N, T, D),
+        None,
+    ),
+    "pairs of views": (
+        _made(lambda m, x: m.out(torch.cat(m.second(torch.cat([m.first(x), m.first(-x)])).tanh().chunk(2), 1)[:, :H])),
+        None,
+    ),
     "repeated": (_made(_between(lambda h: h.repeat(2, 1).unflatten(0, (2, -1)).mean(0))), None),
     "repeated rows": (_made(lambda m, x: _plain(m, x.repeat(2, 1)).unflatten(0, (2, -1)).mean(0)), None),
     "interleaved rows": (_made(lambda m, x: _plain(m, x.repeat_interleave(2, 0)).unflatten(0, (-1, 2)).mean(1)), None),
@@ -189,11 +199,21 @@ SITUATIONS: dict[str, tuple[Callable[[], Situation], bool | None]] = {
     "shuffled and back": (_made(_between(lambda h: _rows_of(PERM.argsort())(_rows_of(PERM)(h) * 2.0))), True),
     "swapped input, swapped back at the end": (_made(lambda m, x: _rows_of(SWAP)(_plain(m, _rows_of(SWAP)(x)))), False),
     "shuffled output": (_made(lambda m, x: _rows_of(SWAP)(_plain(m, x))), False),
-    "rolled": (_made(_between(lambda h: h.roll(1, 0))), False), "flipped": (_made(_between(lambda h: h.flip(0))), False),
-    "sorted": (_made(_between(lambda h: h.sort(dim=0).values)), False), "summed up": (_made(_between(lambda h: h.cumsum(0))), False),
-    "centered": (_made(_between(lambda h: h - h.mean(0))), False), "softmax over samples": (_made(_between(lambda h: h.softmax(0))), False),
+    "rolled": (_made(_between(lambda h: h.roll(1, 0))), False),
+    "flipped": (_made(_between(lambda h: h.flip(0))), False),
+    "sorted": (_made(_between(lambda h: h.sort(dim=0).values)), False),
+    "summed up": (_made(_between(lambda h: h.cumsum(0))), False),
+    "centered": (_made(_between(lambda h: h - h.mean(0))), False),
+    "softmax over samples": (_made(_between(lambda h: h.softmax(0))), False),
     "attention over samples": (_made(_between(lambda h: (h @ h.T).softmax(1) @ h)), False),
-    "layer over samples": (_made(lambda m, x: m.out(torch.tanh(m.first(x))) if len(x) == 1 else _plain(m, x) + (m.second(m.first(x)).T @ x[:, :1]).T[:, :C]), False),
+    "layer over samples": (
+        _made(
+            lambda m, x: (
+                m.out(torch.tanh(m.first(x))) if len(x) == 1 else _plain(m, x) + (m.second(m.first(x)).T @ x[:, :1]).T[:, :C]
+            )
+        ),
+        False,
+    ),
     "normalized gradient": (_made(_between(_normalized_gradient)), False),
     "statistics of the output": (_made(lambda m, x: F.layer_norm(_plain(m, x).T, (len(x),)).T), False),
     "time first, pooled": (_made(lambda m, x: _plain(m, x).mean(0), T, N, D, dim=1), False),
@@ -201,18 +221,33 @@ SITUATIONS: dict[str, tuple[Callable[[], Situation], bool | None]] = {
     "time first, twice as long": (_made(lambda m, x: _plain(m, x).mean(0), 2 * N, N, D, dim=1), False),
     "time first, frames": (_made(lambda m, x: _plain(m, x).movedim(0, 2), T, N, D, dim=1), False),
     "samples last": (_made(lambda m, x: _plain(m, x.movedim(2, 0)).mean(1), T, D, N, dim=2), True),
-    **{f"time-first {kind}{' over frames' * (not pooled)}{' of equal size' * (length == N)}": (_recurrent(kind, pooled=pooled, length=length), False)
-       for kind in ("LSTM", "GRU", "RNN", "attention") for pooled in (True, False) for length in (T, N)},
-    "second use": (_made(_second_use), False), "by hand": (_made(_by_hand), False), "tied by hand": (_of_a_token, False),
-    "output hook": (_made(_plain, changed=_hooked("output")), False), "last output hook": (_made(_plain, changed=_hooked("output of the last")), False),
-    "input hook": (_made(_plain, changed=_hooked("input")), True), "gradient hook": (_made(_plain, changed=_hooked("gradient")), None),
+    **{
+        f"time-first {kind}{' over frames' * (not pooled)}{' of equal size' * (length == N)}": (
+            _recurrent(kind, pooled=pooled, length=length),
+            False,
+        )
+        for kind in ("LSTM", "GRU", "RNN", "attention")
+        for pooled in (True, False)
+        for length in (T, N)
+    },
+    "second use": (_made(_second_use), False),
+    "by hand": (_made(_by_hand), False),
+    "tied by hand": (_of_a_token, False),
+    "output hook": (_made(_plain, changed=_hooked("output")), False),
+    "last output hook": (_made(_plain, changed=_hooked("output of the last")), False),
+    "input hook": (_made(_plain, changed=_hooked("input")), True),
+    "gradient hook": (_made(_plain, changed=_hooked("gradient")), None),
     "parameter hook": (_made(_plain, changed=lambda m: m.first.weight.register_hook(lambda g: g)), True),
-    "patched forward": (_made(_plain, changed=_patch), False), "own convolution": (_own_convolution, False),
+    "patched forward": (_made(_plain, changed=_patch), False),
+    "own convolution": (_own_convolution, False),
     "weight norm": (_made(_plain, changed=lambda m: nn.utils.parametrizations.weight_norm(m.second)), False),
     "old weight norm": (_made(_plain, changed=lambda m: nn.utils.weight_norm(m.second)), False),
     "spectral norm": (_made(_plain, changed=lambda m: nn.utils.parametrizations.spectral_norm(m.second)), False),
     "pruned": (_made(_plain, changed=lambda m: prune.l1_unstructured(m.second, "weight", 0.5)), False),
-    "fewer samples": (_made(lambda m, x: m.out(m.first(x)) + F.pad(m.out(m.second(m.first(x)[:4])), (0, 0, 0, max(0, len(x) - 4)))), False),
+    "fewer samples": (
+        _made(lambda m, x: m.out(m.first(x)) + F.pad(m.out(m.second(m.first(x)[:4])), (0, 0, 0, max(0, len(x) - 4)))),
+        False,
+    ),
     "one sample for all": (_made(_between(lambda h: h + h[:1])), False),
     "experts": (_made(lambda m, x: m.out(torch.where(x[:, :1] > 0, m.first(x), m.second(m.first(x))))), True),
 }
@@ -224,7 +259,7 @@ def _loss(f: Tensor, y: Tensor) -> Tensor:
 
 def _of_sample(s: Situation, y: Tensor, n: int) -> tuple[Tensor, Tensor]:
     f = s.model(s.x.narrow(s.dim, n, 1))
-    return f, y[n:n + 1]
+    return f, y[n : n + 1]
 
 
 def _outcome(name: str, quantity: str) -> str:
@@ -241,7 +276,9 @@ def _outcome(name: str, quantity: str) -> str:
     if quantity == "batch_grad":
         wanted = gradients(s.model, [_loss(*_of_sample(s, y, n)) / N for n in range(N)])
     else:
-        blocks = ggn(s.model, lambda n: _of_sample(s, y, n)[0], lambda n, f: _loss(f if f.shape[0] == 1 else f[None], y[n:n + 1]) / N, N)
+        blocks = ggn(
+            s.model, lambda n: _of_sample(s, y, n)[0], lambda n, f: _loss(f if f.shape[0] == 1 else f[None], y[n : n + 1]) / N, N
+        )
         wanted = {key: block_NPP.diagonal(dim1=1, dim2=2) for key, block_NPP in blocks.items()}
     for key, value in wanted.items():
         found = getattr(q[key], quantity)
@@ -261,10 +298,14 @@ def test_samples_are_those_of_a_loop_or_refused(name: str, quantity: str) -> Non
         assert outcome == ("right" if must_be_right else "refused")
 
 
-@pytest.mark.entry("F20", "you use the weight of a layer outside the layer (`F.linear(h, layer.weight)`, a tied output by hand, a penalty in "
-                   "the loss), or a hook, an own method or a replaced `forward` changes the layer", "error",
-                   "`ConfigError` names the parameter, from one comparison with autograd per model; preconditioners compare, too. "
-                   "Call `backward()` for a penalty by itself. Second-order quantities ignore penalties, as they are those of the loss.")
+@pytest.mark.entry(
+    "F20",
+    "you use the weight of a layer outside the layer (`F.linear(h, layer.weight)`, a tied output by hand, a penalty in "
+    "the loss), or a hook, an own method or a replaced `forward` changes the layer",
+    "error",
+    "`ConfigError` names the parameter, from one comparison with autograd per model; preconditioners compare, too. "
+    "Call `backward()` for a penalty by itself. Second-order quantities ignore penalties, as they are those of the loss.",
+)
 @pytest.mark.parametrize("name", ["second use", "by hand", "tied by hand", "output hook", "own convolution"])
 @pytest.mark.parametrize("method", [KFAC, DiagonalNG])
 def test_preconditioners_refuse_a_parameter_whose_rows_are_not_all(name: str, method: type[Any]) -> None:
@@ -343,17 +384,51 @@ def test_rounding_is_no_difference(dtype: torch.dtype, is_autocast: bool) -> Non
     x, y = torch.randn(64, D, 32, dtype=model[0].weight.dtype), torch.arange(64) % C
     for is_training in (True, False):
         model.train(is_training)
-        with torch.autocast("cpu", dtype, enabled=is_autocast and dtype != torch.float32), \
-                collect(model, "kfac_emp" if is_training else "batch_l2", loss_fn=F.cross_entropy,
-                        layers=["0", "4"]) as q:
+        with (
+            torch.autocast("cpu", dtype, enabled=is_autocast and dtype != torch.float32),
+            collect(model, "kfac_emp" if is_training else "batch_l2", loss_fn=F.cross_entropy, layers=["0", "4"]) as q,
+        ):
             _loss(model(x).float(), y).backward()
         assert set(q) == {"0.weight", "0.bias", "4.weight", "4.bias"}
 
 
-@pytest.mark.entry("F24", "samples change their order, their number or their dimension inside the model: `h[perm]`, `h.repeat`, time-first "
-                   "layers with samples-first losses", "error",
-                   "`ConfigError` of `collect`, from one comparison per model that sees every pair of samples; an order that is "
-                   "restored works.")
+class Tagger(nn.Module):
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.core, self.out = core, nn.Linear(D, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = [x] if isinstance(self.core, nn.RNNBase) else [x] * 3
+        y: Tensor = self.out(self.core(*inputs)[0][:, 0])
+        return y
+
+
+@pytest.mark.entry("F20")
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.MultiheadAttention])
+def test_a_hook_may_watch_the_output_of_a_recurrent_layer(kind: Any, dropout: float) -> None:
+    """Its output is computed again, so that a change would be lost; dropout hides changes."""
+    sizes = {"num_layers": 2, "hidden_size": D} if issubclass(kind, nn.RNNBase) else {"num_heads": 2}
+    for change in (None, lambda y: (2.0 * y[0], *y[1:])):
+        model = Tagger(kind(D, dropout=dropout, batch_first=True, **sizes)).double()
+        model.core.register_forward_hook(lambda module, args, y, change=change: None if change is None else change(y))
+        x, y = torch.randn(N, T, D).double(), torch.arange(N) % C
+        if change is None and not dropout:
+            with collect(model, "batch_grad", loss_fn=F.cross_entropy) as q:
+                _loss(model(x), y).backward()
+            close(q["out.weight"].batch_grad.sum(dim=0), model.out.weight.grad)
+        else:
+            with pytest.raises(ConfigError, match="layer core"), collect(model, "batch_grad", loss_fn=F.cross_entropy):
+                _loss(model(x), y).backward()
+
+
+@pytest.mark.entry(
+    "F24",
+    "samples change their order, their number or their dimension inside the model: `h[perm]`, `h.repeat`, time-first "
+    "layers with samples-first losses",
+    "error",
+    "`ConfigError` of `collect`, from one comparison per model that sees every pair of samples; an order that is restored works.",
+)
 @pytest.mark.parametrize("pair", [(0, 1), (3, 60), (510, 511)])
 def test_every_two_samples_are_told_apart(pair: tuple[int, int]) -> None:
     order = torch.arange(512)
@@ -373,8 +448,12 @@ def test_a_minibatch_of_one_sample_decides_nothing() -> None:
         _loss(s.model(s.x), torch.arange(N) % C).backward()
 
 
-@pytest.mark.entry("F26", "a minibatch is empty, or a layer has no inputs or outputs", "error",
-                   "`DataError` or `ConfigError` that names the layer, before anything is computed.")
+@pytest.mark.entry(
+    "F26",
+    "a minibatch is empty, or a layer has no inputs or outputs",
+    "error",
+    "`DataError` or `ConfigError` that names the layer, before anything is computed.",
+)
 @pytest.mark.parametrize("quantity", ["batch_grad", "variance", "diag_ggn", "kfac", "hmp"])
 def test_empty_minibatches_are_refused(quantity: str) -> None:
     model = nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, C))
@@ -385,7 +464,9 @@ def test_empty_minibatches_are_refused(quantity: str) -> None:
 
 
 @pytest.mark.entry("F26")
-@pytest.mark.parametrize("layer", [nn.Linear(0, 2), nn.Conv1d(2, 0, 1), nn.Embedding(3, 0), nn.LayerNorm(0)], ids=lambda layer: type(layer).__name__)
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(0, 2), nn.Conv1d(2, 0, 1), nn.Embedding(3, 0), nn.LayerNorm(0)], ids=lambda layer: type(layer).__name__
+)
 def test_layers_without_elements_are_refused(layer: nn.Module) -> None:
     model = nn.ModuleDict({"empty": layer, "full": nn.Linear(2, 2)})
     with pytest.raises(ConfigError, match=r"empty.*layers="):

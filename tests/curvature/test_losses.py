@@ -48,7 +48,7 @@ def _require_exact(objective: Objective, loss_fn: Any, *quantities: str) -> None
             close(root_XP.T @ root_XP, G_NPP.sum(dim=0))
     if not quantities:
         close(q["2.bias"].kflr.B_OO, ggn_blocks(J, H_NFF)["2.bias"].sum(dim=0))
-        close(q["2.weight"].diag_h, q["2.weight"].diag_ggn)   # linear in the last layer
+        close(q["2.weight"].diag_h, q["2.weight"].diag_ggn)  # linear in the last layer
         _require_hessian(q["0.weight"].diag_h, model, x, objective)
 
 
@@ -61,16 +61,30 @@ def _require_hessian(diagonal: Tensor, model: nn.Module, x: Tensor, objective: O
 
 # every argument with every value
 
-INDEX, SOFT = torch.tensor([0, 1, 2, 1]), torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [0.1, 0.1, 0.8], [0.0, 0.6, 0.4]]).double()
+INDEX, SOFT = (
+    torch.tensor([0, 1, 2, 1]),
+    torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [0.1, 0.1, 0.8], [0.0, 0.6, 0.4]]).double(),
+)
 BINARY, REAL = torch.tensor([[1.0, 0.0, 0.25]] * N).double(), torch.linspace(-1, 1, N * C).double().view(N, C)
 PER_CLASS, PER_ELEMENT = torch.tensor([0.5, 2.0, 1.0]).double(), torch.linspace(0.1, 2.0, N * C).double().view(N, C)
 VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
-    "cross_entropy": {"target": (INDEX, SOFT), "weight": (None, PER_CLASS), "ignore_index": (-100, 1), "label_smoothing": (0.0, 0.2)},
+    "cross_entropy": {
+        "target": (INDEX, SOFT),
+        "weight": (None, PER_CLASS),
+        "ignore_index": (-100, 1),
+        "label_smoothing": (0.0, 0.2),
+    },
     "mse_loss": {"target": (REAL,), "weight": (None, PER_ELEMENT)},
-    "binary_cross_entropy_with_logits": {"target": (BINARY,), "weight": (None, PER_CLASS, PER_ELEMENT), "pos_weight": (None, PER_CLASS)},
+    "binary_cross_entropy_with_logits": {
+        "target": (BINARY,),
+        "weight": (None, PER_CLASS, PER_ELEMENT),
+        "pos_weight": (None, PER_CLASS),
+    },
 }
 COMMON: dict[str, tuple[Any, ...]] = {
-    "reduction": ("mean", "sum", "none"), "size_average": (None, True, False), "reduce": (None, True, False),
+    "reduction": ("mean", "sum", "none"),
+    "size_average": (None, True, False),
+    "reduce": (None, True, False),
 }
 
 
@@ -96,7 +110,7 @@ def _require_right_or_refused(name: str, kwargs: dict[str, Any], *, positional: 
             warnings.simplefilter("ignore")
             value = function(f, *(kwargs[key] for key in names)) if positional else function(f, **kwargs)
         # Without a reduction, each term has its own factor.
-        return value if value.ndim == 0 else (value * weight[:, :value[0].numel()].view(value.shape)).sum()
+        return value if value.ndim == 0 else (value * weight[:, : value[0].numel()].view(value.shape)).sum()
 
     model, x = _net()
     try:
@@ -115,25 +129,40 @@ def test_every_combination_of_arguments_has_the_curvature_of_the_objective(name:
     assert sum(taken) >= len(taken) // 2
 
 
-@pytest.mark.entry("F19", "you pass arguments that change the loss: `weight` of `mse_loss`, `size_average`, `reduce`, `pos_weight`, "
-                   "`label_smoothing`", "works",
-                   "Second-order quantities are those of the loss with all its arguments, by position or keyword. An argument that "
-                   "ngsgd does not know is a `ConfigError`.")
-@pytest.mark.parametrize("kwargs", [
-    {"weight": PER_ELEMENT, "reduction": "sum"}, {"weight": PER_ELEMENT}, {"weight": PER_ELEMENT, "reduction": "none"},
-    {"size_average": False}, {"reduce": False}, {"size_average": True, "reduction": "sum"}, {"reduce": False, "size_average": False},
-], ids=lambda kwargs: " ".join(kwargs))
+@pytest.mark.entry(
+    "F19",
+    "you pass arguments that change the loss: `weight` of `mse_loss`, `size_average`, `reduce`, `pos_weight`, `label_smoothing`",
+    "works",
+    "Second-order quantities are those of the loss with all its arguments, by position or keyword. An argument that "
+    "ngsgd does not know is a `ConfigError`.",
+)
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"weight": PER_ELEMENT, "reduction": "sum"},
+        {"weight": PER_ELEMENT},
+        {"weight": PER_ELEMENT, "reduction": "none"},
+        {"size_average": False},
+        {"reduce": False},
+        {"size_average": True, "reduction": "sum"},
+        {"reduce": False, "size_average": False},
+    ],
+    ids=" ".join,
+)
 def test_arguments_of_the_squared_error_change_its_curvature(kwargs: dict[str, Any]) -> None:
     assert _require_right_or_refused("mse_loss", {"target": REAL, **kwargs}, positional=False)
 
 
 @pytest.mark.entry("F19")
-@pytest.mark.parametrize(("name", "kwargs"), [
-    ("cross_entropy", {"target": INDEX, "weight": PER_CLASS, "size_average": False, "label_smoothing": 0.2}),
-    ("cross_entropy", {"target": SOFT, "weight": PER_CLASS, "reduce": False}),
-    ("binary_cross_entropy_with_logits", {"target": BINARY, "weight": PER_CLASS, "pos_weight": PER_CLASS, "reduce": False}),
-    ("binary_cross_entropy_with_logits", {"target": BINARY, "size_average": False}),
-])
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("cross_entropy", {"target": INDEX, "weight": PER_CLASS, "size_average": False, "label_smoothing": 0.2}),
+        ("cross_entropy", {"target": SOFT, "weight": PER_CLASS, "reduce": False}),
+        ("binary_cross_entropy_with_logits", {"target": BINARY, "weight": PER_CLASS, "pos_weight": PER_CLASS, "reduce": False}),
+        ("binary_cross_entropy_with_logits", {"target": BINARY, "size_average": False}),
+    ],
+)
 def test_deprecated_arguments_change_the_curvature(name: str, kwargs: dict[str, Any]) -> None:
     assert _require_right_or_refused(name, kwargs, positional=False)
 
@@ -147,9 +176,7 @@ def test_the_values_cover_the_signatures() -> None:
 
 @pytest.mark.entry("F19")
 def test_an_argument_of_a_later_torch_is_refused_unless_it_is_at_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = losses._SIGNATURES[F.mse_loss]
-    later = known.replace(parameters=[*known.parameters.values(), inspect.Parameter("scale", inspect.Parameter.KEYWORD_ONLY, default=1.0)])
-    monkeypatch.setitem(losses._SIGNATURES, F.mse_loss, later)
+    monkeypatch.setitem(losses._DEFAULTS, F.mse_loss, {**losses._DEFAULTS[F.mse_loss], "scale": 1.0})
     output = torch.zeros(N, C, requires_grad=True)
     assert losses.arguments(F.mse_loss, (output, output), {"scale": 1.0})[2]["reduction"] == "mean"
     with pytest.raises(ConfigError, match="scale"):
@@ -176,26 +203,26 @@ def test_negative_weights_have_no_root(kwargs: dict[str, Any]) -> None:
 
 
 class Focal(nn.CrossEntropyLoss):
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        ce = F.cross_entropy(input, target, reduction="none")
+    def forward(self, f: Tensor, target: Tensor) -> Tensor:
+        ce = F.cross_entropy(f, target, reduction="none")
         return ((1.0 - (-ce).exp()) ** 2 * ce).mean()
 
 
 class Relative(nn.MSELoss):
     """Without a call of torch's function."""
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return ((input - target).square() / (target.square() + 0.1)).mean()
+    def forward(self, f: Tensor, target: Tensor) -> Tensor:
+        return ((f - target).square() / (target.square() + 0.1)).mean()
 
 
 class RootOfMean(nn.MSELoss):
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return super().forward(input, target).sqrt()
+    def forward(self, f: Tensor, target: Tensor) -> Tensor:
+        return super().forward(f, target).sqrt()
 
 
 class Doubled(nn.CrossEntropyLoss):
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return 2.0 * super().forward(input.flip(1), C - 1 - target)
+    def forward(self, f: Tensor, target: Tensor) -> Tensor:
+        return 2.0 * super().forward(f.flip(1), C - 1 - target)
 
 
 def _patched(forward: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
@@ -204,13 +231,24 @@ def _patched(forward: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
     return loss_fn
 
 
-@pytest.mark.entry("F21", "you use a loss class with its own `forward`: a subclass of nn.CrossEntropyLoss, nn.MSELoss or "
-                   "nn.BCEWithLogitsLoss, or an object whose `forward` was replaced", "error",
-                   "`ConfigError`, unless the loss is linear in its calls of torch's loss function; then its curvature is exact.")
-@pytest.mark.parametrize(("loss_fn", "target"), [
-    (Focal(), INDEX), (Relative(), REAL), (RootOfMean(), REAL),
-    (_patched(lambda f, y: F.cross_entropy(f, y).exp()), INDEX), (_patched(lambda f, y: -f.log_softmax(1)[range(N), y].mean()), INDEX),
-], ids=["focal", "relative", "root", "patched function", "patched formula"])
+@pytest.mark.entry(
+    "F21",
+    "you use a loss class with its own `forward`: a subclass of nn.CrossEntropyLoss, nn.MSELoss or "
+    "nn.BCEWithLogitsLoss, or an object whose `forward` was replaced",
+    "error",
+    "`ConfigError`, unless the loss is linear in its calls of torch's loss function; then its curvature is exact.",
+)
+@pytest.mark.parametrize(
+    ("loss_fn", "target"),
+    [
+        (Focal(), INDEX),
+        (Relative(), REAL),
+        (RootOfMean(), REAL),
+        (_patched(lambda f, y: F.cross_entropy(f, y).exp()), INDEX),
+        (_patched(lambda f, y: -f.log_softmax(1)[range(N), y].mean()), INDEX),
+    ],
+    ids=["focal", "relative", "root", "patched function", "patched formula"],
+)
 def test_a_loss_class_with_its_own_forward_is_refused(loss_fn: nn.Module, target: Tensor) -> None:
     model, x = _net()
     for quantity in ("diag_ggn", "diag_h", "kfac", "sqrt_ggn_mc", "hmp", "kfra"):
@@ -227,10 +265,19 @@ def test_a_linear_own_forward_is_exact() -> None:
 
 
 @pytest.mark.entry("F21")
-@pytest.mark.parametrize("loss_fn", [
-    functools.partial(F.cross_entropy, label_smoothing=0.1), lambda f, y: F.cross_entropy(f, y).sqrt(), F.l1_loss, nn.L1Loss(),
-    nn.Sequential(nn.CrossEntropyLoss()), "cross_entropy", [nn.CrossEntropyLoss()],
-], ids=["partial", "lambda", "function", "class", "container", "name", "list"])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        functools.partial(F.cross_entropy, label_smoothing=0.1),
+        lambda f, y: F.cross_entropy(f, y).sqrt(),
+        F.l1_loss,
+        nn.L1Loss(),
+        nn.Sequential(nn.CrossEntropyLoss()),
+        "cross_entropy",
+        [nn.CrossEntropyLoss()],
+    ],
+    ids=["partial", "lambda", "function", "class", "container", "name", "list"],
+)
 def test_other_objects_are_refused(loss_fn: Any) -> None:
     model, _ = _net()
     with pytest.raises(ConfigError, match="loss_fn"):
@@ -239,29 +286,62 @@ def test_other_objects_are_refused(loss_fn: Any) -> None:
 
 # functions of a loss
 
-_mse, _each = lambda f: F.mse_loss(f, REAL), lambda f: F.cross_entropy(f, INDEX, reduction="none")
-_ce: Objective = lambda f: F.cross_entropy(f, INDEX)  # noqa: E731
+
+def _mse(f: Tensor) -> Tensor:
+    return F.mse_loss(f, REAL)
+
+
+def _ce(f: Tensor) -> Tensor:
+    return F.cross_entropy(f, INDEX)
+
+
+def _each(f: Tensor) -> Tensor:
+    return F.cross_entropy(f, INDEX, reduction="none")
+
+
 FACTOR = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
 LINEAR: dict[str, Objective] = {
-    "multiple": lambda f: 3.0 * _ce(f) / 2.0 + 1.0, "sum of losses": lambda f: _ce(f) + 0.5 * _mse(f),
-    "mean": lambda f: _each(f).mean(), "sum": lambda f: _each(f).sum(), "weights": lambda f: (_each(f) * PER_ELEMENT[:, 0]).sum(),
-    "dot product": lambda f: _each(f) @ PER_ELEMENT[:, 0], "stack": lambda f: torch.stack([_ce(f), _mse(f)]).mean(),
-    "selected rows": lambda f: _each(f)[:2].sum(), "hard examples": lambda f: _each(f).topk(2).values.mean(),
-    "where": lambda f: torch.where(_each(f) > 1.0, _each(f), 0.0).sum(), "maximum": lambda f: torch.maximum(_ce(f), _mse(f)),
+    "multiple": lambda f: 3.0 * _ce(f) / 2.0 + 1.0,
+    "sum of losses": lambda f: _ce(f) + 0.5 * _mse(f),
+    "mean": lambda f: _each(f).mean(),
+    "sum": lambda f: _each(f).sum(),
+    "weights": lambda f: (_each(f) * PER_ELEMENT[:, 0]).sum(),
+    "dot product": lambda f: _each(f) @ PER_ELEMENT[:, 0],
+    "stack": lambda f: torch.stack([_ce(f), _mse(f)]).mean(),
+    "selected rows": lambda f: _each(f)[:2].sum(),
+    "hard examples": lambda f: _each(f).topk(2).values.mean(),
+    "where": lambda f: torch.where(_each(f) > 1.0, _each(f), 0.0).sum(),
+    "maximum": lambda f: torch.maximum(_ce(f), _mse(f)),
     "masked": lambda f: _each(f).masked_fill(torch.tensor([True, False, False, True]), 0.0).sum(),
     "detached weights": lambda f: ((1.0 - (-_each(f)).exp()).detach() * _each(f)).mean(),
-    "learned factor": lambda f: (-FACTOR).exp() * _ce(f) + FACTOR, "largest": lambda f: _each(f).max(), "flooding": lambda f: (_ce(f) - 0.1).abs() + 0.1,
+    "learned factor": lambda f: (-FACTOR).exp() * _ce(f) + FACTOR,
+    "largest": lambda f: _each(f).max(),
+    "flooding": lambda f: (_ce(f) - 0.1).abs() + 0.1,
 }
 NONLINEAR: dict[str, Objective] = {
-    "sqrt": lambda f: _mse(f).sqrt(), "exp": lambda f: _ce(f).exp(), "log": lambda f: _ce(f).log(), "square": lambda f: _ce(f).square(),
-    "power": lambda f: _ce(f) ** 2, "product": lambda f: _ce(f) * _mse(f), "with itself": lambda f: (lambda v: v * v)(_ce(f)),
-    "reciprocal": lambda f: -1.0 / _ce(f), "divisor": lambda f: -torch.ones(()).double() / _ce(f), "ratio": lambda f: _ce(f) / _mse(f),
-    "focal": lambda f: ((1.0 - (-_each(f)).exp()) ** 2 * _each(f)).mean(), "logsumexp": lambda f: _each(f).logsumexp(0),
-    "softmax weights": lambda f: (_each(f).softmax(0) * _each(f)).sum(), "norm": lambda f: _each(f).norm(), "tanh": lambda f: _ce(f).tanh(),
-    "product of rows": lambda f: _each(f).prod(), "another loss": lambda f: _ce(f) + F.l1_loss(f, REAL),
-    "a formula": lambda f: _ce(f) + f.square().mean(), "an entropy": lambda f: _ce(f) - (f.softmax(1) * f.log_softmax(1)).sum(),
-    "weight of the output": lambda f: (_each(f) * f.sigmoid()[:, 0]).sum(), "variance of rows": lambda f: _each(f).mean() + _each(f).var(),
-    "root in place": lambda f: _ce(f).mul(2.0).sqrt_(), "loss of a loss": lambda f: F.mse_loss(_each(f), REAL[:, 0]),
+    "sqrt": lambda f: _mse(f).sqrt(),
+    "exp": lambda f: _ce(f).exp(),
+    "log": lambda f: _ce(f).log(),
+    "square": lambda f: _ce(f).square(),
+    "power": lambda f: _ce(f) ** 2,
+    "product": lambda f: _ce(f) * _mse(f),
+    "with itself": lambda f: torch.stack([_ce(f)] * 2).prod(),
+    "reciprocal": lambda f: -1.0 / _ce(f),
+    "divisor": lambda f: -torch.ones(()).double() / _ce(f),
+    "ratio": lambda f: _ce(f) / _mse(f),
+    "focal": lambda f: ((1.0 - (-_each(f)).exp()) ** 2 * _each(f)).mean(),
+    "logsumexp": lambda f: _each(f).logsumexp(0),
+    "softmax weights": lambda f: (_each(f).softmax(0) * _each(f)).sum(),
+    "norm": lambda f: _each(f).norm(),
+    "tanh": lambda f: _ce(f).tanh(),
+    "product of rows": lambda f: _each(f).prod(),
+    "another loss": lambda f: _ce(f) + F.l1_loss(f, REAL),
+    "a formula": lambda f: _ce(f) + f.square().mean(),
+    "an entropy": lambda f: _ce(f) - (f.softmax(1) * f.log_softmax(1)).sum(),
+    "weight of the output": lambda f: (_each(f) * f.sigmoid()[:, 0]).sum(),
+    "variance of rows": lambda f: _each(f).mean() + _each(f).var(),
+    "root in place": lambda f: _ce(f).mul(2.0).sqrt_(),
+    "loss of a loss": lambda f: F.mse_loss(_each(f), REAL[:, 0]),
 }
 
 
@@ -273,10 +353,14 @@ def test_linear_functions_of_a_loss_are_exact(name: str) -> None:
     _require_exact(LINEAR[name], F.cross_entropy, *(("diag_ggn",) if piecewise else ()))
 
 
-@pytest.mark.entry("F22", "you differentiate a function of a loss: its square root, exponential, product with another loss, weights "
-                   "that depend on the parameters, or a sum with another function of the output", "error",
-                   "`ConfigError` in the backward pass, before second-order quantities are stored. Sums, means, multiples, selections "
-                   "and maxima of losses are exact.")
+@pytest.mark.entry(
+    "F22",
+    "you differentiate a function of a loss: its square root, exponential, product with another loss, weights "
+    "that depend on the parameters, or a sum with another function of the output",
+    "error",
+    "`ConfigError` in the backward pass, before second-order quantities are stored. Sums, means, multiples, selections "
+    "and maxima of losses are exact.",
+)
 @pytest.mark.parametrize("name", NONLINEAR)
 def test_other_functions_of_a_loss_are_refused(name: str) -> None:
     model, x = _net()
@@ -292,7 +376,8 @@ def test_other_functions_of_a_loss_are_refused(name: str) -> None:
 @pytest.mark.parametrize("way", ["backward", "autograd.backward", "autograd.grad", "list"])
 def test_every_way_to_start_a_backward_pass_is_checked(way: str) -> None:
     start: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-        "backward": lambda model, loss: loss.backward(), "autograd.backward": lambda model, loss: torch.autograd.backward(loss),
+        "backward": lambda model, loss: loss.backward(),
+        "autograd.backward": lambda model, loss: torch.autograd.backward(loss),
         "autograd.grad": lambda model, loss: torch.autograd.grad(loss, list(model.parameters())),
         "list": lambda model, loss: torch.autograd.backward([loss, 2.0 * loss]),
     }
@@ -308,8 +393,10 @@ def test_every_way_to_start_a_backward_pass_is_checked(way: str) -> None:
 
 
 def _losses_of_torch() -> list[str]:
-    return sorted({kind.__name__ for kind in vars(nn).values() if isinstance(kind, type) and issubclass(kind, nn.modules.loss._Loss)}
-                  | {name for name in dir(nn) if name.endswith("Loss")})
+    return sorted(
+        {kind.__name__ for kind in vars(nn).values() if isinstance(kind, type) and issubclass(kind, nn.modules.loss._Loss)}
+        | {name for name in dir(nn) if name.endswith("Loss")}
+    )
 
 
 @pytest.mark.entry("F21")
@@ -330,19 +417,31 @@ def test_every_loss_class_is_supported_or_refused(name: str) -> None:
 
 
 def test_every_loss_function_of_torch_is_known() -> None:
-    found = {name for name in dir(F) if any(word in name for word in ("loss", "entropy", "nll", "kl_div"))
-             and not name.startswith("_") and callable(getattr(F, name))}
+    found = {
+        name
+        for name in dir(F)
+        if any(word in name for word in ("loss", "entropy", "nll", "kl_div"))
+        and not name.startswith("_")
+        and callable(getattr(F, name))
+    }
     known = {function.__name__ for function in (*losses.FUNCTIONS, *losses.OTHERS)}
     assert found == known
 
 
 OTHERS: dict[str, Objective] = {
-    "l1_loss": lambda f: F.l1_loss(f, REAL), "smooth_l1_loss": lambda f: F.smooth_l1_loss(f, REAL), "huber_loss": lambda f: F.huber_loss(f, REAL),
-    "nll_loss": lambda f: F.nll_loss(f.log_softmax(1), INDEX), "kl_div": lambda f: F.kl_div(f.log_softmax(1), SOFT, reduction="batchmean"),
-    "poisson": lambda f: F.poisson_nll_loss(f, REAL), "gaussian": lambda f: F.gaussian_nll_loss(f, REAL, torch.ones_like(f)),
-    "binary_cross_entropy": lambda f: F.binary_cross_entropy(f.sigmoid(), BINARY), "soft_margin": lambda f: F.soft_margin_loss(f, 2 * BINARY - 1),
-    "multi_margin": lambda f: F.multi_margin_loss(f, INDEX), "multilabel_soft": lambda f: F.multilabel_soft_margin_loss(f, BINARY),
-    "hinge": lambda f: F.hinge_embedding_loss(f, 2 * BINARY.round() - 1), "a formula": lambda f: (f - REAL).square().mean(),
+    "l1_loss": lambda f: F.l1_loss(f, REAL),
+    "smooth_l1_loss": lambda f: F.smooth_l1_loss(f, REAL),
+    "huber_loss": lambda f: F.huber_loss(f, REAL),
+    "nll_loss": lambda f: F.nll_loss(f.log_softmax(1), INDEX),
+    "kl_div": lambda f: F.kl_div(f.log_softmax(1), SOFT, reduction="batchmean"),
+    "poisson": lambda f: F.poisson_nll_loss(f, REAL),
+    "gaussian": lambda f: F.gaussian_nll_loss(f, REAL, torch.ones_like(f)),
+    "binary_cross_entropy": lambda f: F.binary_cross_entropy(f.sigmoid(), BINARY),
+    "soft_margin": lambda f: F.soft_margin_loss(f, 2 * BINARY - 1),
+    "multi_margin": lambda f: F.multi_margin_loss(f, INDEX),
+    "multilabel_soft": lambda f: F.multilabel_soft_margin_loss(f, BINARY),
+    "hinge": lambda f: F.hinge_embedding_loss(f, 2 * BINARY.round() - 1),
+    "a formula": lambda f: (f - REAL).square().mean(),
 }
 
 
@@ -384,6 +483,7 @@ def test_the_variance_of_batchmean_is_that_of_a_mean() -> None:
 @pytest.mark.entry("F19")
 def test_preconditioners_use_the_weights_of_the_squared_error() -> None:
     """Two copies of a row are one row of twice the weight."""
+
     def direction(rows: Tensor, weight: Tensor) -> Tensor:
         model, x = _net()
         preconditioner = KFAC(model, fisher="exact", damping=0.1)
@@ -396,9 +496,27 @@ def test_preconditioners_use_the_weights_of_the_squared_error() -> None:
     close(once, twice)
 
 
+@pytest.mark.entry("F19")
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, F.binary_cross_entropy_with_logits])
+def test_preconditioners_count_rows_whose_first_element_has_no_weight(loss_fn: Callable[..., Tensor]) -> None:
+    weight = torch.ones(N, C).double()
+    weight[:, 0] = 0.0
+    found = []
+    for factor in (weight, weight * 2.0):
+        model, x = _net()
+        preconditioner = KFAC(model, fisher="exact", damping=0.1)
+        preconditioner.evaluate(lambda model=model, x=x, factor=factor: loss_fn(model(x), BINARY, weight=factor, reduction="sum"))
+        preconditioner.step()
+        found.append(preconditioner.curvature("0.weight")["B"])
+    close(*found)
+    assert float(found[0].abs().sum()) > 0.0
+
+
 def test_no_third_outcome_of_unusual_shapes() -> None:
     for output, target in ((torch.zeros(N, C), torch.zeros(N, 1)), (torch.zeros(N, 1), torch.zeros(N))):
         model, x = nn.Linear(5, output.shape[1]), torch.randn(N, 5)
-        with warnings.catch_warnings(), pytest.raises(NgsgdError), collect(model, "diag_ggn", loss_fn=F.mse_loss):
+        with warnings.catch_warnings():
+            # Of torch, about the shapes.
             warnings.simplefilter("ignore")
-            F.mse_loss(model(x), target).backward()
+            with pytest.raises(NgsgdError), collect(model, "diag_ggn", loss_fn=F.mse_loss):
+                F.mse_loss(model(x), target).backward()
