@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ def unaccounted(source: GradientEdge, like: Tensor, calls: Mapping[LayerCall, Gr
     Returns:
         (a parameter whose gradients differ, or None; calls with a derivative that is not zero)
     """
-    ends = [*calls.values(), *parameters.values()]
+    ends: list[Any] = [*calls.values(), *parameters.values()]
     found = torch.autograd.grad([source], ends, [probe(like)], retain_graph=True, allow_unused=True)
     totals, reached = Totals(), set()
     for call, e_M in zip(calls, found, strict=False):

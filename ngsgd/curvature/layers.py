@@ -185,7 +185,9 @@ def _batch_normalized(layer: Any, x: Tensor, *, of_minibatch: bool) -> Tensor:
     """Normalize x without scale and offset."""
     if of_minibatch:
         return nn.functional.batch_norm(x, None, None, training=True, eps=layer.eps)
-    return nn.functional.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
+    # x is in at least float32.
+    statistics = (layer.running_mean.to(x.dtype), layer.running_var.to(x.dtype))
+    return nn.functional.batch_norm(x, *statistics, eps=layer.eps)
 
 
 def refuse_coupled(layer: nn.Module, name: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from ngsgd.curvature import collect
+from ngsgd.curvature import collect, completeness
 from ngsgd.errors import ConfigError, DataError, NgsgdError
 from ngsgd.preconditioners import KFAC, DiagonalNG
 from tests.curvature.support import close
@@ -101,8 +101,9 @@ def _recurrent(kind: str, *, pooled: bool = True, length: int = T) -> Callable[[
 class OwnConv(nn.Conv1d):
     """Standardized weights, by a method that is not `forward`."""
 
-    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
-        return super()._conv_forward(x, weight - weight.mean(dim=1, keepdim=True), bias)
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = super()._conv_forward(x, weight - weight.mean(dim=1, keepdim=True), bias)
+        return y
 
 
 def _own_convolution() -> Situation:
@@ -137,8 +138,8 @@ def _hooked(which: str) -> Callable[[Model], Any]:
 
 
 def _patch(model: Model) -> None:
-    layer = model.second
-    layer.forward = lambda x: F.linear(x, 2.0 * layer.weight, layer.bias)  # type: ignore[method-assign]
+    layer: Any = model.second
+    layer.forward = lambda x: F.linear(x, 2.0 * layer.weight, layer.bias)
 
 
 def _tie(model: Model) -> None:
@@ -357,12 +358,14 @@ def test_a_penalty_by_itself_or_next_to_second_order_quantities_is_accepted() ->
 
 @pytest.mark.entry("F20")
 def test_the_comparison_runs_once_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngsgd.curvature import capture, completeness
-
     runs: list[str] = []
-    monkeypatch.setattr(capture, "unaccounted", lambda *args: runs.append("probe") or completeness.unaccounted(*args))
     add = completeness.Totals.add
-    monkeypatch.setattr(completeness.Totals, "add", lambda self, *args: runs.append("sum") or add(self, *args))
+
+    def noted(self: Any, *args: Any) -> None:
+        runs.append("sum")
+        add(self, *args)
+
+    monkeypatch.setattr(completeness.Totals, "add", noted)
     s, counts = SITUATIONS["plain"][0](), []
     for _ in range(6):
         with collect(s.model, "batch_grad", "diag_ggn", loss_fn=F.cross_entropy):
@@ -381,7 +384,7 @@ def test_rounding_is_no_difference(dtype: torch.dtype, is_autocast: bool) -> Non
     model = nn.Sequential(nn.Conv1d(D, 16, 3), nn.BatchNorm1d(16), nn.Tanh(), nn.Flatten(), nn.Linear(16 * 30, C))
     if not is_autocast:
         model = model.to(dtype)
-    x, y = torch.randn(64, D, 32, dtype=model[0].weight.dtype), torch.arange(64) % C
+    x, y = torch.randn(64, D, 32, dtype=next(model.parameters()).dtype), torch.arange(64) % C
     for is_training in (True, False):
         model.train(is_training)
         with (
@@ -416,6 +419,7 @@ def test_a_hook_may_watch_the_output_of_a_recurrent_layer(kind: Any, dropout: fl
         if change is None and not dropout:
             with collect(model, "batch_grad", loss_fn=F.cross_entropy) as q:
                 _loss(model(x), y).backward()
+            assert model.out.weight.grad is not None
             close(q["out.weight"].batch_grad.sum(dim=0), model.out.weight.grad)
         else:
             with pytest.raises(ConfigError, match="layer core"), collect(model, "batch_grad", loss_fn=F.cross_entropy):

@@ -187,7 +187,7 @@ def test_an_argument_of_a_later_torch_is_refused_unless_it_is_at_its_default(mon
 @pytest.mark.parametrize("argument", ["weight", "target"])
 def test_arguments_that_depend_on_parameters_are_refused(argument: str) -> None:
     model, x = _net()
-    kwargs = {"target": BINARY, argument: PER_ELEMENT.clone().requires_grad_()}
+    kwargs: dict[str, Any] = {"target": BINARY, argument: PER_ELEMENT.clone().requires_grad_()}
     with pytest.raises(ConfigError, match=argument), collect(model, "diag_ggn", loss_fn=F.mse_loss):
         F.mse_loss(model(x), **kwargs).backward()
 
@@ -226,9 +226,10 @@ class Doubled(nn.CrossEntropyLoss):
 
 
 def _patched(forward: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
-    loss_fn = nn.CrossEntropyLoss()
-    loss_fn.forward = forward  # type: ignore[method-assign]
-    return loss_fn
+    loss_fn: Any = nn.CrossEntropyLoss()
+    loss_fn.forward = forward
+    made: nn.Module = loss_fn
+    return made
 
 
 @pytest.mark.entry(
@@ -487,7 +488,7 @@ def test_preconditioners_use_the_weights_of_the_squared_error() -> None:
     def direction(rows: Tensor, weight: Tensor) -> Tensor:
         model, x = _net()
         preconditioner = KFAC(model, fisher="exact", damping=0.1)
-        preconditioner.evaluate(lambda: F.mse_loss(model(x[rows]), REAL[rows], weight=weight))
+        preconditioner.evaluate(lambda: _function("mse_loss")(model(x[rows]), REAL[rows], weight=weight))
         preconditioner.step()
         return preconditioner.curvature("0.weight")["B"]
 
@@ -501,13 +502,15 @@ def test_preconditioners_use_the_weights_of_the_squared_error() -> None:
 def test_preconditioners_count_rows_whose_first_element_has_no_weight(loss_fn: Callable[..., Tensor]) -> None:
     weight = torch.ones(N, C).double()
     weight[:, 0] = 0.0
-    found = []
-    for factor in (weight, weight * 2.0):
+
+    def curvature(weight: Tensor) -> Tensor:
         model, x = _net()
         preconditioner = KFAC(model, fisher="exact", damping=0.1)
-        preconditioner.evaluate(lambda model=model, x=x, factor=factor: loss_fn(model(x), BINARY, weight=factor, reduction="sum"))
+        preconditioner.evaluate(lambda: loss_fn(model(x), BINARY, weight=weight, reduction="sum"))
         preconditioner.step()
-        found.append(preconditioner.curvature("0.weight")["B"])
+        return preconditioner.curvature("0.weight")["B"]
+
+    found = [curvature(weight), curvature(2.0 * weight)]
     close(*found)
     assert float(found[0].abs().sum()) > 0.0
 
