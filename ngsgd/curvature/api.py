@@ -90,15 +90,24 @@ def collect(model: nn.Module, *quantities: str, loss_fn: Any = None, reduction: 
         problems.append(f"sharing is {sharing!r}; it must be one of {', '.join(SHARINGS)}.")
     if normalization not in NORMALIZATIONS:
         problems.append(f"normalization is {normalization!r}; it must be one of {', '.join(NORMALIZATIONS)}.")
+    if reduction not in (None, "mean", "sum"):
+        problems.append(f"reduction is {reduction!r}; it must be 'mean' or 'sum' over samples.")
+    if num_samples is not None and num_samples < 1:
+        problems.append(f"num_samples is {num_samples}; it must be at least 1.")
+    if samples is not None and not len(samples):
+        problems.append("samples is empty; name at least one.")
     if problems:
         raise ConfigError(problems)
     if mc_samples < 1:
         raise ConfigError(f"mc_samples is {mc_samples}; it must be at least 1.")
     if any(name in PRODUCTS or SIGNALS[name][0] != "gradient" for name in quantities):
         losses.check(loss_fn)
+    moments = {"second_moment", "variance"} & set(quantities)
+    needs_reduction = "kfac_emp" in quantities or (normalization == "paper" and bool(moments))
+    is_inferred = needs_reduction and reduction is None
     reduction = reduction or losses.reduction_of(loss_fn)
-    if reduction is None and normalization == "paper" and {"second_moment", "variance", "kfac_emp"} & set(quantities):
+    if reduction is None and needs_reduction:
         raise ConfigError("the variance, the second moment and the empirical K-FAC depend on whether the loss is a mean or a "
                           'sum over samples: give collect() loss_fn= or reduction="mean" or "sum".')
-    options = CollectOptions(sharing, normalization, reduction, mc_samples, generator, max_floats)
+    options = CollectOptions(sharing, normalization, reduction, is_inferred, mc_samples, generator, max_floats)
     return Collection(model, quantities, loss_fn, options, {"layers": layers, "num_samples": num_samples, "samples": samples})

@@ -23,11 +23,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ngsgd.curvature.layer_decomposition import expansion_of
-from ngsgd.curvature.layers import Affine, Kind, kind_of, refuse_coupled, upcast, without_autocast
+from ngsgd.curvature.completeness import Totals, unaccounted
+from ngsgd.curvature.layer_decomposition import expansion_of, has_other_result
+from ngsgd.curvature.layers import (
+    Affine,
+    Kind,
+    has_transposed_weight,
+    kind_of,
+    refuse_coupled,
+    upcast,
+    without_autocast,
+)
 from ngsgd.curvature.products.vectors import vector_products
 from ngsgd.curvature.records import LayerCall, Record
-from ngsgd.curvature.samples import Tries, mixed_rows, next_calls, run_once
+from ngsgd.curvature.samples import Tries, mixed_output, mixed_rows, next_calls, run_once
 from ngsgd.errors import ConfigError, DataError
 
 __all__ = ["Capture", "LayerCall", "Record"]
@@ -65,6 +74,9 @@ class Capture:
         separate: reject layers whose rows take part in several samples, also if an operation after
             them mixes samples, such as a BatchNorm in training mode. Layers that run once for the
             complete minibatch are always rejected.
+        gradients: with `separate`, also compare the sums of the layers' gradients with the
+            gradients of the backward pass, once. They differ if the loss uses a parameter outside
+            its layer.
         without: names of parameters whose curvature is not needed.
         left_out_by: the argument with which users exclude a layer, for messages: "layers" or
             "skip".
@@ -87,7 +99,7 @@ class Capture:
     def __init__(self, model: nn.Module, *, layers: Iterable[str] | None = None, num_samples: int | None = None,
                  samples: Sequence[int] | None = None, arrived: Arrival | None = None,
                  called: Callable[[LayerCall, Tensor], None] | None = None, separate: bool = False,
-                 without: Collection[str] = (), left_out_by: str = "layers") -> None:
+                 gradients: bool = False, without: Collection[str] = (), left_out_by: str = "layers") -> None:
         self.model = model
         self.records: list[Record] = []
         self.parameters = {name: p for name, p in model.named_parameters()
@@ -107,11 +119,21 @@ class Capture:
         self._left_out_by = left_out_by
         self._refuses_coupled = separate
         # NGSGD layers would treat the backpropagated vectors as minibatches.
-        self._separate = separate and not any("preconditioner" in vars(module) for module in model.modules())
-        self._tries = Tries(model, "separate" if self._separate else "once")
+        self._is_plain = not any("preconditioner" in vars(module) for module in model.modules())
+        self._separate = separate and self._is_plain
+        self._compares = gradients and self._separate
         # a backward pass, and whether its calls need a check
         self._checked: tuple[int, bool] = (-1, False)
         self.layers = self._chosen()
+        self._tries = Tries(model, (self._separate, gradients, frozenset(self.layers), frozenset(without)))
+        # parameters of the recorded layers by name, and transposed weights; set by a check
+        self._of_layers: dict[str, Tensor] = {}
+        self._transposed: set[str] = set()
+        # of the backward pass that is checked
+        self._totals = Totals()
+        self._comparisons: dict[str, RemovableHandle] = {}
+        # its parameters of calls with a derivative
+        self._passed: set[str] = set()
 
     def __enter__(self) -> Capture:
         try:
@@ -136,6 +158,7 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._stop_comparing()
         self._open.clear()
         self._outputs.clear()
 
@@ -185,7 +208,10 @@ class Capture:
         """Return the call with its derivatives, restricted to the selected samples, in at least
         float32.
         """
-        x, e_VM = call.input, derivatives_VM
+        return self._record(call, derivatives_VM, self._samples)
+
+    def _record(self, call: LayerCall, e_VM: Tensor, samples: Sequence[int] | None = None) -> Record:
+        x = call.input
         if x._version != call.version:
             raise DataError(f"the input of layer {call.layer} was changed in place after the call "
                             "of the layer, so its curvature would be wrong; replace that "
@@ -195,8 +221,8 @@ class Capture:
             raise DataError(f"layer {call.layer} has an input of {len(x)} rows and an output of "
                             f"{len(e_VM[0])}, which are not {N} samples; give num_samples, with "
                             "adjacent rows for each sample.")
-        if self._samples is not None:
-            chosen = torch.as_tensor(self._samples, device=x.device)
+        if samples is not None:
+            chosen = torch.as_tensor(samples, device=x.device)
             x = x.unflatten(0, (N, -1))[chosen].flatten(0, 1)
             e_VM = e_VM.unflatten(1, (N, -1))[:, chosen].flatten(1, 2)
             N = len(chosen)
@@ -206,6 +232,13 @@ class Capture:
         """Return N, before the selection of samples."""
         return self._num_samples or len(call.input)
 
+    @staticmethod
+    def disagreement(layer: str, num_samples: int, others: int) -> str:
+        """Return the message about a layer with another number of samples."""
+        return (f"layer {layer} has {num_samples} samples, and other layers {others}. Give "
+                "num_samples= if the rows of each sample are adjacent there, or give the layer an "
+                "input for each sample if it runs once for the complete minibatch.")
+
     def num_samples_seen(self, output: Tensor) -> int:
         """Return N of the model call behind an output, among calls without a derivative yet."""
         calls = self._open
@@ -214,8 +247,8 @@ class Capture:
         return self.num_samples_of(next(iter(calls)))
 
     def check_output(self, edge: GradientEdge, like: Tensor) -> None:
-        """Reject calls behind an output whose rows are not samples, before derivatives are
-        backpropagated.
+        """Reject calls behind an output whose rows are not samples, and parameters that the output
+        uses outside their layer, before derivatives are backpropagated.
 
         Args:
             edge: of the model output, or of the input of a loss.
@@ -232,14 +265,59 @@ class Capture:
                               f"embedding, or {LEFT_OUT[self._left_out_by]}.")
         before = next_calls(edge, calls)
         N = self.num_samples_of(next(iter(calls)))
+        if before and self._is_plain:
+            with self.paused():
+                left = {key: p for key, p in self._comparable().items() if key not in self._passed}
+                name, reached = unaccounted(edge, like, calls, left, self._record, self._transposed)
+            if name is not None:
+                self._refuse_other_use(name)
         if not self._separate:
             for call in calls:
-                self._tries.count(call, N, is_clear=True)
+                self._tries.count(call, N, is_clear=not self._is_plain or call in reached)
         elif before and like.ndim:
             with self.paused():
-                found = mixed_rows(edge, like, before, self._num_samples)
-            # If no layer has the rows of the output, its leading dimension is not the samples.
-            self._judge(found if False in found.values() else {}, "the model's output", N)
+                found = mixed_output(edge, like, before, N)
+            self._judge(found, "the model's output", N)
+
+    def _refuse_other_use(self, name: str) -> None:
+        raise ConfigError(f"the gradient of {name} is not that of the rows of its layer. The weight "
+                          "is also used outside the layer (torch.nn.functional.linear, a penalty in "
+                          "the loss), or a hook or an overridden method changes the layer. Give "
+                          "each use its own layer that shares the parameter, call backward() for a "
+                          f"penalty by itself, or {LEFT_OUT[self._left_out_by]}.")
+
+    def _start_comparing(self) -> None:
+        """Compare the gradients of this backward pass with the sums of the layers' gradients."""
+        self._totals = Totals()
+        for name, p in self._comparable().items():
+            # Removed hooks of a tensor slow down every later backward pass; those of a node do not.
+            node = get_gradient_edge(p).node
+            self._comparisons[name] = node.register_prehook(lambda grads, name=name: self._compare(name, grads[0]))
+
+    def _comparable(self) -> dict[str, Tensor]:
+        """Return the parameters without a hook of the user, which may change the gradient."""
+        if not self._of_layers:
+            for name, module in self.model.named_modules():
+                if name in self.layers:
+                    inside = module.parameters(recurse=expansion_of(module) is not None)
+                    self._of_layers.update({self._name_of[id(p)]: p for p in inside if id(p) in self._name_of})
+                if has_transposed_weight(module):
+                    self._transposed.add(f"{name}.weight".lstrip("."))
+        return {name: p for name, p in self._of_layers.items() if not p._backward_hooks}
+
+    def _compare(self, name: str, gradient: Tensor | None) -> None:
+        number = torch._C._current_graph_task_id()
+        if gradient is not None and self._handles and not self._paused and number == self._checked[0] \
+                and self._totals.differ(name, gradient, self._transposed):
+            self._refuse_other_use(name)
+
+    def _stop_comparing(self) -> None:
+        if not self._passed:
+            return
+        for handle in self._comparisons.values():
+            handle.remove()
+        self._comparisons.clear()
+        self._passed.clear()
 
     def _judge(self, found: dict[LayerCall, bool | None], source: str, num_rows: int) -> None:
         for call, is_mixed in found.items():
@@ -257,6 +335,9 @@ class Capture:
         number = torch._C._current_graph_task_id()
         if self._checked[0] != number and self._open:
             self._checked = number, self._tries.are_due(self._open, self.num_samples_of(next(iter(self._open))))
+            self._stop_comparing()
+            if self._checked[1] and self._compares:
+                self._start_comparing()
         return bool(self._open) and self._checked == (number, True)
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
@@ -286,8 +367,7 @@ class Capture:
         chosen, unknown = set(), []
         inside: tuple[str, ...] = ()
         for name, module in self.model.named_modules():
-            own = [key for key, p in module.named_parameters(recurse=False)
-                   if id(p) in self._name_of]
+            own = {key: p for key, p in module.named_parameters(recurse=False) if id(p) in self._name_of}
             if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
                 raise ConfigError(f"{name or 'the model'} is compiled, and hooks do not run in "
                                   "compiled code; pass and call the original module of "
@@ -296,11 +376,17 @@ class Capture:
                 continue
             if expansion_of(module) is not None:
                 inside = (*inside, f"{name}." if name else "")
-                own = [key for key, p in module.named_parameters() if id(p) in self._name_of]
+                own = {key: p for key, p in module.named_parameters() if id(p) in self._name_of}
             if not own or not self._is_within(name):
                 continue
-            if kind_of(module) is None and expansion_of(module) is None:
-                unknown.append(self._unknown(name, module, own))
+            empty = [key for key, p in own.items() if not p.numel()]
+            if empty:
+                unknown.append(f"layer {name or 'the model'} ({type(module).__name__}) has parameters "
+                               f"without elements ({', '.join(empty)}); {self._remedy(name, empty)}.")
+            elif kind_of(module) is None and expansion_of(module) is None:
+                unknown.append(f"layer {name or 'the model'} ({type(module).__name__}) has direct "
+                               f"parameters ({', '.join(own)}) with an unknown forward pass; "
+                               f"{self._remedy(name, own)}, or build it from torch layers.")
             chosen.add(name)
         if unknown:
             raise ConfigError(unknown)
@@ -310,14 +396,11 @@ class Capture:
                               "name some of model.named_modules().")
         return chosen
 
-    def _unknown(self, name: str, module: nn.Module, own: list[str]) -> str:
-        remedy = LEFT_OUT["layers"]
-        if self._left_out_by == "skip":
-            names = ", ".join(f'"{name}.{each}"' if name else f'"{each}"' for each in own)
-            remedy = f"add them to skip=({names},), so that they keep their gradient"
-        return (f"layer {name or 'the model'} ({type(module).__name__}) has direct parameters "
-                f"({', '.join(own)}) with an unknown forward pass; {remedy}, or build it from "
-                "torch layers.")
+    def _remedy(self, name: str, own: Iterable[str]) -> str:
+        if self._left_out_by != "skip":
+            return LEFT_OUT["layers"]
+        names = ", ".join(f'"{name}.{each}"' if name else f'"{each}"' for each in own)
+        return f"add them to skip=({names},), so that they keep their gradient"
 
     def _is_within(self, name: str) -> bool:
         return self._within is None or any(name == outer or name.startswith(f"{outer}.") for outer in self._within)
@@ -337,12 +420,21 @@ class Capture:
             if torch._C._current_graph_task_id() != -1:
                 raise ConfigError(_REENTRANT)
             if expand is not None:
-                return expand(module, args, kwargs, output, self._product(name, module))
+                y = expand(module, args, kwargs, output, self._product(name, module))
+                if has_other_result(module, output, y):
+                    raise ConfigError(f"a forward hook changes the output of layer {name} "
+                                      f"({type(module).__name__}), which is computed again for its "
+                                      "rows; register the hook on a module around it, or "
+                                      f"{LEFT_OUT[self._left_out_by]}.")
+                return y
             x = args[0] if args else next(iter(kwargs.values()))
             kind = kind_of(module)
             assert kind is not None
+            if output._is_view():
+                # An in-place operation on a view removes it, with its hooks, from the graph.
+                output = torch.ops.aten._unsafe_view(output, output.shape)
             self._note(name, kind, (getattr(module, "weight", None), getattr(module, "bias", None)), x, output)
-            return None
+            return output
         return hook
 
     def _product(self, name: str, module: nn.Module) -> Callable[..., Tensor]:
@@ -357,6 +449,9 @@ class Capture:
         weight, bias = (None if p is None else self._name_of.get(id(p)) for p in parameters)
         if not output.requires_grad or weight is bias is None:
             return
+        if not x.numel() or not output.numel():
+            raise DataError(f"layer {layer} got an input of shape {tuple(x.shape)}, which has no rows "
+                            "or no columns; skip empty minibatches.")
         if x.ndim < 2 and x.is_floating_point():
             raise DataError(f"layer {layer} has an input of shape {tuple(x.shape)}, without a "
                             "dimension of samples; pass a minibatch.")
@@ -376,7 +471,7 @@ class Capture:
         # The capture is closed.
         if self._paused or not self._handles:
             return
-        is_due = self._separate and self._is_due()
+        is_due = self._is_due()
         edge = None if call is None else self._open.pop(call, None)
         if call is None or edge is None:
             raise ConfigError(f"layer {layer} was differentiated twice after one forward pass, but "
@@ -384,10 +479,15 @@ class Capture:
                               "the model once for each, and compute gradients of gradients "
                               "outside the context.")
         if is_due:
+            self._passed.update(name for name in (call.weight, call.bias) if name is not None)
+        if is_due and self._separate:
             before = next_calls(edge, self._open)
             with self.paused():
                 found = mixed_rows(edge, e_M, before, self._num_samples)
             N = self.num_samples_of(call)
+            if self._compares:
+                with torch.no_grad(), without_autocast(e_M.device.type):
+                    self._totals.add(self._record(call, e_M.detach()[None]), e_M.dtype)
             self._judge(found, f"layer {layer}", N)
             # The rows of the last layer may never be requested.
             self._tries.count(call, N, is_clear=False)

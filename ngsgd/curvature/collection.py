@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from ngsgd.curvature import losses
 from ngsgd.curvature.accumulation import Accumulation
@@ -32,8 +32,9 @@ from ngsgd.curvature.layers import (
     normalizes_over_minibatch,
     without_autocast,
 )
-from ngsgd.curvature.loss_interception import LossCalls
+from ngsgd.curvature.loss_interception import LossCalls, require_linear
 from ngsgd.curvature.quantities import SIGNALS, CollectOptions, PassResults, Quantities, finalize
+from ngsgd.curvature.samples import MAX_TRIES, tries_of
 from ngsgd.curvature.second_order.backward import SecondOrderBackward
 from ngsgd.errors import ConfigError, DataError
 
@@ -76,6 +77,16 @@ def _is_plain_product(call: LayerCall, node: Any) -> bool:
             and call.input.dtype in (torch.float32, torch.float64))
 
 
+def _is_early(model: nn.Module, reduction: str | None) -> bool:
+    """Count a context of a model; return whether it is one of the first, which are checked.
+
+    The check needs a function mode, which slows down the forward pass.
+    """
+    tried = tries_of(model).setdefault("reduction", {})
+    tried[reduction] = tried.get(reduction, 0) + 1
+    return tried[reduction] <= MAX_TRIES
+
+
 class Collection(Mapping[str, Quantities]):
     """Result of `collect`: the quantities of each parameter, by parameter name.
 
@@ -92,20 +103,24 @@ class Collection(Mapping[str, Quantities]):
     def __init__(self, model: nn.Module, asked: tuple[str, ...], loss_fn: Any,
                  options: CollectOptions, capture: dict[str, Any]) -> None:
         self._asked, self._loss_fn, self._options = asked, loss_fn, options
-        self._is_second_order = any(SIGNALS.get(name, ("", ""))[0] != "gradient" for name in asked)
+        self._checks_reduction = options.is_reduction_inferred and _is_early(model, options.reduction)
+        self._of_signals = {SIGNALS.get(name, ("", ""))[0] for name in asked}
+        self._is_second_order = self._of_signals != {"gradient"}
         if self._is_second_order:
             _refuse_natural_gradient(model)
         # Factors use rows, which a BatchNorm in training mode provides like any other operation.
         separate = not (set(asked) <= _OF_ROWS
                         and any(normalizes_over_minibatch(module) for module in model.modules()))
         self._capture = Capture(model, arrived=self._arrived, called=self._noted, separate=separate,
-                                **capture)
+                                gradients="gradient" in self._of_signals, **capture)
         for name, module in model.named_modules():
             if name in self._capture.layers and has_transposed_weight(module):
                 raise ConfigError(f"layer {name} (Conv1D of Hugging Face) has a weight of inputs x "
                                   "outputs, whose quantities would be in another order. Replace "
                                   "it by an nn.Linear with the transposed weight, or exclude it "
                                   "by listing the others in layers=.")
+        # Products rerun the pass, without captured rows.
+        self._needs_rows = self._is_second_order and not self._of_signals <= {"", "gradient"}
         factored = [name for name in asked if SIGNALS.get(name, ("", ""))[1] == "factors"]
         if factored:
             _require_factors(model, self._capture.layers, factored[0])
@@ -115,6 +130,8 @@ class Collection(Mapping[str, Quantities]):
         self._awaited: Counter[str] = Counter()
         self._uses: dict[str, list[Any]] = defaultdict(list)
         self._inputs: dict[str, list[Inputs]] = defaultdict(list)
+        # parameters of which some uses have arrived in this pass
+        self._pending: set[str] = set()
         self._pass = -1
         self._pass_samples = 0
         self._pass_forward = -1
@@ -123,19 +140,19 @@ class Collection(Mapping[str, Quantities]):
         self._by_node: weakref.WeakSet[LayerCall] = weakref.WeakSet()
         # those among them whose derivative has arrived
         self._expected: set[LayerCall] = set()
-        self._handles: list[Any] = []
-        self._is_in_loss = False
+        # values of losses that were not differentiated yet
+        self._losses: dict[int, Node] = {}
+        self._num_losses = 0
+        # the last backward pass whose losses were used, and these
+        self._sent = -1
+        self._terms: set[int] = set()
         self._mode: LossCalls | None = None
 
     def __enter__(self) -> Collection:
         self._capture.__enter__()
         self._second_order.open()
-        if self._is_second_order:
-            if isinstance(self._loss_fn, nn.Module):
-                self._handles = [self._loss_fn.register_forward_pre_hook(self._before_loss),
-                                 self._loss_fn.register_forward_hook(self._loss_hook, with_kwargs=True)]
-            # of a module: loss functions called next to it
-            self._mode = LossCalls(self._watch_function)
+        if self._is_second_order or self._checks_reduction:
+            self._mode = LossCalls(self._watch)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -143,8 +160,7 @@ class Collection(Mapping[str, Quantities]):
         self._capture.close()
         self._capture.forget_listeners()
         self._second_order.close()
-        for handle in self._handles:
-            handle.remove()
+        self._losses.clear()
         if self._mode is not None:
             self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
             self._mode = None
@@ -202,6 +218,11 @@ class Collection(Mapping[str, Quantities]):
                               "samples may not correspond: call backward() for the loss of each "
                               "call, or join both minibatches. If the loss compares the outputs of "
                               "both, collect on a module whose forward() makes both calls.")
+        if self._is_second_order and number != self._sent:
+            raise ConfigError("the backward pass is not of a loss whose curvature is known: inside of "
+                              "collect(), call cross-entropy, mean squared error or binary "
+                              "cross-entropy with logits of torch, or request first-order "
+                              "quantities.")
         record = self._capture.record(call, e_M[None])
         self._agree(record)
         for parameter, share in (record.shares() if self._of_gradient else {}).items():
@@ -211,6 +232,7 @@ class Collection(Mapping[str, Quantities]):
         for name in (call.weight, call.bias):
             if name is not None:
                 self._awaited[name] -= 1
+                self._pending.add(name)
                 if not self._awaited[name]:
                     if name == call.weight and call in self._by_node and len(self._uses[name]) == 1:
                         self._expected.add(call)
@@ -219,7 +241,8 @@ class Collection(Mapping[str, Quantities]):
 
     def _delivered(self, call: LayerCall | None, gradient_IO: Tensor | None) -> None:
         """Reuse the weight gradient that autograd has just computed."""
-        if call is not None and call in self._expected and call.weight is not None and gradient_IO is not None:
+        if call is not None and call in self._expected and call.weight is not None and gradient_IO is not None \
+                and not self._capture.is_paused:
             self._expected.remove(call)
             fresh = PassResults()
             # A copy, because autograd adds later gradients to this memory.
@@ -228,19 +251,17 @@ class Collection(Mapping[str, Quantities]):
 
     def _agree(self, record: Record) -> None:
         if self._pass_samples not in (0, record.num_samples):
-            raise DataError(f"layer {record.layer} has {record.num_samples} samples, and the "
-                            f"layers after it {self._pass_samples}. Give num_samples= if the rows "
-                            "of each sample are adjacent there, or give the layer an input for "
-                            "each sample if it runs once for the complete minibatch.")
+            raise DataError(self._capture.disagreement(record.layer, record.num_samples, self._pass_samples))
         self._pass_samples = record.num_samples
 
     def _finish_pass(self) -> None:
-        for name in dict.fromkeys([*self._uses, *self._inputs]):   # each once
+        for name in sorted(self._pending):
             self._finish(name)
 
     def _finish(self, name: str, *, without_sum: bool = False) -> None:
         uses, inputs = self._uses.pop(name, None), self._inputs.pop(name, None)
         self._seen.add(name)
+        self._pending.discard(name)
         self._accumulation.sums[name].num_samples += self._pass_samples
         if inputs:
             self._accumulation.take_inputs(name, joined_inputs(inputs))
@@ -252,32 +273,47 @@ class Collection(Mapping[str, Quantities]):
 
     # the loss
 
-    def _before_loss(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._is_in_loss = True
-
-    def _watch_function(self, *args: Any) -> None:
-        # The loss is not called as a module.
-        if not self._is_in_loss:
-            self._watch(*args)
-
-    def _loss_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> None:
-        self._is_in_loss = False
-        output, target = (*args, *(kwargs[key] for key in ("input", "target") if key in kwargs))
-        self._watch({**vars(module), **module._buffers}, type(module), output, target, value, lambda f: module.forward(f, target))
-
     def _watch(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor,
                again: Callable[[Tensor], Tensor]) -> None:
         if not value.requires_grad or self._capture.is_paused:
             return
-        losses.require_fixed(target)
+        if self._checks_reduction and settings["reduction"] != self._options.reduction:
+            raise ConfigError(f"the loss has reduction={settings['reduction']!r}, and loss_fn has "
+                              f"{self._options.reduction!r}: give collect() reduction=\"mean\" or "
+                              "\"sum\" over samples.")
+        if not self._is_second_order:
+            return
+        losses.require_fixed(target, settings)
+        assert value.grad_fn is not None
+        number = self._num_losses
+        self._num_losses += 1
+        self._losses[number] = value.grad_fn
         # Freed after use, because the hook lives as long as the graph.
         outputs = [output]
 
         def before_the_backward_pass(upstream: Tensor) -> None:
             if not self._capture.is_paused and self._capture.open_calls and outputs:
-                if outputs[0].requires_grad:
+                self._require_linear(number)
+                if outputs[0].requires_grad and self._needs_rows:
                     self._capture.check_output(get_gradient_edge(outputs[0]), outputs[0])
                 with without_autocast(upstream.device.type):
                     self._second_order.send(settings, kind, outputs.pop(), target, upstream, again)
 
         value.register_hook(before_the_backward_pass)
+
+    def _require_linear(self, loss: int) -> None:
+        """Check the objective of the current backward pass, once, and that a loss is a term of it.
+        """
+        number = torch._C._current_graph_task_id()
+        if number != self._sent:
+            if self._mode is None or not self._mode.roots:
+                raise ConfigError("the objective of the backward pass is unknown: call loss.backward() inside of collect().")
+            layers = {edge.node for edge in self._capture.open_calls.values()}
+            terms = require_linear(self._mode.roots, self._losses.values(), layers)
+            self._terms = {place for place, node in self._losses.items() if node in terms}
+            for place in self._terms:
+                del self._losses[place]
+            self._sent = number
+        if loss not in self._terms:
+            raise ConfigError("the input of a loss depends on another loss, so the curvature of the "
+                              "objective is not that of its losses; request first-order quantities.")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ngsgd.errors import ConfigError, DataError
 
@@ -25,7 +26,23 @@ Expansion = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, Product], Any]
 def expansion_of(module: nn.Module) -> Expansion | None:
     """Return the function that computes the output from the products; None for other modules."""
     return next((expand for plain, expand in _EXPANSIONS.items()
-                 if isinstance(module, plain) and type(module).forward is plain.forward), None)
+                 if isinstance(module, plain) and type(module).forward is plain.forward and "forward" not in vars(module)), None)
+
+
+def has_other_result(module: Any, output: Any, computed: Any) -> bool:
+    """Return whether hooks of the user changed the output of a module, compared with that of its
+    products.
+
+    Half of the digits must differ. With dropout, every hook counts as a change.
+    """
+    hooks = [hook for hook in module._forward_hooks.values() if not str(getattr(hook, "__module__", "")).startswith("ngsgd.")]
+    if not hooks:
+        return False
+    if module.training and module.dropout:
+        return True
+    pairs = zip(tree_leaves(output), tree_leaves(computed), strict=False)
+    return any(float((a - b).norm()) > 4.0 * torch.finfo(b.dtype).eps ** 0.5 * float(b.norm())
+               for a, b in ((a.detach(), b.detach()) for a, b in pairs if isinstance(b, Tensor)))
 
 
 def _recurrent(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, product: Product) -> Any:

@@ -119,11 +119,11 @@ class Table:
 def kind_of(layer: nn.Module) -> Kind | None:
     """Return how the layer uses its parameters; None if it is not supported.
 
-    A subclass counts as its base class unless it overrides `forward`. Layers of `ngsgd.NGSGD`
-    compute the same outputs as torch's layers.
+    A subclass or an object counts as its base class unless it overrides `forward`. Layers of
+    `ngsgd.NGSGD` compute the same outputs as torch's layers.
     """
     module: Any = layer
-    plain = _plain_class(type(layer))
+    plain = None if "forward" in vars(layer) else _plain_class(type(layer))
     if plain is nn.Linear or has_transposed_weight(layer):
         return Affine()
     if plain in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
@@ -185,7 +185,9 @@ def _batch_normalized(layer: Any, x: Tensor, *, of_minibatch: bool) -> Tensor:
     """Normalize x without scale and offset."""
     if of_minibatch:
         return nn.functional.batch_norm(x, None, None, training=True, eps=layer.eps)
-    return nn.functional.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
+    # x is in at least float32.
+    statistics = (layer.running_mean.to(x.dtype), layer.running_var.to(x.dtype))
+    return nn.functional.batch_norm(x, *statistics, eps=layer.eps)
 
 
 def refuse_coupled(layer: nn.Module, name: str) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 
 from ngsgd.curvature import losses
 from ngsgd.curvature.products.block import Pass
+from ngsgd.curvature.products.graph import describe, is_linear
 from ngsgd.errors import ConfigError
 
 _VIEWS = ("View", "ReshapeAlias", "Alias", "Slice", "Select", "Narrow", "Split", "Chunk", "Unbind", "Transpose", "TBackward",
@@ -34,10 +36,13 @@ class ModelCalls:
         self._output = None
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._call, self._output = (args, kwargs, torch.get_rng_state(), {}), None
+        # Activation checkpointing calls it again in a backward pass.
+        if torch._C._current_graph_task_id() == -1:
+            self._call, self._output = (args, kwargs, torch.get_rng_state(), {}), None
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._output = Output(output) if isinstance(output, Tensor) else None
+        if torch._C._current_graph_task_id() == -1:
+            self._output = Output(output) if isinstance(output, Tensor) else None
 
     def taken(self, seen: Tensor, loss: Callable[[Tensor], Tensor],
               evaluation: Callable[[Tensor], losses.LossEvaluation],
@@ -83,8 +88,55 @@ def _view(output: Tensor, *, layout: tuple[int, ...], size: torch.Size, stride: 
     return output.as_strided(size, stride, output.storage_offset() + offset)
 
 
+def require_linear(roots: Iterable[Node], values: Iterable[Node], layers: set[Node]) -> set[Node]:
+    """Raise ConfigError unless an objective is linear in its losses, and depends on layers through
+    them alone.
+
+    Only the graph above the losses is traversed.
+
+    Args:
+        roots: of the backward pass.
+        values: of the losses.
+        layers: outputs of layers.
+
+    Returns:
+        The values that the objective contains.
+    """
+    ends = set(values)
+    leading: set[Node] = set()
+    seen: set[Node] = set()
+    # Depth first, children before parents.
+    stack = [(root, False) for root in roots]
+    while stack:
+        node, is_done = stack.pop()
+        if node in ends:
+            leading.add(node)
+        elif node in layers:
+            raise ConfigError("the objective depends on the layers not only through the losses whose "
+                              "curvature is known: it has another part, or another loss. Compute "
+                              "second-order quantities in a pass with cross-entropy, mean squared "
+                              "error or binary cross-entropy alone, or request first-order ones.")
+        elif not is_done and node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((child, False) for child, _ in node.next_functions if child is not None)
+        elif is_done and any(child in leading for child, _ in node.next_functions):
+            if not is_linear(node, leading):
+                raise ConfigError(f"the objective is not linear in the loss ({describe(node)}), so its "
+                                  "curvature is not that of the loss. Call backward() for the loss, "
+                                  "a sum or a mean of losses, or detach() the factor.")
+            leading.add(node)
+    return leading & ends
+
+
+# by which a backward pass starts
+_BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
 class LossCalls(TorchFunctionMode):
     """Function mode that observes calls of torch's loss functions.
+
+    `roots` contains the tensors that the current backward pass starts at.
 
     Args:
         watch: called after a loss with a supported second derivative.
@@ -95,9 +147,12 @@ class LossCalls(TorchFunctionMode):
     def __init__(self, watch: Callable[..., None], other: Callable[[str, Tensor, Tensor], None] | None = None) -> None:
         super().__init__()
         self._watch, self._other = watch, other
+        self.roots: list[Node] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in _BACKWARD and args:
+            return self._differentiated(func, args, kwargs)
         value = func(*args, **kwargs)
         kind = losses.FUNCTIONS.get(func)
         if kind is not None:
@@ -107,3 +162,13 @@ class LossCalls(TorchFunctionMode):
             seen = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
             self._other(func.__name__, seen[0], value)
         return value
+
+    def _differentiated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first = args[0]
+        starts = [first] if isinstance(first, (Tensor, GradientEdge)) else list(first)
+        nodes = [start.node if isinstance(start, GradientEdge) else start.grad_fn for start in starts]
+        before, self.roots = self.roots, [node for node in nodes if node is not None]
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.roots = before

@@ -13,7 +13,7 @@ samples, V columns.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,15 +28,19 @@ FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
     nn.functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
 }
 CLASSES = tuple(FUNCTIONS.values())
+# second derivative or weight of rows unknown
 OTHERS = frozenset({
     nn.functional.kl_div, nn.functional.nll_loss, nn.functional.ctc_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss,
     nn.functional.huber_loss, nn.functional.poisson_nll_loss, nn.functional.gaussian_nll_loss, nn.functional.binary_cross_entropy,
     nn.functional.cosine_embedding_loss, nn.functional.margin_ranking_loss, nn.functional.triplet_margin_loss,
     nn.functional.multi_margin_loss, nn.functional.multilabel_margin_loss, nn.functional.multilabel_soft_margin_loss,
-    nn.functional.soft_margin_loss, nn.functional.hinge_embedding_loss,
-# second derivative or weight of rows unknown
+    nn.functional.soft_margin_loss, nn.functional.hinge_embedding_loss, nn.functional.triplet_margin_with_distance_loss,
+    nn.functional.linear_cross_entropy,
 })
-_SIGNATURES = {function: inspect.signature(function) for function in FUNCTIONS}
+# arguments whose effect on the second derivative is known
+_ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing", "pos_weight")
+_DEFAULTS = {function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+             for function in FUNCTIONS}
 
 
 @dataclass(frozen=True)
@@ -178,15 +182,27 @@ def _class_column(p_NC: Tensor, c: int) -> Tensor:
 
 
 def reduction_of(loss_fn: object) -> str | None:
-    """Return the reduction over rows: "mean", "sum" or "none"; None if unknown."""
-    if isinstance(loss_fn, nn.Module):
-        return getattr(loss_fn, "reduction", None)
-    return "mean" if loss_fn in FUNCTIONS else None
+    """Return the reduction over samples: "mean" or "sum"; None if unknown.
+
+    A subclass that overrides `forward` may reduce in another way, and "none" is reduced by the
+    caller.
+    """
+    if not isinstance(loss_fn, nn.Module):
+        return "mean" if _is_function(loss_fn) else None
+    kind = type(loss_fn)
+    if not kind.forward.__module__.startswith("torch.nn.") or "forward" in vars(loss_fn):
+        return None
+    reduction = getattr(loss_fn, "reduction", None)
+    return {"mean": "mean", "batchmean": "mean", "sum": "sum"}.get(reduction) if isinstance(reduction, str) else None
 
 
 def check(loss_fn: object) -> None:
-    """Raise ConfigError for a loss without a supported second derivative."""
-    if not (isinstance(loss_fn, CLASSES) or (not isinstance(loss_fn, nn.Module) and loss_fn in FUNCTIONS)):
+    """Raise ConfigError for a loss without a supported second derivative.
+
+    Subclasses may override `forward`: their calls of torch's functions count, and linear functions
+    of these.
+    """
+    if not (isinstance(loss_fn, CLASSES) or _is_function(loss_fn)):
         if loss_fn is None:
             raise ConfigError("second-order quantities need the loss: give collect() the loss_fn that is called inside of "
                               "the context, such as loss_fn=nn.CrossEntropyLoss().")
@@ -196,21 +212,40 @@ def check(loss_fn: object) -> None:
                           "BCEWithLogitsLoss or their functional forms.")
 
 
-def require_fixed(target: Tensor) -> None:
-    """Raise ConfigError for a target that depends on parameters, which the loss Hessian would
-    ignore.
+def _is_function(loss_fn: object) -> bool:
+    # Comparison instead of a lookup, because a callable object may have no hash.
+    return any(loss_fn is function for function in FUNCTIONS)
+
+
+def require_fixed(target: Tensor, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a target or weight that depends on parameters, which the loss Hessian
+    would ignore.
     """
-    if target.requires_grad:
-        raise ConfigError("the target of the loss depends on parameters, which the curvature would "
-                          "ignore: call detach() on the target, or request first-order quantities "
-                          "(of a preconditioner: fisher=\"empirical\").")
+    for name, value in {"target": target, **settings}.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise ConfigError(f"the {name} of the loss depends on parameters, which the curvature "
+                              "would ignore: call detach() on it, or request first-order "
+                              "quantities (of a preconditioner: fisher=\"empirical\").")
 
 
 def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return (output, target, settings by name) of a call of a functional loss."""
-    bound = _SIGNATURES[function].bind(*args, **kwargs)
-    bound.apply_defaults()
-    settings = dict(bound.arguments)
+    """Return (output, target, settings by name) of a call of a functional loss.
+
+    Raises:
+        ConfigError: an argument has an unknown effect, such as one that a later version of torch
+            adds, and is not at its default.
+    """
+    defaults = _DEFAULTS[function]
+    settings = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+    for name, value in settings.items():
+        if name not in _ARGUMENTS and (isinstance(value, Tensor) or value != defaults[name]):
+            raise ConfigError(f"the argument {name} of {function.__name__} is not supported for "
+                              f"curvature; supported are {', '.join(_ARGUMENTS)}.")
+    deprecated = settings.pop("size_average", None), settings.pop("reduce", None)
+    if deprecated != (None, None):
+        # They override reduction=, each with the default True.
+        average, reduce = (value is None or value for value in deprecated)
+        settings["reduction"] = "none" if not reduce else "mean" if average else "sum"
     return settings.pop("input"), settings.pop("target"), settings
 
 
@@ -238,13 +273,12 @@ def evaluation(settings: dict[str, Any], kind: type[nn.Module], output: Tensor, 
         if f.shape != target.shape:
             raise DataError(f"the loss got an output of shape {tuple(f.shape)} and a target of "
                             f"shape {tuple(target.shape)}; give them equal shapes.")
-        w_R = torch.ones(f.numel(), dtype=dtype, device=f.device)
-        curvature_R = None
+        w_R, curvature_R = torch.ones(f.numel(), dtype=dtype, device=f.device), None
+        if settings.get("weight") is not None:
+            w_R = settings["weight"].to(dtype).expand_as(f).reshape(-1)
         if issubclass(kind, nn.BCEWithLogitsLoss):
-            if settings.get("weight") is not None:
-                w_R = settings["weight"].to(dtype).expand_as(f).reshape(-1)
             s = f.to(dtype).sigmoid()
-            gain = 1.0
+            gain: Tensor | float = 1.0
             if settings.get("pos_weight") is not None:
                 gain = 1.0 + (settings["pos_weight"].to(dtype) - 1.0) * target.to(dtype)
             curvature_R = (gain * s * (1.0 - s)).flatten()
@@ -252,7 +286,7 @@ def evaluation(settings: dict[str, Any], kind: type[nn.Module], output: Tensor, 
         w_R = w_R / _mean_divisor(settings, kind, f, target, dtype)
     up = upstream.detach().to(dtype)
     w_R = w_R * (up if up.ndim == 0 else up.reshape(-1))
-    if bool((w_R < 0).any()):
+    if bool((w_R < 0).any()) or (curvature_R is not None and bool((curvature_R < 0).any())):
         raise DataError("the loss has rows of negative weight, whose generalized Gauss-Newton "
                         "matrix has no square root; minimize a loss, not its negative.")
     return LossEvaluation(output, issubclass(kind, nn.CrossEntropyLoss), w_R, curvature_R)
@@ -279,6 +313,9 @@ def _class_weights(settings: dict[str, Any], f: Tensor, target: Tensor, dtype: t
 
 
 def _mean_divisor(settings: dict[str, Any], kind: type[nn.Module], f: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor | float:
+    if issubclass(kind, nn.MSELoss) and settings.get("weight") is not None:
+        total: Tensor = settings["weight"].to(dtype).sum()
+        return total
     if not issubclass(kind, nn.CrossEntropyLoss):
         return float(f.numel())
     if target.is_floating_point():

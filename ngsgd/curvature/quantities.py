@@ -37,6 +37,8 @@ class CollectOptions:
     sharing: str
     normalization: str
     reduction: str | None
+    # whether the quantities use the reduction, and it is that of loss_fn
+    is_reduction_inferred: bool
     mc_samples: int
     generator: torch.Generator | None
     max_floats: int

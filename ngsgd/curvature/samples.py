@@ -5,63 +5,74 @@ added to every sample, so the derivative at its output is a sum over samples, ev
 Two criteria:
 
     graph     all paths from the loss to the layer repeat a tensor along the leading dimension
-    numbers   derivatives of the first half of a layer's rows reach the second half of earlier rows
+    numbers   derivatives of a sample's rows reach rows of another sample
 
 The first costs a traversal of the graph. The second also detects mixed samples (a batch statistic,
-a product with the output of another layer), and costs a backward pass. Both run once for each model
-and way of calling it.
+a product with the output of another layer) and another order of the samples. It costs one backward
+pass, and one more for each octal digit of the number of samples. Both run once for each model and
+way of calling it.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from ngsgd.curvature.completeness import probe
 from ngsgd.curvature.records import LayerCall
 
 # Zero derivatives (a zero-initialized output layer) are inconclusive; limit the number of attempts.
-_TRIES = 3
+MAX_TRIES = 3
 # Fraction of squares below which values are rounding noise; a layer that runs once has about 1.
 _ROUNDING = 1e-10
+# The same in float16; two of 512 samples that are exchanged have about 0.004.
+_UNDERFLOW = 1e-3
+# Rows of an output with another number of rows than samples that are differentiated.
+_ROWS = 4
 
 # Operations that broadcast a smaller input; others, such as stack, may have these shapes by chance.
 _BROADCASTING = ("Add", "Sub", "Rsub", "Mul", "Div", "Pow", "Where", "Expand", "Lerp", "Maximum", "Minimum", "MaskedFill", "Atan2")
 
-# By model: number of attempts for each (kind of check, layer, input dimensions, ratio of its rows
-# to those of the first layer).
-_TRIED: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
+# By model and kind of check: number of attempts for each (layer, input dimensions, ratio of its
+# rows to those of the first layer, whether there are several rows).
+_TRIED: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, dict[Any, int]]] = weakref.WeakKeyDictionary()
+
+
+def tries_of(model: nn.Module) -> dict[Hashable, dict[Any, int]]:
+    """Return the number of attempts of each check of a model, by kind of check."""
+    try:
+        return _TRIED.setdefault(model, {})
+    except TypeError:
+        # A module with an equality and no hash.
+        return {}
 
 
 class Tries:
     """Calls of the layers of a model that need a check; shared by all captures of the model."""
 
-    def __init__(self, model: nn.Module, check: str) -> None:
-        try:
-            self._tried = _TRIED.setdefault(model, {})
-        except TypeError:
-            # A module with an equality and no hash.
-            self._tried = {}
-        self._check = check
+    def __init__(self, model: nn.Module, check: Hashable) -> None:
+        self._tried = tries_of(model).setdefault(check, {})
 
     def are_due(self, calls: Iterable[LayerCall], num_rows: int) -> bool:
         """Return whether one of the calls was not checked."""
-        return any(self._tried.get(self._key(call, num_rows), 0) < _TRIES for call in calls)
+        return any(self._tried.get(self._key(call, num_rows), 0) < MAX_TRIES for call in calls)
 
     def count(self, call: LayerCall, num_rows: int, *, is_clear: bool) -> None:
         """Count a check of a call, which is the last one if it was conclusive."""
         key = self._key(call, num_rows)
-        self._tried[key] = _TRIES if is_clear else self._tried.get(key, 0) + 1
+        self._tried[key] = MAX_TRIES if is_clear else self._tried.get(key, 0) + 1
 
     def _key(self, call: LayerCall, num_rows: int) -> tuple[Any, ...]:
         # Ratios instead of sizes, which may differ in every minibatch.
         M = len(call.input)
-        return self._check, call.layer, call.input.ndim, (num_rows < M) - (num_rows > M)
+        # A single row cannot be mixed, so it decides nothing about more rows.
+        return call.layer, call.input.ndim, (num_rows < M) - (num_rows > M), min(num_rows, M) > 1
 
 
 def run_once(outputs: Iterable[GradientEdge],
@@ -132,7 +143,11 @@ def next_calls(source: GradientEdge, calls: Mapping[LayerCall, GradientEdge]) ->
 
 def mixed_rows(source: GradientEdge, like: Tensor, before: Mapping[LayerCall, GradientEdge],
                num_samples: int | None) -> dict[LayerCall, bool | None]:
-    """Return whether rows of the calls before a source belong to several rows of the source.
+    """Return whether rows of the calls before a source depend on other rows of the source.
+
+    Derivatives of sample n are multiplied by a power of two, which is exact. Rows of sample n that
+    are not multiplied by the same power contain derivatives of other samples. Powers are the octal
+    digits of n, one backward pass for each digit, so every two samples differ in one of them.
 
     The value is None if the check is inconclusive.
 
@@ -148,22 +163,53 @@ def mixed_rows(source: GradientEdge, like: Tensor, before: Mapping[LayerCall, Gr
     groups = num_samples or math.gcd(len(like), *(rows[call] for call in fitting))
     if not fitting or groups < 2 or any(M % groups for M in (len(like), *(rows[call] for call in fitting))):
         return found
-    half = groups // 2
-    generator = torch.Generator(like.device).manual_seed(0)
-    u = torch.randn(like.shape, generator=generator, device=like.device, dtype=torch.float32).to(like.dtype)
-    own, other = dict.fromkeys(fitting, 0.0), dict.fromkeys(fitting, 0.0)
-    edges = [before[call] for call in fitting]
-    first = torch.arange(len(like), device=like.device) < half * (len(like) // groups)
-    for is_first in (True, False):
-        mask = (first == is_first).view(-1, *[1] * (like.ndim - 1))
-        pulled: Any = torch.autograd.grad([source], edges, [u * mask], retain_graph=True, allow_unused=True)
-        for call, e_M in zip(fitting, pulled, strict=True):
-            if e_M is not None:
-                border = half * (rows[call] // groups)
-                parts = [float(part.double().square().sum()) for part in (e_M[:border], e_M[border:])]
-                own[call] += parts[not is_first]
-                other[call] += parts[is_first]
-    for call in fitting:
-        if own[call] + other[call] > 0.0:
-            found[call] = other[call] > _ROUNDING * own[call]
+    samples = (torch.arange(len(like), device=like.device) // (len(like) // groups)).view(-1, *[1] * (like.ndim - 1))
+    edges, u, n_N = [before[call] for call in fitting], probe(like), torch.arange(groups, device=like.device)
+
+    # Products with a power of two are exact, except where float16 underflows.
+    tolerance = max(_ROUNDING, torch.finfo(like.dtype).eps ** 2)
+
+    def rows_of(u: Tensor) -> list[Tensor | None]:
+        nonlocal tolerance
+        pulled: Any = torch.autograd.grad([source], edges, [u], retain_graph=True, allow_unused=True)
+        if any(e_M is not None and e_M.dtype == torch.float16 for e_M in pulled):
+            tolerance = _UNDERFLOW
+        return [None if e_M is None else e_M.double().reshape(groups, -1) for e_M in pulled]
+
+    plain = rows_of(u)
+    errors = [0.0] * len(fitting)
+    for shift in range(0, (groups - 1).bit_length(), 3):
+        for place, e_NX in enumerate(rows_of(u * (2.0 ** (samples >> shift & 7)).to(u.dtype))):
+            own_NX = plain[place]
+            if e_NX is not None and own_NX is not None:
+                errors[place] += float((e_NX / 2.0 ** (n_N >> shift & 7)[:, None] - own_NX).square().sum())
+    for call, e_NX, error in zip(fitting, plain, errors, strict=True):
+        own = 0.0 if e_NX is None else float(e_NX.square().sum())
+        if own > 0.0 and math.isfinite(error):
+            found[call] = error > tolerance * own
+    return found
+
+
+def mixed_output(source: GradientEdge, like: Tensor, before: Mapping[LayerCall, GradientEdge],
+                 num_samples: int) -> dict[LayerCall, bool | None]:
+    """Return `mixed_rows` of a model output.
+
+    If the output has another number of rows (frames selected by a mask), a few of them are
+    differentiated, each of which must depend on one sample.
+    """
+    if len(like) % num_samples == 0:
+        fitting = {call: edge for call, edge in before.items() if call.output_shape[0] % num_samples == 0}
+        return {**dict.fromkeys(before), **mixed_rows(source, like, fitting, num_samples)}
+    found: dict[LayerCall, bool | None] = dict.fromkeys(before)
+    u = probe(like)
+    for row in torch.randperm(len(like), generator=torch.Generator().manual_seed(0))[:_ROWS].tolist():
+        only = torch.zeros_like(u)
+        only[row] = u[row]
+        pulled: Any = torch.autograd.grad([source], list(before.values()), [only], retain_graph=True, allow_unused=True)
+        for call, e_M in zip(before, pulled, strict=True):
+            if e_M is not None and len(e_M) % num_samples == 0:
+                squares_N = e_M.double().reshape(num_samples, -1).square().sum(dim=1)
+                if float(squares_N.sum()) > 0.0:
+                    others = float(squares_N.sum() - squares_N.max())
+                    found[call] = bool(found[call]) or others > _ROUNDING * float(squares_N.max())
     return found

@@ -28,7 +28,9 @@ _LINEAR = {
     "AvgPool3DBackward0", "AvgPool1DBackward0", "AdaptiveAvgPool2DBackward0", "AdaptiveAvgPool3DBackward0",
     "MkldnnAdaptiveAvgPool2DBackward0", "AdaptiveMaxPool2DBackward0", "AdaptiveMaxPool3DBackward0", "MaxBackward0",
     "AmaxBackward0", "NativeDropoutBackward0", "NativeBatchNormBackward0", "CudnnBatchNormBackward0", "BatchNormBackward0",
-    "ToCopyBackward0", "CopySlices", "AccumulateGrad", "MaxPool2DBackward0",
+    "ToCopyBackward0", "CopySlices", "AccumulateGrad", "MaxPool2DBackward0", "DotBackward0", "MvBackward0", "MaxBackward1",
+    "MinBackward0", "MinBackward1", "AminBackward0", "MaximumBackward0", "MinimumBackward0", "WhereBackward0",
+    "MaskedFillBackward0", "MaskedSelectBackward0", "TopkBackward0", "SortBackward0", "CumsumBackward0",
 }
 _CURVED = {
     "SigmoidBackward0", "TanhBackward0", "EluBackward0", "CeluBackward0", "SeluBackward0", "SoftplusBackward0", "GeluBackward0",
@@ -38,7 +40,7 @@ _CURVED = {
 }
 _PRODUCTS = {
     "MulBackward0", "DivBackward0", "MmBackward0", "BmmBackward0", "AddmmBackward0", "LinearBackward0", "ConvolutionBackward0",
-    "NativeBatchNormBackward0", "CudnnBatchNormBackward0", "BatchNormBackward0",
+    "NativeBatchNormBackward0", "CudnnBatchNormBackward0", "BatchNormBackward0", "DotBackward0", "MvBackward0",
 }
 
 
@@ -103,9 +105,11 @@ def is_curved(node: Node) -> bool:
     return node.name() in _CURVED
 
 
-def is_linear(node: Node, num_paths: int) -> bool:
-    """Return whether the output has no second derivative in the inputs that depend on layers."""
-    return node.name() in _LINEAR and (num_paths <= 1 or node.name() not in _PRODUCTS)
+def is_linear(node: Node, between: set[Node]) -> bool:
+    """Return whether the output has no second derivative in the inputs that are in `between`."""
+    places = [place for place, (child, _) in enumerate(node.next_functions) if child in between]
+    is_divisor = node.name().startswith("Div") and 1 in places
+    return node.name() in _LINEAR and not is_divisor and (len(places) <= 1 or node.name() not in _PRODUCTS)
 
 
 def describe(node: Any) -> str:

@@ -52,7 +52,7 @@ def residuals(output: GradientEdge, df: Tensor, layers: list[GradientEdge], quan
             r = _second_derivative(output, df, node, inputs[0])
             if r is not None:
                 found.append(Residual(inputs[0], r))
-        elif not (is_linear(node, len(inputs)) or (node in ends and not inputs)):
+        elif not (is_linear(node, between) or (node in ends and not inputs)):
             raise ConfigError(f"{quantity} does not support the operation {describe(node)} in the "
                               "network; request diag_ggn, which needs no second derivative, or "
                               "exclude the layers before it with layers=.")

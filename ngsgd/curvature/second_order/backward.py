@@ -24,7 +24,7 @@ from ngsgd.curvature.products.block import Pass
 from ngsgd.curvature.products.hessian import columns, residuals
 from ngsgd.curvature.quantities import PRODUCTS, SIGNALS, CollectOptions, PassResults
 from ngsgd.curvature.second_order.kfra import factor_of, output_moment, recursion
-from ngsgd.errors import ConfigError
+from ngsgd.errors import ConfigError, DataError
 
 # start of the vectors, V x .., their signs V x N
 _Block = tuple[Tensor | GradientEdge, Tensor, Tensor | None]
@@ -108,8 +108,13 @@ class SecondOrderBackward:
         with torch.no_grad():
             for source, vectors_V, signs_VN in blocks:
                 uses: dict[str, list[Any]] = defaultdict(list)
+                num_samples = 0
                 for call, e_VM in self._capture.sweep(source, vectors_V):
-                    for name, share in self._capture.record(call, e_VM).shares().items():
+                    record = self._capture.record(call, e_VM)
+                    num_samples = num_samples or record.num_samples
+                    if record.num_samples != num_samples:
+                        raise DataError(self._capture.disagreement(call.layer, record.num_samples, num_samples))
+                    for name, share in record.shares().items():
                         uses[name].append(share)
                 # Free each one after use.
                 for name in list(uses):
