@@ -12,12 +12,12 @@ import itertools
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngsgd.config import RunConfig, choices_of, default_of, types_of
-from ngsgd.config.build import defaults, leaves, paths, section_names
+from ngsgd.config import RunConfig, choices_of, default_with, types_of, with_kinds
+from ngsgd.config.build import defaults, kinds_in, leaves, options_of_kinds, paths, plain, section_names
 from ngsgd.config.other_names import did_you_mean, instead_of
 from ngsgd.config.renamed import REMOVED, Rename, removed_sentence, with_new_names_in
 from ngsgd.config.sections.sites import total_jobs
@@ -33,6 +33,8 @@ _MAX_SWEEP_JOBS_CHECKED = 64
 # arguments of a custom network, whose names are free
 _FREE = "model.args"
 _CONFIG_NAME = "config"
+# sections whose kind is chosen by optimizer=adam, which is the same as optimizer.kind=adam
+_GROUPS_OF_KINDS = ("model", "objective", "optimizer", "outer", "cluster")
 # characters of an override in a message
 _LONGEST_SHOWN = 200
 
@@ -52,8 +54,11 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 
 def about_choice(group: str, choice: str) -> str:
-    """Return the description of a choice: the first sentence of its file in conf/."""
+    """Return the description of a choice: of a kind, or the first sentence of its file in conf/."""
     file = conf_dir() / group / f"{choice}.yaml"
+    if group in _kinds() and choice in _kinds()[group]:
+        [kind] = (spec for spec in fields(types_of(RunConfig)[group]) if spec.name == "kind")
+        return str(kind.metadata["choices"].get(choice, ""))
     if not file.is_file():
         return ""
     lines = file.read_text(encoding="utf-8").splitlines()
@@ -67,6 +72,7 @@ def with_current_names(overrides: Sequence[str]) -> list[str]:
     # a section with one value that matters is chosen like a group
     overrides = [f"task._target_{line.removeprefix('task')}" if line.startswith("task=") else line for line in overrides]
     lines, found = with_new_names_in(overrides)
+    lines = list(map(_as_group, lines))
     for rename in found:
         if rename not in _reported:
             _reported.add(rename)
@@ -131,35 +137,32 @@ def register_schema() -> None:
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    OmegaConf.register_new_resolver("default_of_kind", default_of_kind, replace=True)
+    OmegaConf.register_new_resolver("default_of_kind", _default_of_kind, replace=True)
     OmegaConf.register_new_resolver("total_jobs", total_jobs, replace=True)
     schema = defaults()
-    for section, name in _of_kind():
-        schema[section][name] = f"${{default_of_kind:{section}.{name},${{{section}.kind}}}}"
+    for path in options_of_kinds():
+        section, _, name = path.partition(".")
+        schema[section][name] = f"${{default_of_kind:{path}}}"
     store = ConfigStore.instance()
     store.store(name="schema", node=schema, provider="ngsgd")
     for group, kinds in _kinds().items():
         for kind in kinds:
-            if not (conf_dir() / group / f"{kind}.yaml").exists():
-                store.store(group=group, name=kind, node={"kind": kind}, provider="ngsgd")
+            # above a recipe: the kind with all defaults that it has, also of other sections
+            store.store(group=group, name=kind, node=with_kinds({group: {"kind": kind}}), package="_global_", provider="ngsgd")
 
 
 def _kinds() -> dict[str, tuple[str, ...]]:
     """Return the groups whose choices are the kinds of a section."""
-    return {group: choices_of(types_of(RunConfig)[group], "kind") for group in ("model", "optimizer", "outer", "cluster")}
+    return {group: choices_of(types_of(RunConfig)[group], "kind") for group in _GROUPS_OF_KINDS}
 
 
-def default_of_kind(path: str, kind: str) -> Any:
-    """Return the default of a setting, such as optimizer.damping, in a section of that kind."""
-    section, _, name = path.partition(".")
-    return default_of(_of_kind()[section, name], kind)
+def _default_of_kind(path: str, *, _root_: Any) -> Any:
+    """Return the default of a setting, such as optimizer.damping, with the kinds of the composition."""
+    from omegaconf import ListConfig
 
-
-def _of_kind() -> dict[tuple[str, str], Field[Any]]:
-    """Return the settings whose default depends on the kind of their section."""
-    run = RunConfig()
-    return {(section.name, spec.name): spec for section in fields(run) if is_dataclass(getattr(run, section.name))
-            for spec in fields(getattr(run, section.name)) if spec.metadata.get("default_of_kind")}
+    kinds = kinds_in({name: {"kind": _root_[name].kind} for name in _GROUPS_OF_KINDS})
+    value = plain(default_with(path, kinds))
+    return ListConfig(value) if isinstance(value, list) else value
 
 
 def given_by(overrides: Sequence[str]) -> Given:
@@ -209,6 +212,14 @@ def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[
         problems += wrong
         good += [] if wrong else [override]
     return good, problems
+
+
+def _as_group(text: str) -> str:
+    """Return optimizer=adam for optimizer.kind=adam: one choice has one set of defaults."""
+    key, _, value = text.partition("=")
+    group, _, name = key.rpartition(".")
+    is_choice = name == "kind" and group in _GROUPS_OF_KINDS and {*value.split(",")} <= {*_kinds()[group]}
+    return f"{group}={value}" if is_choice else text
 
 
 def _flag_problem(text: str, choices: Mapping[str, Any]) -> str:

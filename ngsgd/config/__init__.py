@@ -9,8 +9,8 @@ Section and equation numbers are those of arXiv 1410.7455. Learning rates are pe
 objective function summed over the minibatch (Kaldi's convention).
 """
 
-from ngsgd.config.build import build
-from ngsgd.config.option import choices_of, default_of, option, types_of
+from ngsgd.config.build import build, default_with, with_kinds
+from ngsgd.config.option import choices_of, option, types_of
 from ngsgd.config.renamed import REMOVED, RENAMED, Rename, with_new_names, with_removed, without_removed
 from ngsgd.config.rules import check, check_values
 from ngsgd.config.run import RunConfig
@@ -63,11 +63,12 @@ __all__ = [
     "check",
     "check_values",
     "choices_of",
-    "default_of",
+    "default_with",
     "option",
     "types_of",
     "unused",
     "unused_in",
+    "with_kinds",
     "with_new_names",
     "with_removed",
     "without_removed",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass
 from typing import Any
 
-from ngsgd.config.option import types_of
+from ngsgd.config.option import default_of, types_of
 from ngsgd.config.other_names import did_you_mean
 from ngsgd.config.renamed import REMOVED, RENAMED, removed_sentence
 from ngsgd.config.run import RunConfig
@@ -34,7 +35,7 @@ def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
         The configuration, with defaults instead of wrong values, and all problems.
     """
     problems: list[Problem] = []
-    return _build_section(RunConfig, values, "", problems), problems
+    return _build_section(RunConfig, _with_unset(values), "", problems), problems
 
 
 def defaults() -> dict[str, Any]:
@@ -93,6 +94,66 @@ def paths() -> list[str]:
 def section_names() -> list[str]:
     """Return the names of all sections."""
     return [spec.name for spec in fields(RunConfig) if is_dataclass(types_of(RunConfig)[spec.name])]
+
+
+# Kinds --------------------------------------------------------------------------------------------
+
+
+def with_kinds(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe or a caller above the defaults of the kinds that they choose.
+
+    The defaults of a kind replace values that a lower layer, such as a recipe, gave for another
+    kind.
+    """
+    chosen, found = kinds_in(layer), dict[str, Any]()
+    for path, defaults_of_path in options_of_kinds().items():
+        if kind := next((one for one in chosen if one in defaults_of_path), None):
+            section, _, name = path.partition(".")
+            found.setdefault(section, {})[name] = plain(defaults_of_path[kind])
+    return merged(found, layer)
+
+
+def default_with(path: str, kinds: Sequence[str]) -> Any:
+    """Return the default of an option of a section with these kinds, such as "optimizer=adam"."""
+    section, _, name = path.partition(".")
+    own = [kind.partition("=")[2] for kind in kinds if kind.startswith(f"{section}=")]
+    return default_of(_specs(section)[name], [*own, *kinds])
+
+
+def kinds_in(values: Mapping[str, Any]) -> list[str]:
+    """Return the kinds in nested values, such as "optimizer=adam"."""
+    return [f"{name}={section['kind']}" for name, section in _in_order(values) if isinstance(section.get("kind"), str)]
+
+
+def _in_order(values: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The sections in the order of `RunConfig`: the first kind with a default decides."""
+    for name in section_names():
+        if isinstance(section := values.get(name), Mapping):
+            yield name, section
+
+
+@functools.cache
+def options_of_kinds() -> dict[str, dict[str, Any]]:
+    """Return path -> kind -> default, of the options whose default depends on a kind."""
+    return {f"{name}.{spec.name}": {kind if "=" in kind else f"{name}={kind}": value
+                                    for kind, value in spec.metadata["default_of_kind"].items()}
+            for name in section_names() for spec in _specs(name).values() if spec.metadata.get("default_of_kind")}
+
+
+@functools.cache
+def _specs(section: str) -> dict[str, Field[Any]]:
+    return {spec.name: spec for spec in fields(types_of(RunConfig)[section])}
+
+
+def _with_unset(values: Any) -> Any:
+    """Fill in options that hold None, because their default depends on a kind."""
+    if not isinstance(values, Mapping):
+        return values
+    kinds, found = kinds_in(values), dict(values)
+    for name, section in _in_order(values):
+        unset = [path for path in options_of_kinds() if path.startswith(f"{name}.") and section.get(path.partition(".")[2], "") is None]
+        found[name] = {**section, **{path.partition(".")[2]: default_with(path, kinds) for path in unset}}
+    return found
 
 
 # Types --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ngsgd.config import ModelConfig, OptimizerConfig, RunConfig, check
+from ngsgd.config import ModelConfig, RunConfig, check, choices_of, types_of
 from ngsgd.config.build import flatten, paths, plain
 from ngsgd.config.other_names import OTHER_NAMES, SETTINGS_INSTEAD, instead_of
 from ngsgd.errors import ConfigError
@@ -92,8 +92,6 @@ def test_a_model_and_an_optimizer_on_the_command_line_win_over_a_recipe(recipe: 
     ("optimizer.max_change=-1", "optimizer.max_change is -1.0; it must be at least 0."),
     ("seed=${no.such.key}", "seed is ${no.such.key}, an unresolved interpolation; give a value."),
     ("seed=1,2", "seed=1,2 lists several values; add --multirun to run them one after another."),
-    ("objective.kind=smbr", "combination.kind is mean, which compares the cross-entropy of held-out frames, and "
-     "objective.kind is smbr; set combination.kind=none (objective=smbr does)."),
     ("trian", "'trian' is not a setting; write key=value, such as seed=1. Did you mean train?"),
 ])
 def test_one_wrong_override_gives_one_sentence(override: str, sentence: str) -> None:
@@ -220,12 +218,10 @@ def test_flatten_has_every_leaf_once() -> None:
     assert len(flat) == count(asdict(RunConfig()))
 
 
-def test_conf_repeats_no_default() -> None:
-    for file in (compose.conf_dir() / "optimizer").glob("*.yaml"):
-        content = yaml.safe_load(file.read_text())
-        default = asdict(OptimizerConfig(content["optimizer"].pop("kind")))
-        assert all(value != default[name] for name, value in content["optimizer"].items())
-        assert content["schedule"].keys() == {"lr_initial", "lr_final"}
+def test_a_kind_has_no_file_with_settings() -> None:
+    for group in ("model", "optimizer", "outer", "cluster", "objective"):
+        files = {file.stem for file in (compose.conf_dir() / group).glob("*.yaml")}
+        assert not files & set(choices_of(types_of(RunConfig)[group], "kind"))
 
 
 @pytest.mark.parametrize("name", ["exp/a1", "../../x", "/tmp/x", "..", ".hidden", "-flag", "a\\b", "a" * 300, "ü" * 101, "a\nb",
