@@ -8,24 +8,16 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, fields, is_dataclass
+from dataclasses import Field, asdict, fields, is_dataclass
 from typing import Any
 
-from ngsgd.config.option import default_of, types_of
+from ngsgd.config.option import Problem, default_of, types_of
 from ngsgd.config.other_names import did_you_mean
 from ngsgd.config.renamed import REMOVED, RENAMED, removed_sentence
 from ngsgd.config.run import RunConfig
 
 # characters of a value in a message
 _LONGEST_SHOWN = 200
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A value that does not fit its option."""
-
-    path: str
-    message: str
 
 
 def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
@@ -162,14 +154,14 @@ def _with_unset(values: Any) -> Any:
 def _build_section(kind: type[Any], values: Any, prefix: str, problems: list[Problem]) -> Any:
     if not isinstance(values, Mapping):
         problems.append(Problem(
-            prefix, f"{prefix[:-1]} is {values!r}; it must be a section of settings."))
+            (prefix.rstrip("."),), f"{prefix[:-1]} is {values!r}; it must be a section of settings."))
         return kind()
     known = [spec.name for spec in fields(kind)]
     problems += [_unknown(f"{prefix}{name}", str(name), prefix, known)
                  for name in values if name not in known]
     # cannot come from the command line, where the schema has every option
     if missing := [f"{prefix}{name}" for name in known if name not in values]:
-        problems.append(Problem(missing[0], f"no value for {', '.join(missing)}; the file is "
+        problems.append(Problem((missing[0],), f"no value for {', '.join(missing)}; the file is "
                                             "damaged or of another version of ngsgd."))
     built = {}
     for spec in fields(kind):
@@ -190,21 +182,21 @@ def _build_section(kind: type[Any], values: Any, prefix: str, problems: list[Pro
             try:
                 built[spec.name] = _convert(value, of)
             except ValueError as error:
-                problems.append(Problem(path, f"{path} is {_shown(value)}; it must be {error}."))
+                problems.append(Problem((path,), f"{path} is {_shown(value)}; it must be {error}."))
     return kind(**built)
 
 
 def _unknown(path: str, name: str, prefix: str, known: Sequence[str]) -> Problem:
     if path in RENAMED:
-        return Problem(path, f"{path} is now called {RENAMED[path]}; rename it in the file.")
+        return Problem((path,), f"{path} is now called {RENAMED[path]}; rename it in the file.")
     if path in REMOVED:
-        return Problem(path, removed_sentence(path))
+        return Problem((path,), removed_sentence(path))
     if path == "preconditioner":
-        return Problem(path, "preconditioner is now part of the section optimizer, such as "
+        return Problem((path,), "preconditioner is now part of the section optimizer, such as "
                              "optimizer.kind=kfac; move its options there in the file.")
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {prefix}{near[0]}?" if near else did_you_mean(name, paths(), name)
-    return Problem(path, f"{path} is not a setting.{hint}")
+    return Problem((path,), f"{path} is not a setting.{hint}")
 
 
 def _convert(value: Any, kind: Any) -> Any:

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with a configuration."""
+
+    # the options or sections that it is about, such as ("decode.graph", "data.lm_order")
+    options: tuple[str, ...]
+    message: str
+
+    def is_about(self, option: str) -> bool:
+        """Whether one of its options is this one, or belongs to the same section as a whole."""
+        return any(f"{one}.".startswith(f"{option.rstrip('.')}.") or f"{option}.".startswith(f"{one}.") for one in self.options)
 
 
 def option(default: Value, about: str, *, unit: str = "", low: float | None = None,

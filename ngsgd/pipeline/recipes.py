@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ngsgd.config import RunConfig, build, check, unused, with_kinds, with_new_names
+from ngsgd.config import RunConfig, build, problems_of, unused, with_kinds, with_new_names
 from ngsgd.config.build import defaults, leaves, merged
 from ngsgd.config.sections.sites import total_jobs
 from ngsgd.errors import ConfigError
@@ -47,7 +47,7 @@ def recipe(name: str, **settings: Any) -> RunConfig:
     config, wrong = build(values)
     config = _with_jobs(config, given)
     paths = set(dict(leaves(given, "")))
-    problems = [one.message for one in wrong] or list(check(config))
+    problems = [one.message for one in problems_of(config, wrong)]
     problems += [setting.sentence for setting in unused(config) if setting.path in paths]
     if problems:
         raise ConfigError(problems)
