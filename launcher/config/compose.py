@@ -22,6 +22,7 @@ from ngsgd.config.other_names import did_you_mean, instead_of
 from ngsgd.config.renamed import REMOVED, Rename, removed_sentence, with_new_names_in
 from ngsgd.config.sections.sites import total_jobs
 from ngsgd.errors import ConfigError
+from ngsgd.launcher.config import suggestions
 from ngsgd.launcher.config.config_builder import Given, build_checked
 from ngsgd.pipeline.runs.saved_config import yaml_problem
 
@@ -200,13 +201,13 @@ def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[
             problems.append(_flag_problem(text, choices))
             continue
         if text.startswith("="):
-            problems.append(_syntax_problem(text))
+            problems.append(_syntax_problem(text, choices))
             continue
         try:
             [override] = parser.parse_overrides([text])
         except (OverrideParseException, ValueError, RecursionError):
             # the last two: thousands of digits or brackets
-            problems.append(_syntax_problem(text))
+            problems.append(_syntax_problem(text, choices))
             continue
         wrong = list(_override_problems(override, choices))
         problems += wrong
@@ -226,20 +227,27 @@ def _flag_problem(text: str, choices: Mapping[str, Any]) -> str:
     """The message about a flag that no command has, such as --epochs=5."""
     flag, _, value = text.partition("=")
     key = flag.lstrip("-").replace("-", "_")
-    hint = did_you_mean(key, [*paths(), *choices], key.rpartition(".")[2], value)
+    hint = did_you_mean(key, [*paths(), *choices], key.rpartition(".")[2], value, _suggested)
     return f"{flag} is not a flag; settings are written KEY=VALUE.{hint or ' See them with: ngsgd settings.'}"
 
 
-def _syntax_problem(text: str) -> str:
+def _syntax_problem(text: str, choices: Mapping[str, Any]) -> str:
     key, has_value, value = text.partition("=")
     if not key or not has_value:
         near = did_you_mean(text, ["train", "resume", "decode", "ui", "info", *paths()], text)
         return f"{text!r} is not a setting; write key=value, such as seed=1.{near}"
     if len(text) > _LONGEST_SHOWN:
         return f"{text[:_LONGEST_SHOWN]!r}... cannot be read; it has {len(text)} characters."
-    if instead := instead_of(key, value):
-        return f"{key} is not a setting. Did you mean {instead}?"
-    return f"{text!r} cannot be read; quote special characters for Hydra and for the shell: {key}='\"{value}\"'."
+    if hint := _unknown_hint(key, choices, value):
+        return f"{key} is not a setting.{hint}"
+    line = _suggested(key, value)
+    hint = f". Did you mean {line}?" if "=" in line else "; quote texts with special characters for Hydra and for the shell."
+    return f"{text!r} cannot be read{hint}"
+
+
+def _suggested(key: str, value: str) -> str:
+    """KEY=VALUE with the quotes that it needs; KEY alone where no line composes to the value."""
+    return suggestions.assignment(key, value, lambda line: _resolved([line], [], None))
 
 
 def _override_problems(override: Override, choices: dict[str, list[str]]) -> Iterator[str]:
@@ -270,13 +278,16 @@ def _unknown_hint(key: str, choices: Mapping[str, Any], value: str = "") -> str:
     """A question with the nearest key to an unknown one; empty for a known key."""
     if key in paths() or key in choices:
         return ""
+    if option := suggestions.mapping_of(key):
+        return f" Did you mean {_suggested(key, value) if value else f'{option}={{NAME: VALUE}}'}?"
     section, _, last = key.rpartition(".")
     siblings = [path.rpartition(".")[2] for path in paths() if section and path.startswith(f"{section}.")]
     # a name of other trainers, an unknown section, or none
     if instead_of(last) or not siblings:
-        return did_you_mean(key, [*paths(), *choices], last, value)
+        return did_you_mean(key, [*paths(), *choices], last, value, _suggested)
     near = difflib.get_close_matches(last, siblings, n=1)
-    return f" Did you mean {section}.{near[0]}={value or 'VALUE'}?" if near else f" {section} has {', '.join(siblings)}."
+    line = _suggested(f"{section}.{near[0]}", value) if near and value else f"{section}.{near[0]}=VALUE" if near else ""
+    return f" Did you mean {line}?" if near else f" {section} has {', '.join(siblings)}."
 
 
 def _line(override: Override) -> str:
@@ -324,16 +335,27 @@ def _resolved(lines: list[str], problems: list[str], config_dir: Path | None) ->
         raise ConfigError(yaml_problem(error, conf_dir())) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_composition_problem(error)) from None
-    default = dict(leaves(defaults(), ""))
-    for path, raw in list(leaves(OmegaConf.to_container(composed), "")):
-        if isinstance(raw, str) and ("${" in raw or raw == "???"):
-            try:
-                value = OmegaConf.select(composed, path, throw_on_missing=True)
-            except OmegaConfBaseException:
-                problems.append(f"{path} is {raw}, an unresolved interpolation; give a value.")
-                value = default.get(path)
-            OmegaConf.update(composed, path, value)
-    return typing.cast("dict[str, Any]", OmegaConf.to_container(composed))
+    return typing.cast("dict[str, Any]", _plain_values(composed, "", problems))
+
+
+def _plain_values(node: Any, prefix: str, problems: list[str]) -> Any:
+    """Return nested plain values, with defaults for values that cannot be resolved."""
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not isinstance(node, (DictConfig, ListConfig)) or node._is_none():
+        return None if isinstance(node, (DictConfig, ListConfig)) else node
+    names = list(node) if isinstance(node, DictConfig) else range(len(node))
+    found: dict[Any, Any] = {}
+    for name in names:
+        path = f"{prefix}{name}"
+        try:
+            found[name] = _plain_values(node[name], f"{path}.", problems)
+        except OmegaConfBaseException:
+            raw = OmegaConf.to_container(node)[name]  # type: ignore[call-overload]
+            problems.append(f"{path} is {raw}, an unresolved interpolation; give a value.")
+            found[name] = dict(leaves(defaults(), "")).get(path)
+    return found if isinstance(node, DictConfig) else list(found.values())
 
 
 def _composition_problem(error: Exception) -> str:
