@@ -53,7 +53,7 @@ def train(config: RunConfig, quiet: bool, trust: bool = False, *, verbose: bool 
         raise ConfigError(f"cluster={config.cluster.kind} trains by submission only: ngsgd submit "
                           f"cluster={config.cluster.kind} ...")
     if config.cluster.kind == "ray" and not config.cluster.address and (problems := list(of_other_nodes(config))):
-        raise ConfigError(problems)
+        raise ConfigError(one.message for one in problems)
     _require_cluster(config)
     # imports speech recognition, which a custom task does not need
     from ngsgd.pipeline.run import build_run

@@ -12,16 +12,17 @@ import itertools
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngsgd.config import RunConfig, choices_of, default_of, types_of
-from ngsgd.config.build import defaults, leaves, paths, section_names
+from ngsgd.config import RunConfig, choices_of, default_with, types_of, with_kinds
+from ngsgd.config.build import defaults, kinds_in, leaves, options_of_kinds, paths, plain, section_names
 from ngsgd.config.other_names import did_you_mean, instead_of
 from ngsgd.config.renamed import REMOVED, Rename, removed_sentence, with_new_names_in
 from ngsgd.config.sections.sites import total_jobs
 from ngsgd.errors import ConfigError
+from ngsgd.launcher.config import suggestions
 from ngsgd.launcher.config.config_builder import Given, build_checked
 from ngsgd.pipeline.runs.saved_config import yaml_problem
 
@@ -33,6 +34,8 @@ _MAX_SWEEP_JOBS_CHECKED = 64
 # arguments of a custom network, whose names are free
 _FREE = "model.args"
 _CONFIG_NAME = "config"
+# sections whose kind is chosen by optimizer=adam, which is the same as optimizer.kind=adam
+_GROUPS_OF_KINDS = ("model", "objective", "optimizer", "outer", "cluster")
 # characters of an override in a message
 _LONGEST_SHOWN = 200
 
@@ -52,8 +55,11 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 
 def about_choice(group: str, choice: str) -> str:
-    """Return the description of a choice: the first sentence of its file in conf/."""
+    """Return the description of a choice: of a kind, or the first sentence of its file in conf/."""
     file = conf_dir() / group / f"{choice}.yaml"
+    if group in _kinds() and choice in _kinds()[group]:
+        [kind] = (spec for spec in fields(types_of(RunConfig)[group]) if spec.name == "kind")
+        return str(kind.metadata["choices"].get(choice, ""))
     if not file.is_file():
         return ""
     lines = file.read_text(encoding="utf-8").splitlines()
@@ -67,6 +73,7 @@ def with_current_names(overrides: Sequence[str]) -> list[str]:
     # a section with one value that matters is chosen like a group
     overrides = [f"task._target_{line.removeprefix('task')}" if line.startswith("task=") else line for line in overrides]
     lines, found = with_new_names_in(overrides)
+    lines = list(map(_as_group, lines))
     for rename in found:
         if rename not in _reported:
             _reported.add(rename)
@@ -131,35 +138,32 @@ def register_schema() -> None:
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    OmegaConf.register_new_resolver("default_of_kind", default_of_kind, replace=True)
+    OmegaConf.register_new_resolver("default_of_kind", _default_of_kind, replace=True)
     OmegaConf.register_new_resolver("total_jobs", total_jobs, replace=True)
     schema = defaults()
-    for section, name in _of_kind():
-        schema[section][name] = f"${{default_of_kind:{section}.{name},${{{section}.kind}}}}"
+    for path in options_of_kinds():
+        section, _, name = path.partition(".")
+        schema[section][name] = f"${{default_of_kind:{path}}}"
     store = ConfigStore.instance()
     store.store(name="schema", node=schema, provider="ngsgd")
     for group, kinds in _kinds().items():
         for kind in kinds:
-            if not (conf_dir() / group / f"{kind}.yaml").exists():
-                store.store(group=group, name=kind, node={"kind": kind}, provider="ngsgd")
+            # above a recipe: the kind with all defaults that it has, also of other sections
+            store.store(group=group, name=kind, node=with_kinds({group: {"kind": kind}}), package="_global_", provider="ngsgd")
 
 
 def _kinds() -> dict[str, tuple[str, ...]]:
     """Return the groups whose choices are the kinds of a section."""
-    return {group: choices_of(types_of(RunConfig)[group], "kind") for group in ("model", "optimizer", "outer", "cluster")}
+    return {group: choices_of(types_of(RunConfig)[group], "kind") for group in _GROUPS_OF_KINDS}
 
 
-def default_of_kind(path: str, kind: str) -> Any:
-    """Return the default of a setting, such as optimizer.damping, in a section of that kind."""
-    section, _, name = path.partition(".")
-    return default_of(_of_kind()[section, name], kind)
+def _default_of_kind(path: str, *, _root_: Any) -> Any:
+    """Return the default of a setting, such as optimizer.damping, with the kinds of the composition."""
+    from omegaconf import ListConfig
 
-
-def _of_kind() -> dict[tuple[str, str], Field[Any]]:
-    """Return the settings whose default depends on the kind of their section."""
-    run = RunConfig()
-    return {(section.name, spec.name): spec for section in fields(run) if is_dataclass(getattr(run, section.name))
-            for spec in fields(getattr(run, section.name)) if spec.metadata.get("default_of_kind")}
+    kinds = kinds_in({name: {"kind": _root_[name].kind} for name in _GROUPS_OF_KINDS})
+    value = plain(default_with(path, kinds))
+    return ListConfig(value) if isinstance(value, list) else value
 
 
 def given_by(overrides: Sequence[str]) -> Given:
@@ -197,13 +201,13 @@ def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[
             problems.append(_flag_problem(text, choices))
             continue
         if text.startswith("="):
-            problems.append(_syntax_problem(text))
+            problems.append(_syntax_problem(text, choices))
             continue
         try:
             [override] = parser.parse_overrides([text])
         except (OverrideParseException, ValueError, RecursionError):
             # the last two: thousands of digits or brackets
-            problems.append(_syntax_problem(text))
+            problems.append(_syntax_problem(text, choices))
             continue
         wrong = list(_override_problems(override, choices))
         problems += wrong
@@ -211,24 +215,39 @@ def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[
     return good, problems
 
 
+def _as_group(text: str) -> str:
+    """Return optimizer=adam for optimizer.kind=adam: one choice has one set of defaults."""
+    key, _, value = text.partition("=")
+    group, _, name = key.rpartition(".")
+    is_choice = name == "kind" and group in _GROUPS_OF_KINDS and {*value.split(",")} <= {*_kinds()[group]}
+    return f"{group}={value}" if is_choice else text
+
+
 def _flag_problem(text: str, choices: Mapping[str, Any]) -> str:
     """The message about a flag that no command has, such as --epochs=5."""
     flag, _, value = text.partition("=")
     key = flag.lstrip("-").replace("-", "_")
-    hint = did_you_mean(key, [*paths(), *choices], key.rpartition(".")[2], value)
+    hint = did_you_mean(key, [*paths(), *choices], key.rpartition(".")[2], value, _suggested)
     return f"{flag} is not a flag; settings are written KEY=VALUE.{hint or ' See them with: ngsgd settings.'}"
 
 
-def _syntax_problem(text: str) -> str:
+def _syntax_problem(text: str, choices: Mapping[str, Any]) -> str:
     key, has_value, value = text.partition("=")
     if not key or not has_value:
         near = did_you_mean(text, ["train", "resume", "decode", "ui", "info", *paths()], text)
         return f"{text!r} is not a setting; write key=value, such as seed=1.{near}"
     if len(text) > _LONGEST_SHOWN:
         return f"{text[:_LONGEST_SHOWN]!r}... cannot be read; it has {len(text)} characters."
-    if instead := instead_of(key, value):
-        return f"{key} is not a setting. Did you mean {instead}?"
-    return f"{text!r} cannot be read; quote special characters for Hydra and for the shell: {key}='\"{value}\"'."
+    if hint := _unknown_hint(key, choices, value):
+        return f"{key} is not a setting.{hint}"
+    line = _suggested(key, value)
+    hint = f". Did you mean {line}?" if "=" in line else "; quote texts with special characters for Hydra and for the shell."
+    return f"{text!r} cannot be read{hint}"
+
+
+def _suggested(key: str, value: str) -> str:
+    """KEY=VALUE with the quotes that it needs; KEY alone where no line composes to the value."""
+    return suggestions.assignment(key, value, lambda line: _resolved([line], [], None))
 
 
 def _override_problems(override: Override, choices: dict[str, list[str]]) -> Iterator[str]:
@@ -259,13 +278,16 @@ def _unknown_hint(key: str, choices: Mapping[str, Any], value: str = "") -> str:
     """A question with the nearest key to an unknown one; empty for a known key."""
     if key in paths() or key in choices:
         return ""
+    if option := suggestions.mapping_of(key):
+        return f" Did you mean {_suggested(key, value) if value else f'{option}={{NAME: VALUE}}'}?"
     section, _, last = key.rpartition(".")
     siblings = [path.rpartition(".")[2] for path in paths() if section and path.startswith(f"{section}.")]
     # a name of other trainers, an unknown section, or none
     if instead_of(last) or not siblings:
-        return did_you_mean(key, [*paths(), *choices], last, value)
+        return did_you_mean(key, [*paths(), *choices], last, value, _suggested)
     near = difflib.get_close_matches(last, siblings, n=1)
-    return f" Did you mean {section}.{near[0]}={value or 'VALUE'}?" if near else f" {section} has {', '.join(siblings)}."
+    line = _suggested(f"{section}.{near[0]}", value) if near and value else f"{section}.{near[0]}=VALUE" if near else ""
+    return f" Did you mean {line}?" if near else f" {section} has {', '.join(siblings)}."
 
 
 def _line(override: Override) -> str:
@@ -313,16 +335,27 @@ def _resolved(lines: list[str], problems: list[str], config_dir: Path | None) ->
         raise ConfigError(yaml_problem(error, conf_dir())) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_composition_problem(error)) from None
-    default = dict(leaves(defaults(), ""))
-    for path, raw in list(leaves(OmegaConf.to_container(composed), "")):
-        if isinstance(raw, str) and ("${" in raw or raw == "???"):
-            try:
-                value = OmegaConf.select(composed, path, throw_on_missing=True)
-            except OmegaConfBaseException:
-                problems.append(f"{path} is {raw}, an unresolved interpolation; give a value.")
-                value = default.get(path)
-            OmegaConf.update(composed, path, value)
-    return typing.cast("dict[str, Any]", OmegaConf.to_container(composed))
+    return typing.cast("dict[str, Any]", _plain_values(composed, "", problems))
+
+
+def _plain_values(node: Any, prefix: str, problems: list[str]) -> Any:
+    """Return nested plain values, with defaults for values that cannot be resolved."""
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not isinstance(node, (DictConfig, ListConfig)) or node._is_none():
+        return None if isinstance(node, (DictConfig, ListConfig)) else node
+    names = list(node) if isinstance(node, DictConfig) else range(len(node))
+    found: dict[Any, Any] = {}
+    for name in names:
+        path = f"{prefix}{name}"
+        try:
+            found[name] = _plain_values(node[name], f"{path}.", problems)
+        except OmegaConfBaseException:
+            raw = OmegaConf.to_container(node)[name]  # type: ignore[call-overload]
+            problems.append(f"{path} is {raw}, an unresolved interpolation; give a value.")
+            found[name] = dict(leaves(defaults(), "")).get(path)
+    return found if isinstance(node, DictConfig) else list(found.values())
 
 
 def _composition_problem(error: Exception) -> str:

@@ -43,20 +43,19 @@ def build_checked(values: Mapping[str, Any],
                   given: Given | None = None) -> tuple[RunConfig, list[str]]:
     """Build a configuration with defaults instead of wrong values, and list all problems."""
     config, wrong = options.build(values)
-    broken = list(options.check(config))
+    found = options.problems_of(config, wrong)
     if given is not None:
-        broken += [setting.sentence for setting in options.unused(config)
-                   if is_refused(setting, given)]
-    # a rule about a value that was replaced would report a number that nobody wrote
-    broken = [message for message in broken if not any(one.path in message for one in wrong)]
-    return config, _causes([one.message for one in wrong] + broken, given or Given())
+        refused = [options.Problem((setting.path, *setting.switches), setting.sentence)
+                   for setting in options.unused(config) if is_refused(setting, given)]
+        found += [one for one in refused if not any(one.is_about(option) for other in wrong for option in other.options)]
+    return config, [one.message for one in _causes(found, given or Given())]
 
 
-def _causes(problems: list[str], given: Given) -> list[str]:
+def _causes(problems: list[options.Problem], given: Given) -> list[options.Problem]:
     """Drop the problems of settings that are copies of a wrong one."""
-    return [problem for problem in problems
-            if not any(problem.startswith(f"{copy} is ") and f"{source}{problem.removeprefix(copy)}" in problems
-                       and copy not in given.settings for copy, source in _COPIED.items())]
+    alone = {one.options for one in problems}
+    copies = {(copy,) for copy, source in _COPIED.items() if (source,) in alone and copy not in given.settings}
+    return [one for one in problems if one.options not in copies]
 
 
 def is_refused(setting: options.Unused, given: Given) -> bool:

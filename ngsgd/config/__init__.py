@@ -9,10 +9,10 @@ Section and equation numbers are those of arXiv 1410.7455. Learning rates are pe
 objective function summed over the minibatch (Kaldi's convention).
 """
 
-from ngsgd.config.build import build
-from ngsgd.config.option import choices_of, default_of, option, types_of
+from ngsgd.config.build import build, default_with, with_kinds
+from ngsgd.config.option import Problem, choices_of, option, types_of
 from ngsgd.config.renamed import REMOVED, RENAMED, Rename, with_new_names, with_removed, without_removed
-from ngsgd.config.rules import check, check_values
+from ngsgd.config.rules import check, check_values, problems_of
 from ngsgd.config.run import RunConfig
 from ngsgd.config.sections.augmentation import AugmentConfig
 from ngsgd.config.sections.cluster import ClusterConfig
@@ -50,6 +50,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimizerConfig",
     "OuterConfig",
+    "Problem",
     "ProxyConfig",
     "Rename",
     "RunConfig",
@@ -63,11 +64,13 @@ __all__ = [
     "check",
     "check_values",
     "choices_of",
-    "default_of",
+    "default_with",
     "option",
+    "problems_of",
     "types_of",
     "unused",
     "unused_in",
+    "with_kinds",
     "with_new_names",
     "with_removed",
     "without_removed",

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import Field, asdict, fields, is_dataclass
 from typing import Any
 
-from ngsgd.config.option import types_of
+from ngsgd.config.option import Problem, default_of, types_of
 from ngsgd.config.other_names import did_you_mean
 from ngsgd.config.renamed import REMOVED, RENAMED, removed_sentence
 from ngsgd.config.run import RunConfig
 
 # characters of a value in a message
 _LONGEST_SHOWN = 200
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A value that does not fit its option."""
-
-    path: str
-    message: str
 
 
 def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
@@ -34,7 +27,7 @@ def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
         The configuration, with defaults instead of wrong values, and all problems.
     """
     problems: list[Problem] = []
-    return _build_section(RunConfig, values, "", problems), problems
+    return _build_section(RunConfig, _with_unset(values), "", problems), problems
 
 
 def defaults() -> dict[str, Any]:
@@ -95,20 +88,80 @@ def section_names() -> list[str]:
     return [spec.name for spec in fields(RunConfig) if is_dataclass(types_of(RunConfig)[spec.name])]
 
 
+# Kinds --------------------------------------------------------------------------------------------
+
+
+def with_kinds(layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe or a caller above the defaults of the kinds that they choose.
+
+    The defaults of a kind replace values that a lower layer, such as a recipe, gave for another
+    kind.
+    """
+    chosen, found = kinds_in(layer), dict[str, Any]()
+    for path, defaults_of_path in options_of_kinds().items():
+        if kind := next((one for one in chosen if one in defaults_of_path), None):
+            section, _, name = path.partition(".")
+            found.setdefault(section, {})[name] = plain(defaults_of_path[kind])
+    return merged(found, layer)
+
+
+def default_with(path: str, kinds: Sequence[str]) -> Any:
+    """Return the default of an option of a section with these kinds, such as "optimizer=adam"."""
+    section, _, name = path.partition(".")
+    own = [kind.partition("=")[2] for kind in kinds if kind.startswith(f"{section}=")]
+    return default_of(_specs(section)[name], [*own, *kinds])
+
+
+def kinds_in(values: Mapping[str, Any]) -> list[str]:
+    """Return the kinds in nested values, such as "optimizer=adam"."""
+    return [f"{name}={section['kind']}" for name, section in _in_order(values) if isinstance(section.get("kind"), str)]
+
+
+def _in_order(values: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The sections in the order of `RunConfig`: the first kind with a default decides."""
+    for name in section_names():
+        if isinstance(section := values.get(name), Mapping):
+            yield name, section
+
+
+@functools.cache
+def options_of_kinds() -> dict[str, dict[str, Any]]:
+    """Return path -> kind -> default, of the options whose default depends on a kind."""
+    return {f"{name}.{spec.name}": {kind if "=" in kind else f"{name}={kind}": value
+                                    for kind, value in spec.metadata["default_of_kind"].items()}
+            for name in section_names() for spec in _specs(name).values() if spec.metadata.get("default_of_kind")}
+
+
+@functools.cache
+def _specs(section: str) -> dict[str, Field[Any]]:
+    return {spec.name: spec for spec in fields(types_of(RunConfig)[section])}
+
+
+def _with_unset(values: Any) -> Any:
+    """Fill in options that hold None, because their default depends on a kind."""
+    if not isinstance(values, Mapping):
+        return values
+    kinds, found = kinds_in(values), dict(values)
+    for name, section in _in_order(values):
+        unset = [path for path in options_of_kinds() if path.startswith(f"{name}.") and section.get(path.partition(".")[2], "") is None]
+        found[name] = {**section, **{path.partition(".")[2]: default_with(path, kinds) for path in unset}}
+    return found
+
+
 # Types --------------------------------------------------------------------------------------------
 
 
 def _build_section(kind: type[Any], values: Any, prefix: str, problems: list[Problem]) -> Any:
     if not isinstance(values, Mapping):
         problems.append(Problem(
-            prefix, f"{prefix[:-1]} is {values!r}; it must be a section of settings."))
+            (prefix.rstrip("."),), f"{prefix[:-1]} is {values!r}; it must be a section of settings."))
         return kind()
     known = [spec.name for spec in fields(kind)]
     problems += [_unknown(f"{prefix}{name}", str(name), prefix, known)
                  for name in values if name not in known]
     # cannot come from the command line, where the schema has every option
     if missing := [f"{prefix}{name}" for name in known if name not in values]:
-        problems.append(Problem(missing[0], f"no value for {', '.join(missing)}; the file is "
+        problems.append(Problem((missing[0],), f"no value for {', '.join(missing)}; the file is "
                                             "damaged or of another version of ngsgd."))
     built = {}
     for spec in fields(kind):
@@ -129,21 +182,21 @@ def _build_section(kind: type[Any], values: Any, prefix: str, problems: list[Pro
             try:
                 built[spec.name] = _convert(value, of)
             except ValueError as error:
-                problems.append(Problem(path, f"{path} is {_shown(value)}; it must be {error}."))
+                problems.append(Problem((path,), f"{path} is {_shown(value)}; it must be {error}."))
     return kind(**built)
 
 
 def _unknown(path: str, name: str, prefix: str, known: Sequence[str]) -> Problem:
     if path in RENAMED:
-        return Problem(path, f"{path} is now called {RENAMED[path]}; rename it in the file.")
+        return Problem((path,), f"{path} is now called {RENAMED[path]}; rename it in the file.")
     if path in REMOVED:
-        return Problem(path, removed_sentence(path))
+        return Problem((path,), removed_sentence(path))
     if path == "preconditioner":
-        return Problem(path, "preconditioner is now part of the section optimizer, such as "
+        return Problem((path,), "preconditioner is now part of the section optimizer, such as "
                              "optimizer.kind=kfac; move its options there in the file.")
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {prefix}{near[0]}?" if near else did_you_mean(name, paths(), name)
-    return Problem(path, f"{path} is not a setting.{hint}")
+    return Problem((path,), f"{path} is not a setting.{hint}")
 
 
 def _convert(value: Any, kind: Any) -> Any:

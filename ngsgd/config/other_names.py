@@ -7,7 +7,7 @@ A name is written here with underscores, in lower case and without its section.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _SAME = {
     "schedule.lr_initial": (
@@ -69,7 +69,7 @@ _RELATED = {
     "optimizer={}": ("optim", "opt", "optimizer_name", "optimizer_type"),
     "model={}": ("arch", "architecture", "network", "model_type"),
     "objective={}": ("loss", "loss_fn", "criterion"),
-    "model.dropout_schedule='\"{0},{0}\"'": ("dropout", "dropout_rate"),
+    "model.dropout_schedule=\"{0},{0}\"": ("dropout", "dropout_rate"),
     "cluster.device=cuda cluster.num_workers={}": ("gpus", "num_gpus", "n_gpu", "devices"),
     "cluster.device=cuda": ("use_gpu", "cuda", "gpu"),
     "cluster.device=cpu": ("no_cuda", "use_cpu"),
@@ -106,22 +106,31 @@ _VALUES = {"gpu": "cuda", "32": "float32", "fp32": "float32",
            **dict.fromkeys(("16", "fp16", "16-mixed", "bf16-mixed", "bfloat16"), "bf16")}
 
 
-def instead_of(word: str, value: str = "") -> str:
+def _unquoted(key: str, value: str) -> str:
+    return f"{key}={value}"
+
+
+def instead_of(word: str, value: str = "", write: Callable[[str, str], str] = _unquoted) -> str:
     """Return the settings that another trainer's name stands for; empty where the name is unknown.
+
+    `write` returns KEY=VALUE with the quotes that a command line needs, or KEY alone.
 
     >>> instead_of("trainer.optimization.minibatch-size", "512")
     'schedule.minibatch_size=512'
     """
     name = word.lower().lstrip("-+").replace("-", "_").rpartition(".")[2]
     if text := SETTINGS_INSTEAD.get(name):
-        return text.format(value or "VALUE")
+        words = [word.partition("=") for word in text.split()]
+        return " ".join(write(key, part.format(value)) if value and "{" in part else f"{key}{sign}{part.format('VALUE')}"
+                        for key, sign, part in words)
     path = OTHER_NAMES.get(name, "")
     if path in ("cluster.device", "cluster.precision"):
         value = _VALUES.get(value.lower(), value)
-    return f"{path}={value}" if path and value else path
+    return write(path, value) if path and value else path
 
 
-def did_you_mean(word: str, known: Sequence[str], last: str, value: str = "") -> str:
+def did_you_mean(word: str, known: Sequence[str], last: str, value: str = "",
+                 write: Callable[[str, str], str] = _unquoted) -> str:
     """Return a question with the nearest known word; the last part of a path is enough.
 
     Args:
@@ -129,10 +138,11 @@ def did_you_mean(word: str, known: Sequence[str], last: str, value: str = "") ->
         known: the words to choose from.
         last: the last part of the word, such as lr of optimizer.lr.
         value: the value that was given, to be repeated in the question.
+        write: see `instead_of`.
     """
-    if instead := instead_of(last, value):
+    if instead := instead_of(last, value, write):
         return f" Did you mean {instead}?"
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
     by_last = {path.rpartition(".")[2]: path for path in reversed(known)}
     near = near or [by_last[name] for name in difflib.get_close_matches(last, by_last, 1, 0.75)]
-    return f" Did you mean {near[0]}{value and f'={value}'}?" if near else ""
+    return f" Did you mean {write(near[0], value) if value else near[0]}?" if near else ""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, fields, is_dataclass, replace
 from typing import Any
 
-from ngsgd.config.option import choices_of
+from ngsgd.config.option import Problem, choices_of
 from ngsgd.config.run import RunConfig
 from ngsgd.config.sections.data import DataConfig
 from ngsgd.config.sections.optimizer import OF_SUMMED_GRADIENTS, WITHOUT_MEAN
@@ -28,13 +28,42 @@ _RATE_HZ = 8000
 
 def check(config: RunConfig) -> list[str]:
     """Return one message per wrong value; an empty list if the configuration can run."""
-    return check_values(config) or [message for rule in _RULES for message in rule(config)]
+    return [one.message for one in problems_of(config)]
+
+
+def problems_of(config: RunConfig, wrong: Sequence[Problem] = ()) -> list[Problem]:
+    """Return everything that is wrong.
+
+    Args:
+        config: a configuration with defaults instead of the values that could not be read.
+        wrong: the problems of these values. A rule about one of them would report a value that
+            nobody wrote, so it is dropped.
+    """
+    bad = [one for one in _problems_of_values(config) if not any(one.is_about(option) for other in wrong for option in other.options)]
+    for problem in bad:
+        config = _with_default(config, problem.options[0].split("."))
+    unknown = [option for one in (*wrong, *bad) for option in one.options]
+    found = [problem for rule in _RULES for problem in rule(config)]
+    return [*wrong, *bad, *(problem for problem in found if not any(map(problem.is_about, unknown)))]
+
+
+def _with_default(section: Any, names: Sequence[str]) -> Any:
+    """Replace an option that is out of its range, because rules compute with values."""
+    name, *rest = names
+    if rest:
+        return replace(section, **{name: _with_default(getattr(section, name), rest)})
+    [spec] = (spec for spec in fields(section) if spec.name == name)
+    return replace(section, **{name: spec.default})
 
 
 def check_values(config: RunConfig) -> list[str]:
     """Return one message per value outside its range, without the rules between options."""
-    return [message for section, path, spec in _options(config, "")
-            for message in _check_value(section, path, spec)]
+    return [problem.message for problem in _problems_of_values(config)]
+
+
+def _problems_of_values(config: Any) -> Iterator[Problem]:
+    for section, path, spec in _options(config, ""):
+        yield from _check_value(section, path, spec)
 
 
 def _options(section: Any, prefix: str) -> Iterator[tuple[Any, str, Field[Any]]]:
@@ -46,249 +75,287 @@ def _options(section: Any, prefix: str) -> Iterator[tuple[Any, str, Field[Any]]]
             yield section, f"{prefix}{spec.name}", spec
 
 
-def _check_value(section: Any, path: str, spec: Field[Any]) -> Iterator[str]:
+def _check_value(section: Any, path: str, spec: Field[Any]) -> Iterator[Problem]:
     value, choices = getattr(section, spec.name), choices_of(type(section), spec.name)
     low, high, above = (spec.metadata[name] for name in ("low", "high", "above"))
     if choices and value not in choices:
-        yield f"{path} is {value!r}; choose one of {', '.join(choices)}."
+        yield Problem((path,), f"{path} is {value!r}; choose one of {', '.join(choices)}.")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     # NaN passes every comparison below
     if math.isnan(value):
-        yield f"{path} is not a number; give a finite value."
+        yield Problem((path,), f"{path} is not a number; give a finite value.")
     elif low is not None and value < low:
-        yield f"{path} is {value}; it must be at least {low:g}."
+        yield Problem((path,), f"{path} is {value}; it must be at least {low:g}.")
     elif above is not None and value <= above:
-        yield f"{path} is {value}; it must be greater than {above:g}."
+        yield Problem((path,), f"{path} is {value}; it must be greater than {above:g}.")
     elif high is None and isinstance(value, int) and value > _LARGEST_INT:
-        yield f"{path} is {value}; it must be at most {_LARGEST_INT}."
+        yield Problem((path,), f"{path} is {value}; it must be at most {_LARGEST_INT}.")
     elif high is not None and value > high:
-        yield f"{path} is {value}; it must be at most {high:g}."
+        yield Problem((path,), f"{path} is {value}; it must be at most {high:g}.")
 
 
 # Rules between options ----------------------------------------------------------------------------
 
 
-def _name(c: RunConfig) -> Iterator[str]:
+def _name(c: RunConfig) -> Iterator[Problem]:
     """The name is part of a folder's name, by which --continue and other commands find the run."""
     if not c.name:
         return
     has_separator = any(letter in c.name for letter in "/\\")
     if not c.name.isprintable() or has_separator or c.name[0] in ".- " or c.name[-1] == " ":
-        yield (f"name is {c.name!r} and becomes part of a folder's name; remove / and \\, "
+        yield Problem(("name",), f"name is {c.name!r} and becomes part of a folder's name; remove / and \\, "
                "characters that cannot be printed, and . - or a space at its beginning. "
                "output_dir=PATH sets another folder.")
     elif len(c.name.encode()) > _MAX_NAME_BYTES:
-        yield f"name has {len(c.name.encode())} bytes; give at most {_MAX_NAME_BYTES}."
+        yield Problem(("name",), f"name has {len(c.name.encode())} bytes; give at most {_MAX_NAME_BYTES}.")
 
 
-def _ranges(c: RunConfig) -> Iterator[str]:
+def _ranges(c: RunConfig) -> Iterator[Problem]:
     for path in ("data.snr_db", "augment.noise_snr_db"):
         section, _, name = path.partition(".")
         low, high = (getattr(getattr(c, section), f"{name}_{end}") for end in ("low", "high"))
         if low > high:
-            yield f"{path}_low is {low} and above {path}_high, {high}; swap them."
+            yield Problem((f"{path}_low", f"{path}_high"), f"{path}_low is {low} and above {path}_high, {high}; swap them.")
     if c.schedule.lr_schedule != "eden" and c.schedule.lr_final > c.schedule.lr_initial:
-        yield (f"schedule.lr_final is {c.schedule.lr_final} and above schedule.lr_initial, "
+        yield Problem(("schedule.lr_final", "schedule.lr_initial", "schedule.lr_schedule"),
+                       f"schedule.lr_final is {c.schedule.lr_final} and above schedule.lr_initial, "
                f"{c.schedule.lr_initial}; the rate can only fall.")
     if c.schedule.num_jobs_final < c.schedule.num_jobs_initial:
-        yield (f"schedule.num_jobs_final is {c.schedule.num_jobs_final}; it must be at least "
+        yield Problem(("schedule.num_jobs_final", "schedule.num_jobs_initial"),
+                       f"schedule.num_jobs_final is {c.schedule.num_jobs_final}; it must be at least "
                f"schedule.num_jobs_initial, {c.schedule.num_jobs_initial}.")
     if c.cluster.min_workers > c.cluster.num_workers:
-        yield (f"cluster.min_workers is {c.cluster.min_workers}, more than cluster.num_workers, "
+        yield Problem(("cluster.min_workers", "cluster.num_workers"),
+                       f"cluster.min_workers is {c.cluster.min_workers}, more than cluster.num_workers, "
                f"{c.cluster.num_workers}; lower it.")
 
 
-def _augmentation(c: RunConfig) -> Iterator[str]:
+def _augmentation(c: RunConfig) -> Iterator[Problem]:
     if c.augment.changes_audio and c.features.kind == "given":
-        yield (f"augment changes audio, and data.corpus={c.data.corpus} comes as features; use "
+        yield Problem(("augment", "features.kind", "data.corpus"),
+                       f"augment changes audio, and data.corpus={c.data.corpus} comes as features; use "
                "only SpecAugment (augment=spec).")
 
 
-def _curvature_frames(c: RunConfig) -> Iterator[str]:
+def _curvature_frames(c: RunConfig) -> Iterator[Problem]:
     for name, value in (("tracking.curvature_frames", c.tracking.curvature_frames),
                         ("egs.num_diagnostic_frames", c.egs.num_diagnostic_frames)):
         if c.tracking.curvature_frames and value < 2:
-            yield (f"{name} is {value}, and the noise of a gradient needs at least 2 frames; "
+            yield Problem((name, "tracking.curvature_frames"),
+                           f"{name} is {value}, and the noise of a gradient needs at least 2 frames; "
                    "raise it, or set tracking.curvature_frames=0.")
 
 
-def _features(c: RunConfig) -> Iterator[str]:
+def _features(c: RunConfig) -> Iterator[Problem]:
     features, corpus = c.features, c.data.corpus
     if corpus in ("digits", "fsdd", "yesno") and features.sample_rate_hz != _RATE_HZ:
-        yield (f"features.sample_rate_hz is {features.sample_rate_hz}, and {corpus} is sampled at "
+        yield Problem(("features.sample_rate_hz", "data.corpus"),
+                       f"features.sample_rate_hz is {features.sample_rate_hz}, and {corpus} is sampled at "
                f"{_RATE_HZ} Hz; set {_RATE_HZ}.")
     if corpus == "an4" and features.kind != "given":
-        yield (f"features.kind is {features.kind}, and data.corpus=an4 comes as cepstra, without "
+        yield Problem(("features.kind", "data.corpus"),
+                       f"features.kind is {features.kind}, and data.corpus=an4 comes as cepstra, without "
                "audio; set features.kind=given.")
     if features.kind == "given" and corpus not in ("an4", "kaldi"):
-        yield (f"features.kind is given, and data.corpus={corpus} comes as audio; set "
+        yield Problem(("features.kind", "data.corpus"), f"features.kind is given, and data.corpus={corpus} comes as audio; set "
                "features.kind=fbank or mfcc.")
     if features.kind == "given" and c.data.added_dirs:
-        yield ("features.kind is given, and data.added_dirs adds audio; set features.kind=fbank or "
+        yield Problem(("features.kind", "data.added_dirs"),
+                       "features.kind is given, and data.added_dirs adds audio; set features.kind=fbank or "
                "mfcc, or put all features into one data directory.")
     if features.cmvn == "given" and (features.kind != "given" or corpus != "kaldi"):
-        yield (f"features.cmvn is given with features.kind {features.kind} and data.corpus "
+        yield Problem(("features.cmvn", "features.kind", "data.corpus"),
+                       f"features.cmvn is given with features.kind {features.kind} and data.corpus "
                f"{corpus}; cmvn.scp is a file of Kaldi data directories with feats.scp "
                "(recipe=kaldi features.kind=given).")
     if features.kind == "mfcc" and features.num_ceps > features.num_mel_bins:
-        yield (f"features.num_ceps is {features.num_ceps}; it can be at most "
+        yield Problem(("features.num_ceps", "features.num_mel_bins", "features.kind"),
+                       f"features.num_ceps is {features.num_ceps}; it can be at most "
                f"features.num_mel_bins, {features.num_mel_bins}.")
 
 
-def _language_model(c: RunConfig) -> Iterator[str]:
+def _language_model(c: RunConfig) -> Iterator[Problem]:
     if c.data.lm_order and (c.data.lm or c.data.graph):
         other = "data.lm" if c.data.lm else "data.graph"
-        yield (f"data.lm_order is {c.data.lm_order}, and {other} gives another language model; "
+        yield Problem(("data.lm_order", other),
+                       f"data.lm_order is {c.data.lm_order}, and {other} gives another language model; "
                f"remove data.lm_order or {other}.")
     if c.data.num_leaves and c.data.graph:
-        yield (f"data.num_leaves is {c.data.num_leaves}, and data.graph={c.data.graph} has its own "
+        yield Problem(("data.num_leaves", "data.graph"),
+                       f"data.num_leaves is {c.data.num_leaves}, and data.graph={c.data.graph} has its own "
                "states; remove one of the two.")
     if c.data.num_leaves and c.decode.graph == "given":
-        yield ("decode.graph is given, and data.num_leaves needs a graph made of the lexicon; "
+        yield Problem(("decode.graph", "data.num_leaves"),
+                       "decode.graph is given, and data.num_leaves needs a graph made of the lexicon; "
                "remove decode.graph or data.num_leaves.")
     if c.adaptation.lda_dim and c.ivectors.dim:
-        yield ("adaptation.lda_dim and ivectors.dim are both set; i-vectors are not made of adapted "
+        yield Problem(("adaptation.lda_dim", "ivectors.dim"),
+                       "adaptation.lda_dim and ivectors.dim are both set; i-vectors are not made of adapted "
                "features: set one of them to 0.")
     if c.adaptation.lda_dim and c.data.graph:
-        yield (f"adaptation.lda_dim is {c.adaptation.lda_dim} with data.graph, whose silence states "
+        yield Problem(("adaptation.lda_dim", "data.graph"),
+                       f"adaptation.lda_dim is {c.adaptation.lda_dim} with data.graph, whose silence states "
                "are not known; remove one of the two.")
     if c.data.lm_order and c.decode.graph == "given":
-        yield ("decode.graph is given, and data.lm_order estimates a language model for a graph "
+        yield Problem(("decode.graph", "data.lm_order"),
+                       "decode.graph is given, and data.lm_order estimates a language model for a graph "
                "made of the lexicon; remove decode.graph or data.lm_order.")
 
 
-def _held_out(c: RunConfig) -> Iterator[str]:
+def _held_out(c: RunConfig) -> Iterator[Problem]:
     if (c.data.split == "loo") != bool(c.data.held_out):
-        yield (f"data.split is {c.data.split} with data.held_out {c.data.held_out!r}; split=loo, "
+        yield Problem(("data.split", "data.held_out"),
+                       f"data.split is {c.data.split} with data.held_out {c.data.held_out!r}; split=loo, "
                "and only that, needs the speaker of the test set: data.split=loo "
                "data.held_out=theo.")
 
 
-def _architecture(c: RunConfig) -> Iterator[str]:
+def _architecture(c: RunConfig) -> Iterator[Problem]:
     model = c.model
     if model._target_:
         for name in ("num_subclasses", "add_layers_period", "prior_scale_power"):
             if getattr(model, name):
-                yield (f"model.{name} is {getattr(model, name)} with model._target_, a custom "
+                yield Problem((f"model.{name}", "model._target_"),
+                               f"model.{name} is {getattr(model, name)} with model._target_, a custom "
                        "network, whose layers stay as they are; leave it 0.")
         if model.input_transform != "none":
-            yield (f"model.input_transform is {model.input_transform} with model._target_, whose "
+            yield Problem(("model.input_transform", "model._target_"),
+                           f"model.input_transform is {model.input_transform} with model._target_, whose "
                    "network receives the features unchanged; leave it none.")
     elif model.kind == "pnorm" and model.hidden_dim % model.pnorm_group:
-        yield (f"model.hidden_dim is {model.hidden_dim}; with model=pnorm it must be a multiple of "
+        yield Problem(("model.hidden_dim", "model.pnorm_group", "model.kind"),
+                       f"model.hidden_dim is {model.hidden_dim}; with model=pnorm it must be a multiple of "
                f"model.pnorm_group, {model.pnorm_group}.")
     elif model.kind in ("tdnn", "tdnnf"):
         yield from _tdnn(c)
 
 
-def _tdnn(c: RunConfig) -> Iterator[str]:
+def _tdnn(c: RunConfig) -> Iterator[Problem]:
     try:
         layers = c.model.layer_offsets()
     except ValueError:
-        yield (f"model.tdnn_offsets is {c.model.tdnn_offsets!r}; write rising frame offsets with "
+        yield Problem(("model.tdnn_offsets", "model.kind"),
+                       f"model.tdnn_offsets is {c.model.tdnn_offsets!r}; write rising frame offsets with "
                "commas between them, and a space between two layers, such as "
                "'-2,-1,0,1,2 -1,1'.")
         return
     left = -sum(min(0, layer[0]) for layer in layers)
     right = sum(max(0, layer[-1]) for layer in layers)
     if len(layers) != c.model.num_layers:
-        yield (f"model.tdnn_offsets is for {len(layers)} layers, and model.num_layers is "
+        yield Problem(("model.tdnn_offsets", "model.num_layers", "model.kind"),
+                       f"model.tdnn_offsets is for {len(layers)} layers, and model.num_layers is "
                f"{c.model.num_layers}; make them equal.")
     elif left > c.egs.left_context or right > c.egs.right_context:
-        yield (f"model.tdnn_offsets reaches {left} frames back and {right} ahead, but examples "
+        yield Problem(("model.tdnn_offsets", "egs.left_context", "egs.right_context", "model.kind"),
+                       f"model.tdnn_offsets reaches {left} frames back and {right} ahead, but examples "
                f"have egs.left_context {c.egs.left_context} and egs.right_context "
                f"{c.egs.right_context}; raise these or narrow the offsets.")
 
 
-def _growth(c: RunConfig) -> Iterator[str]:
+def _growth(c: RunConfig) -> Iterator[Problem]:
     changes = [name for name in ("add_layers_period", "num_subclasses") if getattr(c.model, name)]
     why = "outer.overlap" if c.outer.overlap else f"outer.kind {c.outer.kind}"
     if changes and c.outer.jobs_keep_state:
-        yield (f"model.{changes[0]} changes the model between outer iterations, but with {why} "
+        yield Problem((f"model.{changes[0]}", "outer.kind", "outer.overlap"),
+                       f"model.{changes[0]} changes the model between outer iterations, but with {why} "
                "jobs continue from their previous results; choose another outer optimizer, or "
                "leave it 0.")
     if changes and c.init_model:
         value = getattr(c.model, changes[-1])
-        yield (f"init_model is {c.init_model} with model.{changes[-1]} {value}, which starts from "
+        yield Problem(("init_model", f"model.{changes[-1]}"),
+                       f"init_model is {c.init_model} with model.{changes[-1]} {value}, which starts from "
                "a small model; leave it 0.")
     balancing = c.schedule.load_balancing
     if c.schedule.early_rules == "kaldi" and (c.outer.jobs_keep_state or balancing != "none"):
         if balancing != "none" and not c.outer.overlap:
             why = f"schedule.load_balancing {balancing}"
-        yield (f"schedule.early_rules is kaldi with {why}, which needs every job's result; leave "
+        yield Problem(("schedule.early_rules", "schedule.load_balancing", "outer.kind", "outer.overlap"),
+                       f"schedule.early_rules is kaldi with {why}, which needs every job's result; leave "
                "it none.")
 
 
-def _optimizer(c: RunConfig) -> Iterator[str]:
+def _optimizer(c: RunConfig) -> Iterator[Problem]:
     optimizer = c.optimizer
     if optimizer.backstitch_scale and optimizer.momentum:
-        yield (f"optimizer.backstitch_scale is {optimizer.backstitch_scale} with "
+        yield Problem(("optimizer.backstitch_scale", "optimizer.momentum"),
+                       f"optimizer.backstitch_scale is {optimizer.backstitch_scale} with "
                f"optimizer.momentum {optimizer.momentum}; backstitch needs momentum 0.")
     if optimizer.curvature_state == "average" and optimizer.kind in ("ngsgd", *WITHOUT_MEAN):
-        yield (f"optimizer.curvature_state is average, but the curvature of {optimizer.kind} in "
+        yield Problem(("optimizer.curvature_state", "optimizer.kind"),
+                       f"optimizer.curvature_state is average, but the curvature of {optimizer.kind} in "
                "different jobs has no mean; choose reset or keep.")
     lr = c.schedule.lr_initial * c.schedule.num_jobs_final
     if optimizer.proportional_shrink * lr >= 0.5:
-        yield (f"optimizer.proportional_shrink is {optimizer.proportional_shrink}; at a job's "
+        yield Problem(("optimizer.proportional_shrink", "schedule.lr_initial", "schedule.num_jobs_final"),
+                       f"optimizer.proportional_shrink is {optimizer.proportional_shrink}; at a job's "
                f"learning rate of {lr} it would remove half of the model or more, so lower it.")
 
 
-def _groups(c: RunConfig) -> Iterator[str]:
+def _groups(c: RunConfig) -> Iterator[Problem]:
     size, optimizer = c.cluster.ranks_per_worker, c.optimizer
     if size == 1:
         return
     if optimizer.kind not in OF_SUMMED_GRADIENTS:
-        yield (f"cluster.ranks_per_worker is {size}, but optimizer={optimizer.kind} preconditions by "
+        yield Problem(("cluster.ranks_per_worker", "optimizer.kind"),
+                       f"cluster.ranks_per_worker is {size}, but optimizer={optimizer.kind} preconditions by "
                f"the minibatch of one rank; choose {', '.join(OF_SUMMED_GRADIENTS)}, or 1 rank.")
     for name in ("backstitch_scale", "max_change_per_sample"):
         if getattr(optimizer, name):
-            yield (f"cluster.ranks_per_worker is {size}, and optimizer.{name} depends on the minibatch "
+            yield Problem(("cluster.ranks_per_worker", f"optimizer.{name}"),
+                           f"cluster.ranks_per_worker is {size}, and optimizer.{name} depends on the minibatch "
                    "of one rank; set it to 0, or take 1 rank.")
 
 
-def _snapshots(c: RunConfig) -> Iterator[str]:
+def _snapshots(c: RunConfig) -> Iterator[Problem]:
     if c.failure.snapshots != "on":
         return
     if c.failure.policy != "retry":
-        yield (f"failure.snapshots is on with failure.policy {c.failure.policy}, which starts no job "
+        yield Problem(("failure.snapshots", "failure.policy"),
+                       f"failure.snapshots is on with failure.policy {c.failure.policy}, which starts no job "
                "again; leave it auto, or set failure.policy=retry.")
     if c.cluster.ranks_per_worker > 1:
-        yield (f"failure.snapshots is on with cluster.ranks_per_worker {c.cluster.ranks_per_worker}; "
+        yield Problem(("failure.snapshots", "cluster.ranks_per_worker"),
+                       f"failure.snapshots is on with cluster.ranks_per_worker {c.cluster.ranks_per_worker}; "
                "groups of ranks have no snapshots: leave it auto, or take 1 rank.")
     if c.cluster.kind != "local":
-        yield (f"failure.snapshots is on with cluster.kind {c.cluster.kind}; snapshots are in the shared "
+        yield Problem(("failure.snapshots", "cluster.kind"),
+                       f"failure.snapshots is on with cluster.kind {c.cluster.kind}; snapshots are in the shared "
                "memory of one machine: leave it auto, or set cluster.kind=local.")
 
 
-def _dropout(c: RunConfig) -> Iterator[str]:
+def _dropout(c: RunConfig) -> Iterator[Problem]:
     if c.model.dropout_schedule:
         try:
             DropoutSchedule.parse(c.model.dropout_schedule)
         except ConfigError as error:
-            yield f"model.dropout_schedule: {error}"
+            yield Problem(("model.dropout_schedule",), f"model.dropout_schedule: {error}")
 
 
-def _outer(c: RunConfig) -> Iterator[str]:
+def _outer(c: RunConfig) -> Iterator[Problem]:
     if not c.checkpoint.job_states and not c.jobs_keep_state:
-        yield ("checkpoint.job_states is false, but jobs keep no state; leave it true, or choose outer.overlap=true, "
+        yield Problem(("checkpoint.job_states", "outer.overlap", "outer.kind", "cluster.compression"),
+                       "checkpoint.job_states is false, but jobs keep no state; leave it true, or choose outer.overlap=true, "
                "outer.kind=streaming or a cluster.compression.")
     if c.checkpoint.job_states_interval > 1 and not (c.jobs_keep_state and c.checkpoint.job_states):
         why = "checkpoint.job_states is false" if c.jobs_keep_state else "jobs keep no state"
-        yield f"checkpoint.job_states_interval is {c.checkpoint.job_states_interval}, but {why}; leave it 0."
+        yield Problem(("checkpoint.job_states_interval", "checkpoint.job_states", "outer.overlap", "outer.kind", "cluster.compression"),
+                       f"checkpoint.job_states_interval is {c.checkpoint.job_states_interval}, but {why}; leave it 0.")
     if c.outer.overlap and c.outer.kind == "streaming":
-        yield ("outer.overlap is true with outer.kind streaming, whose jobs continue from their "
+        yield Problem(("outer.overlap", "outer.kind"),
+                       "outer.overlap is true with outer.kind streaming, whose jobs continue from their "
                "own models; leave it false and set outer.fragment_delay=1 to overlap.")
     if c.schedule.load_balancing == "time" and c.cluster.kind == "in_process":
-        yield ("schedule.load_balancing is time with cluster.kind in_process, where jobs run one "
+        yield Problem(("schedule.load_balancing", "cluster.kind"),
+                       "schedule.load_balancing is time with cluster.kind in_process, where jobs run one "
                "after another; choose local or ray.")
     if c.outer.gain and not 1.0 <= c.outer.gain <= c.schedule.num_jobs_final:
-        yield (f"outer.gain is {c.outer.gain}; it can be 1 (averaging) to "
+        yield Problem(("outer.gain", "schedule.num_jobs_final"), f"outer.gain is {c.outer.gain}; it can be 1 (averaging) to "
                f"schedule.num_jobs_final, {c.schedule.num_jobs_final}, or 0 for a good value in "
                "between.")
 
 
-def _cuda_graphs(c: RunConfig) -> Iterator[str]:
+def _cuda_graphs(c: RunConfig) -> Iterator[Problem]:
     if c.cluster.cuda_graphs != "on":
         return
     reason = ("cluster.device is cpu" if c.cluster.device == "cpu" else
@@ -296,52 +363,62 @@ def _cuda_graphs(c: RunConfig) -> Iterator[str]:
               f"optimizer.kind={c.optimizer.kind} trains without graphs" if c.optimizer.preconditions else
               f"objective.kind={c.objective.kind} plans each minibatch on the host" if c.objective.kind != "ce" else "")
     if reason:
-        yield f"cluster.cuda_graphs is on, but {reason}; set cluster.cuda_graphs=auto."
+        yield Problem(("cluster.cuda_graphs", "cluster.device", "cluster.ranks_per_worker", "optimizer.kind", "objective.kind"),
+                       f"cluster.cuda_graphs is on, but {reason}; set cluster.cuda_graphs=auto.")
 
 
-def _precision(c: RunConfig) -> Iterator[str]:
+def _precision(c: RunConfig) -> Iterator[Problem]:
     if c.cluster.precision == "tf32" and c.cluster.device == "cpu":
-        yield ("cluster.precision is tf32, but cluster.device is cpu, which has no TF32; choose "
+        yield Problem(("cluster.precision", "cluster.device"),
+                       "cluster.precision is tf32, but cluster.device is cpu, which has no TF32; choose "
                "float32 or bf16.")
 
 
-def _exchange(c: RunConfig) -> Iterator[str]:
+def _exchange(c: RunConfig) -> Iterator[Problem]:
     cluster = c.cluster
     possible = {"in_process": ("auto",),
                 "local": ("auto", "shared_memory", "collective")}.get(cluster.kind)
     if possible and cluster.exchange not in possible:
-        yield (f"cluster.exchange is {cluster.exchange}; with cluster.kind {cluster.kind} it can "
+        yield Problem(("cluster.exchange", "cluster.kind"),
+                       f"cluster.exchange is {cluster.exchange}; with cluster.kind {cluster.kind} it can "
                f"be {' or '.join(possible)}.")
     if cluster.exchange in ("collective", "nccl") and c.outer.jobs_keep_state:
         why = "outer.overlap" if c.outer.overlap else f"outer.kind {c.outer.kind}"
-        yield (f"cluster.exchange is {cluster.exchange} with {why}, whose jobs continue from their "
+        yield Problem(("cluster.exchange", "outer.kind", "outer.overlap"),
+                       f"cluster.exchange is {cluster.exchange} with {why}, whose jobs continue from their "
                "own results; leave it auto.")
     if cluster.codec and c.outer.kind == "streaming":
-        yield (f"cluster.compression is {cluster.compression} with outer.kind streaming, whose jobs continue from "
+        yield Problem(("cluster.compression", "outer.kind"),
+                       f"cluster.compression is {cluster.compression} with outer.kind streaming, whose jobs continue from "
                "their own parameters; leave it none.")
 
 
-def _sites(c: RunConfig) -> Iterator[str]:
+def _sites(c: RunConfig) -> Iterator[Problem]:
     sites = c.sites
     if not sites.jobs:
         return
     wrong = {name: count for name, count in sites.jobs.items()
              if not _SITE.fullmatch(str(name)) or isinstance(count, bool) or not isinstance(count, int) or count < 1}
     if wrong or len(sites.jobs) < 2:
-        yield (f"sites.jobs is {dict(sites.jobs)!r}; give two or more sites, named with letters, digits and -, and the number "
+        yield Problem(("sites.jobs",),
+                       f"sites.jobs is {dict(sites.jobs)!r}; give two or more sites, named with letters, digits and -, and the number "
                "of jobs of each, at least 1, such as {east: 4, west: 4}.")
         return
     if sites.name not in sites.jobs:
-        yield f"sites.name is {sites.name!r}; name this site, one of {', '.join(sites.jobs)}."
+        yield Problem(("sites.name", "sites.jobs"),
+                       f"sites.name is {sites.name!r}; name this site, one of {', '.join(sites.jobs)}.")
     if not sites.exchange:
-        yield "sites.exchange is empty; give a URL of object storage or a folder that all sites reach."
+        yield Problem(("sites.exchange", "sites.jobs"),
+                       "sites.exchange is empty; give a URL of object storage or a folder that all sites reach.")
     total = sum(sites.counts.values())
     if (c.schedule.num_jobs_initial, c.schedule.num_jobs_final) != (total, total):
-        yield (f"sites.jobs has {total} jobs, but schedule.num_jobs_initial is {c.schedule.num_jobs_initial} and "
+        yield Problem(("sites.jobs", "schedule.num_jobs_initial", "schedule.num_jobs_final"),
+                       f"sites.jobs has {total} jobs, but schedule.num_jobs_initial is {c.schedule.num_jobs_initial} and "
                f"schedule.num_jobs_final {c.schedule.num_jobs_final}; remove both.")
     if c.outer.kind == "streaming":
-        yield "outer.kind is streaming with sites.jobs, but sites exchange complete models; choose average, bmuf or diloco."
-    yield from (f"{path} is {value} with sites.jobs, but {why}; leave it {default}."
+        yield Problem(("outer.kind", "sites.jobs"),
+                       "outer.kind is streaming with sites.jobs, but sites exchange complete models; choose average, bmuf or diloco.")
+    yield from (Problem((path, "sites.jobs"), f"{path} is {value} with sites.jobs, but {why}; leave it {default}.")
                 for path, value, default, why in _other_plans(c) if value != default)
 
 
@@ -358,19 +435,20 @@ def _other_plans(c: RunConfig) -> Iterator[tuple[str, Any, Any, str]]:
     yield "outer.ema_decay", c.outer.ema_decay, 0.0, "sites exchange no moving averages"
 
 
-def _layers(c: RunConfig) -> Iterator[str]:
+def _layers(c: RunConfig) -> Iterator[Problem]:
     known = ("lr_factor", "max_change", "weight_decay")
     for layer, options in (c.optimizer.layer_options or {}).items():
         is_right = isinstance(options, Mapping) and all(
             key in known and _is_number(value) and value >= 0.0 for key, value in options.items())
         if not is_right:
-            yield (f"optimizer.layer_options[{layer}] is {options!r}; give {', '.join(known)}, at "
+            yield Problem(("optimizer.layer_options",),
+                           f"optimizer.layer_options[{layer}] is {options!r}; give {', '.join(known)}, at "
                    "least 0 each, such as {lr_factor: 1.3}.")
     for layer, scale in (c.model.init_scales or {}).items():
         if not _is_number(scale) or scale <= 0.0:
-            yield f"model.init_scales[{layer}] is {scale!r}; give a number above 0."
+            yield Problem(("model.init_scales",), f"model.init_scales[{layer}] is {scale!r}; give a number above 0.")
     if wrong := [factor for factor in c.schedule.lr_factors if factor <= 0.0]:
-        yield f"schedule.lr_factors has {wrong[0]}; each must be above 0."
+        yield Problem(("schedule.lr_factors",), f"schedule.lr_factors has {wrong[0]}; each must be above 0.")
 
 
 def _is_number(value: Any) -> bool:
@@ -378,26 +456,30 @@ def _is_number(value: Any) -> bool:
     return is_real and math.isfinite(value)
 
 
-def _objective(c: RunConfig) -> Iterator[str]:
+def _objective(c: RunConfig) -> Iterator[Problem]:
     kind = c.objective.kind
     if kind == "ce":
         return
     if c.combination.kind != "none":
-        yield (f"combination.kind is {c.combination.kind}, which compares the cross-entropy of "
+        yield Problem(("combination.kind", "objective.kind"),
+                       f"combination.kind is {c.combination.kind}, which compares the cross-entropy of "
                f"held-out frames, and objective.kind is {kind}; set combination.kind=none "
                f"(objective={kind} does).")
     if c.optimizer.preconditions:
-        yield (f"optimizer.kind is {c.optimizer.kind}, which needs the loss of single frames, and "
+        yield Problem(("optimizer.kind", "objective.kind"),
+                       f"optimizer.kind is {c.optimizer.kind}, which needs the loss of single frames, and "
                f"objective.kind is {kind}; set optimizer=ngsgd or optimizer=sgd.")
     if c.augment.spec:
-        yield (f"augment.spec masks windows of single frames, and objective.kind is {kind}; set "
+        yield Problem(("augment.spec", "objective.kind"),
+                       f"augment.spec masks windows of single frames, and objective.kind is {kind}; set "
                "augment.spec=false.")
     if c.model.num_subclasses or c.model.add_layers_period:
-        yield (f"objective.kind is {kind}, and the model changes during training; set "
+        yield Problem(("objective.kind", "model.num_subclasses", "model.add_layers_period"),
+                       f"objective.kind is {kind}, and the model changes during training; set "
                "model.num_subclasses and model.add_layers_period to 0.")
 
 
-def of_other_nodes(c: RunConfig) -> Iterator[str]:
+def of_other_nodes(c: RunConfig) -> Iterator[Problem]:
     """Yield a message per option for other nodes that is set; for a run on this machine.
 
     `check` does not call it for cluster=ray, whose address `ngsgd submit` adds later.
@@ -405,28 +487,30 @@ def of_other_nodes(c: RunConfig) -> Iterator[str]:
     for name, default in (("store", ""), ("node_cache_gb", DataConfig().node_cache_gb)):
         if getattr(c.data, name) != default:
             # without the value, which may contain a password
-            yield (f"data.{name} is set, but all workers run on this machine and read the prepared data in place; remove "
+            yield Problem((f"data.{name}", "cluster.kind"),
+                           f"data.{name} is set, but all workers run on this machine and read the prepared data in place; remove "
                    "it, or set cluster=ray cluster.address=HEAD:PORT.")
 
 
-def _store(c: RunConfig) -> Iterator[str]:
+def _store(c: RunConfig) -> Iterator[Problem]:
     if c.cluster.kind in ("in_process", "local"):
         yield from of_other_nodes(c)
     if c.data.store:
         try:
             check_url(c.data.store)
         except ConfigError as error:
-            yield f"data.store cannot be used: {error}"
+            yield Problem(("data.store",), f"data.store cannot be used: {error}")
 
 
-def _tune(c: RunConfig) -> Iterator[str]:
+def _tune(c: RunConfig) -> Iterator[Problem]:
     proxy = c.tune.proxy
     if proxy.steps % proxy.outer_iters:
-        yield (f"tune.proxy.steps is {proxy.steps}, no multiple of tune.proxy.outer_iters, "
+        yield Problem(("tune.proxy.steps", "tune.proxy.outer_iters"),
+                       f"tune.proxy.steps is {proxy.steps}, no multiple of tune.proxy.outer_iters, "
                f"{proxy.outer_iters}; all averaging steps follow the same number of minibatches.")
 
 
-_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _name, _ranges, _augmentation, _curvature_frames, _features, _language_model, _held_out,
     _architecture, _growth,
     _optimizer, _groups, _snapshots, _dropout, _outer, _cuda_graphs, _precision, _exchange, _sites, _layers, _objective,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
-from ngsgd.config.build import flatten
+from ngsgd.config.build import flatten, kinds_in
 from ngsgd.config.option import default_of
 from ngsgd.config.run import RunConfig
 
@@ -51,13 +51,13 @@ class Unused:
 
 def unused(config: RunConfig) -> Iterator[Unused]:
     """Yield all options of a run that have no effect in it, whatever their value."""
-    of_task = bool(config.task._target_)
+    of_task, kinds = bool(config.task._target_), kinds_in(asdict(config))
     if of_task:
         yield from _unused_by_task(config)
     for spec in fields(config):
         section = getattr(config, spec.name)
         if is_dataclass(section):
-            yield from (one for one in unused_in(section, f"{spec.name}.")
+            yield from (one for one in unused_in(section, f"{spec.name}.", kinds)
                         if not (of_task and of_speech(one.path)))
 
 
@@ -74,8 +74,8 @@ def _unused_by_task(config: RunConfig) -> Iterator[Unused]:
                          switch="task._target_", is_now=config.task._target_, wanted="!", options=())
 
 
-def unused_in(section: Any, prefix: str = "") -> Iterator[Unused]:
-    """Yield those of one section; paths begin with `prefix`."""
+def unused_in(section: Any, prefix: str = "", kinds: Sequence[str] = ()) -> Iterator[Unused]:
+    """Yield those of one section of a run with these kinds; paths begin with `prefix`."""
     terms = {spec.name: [term for term in spec.metadata.get("used", "").split(" & ") if term]
              for spec in fields(section)}
     broken = {name: next((term for term in of_it if not _holds(term, section)), "")
@@ -88,7 +88,7 @@ def unused_in(section: Any, prefix: str = "") -> Iterator[Unused]:
                             and not is_dataclass(getattr(section, other)))
             yield Unused(
                 path=f"{prefix}{spec.name}", value=value,
-                is_set=value != default_of(spec, getattr(section, "kind", "")),
+                is_set=value != default_of(spec, [getattr(section, "kind", ""), *kinds]),
                 switches=tuple(prefix + other.lstrip("!").partition("=")[0]
                                for other in terms[spec.name]),
                 switch=prefix + name, is_now=getattr(section, name),

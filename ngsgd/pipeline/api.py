@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.cluster.main_guard import require_main_guard
-from ngsgd.config import RunConfig, build, check, unused, with_new_names
+from ngsgd.config import RunConfig, build, problems_of, unused, with_new_names
 from ngsgd.config.build import defaults, leaves, merged, paths
 from ngsgd.config.other_names import OTHER_NAMES, did_you_mean
 from ngsgd.config.sections.model import FROM_PYTHON
@@ -157,7 +157,7 @@ def _config(settings: Mapping[str, Any], num_workers: int, cluster: str | Mappin
     config, wrong = build(merged(merged(defaults(), own), given))
     config = replace(config, task=replace(config.task, _target_=FROM_PYTHON + name))
     named = set(dict(leaves(given, "")))
-    problems += [one.message for one in wrong] or list(check(config))
+    problems += [one.message for one in problems_of(config, wrong)]
     problems += [one.sentence for one in unused(config) if one.path in named]
     if problems:
         raise ConfigError(problems)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ngsgd.config import RunConfig, build, check, unused, with_new_names
+from ngsgd.config import RunConfig, build, problems_of, unused, with_kinds, with_new_names
 from ngsgd.config.build import defaults, leaves, merged
 from ngsgd.config.sections.sites import total_jobs
 from ngsgd.errors import ConfigError
@@ -42,12 +42,12 @@ def recipe(name: str, **settings: Any) -> RunConfig:
     values["cluster"]["kind"], values["tracking"]["kind"] = "local", "none"
     written = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
     given, _ = with_new_names(_plain(settings))
-    for layer in (_resolved(written, settings), given):
+    for layer in (_resolved(written, settings), with_kinds(given)):
         values = merged(values, layer)
     config, wrong = build(values)
     config = _with_jobs(config, given)
     paths = set(dict(leaves(given, "")))
-    problems = [one.message for one in wrong] or list(check(config))
+    problems = [one.message for one in problems_of(config, wrong)]
     problems += [setting.sentence for setting in unused(config) if setting.path in paths]
     if problems:
         raise ConfigError(problems)

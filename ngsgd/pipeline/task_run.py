@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 
 from ngsgd import imports
 from ngsgd.config import RunConfig
-from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.errors import CheckpointError, ConfigError, NgsgdError
 from ngsgd.files import read_json, write_text
 from ngsgd.phase import Phase
 from ngsgd.pipeline.base_run import BaseRun, Training
@@ -199,23 +200,39 @@ def metrics_of(scores: Evaluation) -> dict[str, float]:
     return {"train/loss": -scores.train.objf, "valid/loss": -scores.valid.objf, **scores.figures}
 
 
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Raise ConfigError for an error in a function of the user, with the line that raised it."""
+    try:
+        yield
+    except NgsgdError:
+        raise
+    except Exception as error:
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        raise ConfigError(f"{what} cannot be computed ({imports.first_line(error)}, at {frame.f_code.co_filename}:{line}); correct "
+                          "the function of the task that it calls.") from error
+
+
 def _check(spec: TaskSpec, config: RunConfig, warn: Callable[[str], None]) -> None:
     """Train and score one small minibatch, so that errors appear before a worker starts."""
     task = spec.task(torch.device("cpu"))
     model = seeded_model(task, config.seed)
-    shard = task.shards().schedule(config.schedule).shard(0)
-    batch = next(iter(task.batches(shard, config.schedule.minibatch_size, seed=(config.seed, 0, 0), first=0, stop=1)), None)
+    with _named("the first minibatch"):
+        shard = task.shards().schedule(config.schedule).shard(0)
+        batch = next(iter(task.batches(shard, config.schedule.minibatch_size, seed=(config.seed, 0, 0), first=0, stop=1)), None)
     if batch is None:
         raise ConfigError("the first shard of the task has no minibatch; add examples.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        loss = task.loss(model.train(), batch.data).total
+        with _named("the loss of the first minibatch"):
+            loss = task.loss(model.train(), batch.data).total
     if not loss.requires_grad:
         raise ConfigError("the loss of the task does not depend on the parameters of the model; "
                           "correct the loss function.")
     if not bool(torch.isfinite(loss)):
         raise ConfigError(f"the loss of the first minibatch is {float(loss)}; check the data and the initial model.")
-    task.prepare_evaluation(model.eval())
+    with _named("the evaluation of the initial model"):
+        task.prepare_evaluation(model.eval())
     if isinstance(task, FunctionTask):
         problem = ""
         # the loss of few examples may be undefined, as in metric learning

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from numbers import Real
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from ngsgd.data.permutation import Indices, Permutation
 from ngsgd.errors import ConfigError
+from ngsgd.imports import first_line
 from ngsgd.schedules import Shard
 from ngsgd.tasks.functions import (
     NUM_CHECK_EXAMPLES,
@@ -25,6 +27,7 @@ from ngsgd.tasks.functions import (
     ModelFunction,
     WeightFunction,
 )
+from ngsgd.tasks.minibatches import collated, read
 from ngsgd.training.task import Batch, ShardGrid
 
 # a longer job makes the loss of a worker expensive; a shorter one makes averaging dominate
@@ -39,6 +42,14 @@ _SPLIT_SEED = (0x6E67, 0x7364)
 _NUM_REDUCTION_EXAMPLES, _REDUCTION_TOLERANCE = 4, 1e-4
 
 
+class MapDataset(Protocol):
+    """A map-style dataset: of torch, of Hugging Face, a list, or a class with these methods."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
 class DatasetTask(FunctionTask):
     """Trains a model on a map-style dataset.
 
@@ -51,14 +62,15 @@ class DatasetTask(FunctionTask):
     `def` at the top of a module or script.
 
     Args:
-        dataset: `torch.utils.data.Dataset` with `__len__` and `__getitem__`, such as a
-            `TensorDataset` or a Hugging Face dataset.
+        dataset: object with `__len__` and `__getitem__`, such as a `TensorDataset`, a Hugging Face
+            dataset or a list.
         model_fn: returns a new model. The generator of torch is seeded with the seed of the run.
         loss_fn: `loss_fn(model, batch)` returns the loss of a minibatch, a scalar tensor.
-        valid: validation dataset, or the fraction of `dataset` that is held out for validation.
-            Default: 0.05.
-        collate_fn: converts a list of examples to a minibatch, as for a `DataLoader`.
-        metrics_fn: `metrics_fn(model, batch)` returns means over a minibatch by name, such as
+        valid: validation dataset of any type that `dataset` may have, or the fraction of `dataset`
+            that is held out for validation. Default: 0.05.
+        collate_fn: converts a list of examples to a minibatch, as for a `DataLoader`. Every tensor
+            of a minibatch should have one row per example, unless `weight_fn` is given.
+        metrics_fn: `metrics_fn(model, batch)` returns numbers by name, means over a minibatch, such as
             {"accuracy": ...}. It is called on held-out examples only. Default: None.
         loss_reduction: whether `loss_fn` returns the "mean" over the minibatch or the "sum".
             Default: "mean".
@@ -69,7 +81,9 @@ class DatasetTask(FunctionTask):
             after each outer iteration. Default: a quarter of a job, between 256 and 2000.
 
     Raises:
-        ConfigError: there is no example to train on or to validate with.
+        ConfigError: there is no example to train on or to validate with, or an argument has a wrong
+            type. Training raises DataError, with its index, for an example that cannot be read or
+            combined with the others.
 
     Example:
         >>> import torch
@@ -86,8 +100,8 @@ class DatasetTask(FunctionTask):
     names_examples = True
     _excluded: frozenset[int] = frozenset()
 
-    def __init__(self, dataset: Dataset[Any], model_fn: ModelFunction, loss_fn: LossFunction, *,
-                 valid: Dataset[Any] | float = 0.05,
+    def __init__(self, dataset: MapDataset, model_fn: ModelFunction, loss_fn: LossFunction, *,
+                 valid: MapDataset | float = 0.05,
                  collate_fn: CollateFunction = default_collate,
                  metrics_fn: MetricsFunction | None = None,
                  loss_reduction: LossReduction = "mean",
@@ -96,24 +110,25 @@ class DatasetTask(FunctionTask):
         super().__init__(model_fn, loss_fn, metrics_fn=metrics_fn, loss_reduction=loss_reduction, weight_fn=weight_fn)
         self.dataset = dataset
         self.collate_fn = collate_fn
-        size = _length(dataset)
+        size = _length(dataset, "dataset")
         self._split: Permutation | None = None
         self.num_valid = 0
         self.valid = valid
-        if isinstance(valid, (int, float)):
-            if not 0.0 < valid < 1.0:
+        if isinstance(valid, Real):
+            if isinstance(valid, bool) or not 0.0 < valid < 1.0:
                 raise ConfigError(f"valid is {valid}; give a fraction between 0 and 1, or a "
                                   "dataset.")
-            self.num_valid = max(1, round(valid * size))
+            self.num_valid = max(1, round(float(valid) * size))
             self._split = Permutation(max(size, 1), _SPLIT_SEED)
-        elif not _length(valid):
+        elif not _length(valid, "valid"):
             raise ConfigError("the validation dataset is empty; give at least one example.")
         self.num_examples = size - self.num_valid
         if self.num_examples < 1:
             raise ConfigError(f"the number of examples is {size} and that of held-out ones {self.num_valid}, so none is left "
                               "for training; add examples, or reduce valid.")
-        if shard_size is not None and shard_size < 1:
-            raise ConfigError(f"shard_size is {shard_size}; set it to at least 1.")
+        for name, number in (("shard_size", shard_size), ("num_eval_examples", num_eval_examples)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 1):
+                raise ConfigError(f"{name} is {number!r}; give an integer of at least 1.")
         self.shard_size = min(self.num_examples, shard_size or min(
             _MAX_SHARD, math.ceil(self.num_examples / _MIN_SHARDS)))
         self.num_eval_examples = num_eval_examples or min(max(self.shard_size // 4, 256), 2000)
@@ -131,7 +146,7 @@ class DatasetTask(FunctionTask):
         indices_of = self._order(shard, size, seed, last)
         for number in range(first, last):
             indices = indices_of(number)
-            yield Batch(_fetch(self.dataset, indices, self.collate_fn), len(indices))
+            yield self._batch(self.dataset, indices)
 
     def example_ids(self, shard: Shard, size: int, *, seed: tuple[int, int, int], number: int) -> list[str]:
         """Indices in the dataset, such as "17"."""
@@ -176,7 +191,7 @@ class DatasetTask(FunctionTask):
         # four examples, and the same ones as three and one
         parts = ((0, count), (0, count - 1), (count - 1, count))
         with torch.random.fork_rng(devices=[]):
-            whole, most, last = (float(self.loss_fn(model, self._train_batch(np.arange(first, stop)))) for first, stop in parts)
+            whole, most, last = (float(self.loss_fn(model, self._train_batch(np.arange(first, stop)).data)) for first, stop in parts)
         of_mean, of_sum = ((count - 1) * most + last) / count, most + last
         is_mean, is_sum = (math.isclose(whole, one, rel_tol=_REDUCTION_TOLERANCE) for one in (of_mean, of_sum))
         found = "mean" if is_mean and not is_sum else "sum" if is_sum and not is_mean else self.loss_reduction
@@ -194,14 +209,22 @@ class DatasetTask(FunctionTask):
         """Indices in the dataset of training examples."""
         return examples if self._split is None else self._split.of(examples + self.num_valid)
 
-    def _train_batch(self, examples: Indices) -> Any:
-        return _fetch(self.dataset, self._indices(examples), self.collate_fn)
+    def _train_batch(self, examples: Indices) -> Batch:
+        return self._batch(self.dataset, self._indices(examples))
 
-    def _valid_batch(self, examples: Indices) -> Any:
+    def _valid_batch(self, examples: Indices) -> Batch:
         if self._split is not None:
-            return _fetch(self.dataset, self._split.of(examples), self.collate_fn)
-        assert isinstance(self.valid, Dataset)
-        return _fetch(self.valid, examples, self.collate_fn)
+            return self._batch(self.dataset, self._split.of(examples))
+        return self._batch(self.valid, examples)
+
+    def _batch(self, dataset: Any, examples: Indices) -> Batch:
+        if type(dataset) is TensorDataset and self.collate_fn is default_collate:
+            # the same values as one example at a time, in one copy
+            rows = torch.from_numpy(examples)
+            return Batch([tensor[rows] for tensor in dataset.tensors], len(examples))
+        name, indices = "valid" if dataset is self.valid else "dataset", examples.tolist()
+        return collated(read(dataset, indices, name), lambda place: f"example {indices[place]} of {name}", self.collate_fn,
+                        has_weight=self.weight_fn is not None)
 
     @cached_property
     def train_subset(self) -> list[tuple[Any, int]]:
@@ -217,30 +240,24 @@ class DatasetTask(FunctionTask):
 
     @property
     def _num_valid(self) -> int:
-        return self.num_valid if self._split is not None else _length(self.valid)
+        return self.num_valid if self._split is not None else _length(self.valid, "valid")
 
-    def _subset(self, fetch: Callable[[Indices], Any], size: int, wanted: int) -> list[tuple[Any, int]]:
+    def _subset(self, fetch: Callable[[Indices], Batch], size: int, wanted: int) -> list[tuple[Any, int]]:
         """Return the same random examples in every process, as minibatches."""
         chosen = Permutation(size, _SPLIT_SEED).at(0, min(size, wanted))
         parts = [chosen[first:first + NUM_CHECK_EXAMPLES]
                  for first in range(0, len(chosen), NUM_CHECK_EXAMPLES)]
-        return [(fetch(part), len(part)) for part in parts]
+        return [tuple(fetch(part)) for part in parts]
 
 
-def _length(dataset: Any) -> int:
+def _length(dataset: Any, name: str) -> int:
+    """Number of examples of a dataset; raises ConfigError unless it is map-style."""
+    is_map_style = hasattr(dataset, "__getitem__") and not isinstance(dataset, (IterableDataset, str, bytes, type))
     try:
-        return len(dataset)
-    except TypeError:
-        raise ConfigError(f"{type(dataset).__name__} has no length; DatasetTask needs a map-style "
-                          "dataset with __len__ and __getitem__, and StreamTask reads "
-                          "streams.") from None
-
-
-def _fetch(dataset: Any, examples: Indices, collate_fn: CollateFunction) -> Any:
-    if type(dataset) is TensorDataset and collate_fn is default_collate:
-        # the same values as one example at a time, in one copy
-        rows = torch.from_numpy(examples)
-        return [tensor[rows] for tensor in dataset.tensors]
-    at_once = getattr(dataset, "__getitems__", None)
-    found = at_once(examples.tolist()) if at_once is not None else [dataset[index] for index in examples.tolist()]
-    return collate_fn(found)
+        if is_map_style:
+            return len(dataset)
+        why = "is not a map-style dataset"
+    except Exception as error:
+        why = f"has no length ({first_line(error)})"
+    raise ConfigError(f"{name} is of type {type(dataset).__name__}, which {why}; DatasetTask needs a map-style dataset with "
+                      "__len__ and __getitem__, and StreamTask reads streams.")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
+from ngsgd.tasks.minibatches import num_rows
 from ngsgd.training.records import SubsetScore
 from ngsgd.training.task import BatchLoss, Evaluation, Task
 
@@ -33,6 +37,12 @@ class FunctionTask(Task):
                  loss_reduction: LossReduction, weight_fn: WeightFunction | None) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"loss_reduction is {loss_reduction!r}; choose mean or sum.")
+        given = {"model_fn": model_fn, "loss_fn": loss_fn, "metrics_fn": metrics_fn, "weight_fn": weight_fn}
+        for name, function in given.items():
+            is_missing = function is None and name in ("metrics_fn", "weight_fn")
+            if not is_missing and (not callable(function) or (name == "model_fn" and isinstance(function, nn.Module))):
+                raise ConfigError(f"{name} is of type {type(function).__name__}; give a function"
+                                  f"{' that returns a new model' if name == 'model_fn' else ''}.")
         self.model_fn = model_fn
         self.loss_fn = loss_fn
         self.metrics_fn = metrics_fn
@@ -58,7 +68,11 @@ class FunctionTask(Task):
         return self.model_fn()
 
     def loss(self, model: nn.Module, data: Any) -> BatchLoss:
-        return self._loss(model, data, self._num_examples_of(data))
+        found = self._loss(model, data, num_rows(data) if self.weight_fn is None else 0)
+        if torch.is_grad_enabled() and not found.total.requires_grad:
+            raise ConfigError("the loss of the task does not depend on the parameters of the model; correct loss_fn, which must "
+                              "not call detach(), item() or torch.no_grad().")
+        return found
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> Evaluation:
@@ -91,24 +105,12 @@ class FunctionTask(Task):
 
     def _loss(self, model: nn.Module, batch: Any, num_examples: int) -> BatchLoss:
         loss = self.loss_fn(model, batch)
-        if not isinstance(loss, Tensor) or loss.dim():
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(f"loss_fn returned {shape}; return a scalar tensor.")
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+            raise ConfigError(f"loss_fn returned {_described(loss)}; return a scalar tensor of floating-point numbers.")
         weight = num_examples if self.weight_fn is None else self.weight_fn(batch)
+        if not _is_scalar(weight):
+            raise ConfigError(f"weight_fn returned {_described(weight)}; return a number.")
         return BatchLoss(loss * weight if self.loss_reduction == "mean" else loss, weight)
-
-    def _num_examples_of(self, batch: Any) -> int:
-        if self.weight_fn is not None:
-            # `_loss` does not use it
-            return 0
-        first = batch
-        while not isinstance(first, Tensor):
-            try:
-                first = next(iter(first.values() if isinstance(first, Mapping) else first))
-            except (TypeError, StopIteration):
-                raise ConfigError("the first dimension of a minibatch must be the number of "
-                                  "examples; give weight_fn if it is not.") from None
-        return len(first)
 
     def _score(self, model: nn.Module, batches: Sequence[tuple[Any, int]], *,
                with_metrics: bool = True) -> tuple[float, dict[str, float]]:
@@ -120,6 +122,32 @@ class FunctionTask(Task):
             total += float(found.total)
             weight += float(found.weight)
             if self.metrics_fn is not None and with_metrics:
-                for name, value in self.metrics_fn(model, batch).items():
-                    sums[name] = sums.get(name, 0.0) + float(value) * float(found.weight)
+                for name, value in _metrics(self.metrics_fn(model, batch)).items():
+                    sums[name] = sums.get(name, 0.0) + value * float(found.weight)
+        if not (math.isfinite(weight) and weight > 0.0):
+            raise ConfigError(f"the weight of the examples that are scored is {weight}; correct weight_fn.")
         return -total / weight, {name: value / weight for name, value in sums.items()}
+
+
+def _metrics(found: Any) -> dict[str, float]:
+    """Return the result of `metrics_fn` as numbers."""
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"metrics_fn returned {_described(found)}; return means by name, such as {{\"accuracy\": 0.9}}.")
+    for name, value in found.items():
+        if not isinstance(name, str) or not _is_scalar(value):
+            raise ConfigError(f"metrics_fn returned {_described(value)} for {name!r}; return one real number for each name.")
+    return {name: float(value) for name, value in found.items()}
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether a value is one real number: of Python, NumPy or torch."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        is_complex = value.is_complex() if isinstance(value, Tensor) else np.iscomplexobj(value)
+        return len(value.shape) == 0 and not is_complex
+    return isinstance(value, (Real, np.bool_))
+
+
+def _described(value: Any) -> str:
+    if not hasattr(value, "shape"):
+        return f"a value of type {type(value).__name__}"
+    return f"a {type(value).__name__} of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"

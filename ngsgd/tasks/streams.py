@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_collate
 
-from ngsgd.errors import ConfigError, DataError
+from ngsgd.errors import ConfigError, DataError, NgsgdError
+from ngsgd.imports import first_line
 from ngsgd.schedules import Shard
 from ngsgd.tasks.functions import (
     NUM_CHECK_EXAMPLES,
@@ -22,6 +23,7 @@ from ngsgd.tasks.functions import (
     ModelFunction,
     WeightFunction,
 )
+from ngsgd.tasks.minibatches import collated
 from ngsgd.training.task import Batch, ShardGrid
 
 OpenFunction = Callable[[Any], Iterable[Any]]
@@ -81,13 +83,16 @@ class StreamTask(FunctionTask):
         if not self.sources:
             raise ConfigError("StreamTask has no sources; give at least one.")
         given = examples_per_source
-        self.lengths = [given] * len(self.sources) if isinstance(given, int) else list(given)
+        self.lengths = list(given) if isinstance(given, (Sequence, np.ndarray)) else [given] * len(self.sources)
+        if not callable(open_fn) or not isinstance(valid, Iterable):
+            raise ConfigError("open_fn must be a function that returns an iterable, and valid an iterable of examples.")
         if len(self.lengths) != len(self.sources):
             raise ConfigError(f"examples_per_source has {len(self.lengths)} numbers for "
                               f"{len(self.sources)} sources; give one for each.")
-        if min(*self.lengths, shuffle_buffer, num_eval_examples) < 1:
+        numbers = [*self.lengths, shuffle_buffer, num_eval_examples]
+        if any(isinstance(one, bool) or not isinstance(one, (int, np.integer)) or one < 1 for one in numbers):
             raise ConfigError("examples_per_source, shuffle_buffer and num_eval_examples must be "
-                              "at least 1.")
+                              "integers of at least 1.")
         self.open_fn = open_fn
         self.valid = valid
         self.collate_fn = collate_fn
@@ -109,7 +114,7 @@ class StreamTask(FunctionTask):
             num_examples = (number + 1) * length // count - number * length // count
             read = list(itertools.islice(examples, num_examples))
             if number >= first:
-                yield Batch(self.collate_fn(read), num_examples)
+                yield self._batch(read, f"minibatch {number} of source {self.sources[shard.archive]!r}")
 
     @cached_property
     def train_subset(self) -> list[tuple[Any, int]]:
@@ -141,9 +146,15 @@ class StreamTask(FunctionTask):
     def _read(self, number: int) -> Iterator[Any]:
         """Yield the declared number of examples of a source."""
         count = 0
-        for example in itertools.islice(self.open_fn(self.sources[number]), self.lengths[number]):
-            count += 1
-            yield example
+        try:
+            for example in itertools.islice(self.open_fn(self.sources[number]), self.lengths[number]):
+                count += 1
+                yield example
+        except NgsgdError:
+            raise
+        except Exception as error:
+            raise DataError(f"source {self.sources[number]!r} cannot be read after {count} examples ({first_line(error)}); correct "
+                            "open_fn or the source.") from error
         if count < self.lengths[number]:
             raise DataError(f"source {self.sources[number]!r} ended after {count} of "
                             f"{self.lengths[number]} examples; correct examples_per_source.")
@@ -151,4 +162,8 @@ class StreamTask(FunctionTask):
     def _minibatches(self, examples: Iterable[Any]) -> list[tuple[Any, int]]:
         some = list(itertools.islice(examples, self.num_eval_examples))
         parts = [some[first:first + NUM_CHECK_EXAMPLES] for first in range(0, len(some), NUM_CHECK_EXAMPLES)]
-        return [(self.collate_fn(part), len(part)) for part in parts]
+        return [tuple(self._batch(part, "the examples to score")) for part in parts]
+
+    def _batch(self, examples: Sequence[Any], where: str) -> Batch:
+        return collated(examples, lambda place: f"example {place} in {where}", self.collate_fn,
+                        has_weight=self.weight_fn is not None)

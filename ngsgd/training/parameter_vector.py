@@ -23,14 +23,19 @@ Pieces = tuple[tuple[slice, slice], ...]
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Names and shapes of the floating-point entries of a state dict, in order."""
+    """Names and shapes of the floating-point entries of a state dict, in order.
+
+    A tied tensor has one entry, under its first name: averaged parts of it would differ.
+    """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> FlatLayout:
-        entries = [(name, tuple(t.shape)) for name, t in model.state_dict().items() if t.is_floating_point()]
+        first = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+        entries = [(name, tuple(t.shape)) for name, t in model.state_dict(keep_vars=True).items()
+                   if t.is_floating_point() and first[id(t)] == name]
         return cls(tuple(name for name, _ in entries), tuple(shape for _, shape in entries))
 
     @cached_property

@@ -7,17 +7,21 @@ cheaper.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
 
 from ngsgd.config import RunConfig, ScheduleConfig
-from ngsgd.errors import ConfigError
+from ngsgd.errors import ConfigError, NgsgdError
+from ngsgd.imports import first_line
 from ngsgd.schedules import Schedule, Shard
 from ngsgd.training.job import WorkItem
 from ngsgd.training.records import SubsetScore
@@ -48,7 +52,7 @@ class ShardGrid:
 class Batch(NamedTuple):
     """One minibatch, in host memory."""
 
-    # tensors, or tuples and dictionaries of them: moved to the worker's device
+    # tensors, or tuples, dictionaries and dataclasses of them: moved to the worker's device
     data: Any
     # number of examples: counted as processed, and as rows for the natural gradient
     num_examples: int
@@ -234,14 +238,23 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
     """Build a new model of the task; the random state of this process is restored.
 
     Raises:
-        ConfigError: the model cannot be averaged, or has no trainable parameter.
+        ConfigError: the model cannot be built or averaged, or has no trainable parameter.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = task.model()
+        try:
+            model = task.model()
+        except NgsgdError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"the model of the task cannot be built ({first_line(error)}); correct the function that "
+                              "returns it.") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the type of the model of the task is {type(model).__name__}; return a "
                           "torch.nn.Module.")
+    if lazy := [name for name, value in model.state_dict(keep_vars=True).items() if is_lazy(value)]:
+        raise ConfigError(f"the model has parameters without a shape: {', '.join(lazy[:3])}; call it once on a minibatch in the "
+                          "function that returns it, or replace its lazy layers.")
     wrong = [f"{name} ({str(value.dtype).removeprefix('torch.')})" for name, value in model.state_dict().items()
              if (value.is_floating_point() or value.is_complex()) and value.dtype != torch.float32]
     if wrong:
@@ -262,10 +275,25 @@ def map_tensors(data: Any, function: Callable[[Tensor], Any]) -> Any:
     """Replace each tensor of a batch by `function` of it; other values are unchanged."""
     if isinstance(data, Tensor):
         return function(data)
+    if isinstance(data, PackedSequence):
+        # its batch sizes stay in host memory
+        orders = (data.sorted_indices, data.unsorted_indices)
+        return PackedSequence(function(data.data), data.batch_sizes, *(None if one is None else function(one) for one in orders))
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(map_tensors(value, function) for value in data))
     if isinstance(data, (tuple, list)):
         return type(data)(map_tensors(value, function) for value in data)
     if isinstance(data, Mapping):
-        return {key: map_tensors(value, function) for key, value in data.items()}
+        mapped = {key: map_tensors(value, function) for key, value in data.items()}
+        if type(data) is dict or not isinstance(data, MutableMapping):
+            return mapped
+        # such as the encodings of Hugging Face, whose entries are attributes, too
+        found: Any = copy.copy(data)
+        found.update(mapped)
+        return found
+    if is_dataclass(data) and not isinstance(data, type):
+        found = copy.copy(data)
+        for spec in fields(data):
+            object.__setattr__(found, spec.name, map_tensors(getattr(data, spec.name), function))
+        return found
     return data

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ngsgd.config.option import option
+from ngsgd.config.option import Section, option
+from ngsgd.config.sections.objective import OF_SEQUENCES
 
 
 @dataclass(frozen=True)
@@ -36,25 +37,29 @@ class AlignConfig:
 
 
 @dataclass(frozen=True)
-class CombinationConfig:
+class CombinationConfig(Section):
     """The combination of the last models into the final model, on held-out frames (C.4)."""
 
     kind: Literal["none", "mean", "generalized"] = option(
         "mean",
         "final model; none: the last model; mean: mean of the last models; generalized: weights "
-        "by layer")
+        "by layer",
+        # held-out cross-entropy would choose the model that was trained least
+        default_of_kind={f"objective={kind}": "none" for kind in OF_SEQUENCES})
     max_models: int = option(
         20, "maximum number of combined models (Kaldi: 20)",
         low=1, high=1000, used="kind=mean|generalized")
 
 
 @dataclass(frozen=True)
-class DecodeConfig:
+class DecodeConfig(Section):
     """Hybrid decoding: log posterior minus log prior, in a graph of words."""
 
     acoustic_scales: tuple[float, ...] = option(
         (0.05, 0.07, 0.1, 0.15, 0.2, 0.3),
-        "acoustic scales to try on the validation set; the best one decodes the test set")
+        "acoustic scales to try on the validation set; the best one decodes the test set",
+        # the outputs are scores relative to a graph already, so the natural scale is 1
+        default_of_kind={"objective=lfmmi": (0.3, 0.5, 0.7, 1.0, 1.4)})
     word_penalties: tuple[float, ...] = option(
         (0.0, 2.0, 4.0, 6.0, 8.0), "costs per word to try on the validation set",
         unit="nats")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ngsgd.config.option import option
+from ngsgd.config.option import Section, option
+from ngsgd.config.sections.objective import DISCRIMINATIVE
 
 
 @dataclass(frozen=True)
-class FailureConfig:
+class FailureConfig(Section):
     """The reaction to failures, and the limits at which a run stops."""
 
     policy: Literal["retry", "defer", "drop"] = option(
@@ -36,7 +37,9 @@ class FailureConfig:
         "maximum distance of a job's objective below the best job's, beyond which the job is "
         "rejected (Kaldi: 1.0); with a custom task multiplied by the loss of the initial model if "
         "that is above 1",
-        unit="nats per frame", above=0.0)
+        unit="nats per frame", above=0.0,
+        # objf moves by hundredths
+        default_of_kind={f"objective={kind}": 0.3 for kind in DISCRIMINATIVE})
     min_accepted_fraction: float = option(
         0.5, "minimum fraction of accepted jobs in an outer iteration",
         above=0.0, high=1.0)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ngsgd.config.option import option
+from ngsgd.config.option import Section, option
 
 _OURS = "!_target_"
 # prefix of the name of a task from a Python program, instead of module:function
@@ -14,17 +14,20 @@ FROM_PYTHON = "python:"
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The acoustic model: affine layers with nonlinearity and normalization, or a custom module."""
 
     kind: Literal["relu", "pnorm", "tdnn", "tdnnf"] = option(
         "relu",
         "architecture; relu, pnorm: feed-forward network; tdnn: time-delay network; tdnnf: "
         "factored time-delay network",
-        used=_OURS)
+        used=_OURS,
+        choices={"pnorm": "P-norm network, p = 2, as in the paper; each group of pnorm_group values has one output",
+                 "tdnn": "Time-delay network: each layer reads frames at several offsets",
+                 "tdnnf": "Factored time-delay network with semi-orthogonal bottlenecks and bypass connections"})
     num_layers: int = option(4, "number of hidden layers", low=1, high=64, used=_OURS)
     hidden_dim: int = option(256, "output dimension of each hidden affine layer", low=2,
-                             used=_OURS)
+                             used=_OURS, default_of_kind={"pnorm": 1000})
     pnorm_group: int = option(
         5, "number of inputs of each p-norm unit; must divide hidden_dim",
         low=2, used=f"{_OURS} & kind=pnorm")
@@ -32,7 +35,7 @@ class ModelConfig:
         "renormalize",
         "normalization after each nonlinearity; renormalize: unit root mean square; batchnorm: "
         "Kaldi's batch normalization, without scale and offset",
-        used=_OURS)
+        used=_OURS, default_of_kind={"tdnn": "batchnorm", "tdnnf": "batchnorm"})
     dropout_schedule: str = option(
         "",
         "dropout probability over the fraction of data processed, in Kaldi's notation, such as "
@@ -41,7 +44,7 @@ class ModelConfig:
         "-2,-1,0,1,2 -1,1 -2,2 0",
         "frame offsets of the input of each layer, separated by commas, and by a space between "
         "layers; their sums must fit into the context of the examples",
-        used=f"{_OURS} & kind=tdnn|tdnnf")
+        used=f"{_OURS} & kind=tdnn|tdnnf", default_of_kind={"tdnnf": "-2,-1,0,1,2 -1,0,1 -1,0,1 -1,0,1"})
     bottleneck_dim: int = option(
         64, "number of rows of the semi-orthogonal factors",
         low=1, used=f"{_OURS} & kind=tdnnf")

@@ -5,17 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ngsgd.config.option import option
+from ngsgd.config.option import Section, option
+
+
+# discriminative criteria, which start from a trained model, and all criteria of sequences
+DISCRIMINATIVE = ("mmi", "bmmi", "mpe", "smbr")
+OF_SEQUENCES = (*DISCRIMINATIVE, "lfmmi")
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Section):
     """The objective function: cross-entropy of frames, or a criterion of sequences (C.8)."""
 
     kind: Literal["ce", "mmi", "bmmi", "mpe", "smbr", "lfmmi"] = option(
         "ce",
         "training objective; ce: cross-entropy of frames; mmi, bmmi, mpe, smbr: sequence criteria, "
-        "from init_model; lfmmi: lattice-free MMI")
+        "from init_model; lfmmi: lattice-free MMI",
+        choices={"ce": "Cross-entropy of single frames",
+                 "mmi": "Maximum mutual information with the decoding graph of the recipe; starts from init_model=RUN",
+                 "bmmi": "Boosted MMI, with a higher weight of paths with more errors; starts from init_model=RUN",
+                 "mpe": "Minimum phone error by frame (Kaldi's mpfe); starts from init_model=RUN",
+                 "smbr": "State-level minimum Bayes risk, Kaldi's default; starts from init_model=RUN",
+                 "lfmmi": "Lattice-free MMI with an n-gram model of states, from random parameters or init_model=RUN"})
     acoustic_scale: float = option(
         0.1, "scale of the log likelihoods relative to the graph (Kaldi: 0.1)",
         above=0.0, high=10.0, used="kind=mmi|bmmi|mpe|smbr")
@@ -27,7 +38,7 @@ class ObjectiveConfig:
         used="kind=mpe|smbr|bmmi")
     ce_weight: float = option(
         0.0, "weight of cross-entropy (frame smoothing), added in lfmmi; 0: none",
-        low=0.0, high=1.0, used="kind=mmi|bmmi|mpe|smbr|lfmmi")
+        low=0.0, high=1.0, used="kind=mmi|bmmi|mpe|smbr|lfmmi", default_of_kind=dict.fromkeys(OF_SEQUENCES, 0.1))
     chunk_frames: int = option(
         0, "length of the chunks of utterances (Kaldi: 150); 0: complete utterances",
         unit="frames", low=0, high=100000, used="kind=lfmmi")

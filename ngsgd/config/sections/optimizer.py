@@ -7,10 +7,10 @@ library; tests/training/test_preconditioned.py and tests/test_defaults.py compar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ngsgd.config.option import default_of, option
+from ngsgd.config.option import Section, option
 
 Kind = Literal[
     "ngsgd", "sgd", "kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw",
@@ -50,13 +50,18 @@ def _all_but(*kinds: str) -> str:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """The optimizer of a worker: from the gradient of a minibatch to the step of the model."""
 
     kind: Kind = option(  # noqa: RUF009
         "ngsgd",
         "optimizer; ngsgd: online natural gradient; sgd: plain gradient; others: SGD on a "
-        "preconditioned gradient")
+        "preconditioned gradient",
+        choices={"adam": "torch.optim.Adam", "adamw": "torch.optim.AdamW", "soap": "Adam in the eigenbasis of Shampoo",
+                 "kl_soap": "SOAP with factors that minimize a Kullback-Leibler divergence",
+                 "muon": "torch.optim.Muon; AdamW for vectors", "normuon": "Muon with normalized rows",
+                 "muonh": "Muon with a constant norm of each matrix", "newton_muon": "Muon with whitened inputs",
+                 "scaled_adam": "icefall's optimizer for Zipformer"})
     momentum: float = option(
         0.0, "momentum; the step is also multiplied by 1 - momentum",
         low=0.0, high=0.999)
@@ -178,13 +183,9 @@ class OptimizerConfig:
         1e-5,
         "smallest root mean square of a tensor that its steps are proportional to; layers that start "
         "at 0 need 0.01 to 0.1",
-        above=0.0, high=3.0, used="kind=scaled_adam")
-
-    def __post_init__(self) -> None:
-        for spec in fields(self):
-            # an option with a default by kind that was not given
-            if spec.metadata["default_of_kind"] and getattr(self, spec.name) is None:
-                object.__setattr__(self, spec.name, default_of(spec, self.kind))
+        above=0.0, high=3.0, used="kind=scaled_adam",
+        # of a run alone: output layers of acoustic models start at 0
+        default_of_kind={"optimizer=scaled_adam": 0.05})
 
     @property
     def preconditions(self) -> bool:

@@ -5,25 +5,46 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ngsgd.config.option import option
+from ngsgd.config.option import Section, option
+from ngsgd.config.sections.objective import DISCRIMINATIVE, OF_SEQUENCES
+
+
+# Rates of optimizers whose steps have a fixed length; lr_final is a tenth. One worker was best at
+# 0.0028 (adam), 0.002 and 0.0028 (adamw), 0.004 (soap), 0.0057 and 0.016 (normuon), 0.014 and 0.057
+# (muon), 0.04 and 0.08 (scaled_adam; docs/results.md). Not measured: kl_soap, muonh, newton_muon.
+_LR_INITIAL = {"adam": 0.001, "adamw": 0.001, "soap": 0.001, "kl_soap": 0.001, "normuon": 0.002, "muon": 0.01, "muonh": 0.01,
+               "newton_muon": 0.01, "scaled_adam": 0.02}
+_LR_FINAL = {"adam": 0.0001, "adamw": 0.0001, "soap": 0.0001, "kl_soap": 0.0001, "normuon": 0.0002, "muon": 0.001, "muonh": 0.001,
+             "newton_muon": 0.001, "scaled_adam": 0.002}
+
+
+def _of_objectives(discriminative: float, lfmmi: float) -> dict[str, float]:
+    return {**{f"objective={kind}": discriminative for kind in DISCRIMINATIVE}, "objective=lfmmi": lfmmi}
+
+
+def _of_optimizers(rates: dict[str, float]) -> dict[str, float]:
+    return {f"optimizer={kind}": rate for kind, rate in rates.items()}
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(Section):
     """Duration, learning rate and number of jobs; the formulas are Kaldi's (`ngsgd.schedules`)."""
 
     num_epochs: float = option(
         2.5, "duration of training; an epoch is a pass over the training data",
-        unit="epochs", above=0.0, high=1000.0)
+        unit="epochs", above=0.0, high=1000.0, default_of_kind=_of_objectives(1.0, 4.0))
     minibatch_size: int = option(
         128, "minibatch size (C.1: 128 for CPU threads, 512 for GPUs)",
-        unit="frames", low=1)
+        unit="frames", low=1,
+        # several utterances
+        default_of_kind={f"objective={kind}": 2000 for kind in OF_SEQUENCES})
     lr_initial: float = option(
         0.005, "initial effective learning rate; a job uses num_jobs times this rate",
-        unit="per frame", above=0.0)
+        unit="per frame", above=0.0, default_of_kind={**_of_objectives(0.002, 0.002), **_of_optimizers(_LR_INITIAL)})
     lr_final: float = option(
         0.0003, "final effective learning rate",
-        unit="per frame", above=0.0, used="lr_schedule=exponential|cosine")
+        unit="per frame", above=0.0, used="lr_schedule=exponential|cosine",
+        default_of_kind={**_of_objectives(0.0003, 0.0002), **_of_optimizers(_LR_FINAL)})
     lr_schedule: Literal["exponential", "cosine", "eden"] = option(
         "exponential",
         "decay of the learning rate; exponential, cosine: from lr_initial to lr_final over the run; "

@@ -9,6 +9,7 @@ import hashlib
 import json
 import re
 import secrets
+import shlex
 import shutil
 import tempfile
 import time
@@ -394,10 +395,10 @@ def what_is_trained(config: RunConfig) -> str:
 def resume_command(task: TaskConfig, run: Path) -> str:
     """The command, or for a task of a Python program the call, that continues a run."""
     if task.from_python:
-        return f'ngsgd.train({task_argument(task)}, resume="{stored_run.address(run)}") in Python'
+        return f'ngsgd.train({task_argument(task)}, resume={json.dumps(str(stored_run.address(run)), ensure_ascii=False)}) in Python'
     if (run / SIMULATION).exists():
         return "ngsgd simulate, from the beginning"
-    return f"ngsgd resume {stored_run.address(run)}"
+    return f"ngsgd resume {shlex.quote(str(stored_run.address(run)))}"
 
 
 def task_argument(task: TaskConfig) -> str:
@@ -465,7 +466,7 @@ def find_run(run: str, *, with_models: bool = True) -> Path:
     near = difflib.get_close_matches(Path(run).name, names, n=1)
     listed = f"Newest runs: {', '.join(names[:3])}. " if names else ""
     # output_dir may be any folder, and only names under runs/ are found
-    hint = (f"Did you mean {Path('runs') / near[0]}?" if near else
+    hint = (f"Did you mean {shlex.quote(str(Path('runs') / near[0]))}?" if near else
             f"{listed}Give the complete path of a run that is not under {Path('runs').absolute()}; ngsgd status FOLDER lists the "
             "runs of a folder.")
     raise ConfigError(f"{run} is not a run folder (it has no config.yaml). {hint}")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
-from ngsgd.config import RunConfig, build, check, with_new_names
+from ngsgd.config import RunConfig, build, problems_of, with_new_names
 from ngsgd.config.build import defaults, leaves, with_defaults
 from ngsgd.errors import ConfigError
 from ngsgd.pipeline.runs.yaml_text import read_yaml_text
@@ -40,10 +40,8 @@ def read_config(path: Path) -> RunConfig:
     *_, (last, _) = leaves(defaults(), "")
     is_complete = has_end_mark or last in dict(leaves(settings, ""))
     config, wrong = build(with_defaults(settings) if is_complete else settings)
-    problems = [one.message for one in wrong]
-    problems += [message for message in check(config) if not any(one.path in message for one in wrong)]
-    if problems:
-        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    if problems := problems_of(config, wrong):
+        raise ConfigError([f"{path}: {problem.message}" for problem in problems])
     return config
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from ngsgd.config import ModelConfig, OptimizerConfig, RunConfig, check
-from ngsgd.config.build import flatten, paths, plain
+from ngsgd.config import ModelConfig, RunConfig, build, check, choices_of, types_of
+from ngsgd.config import problems_of as config_problems
+from ngsgd.config.build import flatten, paths, plain, with_defaults
 from ngsgd.config.other_names import OTHER_NAMES, SETTINGS_INSTEAD, instead_of
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
@@ -92,8 +94,6 @@ def test_a_model_and_an_optimizer_on_the_command_line_win_over_a_recipe(recipe: 
     ("optimizer.max_change=-1", "optimizer.max_change is -1.0; it must be at least 0."),
     ("seed=${no.such.key}", "seed is ${no.such.key}, an unresolved interpolation; give a value."),
     ("seed=1,2", "seed=1,2 lists several values; add --multirun to run them one after another."),
-    ("objective.kind=smbr", "combination.kind is mean, which compares the cross-entropy of held-out frames, and "
-     "objective.kind is smbr; set combination.kind=none (objective=smbr does)."),
     ("trian", "'trian' is not a setting; write key=value, such as seed=1. Did you mean train?"),
 ])
 def test_one_wrong_override_gives_one_sentence(override: str, sentence: str) -> None:
@@ -135,8 +135,44 @@ def test_all_mistakes_are_reported_at_once() -> None:
     assert len(problems) == 5
 
 
-def test_a_wrong_value_causes_no_second_sentence_from_a_rule() -> None:
-    assert len(problems_of("schedule.lr_initial=1e-5", "schedule.lr_final=abc")) == 1
+@pytest.mark.parametrize("overrides", [
+    ["schedule.lr_initial=1e-5", "schedule.lr_final=abc"], ["schedule.lr_initial=-1", "schedule.lr_final=2"],
+    ["model.kind=pnorm", "model.pnorm_group=0"], ["tune.proxy.outer_iters=0"], ["data.lm={a: 1}", "data.lm_order=3"]])
+def test_a_wrong_value_causes_no_second_sentence_from_a_rule(overrides: list[str]) -> None:
+    assert len(problems_of(*overrides)) == 1
+
+
+@pytest.mark.entry("C3", "a command line has a wrong value and, elsewhere, settings that do not go together", "error",
+                   "ConfigError reports both: a rule is dropped only if it is about the option with the wrong value")
+@pytest.mark.parametrize("wrong", ["data.lm={a: 1}", "optimizer.max_change=-1", "seed=x", "model.args=3", "data={lm: [1]}"])
+def test_a_rule_about_other_options_is_reported_with_a_wrong_value(wrong: str) -> None:
+    rule = ["decode.graph=given", "data.lm_order=3"]
+    [alone] = problems_of(*rule)
+    both = problems_of(*rule, wrong)
+    assert alone in both and len(both) == 2
+
+
+@pytest.mark.entry("C3")
+def test_a_stored_configuration_reports_both(tmp_path: Path) -> None:
+    values = plain(asdict(RunConfig()))
+    values["decode"]["graph"], values["data"]["lm_order"], values["data"]["lm"] = "given", 3, {"a": 1}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError) as caught:
+        read_config(tmp_path / "config.yaml")
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.entry("C3")
+@pytest.mark.parametrize("overrides", [
+    {"decode": {"graph": "given"}, "data": {"lm_order": 3}}, {"model": {"kind": "pnorm", "hidden_dim": 7}},
+    {"objective": {"kind": "mmi"}, "augment": {"spec": True}, "optimizer": {"kind": "kfac"}}, {"outer": {"gain": 9.0}},
+    {"cluster": {"exchange": "nccl"}, "outer": {"overlap": True}}, {"sites": {"jobs": {"a": 1}}},
+    {"checkpoint": {"job_states": False, "job_states_interval": 3}}, {"name": "/"}, {"model": {"dropout_schedule": "x"}}])
+def test_a_problem_names_options_that_exist(overrides: dict[str, Any]) -> None:
+    config, wrong = build(with_defaults(overrides))
+    found = config_problems(config, wrong)
+    assert found and not wrong
+    assert {option for problem in found for option in problem.options} <= {*paths(), "augment"}
 
 
 def test_unknown_key_in_a_users_file_is_found(tmp_path: Path) -> None:
@@ -220,12 +256,10 @@ def test_flatten_has_every_leaf_once() -> None:
     assert len(flat) == count(asdict(RunConfig()))
 
 
-def test_conf_repeats_no_default() -> None:
-    for file in (compose.conf_dir() / "optimizer").glob("*.yaml"):
-        content = yaml.safe_load(file.read_text())
-        default = asdict(OptimizerConfig(content["optimizer"].pop("kind")))
-        assert all(value != default[name] for name, value in content["optimizer"].items())
-        assert content["schedule"].keys() == {"lr_initial", "lr_final"}
+def test_a_kind_has_no_file_with_settings() -> None:
+    for group in ("model", "optimizer", "outer", "cluster", "objective"):
+        files = {file.stem for file in (compose.conf_dir() / group).glob("*.yaml")}
+        assert not files & set(choices_of(types_of(RunConfig)[group], "kind"))
 
 
 @pytest.mark.parametrize("name", ["exp/a1", "../../x", "/tmp/x", "..", ".hidden", "-flag", "a\\b", "a" * 300, "ü" * 101, "a\nb",

@@ -10,13 +10,16 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from ngsgd.config import METHODS, OptimizerConfig, RunConfig, choices_of, unused
+from ngsgd.config import METHODS, OptimizerConfig, RunConfig, TaskConfig, choices_of, unused
 from ngsgd.config.build import build, flatten, leaves, plain, with_defaults
 from ngsgd.config.renamed import REMOVED, RENAMED
+from ngsgd.config.unused import of_speech
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands.train import train
 from ngsgd.launcher.config import compose, config_builder
+from ngsgd.pipeline import api
+from ngsgd.pipeline.recipes import recipe
 from ngsgd.pipeline.runs.saved_config import read_config
 
 
@@ -249,7 +252,7 @@ def test_a_removed_option_with_another_value_in_a_custom_recipe_is_an_error(tmp_
     (["preconditioner=kfac", "optimizer=sgd"], ["optimizer=kfac"]),
     (["preconditioner=none"], ["optimizer=ngsgd"]),
     (["preconditioner=none", "optimizer=sgd"], ["optimizer=sgd"]),
-    (["preconditioner.kind=soap", "optimizer.kind=sgd"], ["optimizer.kind=soap"]),
+    (["preconditioner.kind=soap", "optimizer.kind=sgd"], ["optimizer=soap"]),
     (["preconditioner=kfac", "preconditioner.num_draws=1", "preconditioner.fisher=mc"],
      ["optimizer=kfac", "optimizer.fisher=mc"]),
     (["optimizer.ng_state=keep"], ["optimizer.curvature_state=keep"]),
@@ -271,16 +274,70 @@ def test_a_sweep_over_old_methods_trains_the_new_ones() -> None:
 # Kinds and their defaults -------------------------------------------------------------------------
 
 
+OF_KINDS = {name: choices_of(type(section), "kind") for name, section in vars(RunConfig()).items()
+            if is_dataclass(section) and hasattr(section, "kind")}
+# a group chooses the kind of these sections
+GROUPS = [name for name in OF_KINDS if name in compose.groups()]
+# kinds that a run without further settings refuses
+ALONE = {"combination": ("generalized",), "features": ("given",)}
+
+
+def in_all_ways(section: str, kind: str, folder: Path) -> dict[str, RunConfig]:
+    """The settings of a kind that is chosen in each way, without the defaults of the entry point."""
+    place = {"cluster.kind": "local", "tracking.kind": "none"}
+    fixed = [f"{path}={value}" for path, value in place.items() if not path.startswith(f"{section}.")]
+    ways = {"kind": compose.compose([*fixed, f"{section}.kind={kind}"])}
+    if section in GROUPS:
+        ways["group"] = compose.compose([*fixed, f"{section}={kind}"])
+    file = folder / "recipe" / "one.yaml"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"# @package _global_\n{section}: {{kind: {kind}}}\n")
+    ways["recipe"] = compose.compose(["recipe=one", *fixed], config_dir=folder)
+    ways["Python recipe"] = recipe("digits", **{section: {"kind": kind}})
+    if not of_speech(section):
+        given = {"cluster": kind} if section == "cluster" else {"cluster": "local", section: kind}
+        config = api._config({name: one for name, one in given.items() if name != "cluster"}, 2, given["cluster"], "f")
+        ways["ngsgd.train"] = replace(config, task=TaskConfig())
+    return ways
+
+
 @pytest.mark.slow
+@pytest.mark.entry("C1")
+@pytest.mark.entry("P3")
+@pytest.mark.parametrize(("section", "kind"), [(section, kind) for section, kinds in OF_KINDS.items() for kind in kinds
+                                               if kind not in ALONE.get(section, ())])
+def test_every_kind_has_the_same_settings_in_all_ways(section: str, kind: str, tmp_path: Path) -> None:
+    ways = in_all_ways(section, kind, tmp_path)
+    assert getattr(ways["kind"], section).kind == kind
+    for way, config in ways.items():
+        assert flatten(config) == flatten(ways["kind"]), way
+
+
+@pytest.mark.entry("C1", "you choose a kind as `optimizer=adam`, as `optimizer.kind=adam`, in a recipe or in `ngsgd.train`", "works",
+                   "one table of defaults: all ways compose the same settings, for every kind of every section")
 @pytest.mark.entry("P3", "you choose a method by `optimizer.kind=soap` instead of `optimizer=soap`", "works",
-                   "both compose the same method; `optimizer=NAME` also sets the learning rate where steps have a fixed length")
-@pytest.mark.parametrize("kind", METHODS)
-def test_a_kind_has_its_defaults_with_and_without_its_file(kind: Any) -> None:
-    by_group, by_kind = (compose.compose([f"{name}={kind}"]) for name in ("optimizer", "optimizer.kind"))
-    assert by_kind.optimizer == OptimizerConfig(kind)
-    # conf/optimizer has learning rates, and a minimum of scaled_adam
-    optimizer = replace(by_group.optimizer, min_rms=by_kind.optimizer.min_rms)
-    assert replace(by_group, optimizer=optimizer, schedule=by_kind.schedule) == by_kind
+                   "both compose the same settings, the learning rate included")
+@pytest.mark.parametrize(("section", "kind", "path", "value"), [
+    ("optimizer", "adam", "schedule.lr_initial", 0.001), ("model", "pnorm", "model.hidden_dim", 1000),
+    ("objective", "mmi", "combination.kind", "none")])
+def test_a_kind_has_its_defaults_in_all_ways(section: str, kind: str, path: str, value: Any, tmp_path: Path) -> None:
+    ways = {way: flatten(config) for way, config in in_all_ways(section, kind, tmp_path).items()}
+    assert {way: flat[path] for way, flat in ways.items()} == dict.fromkeys(ways, value)
+    assert all(flat == ways["kind"] for flat in ways.values()) and flatten(RunConfig())[path] != value
+
+
+@pytest.mark.entry("C1")
+def test_a_kind_on_the_command_line_replaces_what_a_recipe_set_for_another(tmp_path: Path) -> None:
+    content = {"optimizer": {"kind": "adam"}, "model": {"hidden_dim": 512}, "schedule": {"num_epochs": 3}}
+    folder = recipe_file(tmp_path, content)
+    assert compose.compose(["recipe=mine"], config_dir=folder).schedule.lr_initial == 0.001
+    for word in ("kind=", "="):
+        name = "{}." if word == "kind=" else "{}"
+        lines = [f"{name.format(section)}{word}{kind}" for section, kind in (("optimizer", "ngsgd"), ("model", "pnorm"))]
+        chosen = compose.compose(["recipe=mine", *lines], config_dir=folder)
+        # the rate was the default of adam alone; the number of epochs is that of the recipe
+        assert (chosen.schedule.lr_initial, chosen.model.hidden_dim, chosen.schedule.num_epochs) == (0.005, 1000, 3.0)
+    assert recipe("an4", data={"source": "here"}, model={"kind": "pnorm"}).model.hidden_dim == 1000
 
 
 @pytest.mark.entry("P3")
@@ -293,7 +350,8 @@ def test_defaults_of_a_kind_are_printed_and_may_be_changed(capsys: pytest.Captur
 @pytest.mark.parametrize(("words", "rates"), [
     (["optimizer=adam"], (0.001, 0.0001)),
     (["optimizer=muon", "schedule.lr_final=0.005"], (0.01, 0.005)),
-    (["optimizer.kind=adam"], (0.002, 0.0002)),
+    (["optimizer.kind=adam"], (0.001, 0.0001)),
+    (["optimizer.kind=adam", "schedule.lr_initial=0.004"], (0.004, 0.0001)),
     (["optimizer=kfac"], (0.002, 0.0002)),
     ([], (0.002, 0.0002)),
 ])
