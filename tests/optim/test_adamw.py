@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd import NGSGD
-from ngsgd.errors import DivergenceError
+from ngsgd.errors import DivergenceError, NgsgdWarning
 from ngsgd.optim import SGD
 from tests.optim.moved import moving
 from tests.reference import adamw
@@ -70,7 +69,8 @@ def test_it_takes_the_steps_of_the_paper(kind: type[SGD]) -> None:
 
 def test_ngsgd_uses_it_for_parameters_without_natural_gradient() -> None:
     model = Tagger()
-    optimizer = NGSGD(model, lr=0.04)
+    with pytest.warns(NgsgdWarning):
+        optimizer = NGSGD(model, lr=0.04)
     assert {group["name"]: group["rule"] for group in optimizer.param_groups} == {
         "embedding": "adamw", "lstm": "adamw", "output": "natural"}
     first = float(loss_of(model, 0).detach())
@@ -121,15 +121,14 @@ def test_a_state_continues_bitwise_identically(kind: type[SGD]) -> None:
 
 def test_nothing_moves_where_a_gradient_is_not_finite() -> None:
     model = Tagger()
-    optimizer = NGSGD(model, lr=0.016)
+    optimizer = NGSGD(model, lr=0.016, fallback="adamw")
     train(model, optimizer, range(3))
     before = copy.deepcopy(optimizer.state_dict()["state"]), copy.deepcopy(model.state_dict())
     optimizer.zero_grad()
     loss_of(model, 3).backward()
     assert model.embedding.weight.grad is not None
     model.embedding.weight.grad[0] = float("nan")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(NgsgdWarning):
         optimizer.step()
     assert optimizer.activity().num_skipped == 1
     assert all(torch.equal(value, before[1][name]) for name, value in model.state_dict().items())
@@ -145,5 +144,5 @@ def test_a_gradient_that_is_not_finite_is_raised_by_layer() -> None:
     loss_of(model, 0).backward()
     assert model.embedding.weight.grad is not None
     model.embedding.weight.grad[0] = float("inf")
-    with pytest.raises(DivergenceError, match="of embedding"):
+    with pytest.warns(NgsgdWarning), pytest.raises(DivergenceError, match="of embedding"):
         optimizer.step()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd import NGSGD
+from ngsgd.errors import NgsgdWarning
 from ngsgd.optim import SGD
 from ngsgd.optim.layers.linear import NaturalGradientLinear
 from tests.optim.moved import moving
@@ -84,7 +85,8 @@ def test_a_minibatch_with_a_gradient_that_is_not_finite_is_skipped_and_counted()
     x[0, 0] = float("nan")
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
-    optimizer.step()
+    with pytest.warns(NgsgdWarning):
+        optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert optimizer.activity().num_skipped == 1
     train(model, optimizer, range(4, 8))

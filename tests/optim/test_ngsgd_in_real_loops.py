@@ -20,7 +20,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from ngsgd import NGSGD
-from ngsgd.errors import ConfigError, DivergenceError
+from ngsgd.errors import ConfigError, DivergenceError, NgsgdWarning
 from ngsgd.optim import SGD
 from tests.optim.moved import moving
 
@@ -212,7 +212,8 @@ def test_without_grad_scaler_the_estimates_use_scaled_gradients() -> None:
     optimizer = NGSGD(plain, lr=0.005)
     train(plain, optimizer, range(16))
     untold = NGSGD(scaled, lr=0.005)
-    train_scaled(scaled, untold, changing_scaler(), range(16))
+    with pytest.warns(NgsgdWarning):
+        train_scaled(scaled, untold, changing_scaler(), range(16))
     assert float(states(untold)["output.output"]["d"].max()) > 1e6 * float(states(optimizer)["output.output"]["d"].max())
     moved = parameters_of(plain) - parameters_of(network())
     assert float((parameters_of(scaled) - parameters_of(plain)).norm()) > 1e-2 * float(moved.norm())
@@ -327,7 +328,7 @@ class TwoHeads(nn.Module):
 def test_a_head_masked_for_a_minibatch_is_kept_and_the_others_train(max_change_per_sample: float,
                                                                                 first_masked: int) -> None:
     model = TwoHeads()
-    optimizer = NGSGD(model, lr=0.01, ignore_zero_rows=True, max_change_per_sample=max_change_per_sample)
+    optimizer = NGSGD(model, lr=0.01, loss_reduction="sum", ignore_zero_rows=True, max_change_per_sample=max_change_per_sample)
     for seed in range(8):
         x, _ = minibatch(seed)
         left, right = model(x)
@@ -491,7 +492,8 @@ class TiedLanguageModel(nn.Module):
 def test_weights_tied_between_embedding_and_output_fall_back_by_name_to_their_plain_gradient(bias: bool) -> None:
     model = TiedLanguageModel(bias)
     plain = copy.deepcopy(model)
-    optimizer = NGSGD(model, lr=0.01)
+    with pytest.warns(NgsgdWarning):
+        optimizer = NGSGD(model, lr=0.01)
     assert optimizer.preconditioned == ["hidden"]
     assert optimizer.fallbacks == ["embedding.weight", *(["output.bias"] if bias else [])]
     tokens = torch.randint(7, (4, 6), generator=torch.Generator().manual_seed(0))
@@ -559,7 +561,7 @@ def test_other_parameters_are_named_as_fallbacks_and_still_train(caplog: pytest.
     # making MLflow's tables, in another test of this session, switches off every logger that exists
     monkeypatch.setattr(logging.getLogger("ngsgd.optim.ngsgd"), "disabled", False)
     model = Mixed()
-    with caplog.at_level("INFO", logger="ngsgd"):
+    with caplog.at_level("INFO", logger="ngsgd"), pytest.warns(NgsgdWarning):
         optimizer = NGSGD(model, lr=0.005)
     assert optimizer.preconditioned == ["attention", "attention.out_proj", "output"]
     expected = [
@@ -616,7 +618,7 @@ def test_a_step_raises_and_names_the_layer(kind: type[SGD], bad: float) -> None:
     assert gradient is not None
     gradient[0, 0] = bad
     before = parameters_of(model)
-    with pytest.raises(DivergenceError, match="middle") as caught:
+    with pytest.warns(NgsgdWarning), pytest.raises(DivergenceError, match="middle") as caught:
         optimizer.step()
     assert "output" not in str(caught.value)
     assert torch.equal(parameters_of(model), before)

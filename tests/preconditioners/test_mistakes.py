@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import ConfigError, OptimizerStateError
+from ngsgd.errors import ConfigError, NgsgdWarning, OptimizerStateError
 from ngsgd.preconditioners import KFAC, METHODS, GradientMaker
 from ngsgd.preconditioners.options import FisherOptions
 
@@ -101,7 +101,7 @@ def test_a_minibatch_that_is_not_finite_counts_once(method: str) -> None:
     assert preconditioner.num_skipped == 11
     # at the first one, and at the tenth
     assert len(caught) == 2
-    assert all(warning.category is UserWarning and warning.filename == __file__ for warning in caught)
+    assert all(warning.category is NgsgdWarning and warning.filename == __file__ for warning in caught)
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import ConfigError
+from ngsgd.errors import ConfigError, NgsgdWarning
 from ngsgd.preconditioners import METHODS, MuonH, NewtonMuon, NorMuon, Preconditioner
 from tests.preconditioners.problems import problem
 from tests.reference import preconditioners as dense
@@ -164,7 +164,8 @@ def test_a_minibatch_that_is_not_finite_changes_no_state(kind: str) -> None:
         case.preconditioned(preconditioner, lr=0.01)
     before = copy.deepcopy((preconditioner.statistics, preconditioner.inverses))
     case.x[0, 0] = float("nan")
-    found = case.preconditioned(preconditioner, lr=0.01)
+    with pytest.warns(NgsgdWarning):
+        found = case.preconditioned(preconditioner, lr=0.01)
     assert preconditioner.num_skipped == 1
     assert all(bool(g.isnan().any()) for g in found.values())
     for was, now in zip(before, (preconditioner.statistics, preconditioner.inverses), strict=True):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config.sections.optimizer import EVERY_MINIBATCH, FISHER_OF
-from ngsgd.errors import ConfigError, OptimizerStateError
+from ngsgd.errors import ConfigError, NgsgdWarning, OptimizerStateError
 from ngsgd.preconditioners import KFAC, METHODS, GradientMaker, Preconditioner
 from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import close, problem
@@ -277,7 +277,8 @@ def test_a_minibatch_that_is_not_finite_is_counted_and_leaves_no_trace() -> None
     case.preconditioned(preconditioner)
     before = copy.deepcopy(preconditioner.statistics)
     case.x[0, 0] = float("nan")
-    case.preconditioned(preconditioner)
+    with pytest.warns(NgsgdWarning):
+        case.preconditioned(preconditioner)
     assert preconditioner.num_skipped == 1
     for name, known in preconditioner.statistics.items():
         for key, value in known.items():

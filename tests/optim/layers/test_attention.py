@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd import NGSGD
+from ngsgd.errors import NgsgdWarning
 
 # float64, other orders of the same sums
 EQUAL: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
@@ -137,7 +138,8 @@ def test_projections_take_the_steps_of_linear_layers(kind: str) -> None:
 @pytest.mark.parametrize("options", [{"kdim": 4}, {"add_bias_kv": True}, {"add_zero_attn": True}])
 def test_other_attention_is_trained_by_adamw(options: dict[str, Any]) -> None:
     layer = attention(**options)
-    optimizer = NGSGD(layer, lr=0.1)
+    with pytest.warns(NgsgdWarning):
+        optimizer = NGSGD(layer, lr=0.1)
     assert type(layer) is nn.MultiheadAttention and optimizer.preconditioned == []
     assert set(optimizer.fallbacks) == {name for name, _ in layer.named_parameters()}
     assert {group["rule"] for group in optimizer.param_groups} == {"adamw"}

@@ -186,7 +186,7 @@ def test_an_offset_alone_gets_its_plain_gradient() -> None:
     plain, layer, optimizer = twins(CASES["layer_norm"])
     optimizer.detach()
     layer.weight.requires_grad_(False)
-    optimizer = NGSGD(layer, lr=0.1)
+    optimizer = NGSGD(layer, lr=0.1, fallback="adamw")
     assert optimizer.preconditioned == [] and len(optimizer.fallbacks) == 1
     x, dY = noise((5, 7), seed=0), noise((5, 7), seed=1)
     run(plain, x, dY)

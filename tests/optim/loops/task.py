@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ngsgd import NGSGD
+from ngsgd.optim import SGD
 
 NUM_IN, NUM_CLASSES, SIZE = 10, 3, 16
 
@@ -27,6 +31,11 @@ def minibatches(num: int = 8) -> list[tuple[Tensor, Tensor]]:
 
 def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x), y)
+
+
+def made(kind: type[SGD], model: nn.Module, lr: float, **options: Any) -> Any:
+    """An optimizer for the mean loss below, whose rate is that of a sum."""
+    return kind(model, lr, **({"loss_reduction": "sum"} if kind is NGSGD else {}), **options)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterable[tuple[Tensor, Tensor]]) -> list[float]:

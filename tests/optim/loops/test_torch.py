@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from ngsgd import NGSGD
 from ngsgd.errors import OptimizerStateError
 from ngsgd.optim import SGD
-from tests.optim.loops.task import assert_equal, mean_loss, minibatches, network, train
+from tests.optim.loops.task import assert_equal, made, mean_loss, minibatches, network, train
 
 KINDS = pytest.mark.parametrize("kind", [NGSGD, SGD])
 
@@ -58,13 +58,13 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *
 def test_a_run_continues_from_a_distributed_checkpoint(kind: type[SGD], momentum: float, flatten: bool, tmp_path: Path) -> None:
     data = minibatches()
     model = network()
-    optimizer = kind(model, 0.5, momentum=momentum)
+    optimizer = made(kind, model, 0.5, momentum=momentum)
     train(model, optimizer, data[:4])
     before = copy.deepcopy(model.state_dict())
     save(tmp_path / "checkpoint", model, optimizer, flatten=flatten)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     resumed = network(seed=5)
-    other = kind(resumed, 0.1, momentum=momentum)
+    other = made(kind, resumed, 0.1, momentum=momentum)
     load(tmp_path / "checkpoint", resumed, other, flatten=flatten)
     for each, one in ((model, optimizer), (resumed, other)):
         train(each, one, data[4:])
@@ -76,10 +76,10 @@ def test_a_run_continues_from_a_distributed_checkpoint(kind: type[SGD], momentum
 @pytest.mark.entry("B2")
 def test_a_checkpoint_before_the_first_step_starts_again(tmp_path: Path) -> None:
     model = network()
-    optimizer = NGSGD(model, lr=0.5)
+    optimizer = NGSGD(model, lr=0.5, loss_reduction="sum")
     save(tmp_path / "checkpoint", model, optimizer, flatten=False)
     resumed = network(seed=5)
-    other = NGSGD(resumed, lr=0.1)
+    other = NGSGD(resumed, lr=0.1, loss_reduction="sum")
     load(tmp_path / "checkpoint", resumed, other, flatten=False)
     for each, one in ((model, optimizer), (resumed, other)):
         train(each, one, minibatches())
@@ -96,14 +96,14 @@ def test_a_torch_state_is_refused_by_set_optimizer_state_dict() -> None:
     layered = get_optimizer_state_dict(model, theirs_by_layer)
     for each in (layered, {**state, "param_groups": layered["param_groups"]}):
         with pytest.raises(OptimizerStateError):
-            set_optimizer_state_dict(model, NGSGD(model, lr=0.1), each)
+            set_optimizer_state_dict(model, NGSGD(model, lr=0.1, loss_reduction="sum"), each)
 
 
 @pytest.mark.entry("L8", "you keep an exponential moving average (`AveragedModel`)", "works",
                    "the average is a plain model with the mean of the weights, and does not feed the estimates")
 def test_a_moving_average_is_a_plain_model() -> None:
     model = network()
-    optimizer = NGSGD(model, lr=0.5)
+    optimizer = NGSGD(model, lr=0.5, loss_reduction="sum")
     ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     expected: dict[str, torch.Tensor] = {}
     for minibatch in minibatches():
@@ -122,7 +122,7 @@ def test_a_moving_average_is_a_plain_model() -> None:
                    "with `NGSGD(..., grad_scaler=scaler)` the run is that without a scaler; without it there is one warning")
 def test_a_loss_scale_changes_nothing() -> None:
     plain, scaled = network(), network()
-    train(plain, NGSGD(plain, lr=0.5), minibatches())
+    train(plain, NGSGD(plain, lr=0.5, loss_reduction="sum"), minibatches())
     # powers of 2 change no digit
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     optimizer = NGSGD(scaled, lr=0.5, loss_reduction="sum", grad_scaler=scaler)
@@ -144,7 +144,7 @@ def test_a_loss_scale_changes_nothing() -> None:
                    "learning rate and momentum of every layer follow the schedule")
 def test_one_cycle(kind: type[SGD]) -> None:
     model = network()
-    optimizer = kind(model, 0.1, momentum=0.9)
+    optimizer = made(kind, model, 0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=24)
     rates, momenta, losses = [], [], []
     for minibatch in minibatches() * 3:
@@ -165,7 +165,7 @@ def test_one_cycle(kind: type[SGD]) -> None:
 def test_gradual_unfreezing(kind: type[SGD]) -> None:
     model = network()
     model[0].requires_grad_(False)
-    optimizer = kind(model, 0.5)
+    optimizer = made(kind, model, 0.5)
     train(model, optimizer, minibatches(4))
     assert torch.equal(model.get_parameter("0.weight"), network().get_parameter("0.weight"))
     model[0].requires_grad_(True)
