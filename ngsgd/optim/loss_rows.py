@@ -34,7 +34,8 @@ _SOFTMAX = {"LogSoftmaxBackward0", "SoftmaxBackward0"}
 # Operations with features in the last dimension, and in dimension 1.
 _LAST = ("Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "Mv", "Addmv", "Embedding", "NativeLayerNorm", "MkldnnRnn", "CudnnRnn",
          "ScaledDotProduct", "_Affine", "_PlainAffine")
-_FIRST = ("Convolution", "Mkldnn", "Cudnn", "NativeBatchNorm", "NativeGroupNorm", "_Convolution")
+_FIRST = ("Convolution", "Mkldnn", "Cudnn", "NativeBatchNorm", "NativeGroupNorm", "_Convolution", "Upsample", "AvgPool",
+          "MaxPool", "AdaptiveAvgPool", "AdaptiveMaxPool")
 _SLICES = ("SliceBackward0", "SelectBackward0", "SplitBackward0", "UnbindBackward0", "SplitWithSizesBackward0")
 # Nodes between the loss and the next layer; with more, the number of samples is not known.
 _MOST_NODES = 100_000
@@ -67,8 +68,8 @@ def loss_shape(outputs: Sequence[Tensor]) -> LossShape:
         numbers = {number for edge in terms if (number := None if edge is None else _positions(edge)) != 0}
     if known is None:
         return LossShape(None, "the graph of the loss is too large")
-    if len(numbers) == 1 and (number := numbers.pop()) is not None:
-        return LossShape(number)
+    if len(numbers) == 1 and None not in numbers:
+        return LossShape(numbers.pop())
     if not numbers:
         return LossShape(None, "the graph of the loss has no loss function that is known")
     if None in numbers:
@@ -168,7 +169,7 @@ def _positions(edge: _Edge) -> int | None:
                 return 0
             break
         edge = data[0] if data else equal[0]
-    return size if len(shape) < 2 else shape[0] if len(shape) == 2 else None
+    return size if len(shape) < 2 else shape[0] if math.prod(shape[2:]) == 1 else None
 
 
 def _width(edge: _Edge) -> int | None:

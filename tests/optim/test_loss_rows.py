@@ -84,6 +84,10 @@ def focal(output: Tensor) -> Any:
     return ((1 - (-each).exp()) ** 2 * each).mean()
 
 
+def contrastive(output: Tensor) -> Any:
+    return ce(output @ output.T, torch.arange(NUM))
+
+
 def masked(output: Tensor) -> Any:
     mask = (torch.arange(NUM) < 10).float()
     return (ce(output, Y, reduction="none") * mask).sum() / mask.sum()
@@ -126,6 +130,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss, int]] = {
     "mse of means over frames": (Frames, lambda m: functional.mse_loss(m(FRAMES), T), NUM),
     "mse of frames": (Sequence, lambda m: functional.mse_loss(m(FRAMES), data(NUM, 20, 3)), NUM * 20),
     "mse of pixels": (lambda: nn.Conv2d(1, 3, 3), lambda m: functional.mse_loss(m(IMAGES), data(NUM, 3, 10, 10)), NUM * 100),
+    "mse of pooled pixels": (lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.AdaptiveAvgPool2d(1)),
+                             lambda m: functional.mse_loss(m(IMAGES), T[..., None, None]), NUM),
+    "mse of larger pixels": (lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.Upsample(scale_factor=2)),
+                             lambda m: functional.mse_loss(m(IMAGES), data(NUM, 3, 20, 20)), NUM * 400),
     "flat mse": (affine, lambda m: functional.mse_loss(m(X).flatten(), T.flatten()), NUM),
     "l1": (affine, lambda m: functional.l1_loss(m(X), T), NUM),
     "smooth l1 and huber": (affine, lambda m: functional.smooth_l1_loss(m(X), T) + functional.huber_loss(m(X), T), NUM),
@@ -155,6 +163,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss, int]] = {
     "a vector": (affine, lambda m: ce(m(X[0]), Y[0]), 1),
     "checkpoints": (affine, lambda m: ce(m[2](checkpoint(m[:2], X, use_reentrant=False)), Y), NUM),
     "reentrant checkpoints": (affine, lambda m: ce(checkpoint(m, X.requires_grad_(), use_reentrant=True), Y), NUM),
+    "contrastive": (affine, lambda m: contrastive(functional.normalize(m(X), dim=1)), NUM),
+    "triplets": (affine, lambda m: functional.triplet_margin_loss(m(X), m(X + 1), m(X - 1)), NUM),
+    "multi margin": (affine, lambda m: functional.multi_margin_loss(m(X), Y), NUM),
+    "soft margins": (affine, lambda m: functional.multilabel_soft_margin_loss(m(X), T.sigmoid().round()), NUM),
+    "poisson": (lambda: nn.Linear(5, 1), lambda m: functional.poisson_nll_loss(m(X), T[:, :1].abs()), NUM),
     "casts": (affine, lambda m: ce(m(X).half().float(), Y).double(), NUM),
 }
 
