@@ -187,6 +187,12 @@ def test_a_model_moves_to_another_dtype(outer: str) -> None:
             moved(model, rank)
             local.step()
             convert(model)
+            if outer == "average" and convert is nn.Module.double:
+                before = weights(model)[0]
+                model[0].weight.data.add_(1e-9 * (rank + 1))
+                local.step()
+                # float32 has no such digits
+                assert weights(model)[0] == pytest.approx(before + 1.5e-9, rel=0, abs=1e-14)
         moved(model, rank)
         local.step()
         return weights(model), model[0].weight.dtype
