@@ -308,7 +308,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
                    "Only the state starts again (momentum, moments, Fisher estimates). Learning rates, momentum and other settings "
                    "of the groups stay.")
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "NGSGD", "NaturalMuon"])
-@pytest.mark.parametrize("schedule", [*SCHEDULERS, "all"])
+@pytest.mark.parametrize("schedule", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULERS)])
 def test_a_schedule_is_that_without_reset(schedule: str, kind: str) -> None:
     def rates(*, reset: bool) -> tuple[list[list[Any]], int]:
         model: Any = net()
