@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -42,6 +43,8 @@ from ngsgd.user_warnings import has_grown, warn
 _RULES = {"average": Average, "bmuf": Bmuf, "diloco": DiLoCo}
 # number of rounds passed to rules whose momentum depends on the length of the run
 _LONG_RUN = 1_000_000_000
+# whole numbers that float64 holds
+_MAX_SAMPLES = 2**53
 
 
 @dataclass
@@ -209,7 +212,8 @@ class LocalSGD:
             ConfigError: the models of the ranks differ, or a layer was replaced.
             DivergenceError: the parameters of all ranks are not finite.
         """
-        self._num_samples += _checked_samples(num_samples)
+        is_plain = type(num_samples) is int and 0 <= num_samples < _MAX_SAMPLES
+        self._num_samples += num_samples if is_plain else _checked_samples(num_samples)
         self.num_steps += 1
         if self.num_steps % self.sync_every:
             return False
@@ -460,13 +464,16 @@ class LocalSGD:
 
 def _checked_samples(num_samples: Any) -> int:
     """Return a number of samples; raise ArgumentError if it is none."""
-    if type(num_samples) is not int:
-        if isinstance(num_samples, bool) or (isinstance(num_samples, Tensor) and num_samples.dtype.is_floating_point):
-            raise ArgumentError(f"LocalSGD.step: num_samples is {num_samples!r}; give a whole number.")
-        num_samples = int(checked({"num_samples": num_samples}, {"num_samples": int}, "LocalSGD.step")["num_samples"])
-    if not 0 <= num_samples < 2**53:
-        raise ArgumentError(f"LocalSGD.step: num_samples is {num_samples}; give the number of samples of the step, at least 0.")
-    return int(num_samples)
+    value = checked({"num_samples": num_samples}, {"num_samples": int}, "LocalSGD.step")["num_samples"]
+    try:
+        count = operator.index(value)
+    except (RuntimeError, TypeError, ValueError):
+        # arrays and tensors of other numbers
+        count = -1
+    if isinstance(num_samples, bool) or not 0 <= count < _MAX_SAMPLES:
+        raise ArgumentError(f"LocalSGD.step: num_samples is {num_samples!r}; give the number of samples of the step, a whole "
+                            "number of at least 0.")
+    return count
 
 
 def _require_own_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

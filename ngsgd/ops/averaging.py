@@ -73,8 +73,7 @@ def _mean_entry(name: str, states: Mapping[int, Mapping[str, Tensor]], shares: S
     if len(tensors) > 1 and all(_is_equal(one[0], each) for one in (tensors, means) for each in one[1:]):
         return tensors[0].clone()
     for index, tensor in zip(states, tensors, strict=True):
-        # Torch tests no float8.
-        if not bool((tensor if tensor.element_size() > 1 else tensor.float()).isfinite().all()):
+        if not bool(_comparable(tensor).isfinite().all()):
             raise AveragingError(f"entry {name} of state dict {index} has numbers that are not "
                                  "finite; exclude that model.")
     if mean != name and len(tensors) > 1 and means[0].shape == tensors[0].shape:
@@ -83,11 +82,14 @@ def _mean_entry(name: str, states: Mapping[int, Mapping[str, Tensor]], shares: S
 
 
 def _is_equal(first: Tensor, second: Tensor) -> bool:
-    second = second.to(first.device)
-    if first.is_complex():
-        # Torch compares no half-precision complex numbers.
-        first, second = (torch.view_as_real(one.resolve_conj()) for one in (first, second))
-    return torch.equal(first, second)
+    return torch.equal(_comparable(first), _comparable(second.to(first.device)))
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """Return values of a dtype that torch can compare: it cannot compare float8 and complex32."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor if tensor.element_size() > 1 else tensor.float()
 
 
 def _state(model: Any, index: int) -> Mapping[str, Tensor]:

@@ -248,7 +248,7 @@ def test_memory_that_several_names_share_is_exchanged_once() -> None:
     assert weight == view and (weight, view) == other and weight != 0.5
 
 
-@pytest.mark.parametrize("samples", [-1, 2.5, float("nan"), True, "3", None, torch.tensor(2.5), [4]])
+@pytest.mark.parametrize("samples", [-1, 2.5, float("nan"), True, "3", None, torch.tensor(2.5), torch.tensor([1, 2]), [4], 2**60])
 def test_numbers_of_samples_are_checked(samples: Any) -> None:
     def rank_of(rank: int) -> tuple[int, int]:
         local = made(nn.Linear(2, 2), sync_every=2)

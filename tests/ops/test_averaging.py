@@ -122,6 +122,7 @@ def test_every_dtype_with_a_mean_is_averaged(dtype: torch.dtype) -> None:
     # one rounding: float8 has 2 or 3 bits behind the point
     eps = 0.25 if dtype.itemsize == 1 else torch.finfo(dtype).eps
     torch.testing.assert_close(mean.to(exact), wanted, rtol=eps, atol=eps)
+    assert torch.equal(average_parameters([models[0]] * 2)["w"].to(exact), models[0]["w"].to(exact))
     assert mean.dtype is dtype and not torch.equal(mean.to(exact), models[0]["w"].to(exact))
 
 
