@@ -87,6 +87,8 @@ def test_a_damaged_state_is_refused(method: str) -> None:
     assert accepted == []
     require_equal(flat(own), before)
     own.load_state_dict(state)
+    require_equal(flat(own), {(name, key): torch.as_tensor(value) for name, entry in state.items() for key, value in entry.items()})
+    assert own.weights == {name: entry["weight"] for name, entry in state.items() if "weight" in entry}
     steps(own, model, 1)
 
 
