@@ -65,7 +65,8 @@ def finite_tensor(value: Any, where: str) -> Tensor:
 def real_tensor(value: Any, where: str) -> Tensor:
     """Return an entry of a state as a tensor of real numbers, or raise OptimizerStateError."""
     try:
-        found = torch.as_tensor(value)
+        # Torch would round a number of Python to float32.
+        found = torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     except (TypeError, ValueError, RuntimeError) as error:
         raise OptimizerStateError(f"{where} is of type {type(value).__name__}, not a tensor; load a complete state.") from error
     if found.is_complex() or found.layout is not torch.strided or found.dtype == torch.bool:

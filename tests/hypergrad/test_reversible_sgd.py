@@ -254,12 +254,14 @@ def test_a_state_of_another_model_or_a_damaged_one_is_refused() -> None:
     others += [_stepped(other, x.to(next(other.parameters()).dtype), nesterov=True).state_dict()
                for other in (nn.Linear(5, 4), nn.Linear(5, 3, bias=False), nn.Linear(5, 3).double(),
                              nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))]
+    values: list[Any] = [None, "text", {}, torch.ones(2)]
     for key in state:
         others.append({name: each for name, each in state.items() if name != key})
-        others += [{**state, key: other} for other in (None, "text", 3, torch.ones(2))]
+        # The state of each parameter is empty.
+        others += [{**state, key: other} for other in values if key != "state" or other != {}]
     for key in state["exact"]:
         exact = {name: each for name, each in state["exact"].items() if name != key}
-        wrong = [exact, *({**exact, key: other} for other in (None, "text", [], torch.ones(2)))]
+        wrong = [exact, *({**exact, key: other} for other in values)]
         others += [{**state, "exact": each} for each in wrong]
     for other in others:
         with pytest.raises(OptimizerStateError):

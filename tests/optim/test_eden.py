@@ -116,7 +116,8 @@ def test_a_state_of_another_schedule_is_refused(kind: type[Eden]) -> None:
     for key, value in state.items():
         others.append({name: each for name, each in state.items() if name != key})
         if not isinstance(value, bool):
-            others += [{**state, key: other} for other in (None, {}, float("nan"), "text") if value is not None]
+            wrong: list[Any] = [None, {}, float("nan"), "text"]
+            others += [{**state, key: other} for other in wrong if value is not None]
     for other in others:
         with pytest.raises(OptimizerStateError):
             schedule.load_state_dict(other)

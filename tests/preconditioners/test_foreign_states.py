@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.preconditioners import METHODS, PSGD, FullNG, Preconditioner
 from ngsgd.preconditioners.options import EveryStepOptions
-from tests.preconditioners.foreign import X, damaged, network, steps, trained
+from tests.preconditioners.foreign import LR, X, damaged, network, steps, trained
+from tests.preconditioners.support import FEATURES, Feature, made
 
 ALL = tuple(METHODS)
 # One method of rows, one of gradients; the others run in `make test-all`.
@@ -87,6 +88,8 @@ def test_a_damaged_state_is_refused(method: str) -> None:
     assert accepted == []
     require_equal(flat(own), before)
     own.load_state_dict(state)
+    require_equal(flat(own), {(name, key): torch.as_tensor(value) for name, entry in state.items() for key, value in entry.items()})
+    assert own.weights == {name: entry["weight"] for name, entry in state.items() if "weight" in entry}
     steps(own, model, 1)
 
 
@@ -217,3 +220,28 @@ def test_an_option_that_changes_shapes_is_noticed() -> None:
     own = METHODS["shampoo"](model, block_size=4)
     steps(own, model)
     refused(METHODS["shampoo"](model, block_size=8), own.state_dict())
+
+
+@pytest.mark.parametrize("feature", [
+    pytest.param(feature, marks=() if feature.label == "Linear" else pytest.mark.slow, id=feature.label)
+    for feature in FEATURES if feature.loop in ("", "bfloat16")])
+@pytest.mark.parametrize("method", SOME)
+def test_the_own_state_of_every_kind_of_layer_is_accepted(method: str, feature: Feature) -> None:
+    if method in feature.errors:
+        pytest.skip("the method refuses the layer")
+    model, _, x, y = made(feature)
+
+    def step(preconditioner: Preconditioner) -> list[Tensor]:
+        model.zero_grad()
+        preconditioner.evaluate(lambda: nn.functional.cross_entropy(model(x), y))
+        preconditioner.step(lr=LR)
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    own, other = METHODS[method](model), METHODS[method](model)
+    for _ in range(3):
+        step(own)
+    other.load_state_dict(own.state_dict())
+    require_equal(flat(other), flat(own))
+    found, wanted = step(other), step(own)
+    assert all(torch.equal(one, another) for one, another in zip(found, wanted, strict=True))
+    assert any(float(g.norm()) > 0.0 for g in wanted)
