@@ -11,6 +11,7 @@ inputs, O outputs.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -54,6 +55,14 @@ LEFT_OUT = {
 _REENTRANT = ("curvature cannot be recorded under reentrant activation checkpointing, where layers "
               "are computed for the first time during the backward pass; use "
               "checkpoint(.., use_reentrant=False).")
+
+
+class _Paused(threading.local):
+    is_set = False
+
+
+# Of all captures, because hooks of one also run in the additional backward passes of another.
+_PAUSED = _Paused()
 
 
 class Capture:
@@ -176,7 +185,7 @@ class Capture:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Ignore derivatives inside the context."""
-        self._paused = True
+        before, self._paused, _PAUSED.is_set = _PAUSED.is_set, True, True
         try:
             yield
         except RuntimeError as error:
@@ -184,12 +193,14 @@ class Capture:
                 raise ConfigError(_REENTRANT) from error
             raise
         finally:
-            self._paused = False
+            self._paused, _PAUSED.is_set = False, before
 
     @property
     def is_paused(self) -> bool:
-        """Whether current derivatives do not belong to the ordinary backward pass."""
-        return self._paused
+        """Whether current derivatives do not belong to the ordinary backward pass, but to one of
+        this capture or of another one around it.
+        """
+        return self._paused or _PAUSED.is_set
 
     def sweep(self, output: Tensor | GradientEdge,
               vectors_V: Tensor) -> list[tuple[LayerCall, Tensor]]:
@@ -222,6 +233,8 @@ class Capture:
                             f"{len(e_VM[0])}, which are not {N} samples; give num_samples, with "
                             "adjacent rows for each sample.")
         if samples is not None:
+            if not all(-N <= n < N for n in samples):
+                raise DataError(f"samples= has an index outside of the {N} samples of layer {call.layer}.")
             chosen = torch.as_tensor(samples, device=x.device)
             x = x.unflatten(0, (N, -1))[chosen].flatten(0, 1)
             e_VM = e_VM.unflatten(1, (N, -1))[:, chosen].flatten(1, 2)
@@ -231,13 +244,6 @@ class Capture:
     def num_samples_of(self, call: LayerCall) -> int:
         """Return N, before the selection of samples."""
         return self._num_samples or len(call.input)
-
-    @staticmethod
-    def disagreement(layer: str, num_samples: int, others: int) -> str:
-        """Return the message about a layer with another number of samples."""
-        return (f"layer {layer} has {num_samples} samples, and other layers {others}. Give "
-                "num_samples= if the rows of each sample are adjacent there, or give the layer an "
-                "input for each sample if it runs once for the complete minibatch.")
 
     def num_samples_seen(self, output: Tensor) -> int:
         """Return N of the model call behind an output, among calls without a derivative yet."""
@@ -307,7 +313,7 @@ class Capture:
 
     def _compare(self, name: str, gradient: Tensor | None) -> None:
         number = torch._C._current_graph_task_id()
-        if gradient is not None and self._handles and not self._paused and number == self._checked[0] \
+        if gradient is not None and self._handles and not self.is_paused and number == self._checked[0] \
                 and self._totals.differ(name, gradient, self._transposed):
             self._refuse_other_use(name)
 
@@ -341,11 +347,11 @@ class Capture:
         return bool(self._open) and self._checked == (number, True)
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not self._paused and not _is_recomputation():
+        if torch.is_grad_enabled() and not self.is_paused and not _is_recomputation():
             self._forward += 1
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or self._paused or _is_recomputation() \
+        if not torch.is_grad_enabled() or self.is_paused or _is_recomputation() \
                 or torch._C._functorch.maybe_current_level() is not None:
             return
         for part in tree_leaves(output):
@@ -356,7 +362,7 @@ class Capture:
                 part.register_hook(lambda e_M, number=number: self._output_arrived(number, e_M))
 
     def _output_arrived(self, number: int, e_M: Tensor) -> None:
-        if not self._paused and self._handles and number in self._outputs:
+        if not self.is_paused and self._handles and number in self._outputs:
             self.check_output(self._outputs[number], e_M)
             del self._outputs[number]
 
@@ -411,7 +417,7 @@ class Capture:
             if _is_recomputation():
                 # Autograd needs the tensors of the first forward pass again.
                 return None if expand is None else expand(module, args, kwargs, output, _linear)
-            if not torch.is_grad_enabled() or self._paused:
+            if not torch.is_grad_enabled() or self.is_paused:
                 return None
             if torch._C._functorch.maybe_current_level() is not None:
                 raise ConfigError(f"layer {name} runs inside a torch.func transform, which hides "
@@ -452,6 +458,9 @@ class Capture:
         if not x.numel() or not output.numel():
             raise DataError(f"layer {layer} got an input of shape {tuple(x.shape)}, which has no rows "
                             "or no columns; skip empty minibatches.")
+        if output.is_complex():
+            raise ConfigError(f"layer {layer} has a complex output, whose curvature is not supported; "
+                              f"{LEFT_OUT[self._left_out_by]}.")
         if x.ndim < 2 and x.is_floating_point():
             raise DataError(f"layer {layer} has an input of shape {tuple(x.shape)}, without a "
                             "dimension of samples; pass a minibatch.")
@@ -469,7 +478,7 @@ class Capture:
 
     def _arrive(self, call: LayerCall | None, layer: str, e_M: Tensor) -> None:
         # The capture is closed.
-        if self._paused or not self._handles:
+        if self.is_paused or not self._handles:
             return
         is_due = self._is_due()
         edge = None if call is None else self._open.pop(call, None)

@@ -34,6 +34,7 @@ from ngsgd.curvature.layers import (
 )
 from ngsgd.curvature.loss_interception import LossCalls, require_linear
 from ngsgd.curvature.quantities import SIGNALS, CollectOptions, PassResults, Quantities, finalize
+from ngsgd.curvature.records import disagreement
 from ngsgd.curvature.samples import MAX_TRIES, tries_of
 from ngsgd.curvature.second_order.backward import SecondOrderBackward
 from ngsgd.errors import ConfigError, DataError
@@ -251,7 +252,7 @@ class Collection(Mapping[str, Quantities]):
 
     def _agree(self, record: Record) -> None:
         if self._pass_samples not in (0, record.num_samples):
-            raise DataError(self._capture.disagreement(record.layer, record.num_samples, self._pass_samples))
+            raise DataError(disagreement(record.layer, record.num_samples, self._pass_samples))
         self._pass_samples = record.num_samples
 
     def _finish_pass(self) -> None:

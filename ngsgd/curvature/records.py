@@ -88,3 +88,10 @@ class Record:
             shares[self.call.bias] = RowSum(e_VNTO,
                                             weight if isinstance(weight, OuterProduct) else None)
         return shares
+
+
+def disagreement(layer: str, num_samples: int, others: int) -> str:
+    """Return the message about a layer with another number of samples."""
+    return (f"layer {layer} has {num_samples} samples, and other layers {others}. Give "
+            "num_samples= if the rows of each sample are adjacent there, or give the layer an "
+            "input for each sample if it runs once for the complete minibatch.")

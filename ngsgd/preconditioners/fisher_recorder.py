@@ -233,7 +233,8 @@ class FisherRecorder:
             self._pass += 1
             self._total_weight += float(view.weight_R.sum())
             # A row of an elementwise loss is one vector of elements.
-            counts = view.weight_R if view.classes else view.weight_R.view(-1, output.shape[-1] if output.ndim > 1 else 1).amax(dim=1)
+            width = output.shape[-1] if output.ndim > 1 else 1
+            counts = view.weight_R if view.classes else view.weight_R.view(-1, width).amax(dim=1)
             self._num_rows += self._count_new(view, int((counts > 0).sum()))
             if self._fisher == "mc":
                 self._send(view, [view.sampled(self._num_draws, self._generator)])

@@ -357,6 +357,42 @@ def test_a_penalty_by_itself_or_next_to_second_order_quantities_is_accepted() ->
 
 
 @pytest.mark.entry("F20")
+@pytest.mark.parametrize("inner", ["batch_grad", "diag_ggn"])
+def test_contexts_inside_of_others_see_the_ordinary_backward_pass(inner: str) -> None:
+    """Not the vectors and comparisons of each other."""
+    y = torch.arange(N) % C
+    found = []
+    for is_nested in (False, True):
+        s = SITUATIONS["plain"][0]()
+        preconditioner = KFAC(s.model)
+        with preconditioner.watch(), collect(s.model, "batch_grad", loss_fn=F.cross_entropy) as outer:
+            if is_nested:
+                with collect(s.model, inner, loss_fn=F.cross_entropy) as q:
+                    preconditioner.backward(_loss(s.model(s.x), y))
+                assert float(getattr(q["first.weight"], inner).abs().sum()) > 0.0
+            else:
+                preconditioner.backward(_loss(s.model(s.x), y))
+        preconditioner.step()
+        found.append((outer["first.weight"].batch_grad, preconditioner.curvature("first.weight")["B"]))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+        assert float(one.abs().sum()) > 0.0
+
+
+@pytest.mark.parametrize("samples", [[], [N], [-N - 1]])
+def test_samples_that_do_not_exist_are_refused(samples: list[int]) -> None:
+    s = SITUATIONS["plain"][0]()
+    with pytest.raises(NgsgdError, match="samples"), collect(s.model, "batch_l2", loss_fn=F.cross_entropy, samples=samples):
+        _loss(s.model(s.x), torch.arange(N) % C).backward()
+
+
+def test_complex_layers_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(D, H, dtype=torch.cfloat))
+    with pytest.raises(ConfigError, match="layer 0"), collect(model, "batch_grad", loss_fn=F.cross_entropy):
+        model(torch.randn(N, D, dtype=torch.cfloat))
+
+
+@pytest.mark.entry("F20")
 def test_the_comparison_runs_once_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[str] = []
     add = completeness.Totals.add

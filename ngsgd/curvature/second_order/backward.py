@@ -23,6 +23,7 @@ from ngsgd.curvature.loss_interception import ModelCalls
 from ngsgd.curvature.products.block import Pass
 from ngsgd.curvature.products.hessian import columns, residuals
 from ngsgd.curvature.quantities import PRODUCTS, SIGNALS, CollectOptions, PassResults
+from ngsgd.curvature.records import disagreement
 from ngsgd.curvature.second_order.kfra import factor_of, output_moment, recursion
 from ngsgd.errors import ConfigError, DataError
 
@@ -113,7 +114,7 @@ class SecondOrderBackward:
                     record = self._capture.record(call, e_VM)
                     num_samples = num_samples or record.num_samples
                     if record.num_samples != num_samples:
-                        raise DataError(self._capture.disagreement(call.layer, record.num_samples, num_samples))
+                        raise DataError(disagreement(call.layer, record.num_samples, num_samples))
                     for name, share in record.shares().items():
                         uses[name].append(share)
                 # Free each one after use.
