@@ -279,7 +279,8 @@ def _unknown_hint(key: str, choices: Mapping[str, Any], value: str = "") -> str:
     if key in paths() or key in choices:
         return ""
     if option := suggestions.mapping_of(key):
-        return f" Did you mean {_suggested(key, value) if value else f'{option}={{NAME: VALUE}}'}?"
+        line = _suggested(key, value) if value else option
+        return f" Did you mean {line}?" if "=" in line else f" Write {option}={{NAME: VALUE}}, with quotes for the shell."
     section, _, last = key.rpartition(".")
     siblings = [path.rpartition(".")[2] for path in paths() if section and path.startswith(f"{section}.")]
     # a name of other trainers, an unknown section, or none
@@ -323,7 +324,6 @@ def _resolved(lines: list[str], problems: list[str], config_dir: Path | None) ->
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     register_schema()

@@ -15,7 +15,7 @@ from ngsgd.errors import ConfigError
 # characters of a value that is repeated in a message
 _LONGEST = 200
 # texts that Hydra reads as themselves, unless they are one of the words below
-_PLAIN = re.compile(r"[A-Za-z][\w/.-]*")
+_PLAIN = re.compile(r"[A-Za-z][\w/.-]*", re.ASCII)
 _NOT_TEXT = ("null", "true", "false", "nan", "inf")
 # composes a line, without messages
 Compose = Callable[[str], Mapping[str, Any]]
@@ -54,7 +54,8 @@ def _candidates(key: str, option: str, text: str) -> Iterator[tuple[Any, str]]:
     if not text.isprintable() or len(text) > _LONGEST:
         return
     names = key.removeprefix(f"{option}.").split(".") if option else []
-    for value, written in _meanings(text):
+    for found, line in _meanings(text):
+        value, written = found, line
         for name in reversed(names):
             value, written = {name: value}, f"{{{name}:{written}}}"
         yield value, f"{option or key}={written}"
@@ -146,4 +147,4 @@ def _composes(line: str, value: Any, compose: Compose) -> bool:
     for name in key.split("."):
         section = section[name]
     found = flatten(config).get(key, dict(leaves(values, "")).get(key))
-    return bool(section == value or found == value)
+    return value in (section, found)

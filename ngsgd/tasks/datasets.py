@@ -191,7 +191,7 @@ class DatasetTask(FunctionTask):
         # four examples, and the same ones as three and one
         parts = ((0, count), (0, count - 1), (count - 1, count))
         with torch.random.fork_rng(devices=[]):
-            whole, most, last = (float(self.loss_fn(model, self._train_batch(np.arange(first, stop)).data)) for first, stop in parts)
+            whole, most, last = (float(self.loss_fn(model, self._train_batch(np.arange(*part)).data)) for part in parts)
         of_mean, of_sum = ((count - 1) * most + last) / count, most + last
         is_mean, is_sum = (math.isclose(whole, one, rel_tol=_REDUCTION_TOLERANCE) for one in (of_mean, of_sum))
         found = "mean" if is_mean and not is_sum else "sum" if is_sum and not is_mean else self.loss_reduction
