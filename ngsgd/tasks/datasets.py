@@ -114,8 +114,9 @@ class DatasetTask(FunctionTask):
         self._split: Permutation | None = None
         self.num_valid = 0
         self.valid = valid
-        if isinstance(valid, Real):
-            if isinstance(valid, bool) or not 0.0 < valid < 1.0:
+        # a number of NumPy is a Real, too
+        if isinstance(valid, (int, float, Real)):
+            if not 0.0 < float(valid) < 1.0:
                 raise ConfigError(f"valid is {valid}; give a fraction between 0 and 1, or a "
                                   "dataset.")
             self.num_valid = max(1, round(float(valid) * size))

@@ -7,7 +7,7 @@ from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -164,7 +164,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "strings alone": {"dataset": Rows(lambda i: f"text {i}")},
     "valid fails": {"valid": Rows(lambda i: _raise(ValueError("broken")))},
     "valid is a string": {"valid": "0.1"}, "valid is None": {"valid": None}, "valid is empty": {"valid": []},
-    "valid is True": {"valid": True}, "valid is a generator": {"valid": (pair for pair in [])},
+    "valid is True": {"valid": True}, "valid is a generator": {"valid": (pair for pair in list[Any]())},
     "valid is NaN": {"valid": float("nan")},
     "valid is an object": {"valid": object()}, "valid is negative": {"valid": -0.5},
     "dataset is None": {"dataset": None}, "dataset is a string": {"dataset": "mnist"}, "dataset is a class": {"dataset": Rows},
@@ -196,7 +196,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
 VALID: dict[str, Any] = {
     "list": [(X[i], int(Y[i])) for i in range(20)], "own class": Rows(size=20), "torch Dataset": TorchRows(size=20),
     "Subset": Subset(TorchRows(), range(20)), "TensorDataset": TensorDataset(X[:20], Y[:20]), "fraction": 0.25,
-    "Subset of own class": Subset(Rows(), range(20)), "NumPy number": np.float32(0.25),
+    "Subset of own class": Subset(cast("Any", Rows()), range(20)), "NumPy number": np.float32(0.25),
     "tuple": tuple(Rows(size=20)[i] for i in range(20)),
 }
 
