@@ -25,7 +25,7 @@ def assignment(key: str, text: str, compose: Compose) -> str:
     """Return KEY=VALUE as it is typed in a shell; KEY alone where no line composes to the value.
 
     Args:
-        key: a setting, a group, or a name below a setting that is a mapping, such as task.args.path.
+        key: a setting, a group, or a name below a mapping, such as task.args.path.
         text: the value as a user wrote it, with or without the quotes that Hydra needs.
         compose: composes a line to nested values, or raises ConfigError.
     """

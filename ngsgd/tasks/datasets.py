@@ -70,8 +70,8 @@ class DatasetTask(FunctionTask):
             that is held out for validation. Default: 0.05.
         collate_fn: converts a list of examples to a minibatch, as for a `DataLoader`. Every tensor
             of a minibatch should have one row per example, unless `weight_fn` is given.
-        metrics_fn: `metrics_fn(model, batch)` returns numbers by name, means over a minibatch, such as
-            {"accuracy": ...}. It is called on held-out examples only. Default: None.
+        metrics_fn: `metrics_fn(model, batch)` returns numbers by name, means over a minibatch, such
+            as {"accuracy": ...}. It is called on held-out examples only. Default: None.
         loss_reduction: whether `loss_fn` returns the "mean" over the minibatch or the "sum".
             Default: "mean".
         weight_fn: `weight_fn(batch)` returns the total weight of a minibatch, such as its number of

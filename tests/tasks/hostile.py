@@ -77,7 +77,7 @@ def make_model() -> nn.Module:
 
 
 def inputs_of(batch: Any) -> tuple[Tensor, Tensor]:
-    """The tensors of any of the minibatches below: the one with columns, and that of the classes."""
+    """The tensors of any minibatch below: the one with columns, and that of the classes."""
     leaves: list[Tensor] = []
 
     def visit(data: Any) -> None:

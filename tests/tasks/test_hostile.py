@@ -161,13 +161,15 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two, self.out = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        shift = torch.zeros(5)
         self.two.weight = self.one.weight
         self.again = self.out
-        self.one.register_buffer("shift", torch.zeros(5))
-        self.two.register_buffer("shift", self.one.shift)
+        self.one.register_buffer("shift", shift)
+        self.two.register_buffer("shift", shift)
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        return self.again(torch.tanh(self.two(torch.tanh(self.one(x_ND) + self.one.shift))))
+        found: torch.Tensor = self.again(torch.tanh(self.two(torch.tanh(self.one(x_ND) + self.one.shift))))
+        return found
 
 
 @pytest.mark.entry("F30")
@@ -176,8 +178,9 @@ class Tied(nn.Module):
 def test_tied_weights_stay_tied(settings: dict[str, Any], tmp_path: Path) -> None:
     task = hostile.make_task(model_fn=Tied, loss_fn=lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]))
     run = ngsgd.train(task, output_dir=tmp_path, services=Services(), **{**SETTINGS, "num_workers": 2, **settings})
-    start = seeded_model(task, 0)
-    for model in (run.model, ngsgd.load(run.folder.path, task).model):
+    start: Any = seeded_model(task, 0)
+    models: list[Any] = [run.model, ngsgd.load(run.folder.path, task).model]
+    for model in models:
         assert model.two.weight is model.one.weight and model.again is model.out and model.two.shift is model.one.shift
         assert not torch.equal(model.one.weight, start.one.weight)
         # both names hold one value in the file, too

@@ -283,7 +283,7 @@ ALONE = {"combination": ("generalized",), "features": ("given",)}
 
 
 def in_all_ways(section: str, kind: str, folder: Path) -> dict[str, RunConfig]:
-    """The settings of a kind that is chosen in each way, without the defaults of the entry point."""
+    """The settings of a kind chosen in each way, without the defaults of the entry point."""
     place = {"cluster.kind": "local", "tracking.kind": "none"}
     fixed = [f"{path}={value}" for path, value in place.items() if not path.startswith(f"{section}.")]
     ways = {"kind": compose.compose([*fixed, f"{section}.kind={kind}"])}
