@@ -55,7 +55,7 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 
 def about_choice(group: str, choice: str) -> str:
-    """Return the description of a choice: of a kind, or the first sentence of its file in conf/."""
+    """Return what a choice is: of a kind, or the first sentence of its file in conf/."""
     file = conf_dir() / group / f"{choice}.yaml"
     if group in _kinds() and choice in _kinds()[group]:
         [kind] = (spec for spec in fields(types_of(RunConfig)[group]) if spec.name == "kind")
@@ -158,7 +158,7 @@ def _kinds() -> dict[str, tuple[str, ...]]:
 
 
 def _default_of_kind(path: str, *, _root_: Any) -> Any:
-    """Return the default of a setting, such as optimizer.damping, with the kinds of the composition."""
+    """Return the default of a setting, such as optimizer.damping, with the composed kinds."""
     from omegaconf import ListConfig
 
     kinds = kinds_in({name: {"kind": _root_[name].kind} for name in _GROUPS_OF_KINDS})
@@ -279,7 +279,8 @@ def _unknown_hint(key: str, choices: Mapping[str, Any], value: str = "") -> str:
     if key in paths() or key in choices:
         return ""
     if option := suggestions.mapping_of(key):
-        return f" Did you mean {_suggested(key, value) if value else f'{option}={{NAME: VALUE}}'}?"
+        line = _suggested(key, value) if value else option
+        return f" Did you mean {line}?" if "=" in line else f" Write {option}={{NAME: VALUE}}, with quotes for the shell."
     section, _, last = key.rpartition(".")
     siblings = [path.rpartition(".")[2] for path in paths() if section and path.startswith(f"{section}.")]
     # a name of other trainers, an unknown section, or none
@@ -323,7 +324,6 @@ def _resolved(lines: list[str], problems: list[str], config_dir: Path | None) ->
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     register_schema()
@@ -352,7 +352,7 @@ def _plain_values(node: Any, prefix: str, problems: list[str]) -> Any:
         try:
             found[name] = _plain_values(node[name], f"{path}.", problems)
         except OmegaConfBaseException:
-            raw = OmegaConf.to_container(node)[name]  # type: ignore[call-overload]
+            raw = typing.cast("Any", OmegaConf.to_container(node))[name]
             problems.append(f"{path} is {raw}, an unresolved interpolation; give a value.")
             found[name] = dict(leaves(defaults(), "")).get(path)
     return found if isinstance(node, DictConfig) else list(found.values())

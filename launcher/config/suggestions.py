@@ -15,7 +15,7 @@ from ngsgd.errors import ConfigError
 # characters of a value that is repeated in a message
 _LONGEST = 200
 # texts that Hydra reads as themselves, unless they are one of the words below
-_PLAIN = re.compile(r"[A-Za-z][\w/.-]*")
+_PLAIN = re.compile(r"[A-Za-z][\w/.-]*", re.ASCII)
 _NOT_TEXT = ("null", "true", "false", "nan", "inf")
 # composes a line, without messages
 Compose = Callable[[str], Mapping[str, Any]]
@@ -25,7 +25,7 @@ def assignment(key: str, text: str, compose: Compose) -> str:
     """Return KEY=VALUE as it is typed in a shell; KEY alone where no line composes to the value.
 
     Args:
-        key: a setting, a group, or a name below a setting that is a mapping, such as task.args.path.
+        key: a setting, a group, or a name below a mapping, such as task.args.path.
         text: the value as a user wrote it, with or without the quotes that Hydra needs.
         compose: composes a line to nested values, or raises ConfigError.
     """
@@ -54,7 +54,8 @@ def _candidates(key: str, option: str, text: str) -> Iterator[tuple[Any, str]]:
     if not text.isprintable() or len(text) > _LONGEST:
         return
     names = key.removeprefix(f"{option}.").split(".") if option else []
-    for value, written in _meanings(text):
+    for found, line in _meanings(text):
+        value, written = found, line
         for name in reversed(names):
             value, written = {name: value}, f"{{{name}:{written}}}"
         yield value, f"{option or key}={written}"
@@ -146,4 +147,4 @@ def _composes(line: str, value: Any, compose: Compose) -> bool:
     for name in key.split("."):
         section = section[name]
     found = flatten(config).get(key, dict(leaves(values, "")).get(key))
-    return bool(section == value or found == value)
+    return value in (section, found)

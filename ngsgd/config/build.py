@@ -143,8 +143,8 @@ def _with_unset(values: Any) -> Any:
         return values
     kinds, found = kinds_in(values), dict(values)
     for name, section in _in_order(values):
-        unset = [path for path in options_of_kinds() if path.startswith(f"{name}.") and section.get(path.partition(".")[2], "") is None]
-        found[name] = {**section, **{path.partition(".")[2]: default_with(path, kinds) for path in unset}}
+        unset = [option for option in _specs(name) if f"{name}.{option}" in options_of_kinds() and section.get(option, "") is None]
+        found[name] = {**section, **{option: default_with(f"{name}.{option}", kinds) for option in unset}}
     return found
 
 

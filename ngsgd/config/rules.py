@@ -39,10 +39,11 @@ def problems_of(config: RunConfig, wrong: Sequence[Problem] = ()) -> list[Proble
         wrong: the problems of these values. A rule about one of them would report a value that
             nobody wrote, so it is dropped.
     """
-    bad = [one for one in _problems_of_values(config) if not any(one.is_about(option) for other in wrong for option in other.options)]
+    unknown = [option for one in wrong for option in one.options]
+    bad = [one for one in _problems_of_values(config) if not any(map(one.is_about, unknown))]
     for problem in bad:
         config = _with_default(config, problem.options[0].split("."))
-    unknown = [option for one in (*wrong, *bad) for option in one.options]
+    unknown += [option for one in bad for option in one.options]
     found = [problem for rule in _RULES for problem in rule(config)]
     return [*wrong, *bad, *(problem for problem in found if not any(map(problem.is_about, unknown)))]
 
@@ -339,7 +340,8 @@ def _outer(c: RunConfig) -> Iterator[Problem]:
                "outer.kind=streaming or a cluster.compression.")
     if c.checkpoint.job_states_interval > 1 and not (c.jobs_keep_state and c.checkpoint.job_states):
         why = "checkpoint.job_states is false" if c.jobs_keep_state else "jobs keep no state"
-        yield Problem(("checkpoint.job_states_interval", "checkpoint.job_states", "outer.overlap", "outer.kind", "cluster.compression"),
+        yield Problem(("checkpoint.job_states_interval", "checkpoint.job_states", "outer.overlap", "outer.kind",
+                       "cluster.compression"),
                        f"checkpoint.job_states_interval is {c.checkpoint.job_states_interval}, but {why}; leave it 0.")
     if c.outer.overlap and c.outer.kind == "streaming":
         yield Problem(("outer.overlap", "outer.kind"),
@@ -401,7 +403,8 @@ def _sites(c: RunConfig) -> Iterator[Problem]:
              if not _SITE.fullmatch(str(name)) or isinstance(count, bool) or not isinstance(count, int) or count < 1}
     if wrong or len(sites.jobs) < 2:
         yield Problem(("sites.jobs",),
-                       f"sites.jobs is {dict(sites.jobs)!r}; give two or more sites, named with letters, digits and -, and the number "
+                       f"sites.jobs is {dict(sites.jobs)!r}; give two or more sites, named with letters, digits "
+               "and -, and the number "
                "of jobs of each, at least 1, such as {east: 4, west: 4}.")
         return
     if sites.name not in sites.jobs:
@@ -417,7 +420,8 @@ def _sites(c: RunConfig) -> Iterator[Problem]:
                f"schedule.num_jobs_final {c.schedule.num_jobs_final}; remove both.")
     if c.outer.kind == "streaming":
         yield Problem(("outer.kind", "sites.jobs"),
-                       "outer.kind is streaming with sites.jobs, but sites exchange complete models; choose average, bmuf or diloco.")
+                       "outer.kind is streaming with sites.jobs, but sites exchange complete models; choose average, bmuf "
+                       "or diloco.")
     yield from (Problem((path, "sites.jobs"), f"{path} is {value} with sites.jobs, but {why}; leave it {default}.")
                 for path, value, default, why in _other_plans(c) if value != default)
 

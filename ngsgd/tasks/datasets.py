@@ -70,8 +70,8 @@ class DatasetTask(FunctionTask):
             that is held out for validation. Default: 0.05.
         collate_fn: converts a list of examples to a minibatch, as for a `DataLoader`. Every tensor
             of a minibatch should have one row per example, unless `weight_fn` is given.
-        metrics_fn: `metrics_fn(model, batch)` returns numbers by name, means over a minibatch, such as
-            {"accuracy": ...}. It is called on held-out examples only. Default: None.
+        metrics_fn: `metrics_fn(model, batch)` returns numbers by name, means over a minibatch, such
+            as {"accuracy": ...}. It is called on held-out examples only. Default: None.
         loss_reduction: whether `loss_fn` returns the "mean" over the minibatch or the "sum".
             Default: "mean".
         weight_fn: `weight_fn(batch)` returns the total weight of a minibatch, such as its number of
@@ -114,8 +114,9 @@ class DatasetTask(FunctionTask):
         self._split: Permutation | None = None
         self.num_valid = 0
         self.valid = valid
-        if isinstance(valid, Real):
-            if isinstance(valid, bool) or not 0.0 < valid < 1.0:
+        # a number of NumPy is a Real, too
+        if isinstance(valid, (int, float, Real)):
+            if not 0.0 < float(valid) < 1.0:
                 raise ConfigError(f"valid is {valid}; give a fraction between 0 and 1, or a "
                                   "dataset.")
             self.num_valid = max(1, round(float(valid) * size))
@@ -191,7 +192,7 @@ class DatasetTask(FunctionTask):
         # four examples, and the same ones as three and one
         parts = ((0, count), (0, count - 1), (count - 1, count))
         with torch.random.fork_rng(devices=[]):
-            whole, most, last = (float(self.loss_fn(model, self._train_batch(np.arange(first, stop)).data)) for first, stop in parts)
+            whole, most, last = (float(self.loss_fn(model, self._train_batch(np.arange(*part)).data)) for part in parts)
         of_mean, of_sum = ((count - 1) * most + last) / count, most + last
         is_mean, is_sum = (math.isclose(whole, one, rel_tol=_REDUCTION_TOLERANCE) for one in (of_mean, of_sum))
         found = "mean" if is_mean and not is_sum else "sum" if is_sum and not is_mean else self.loss_reduction

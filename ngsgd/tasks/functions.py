@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal

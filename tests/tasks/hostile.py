@@ -7,7 +7,7 @@ from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ def make_model() -> nn.Module:
 
 
 def inputs_of(batch: Any) -> tuple[Tensor, Tensor]:
-    """The tensors of any of the minibatches below: the one with columns, and that of the classes."""
+    """The tensors of any minibatch below: the one with columns, and that of the classes."""
     leaves: list[Tensor] = []
 
     def visit(data: Any) -> None:
@@ -164,7 +164,8 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "strings alone": {"dataset": Rows(lambda i: f"text {i}")},
     "valid fails": {"valid": Rows(lambda i: _raise(ValueError("broken")))},
     "valid is a string": {"valid": "0.1"}, "valid is None": {"valid": None}, "valid is empty": {"valid": []},
-    "valid is True": {"valid": True}, "valid is a generator": {"valid": (pair for pair in [])}, "valid is NaN": {"valid": float("nan")},
+    "valid is True": {"valid": True}, "valid is a generator": {"valid": (pair for pair in list[Any]())},
+    "valid is NaN": {"valid": float("nan")},
     "valid is an object": {"valid": object()}, "valid is negative": {"valid": -0.5},
     "dataset is None": {"dataset": None}, "dataset is a string": {"dataset": "mnist"}, "dataset is a class": {"dataset": Rows},
     "model_fn is a model": {"model_fn": nn.Linear(DIM, 3)}, "model_fn is None": {"model_fn": None},
@@ -172,8 +173,10 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "a lazy model": {"model_fn": lambda: nn.LazyLinear(3)}, "a lazy part": {"model_fn": lambda: nn.Sequential(nn.LazyLinear(4))},
     "loss_fn is None": {"loss_fn": None},
     **{f"loss: {name}": {"loss_fn": function} for name, function in {
-        "float": lambda m, b: 1.0, "None": lambda m, b: None, "vector": lambda m, b: m(b[0]).sum(1), "string": lambda m, b: "1.0",
-        "detached": lambda m, b: loss_fn(m, b).detach(), "integer": lambda m, b: torch.tensor(1), "numpy": lambda m, b: np.float32(1),
+        "float": lambda m, b: 1.0, "None": lambda m, b: None, "string": lambda m, b: "1.0",
+        "vector": lambda m, b: m(b[0]).sum(1),
+        "detached": lambda m, b: loss_fn(m, b).detach(), "integer": lambda m, b: torch.tensor(1),
+        "numpy": lambda m, b: np.float32(1),
         "complex": lambda m, b: loss_fn(m, b) * (1 + 1j), "one element": lambda m, b: loss_fn(m, b)[None],
         "NaN": lambda m, b: loss_fn(m, b) * float("nan"), "fails": lambda m, b: m(b[0]).no_such_method(),
         "tuple": lambda m, b: (loss_fn(m, b), 1)}.items()},
@@ -193,7 +196,8 @@ MISTAKES: dict[str, dict[str, Any]] = {
 VALID: dict[str, Any] = {
     "list": [(X[i], int(Y[i])) for i in range(20)], "own class": Rows(size=20), "torch Dataset": TorchRows(size=20),
     "Subset": Subset(TorchRows(), range(20)), "TensorDataset": TensorDataset(X[:20], Y[:20]), "fraction": 0.25,
-    "Subset of own class": Subset(Rows(), range(20)), "NumPy number": np.float32(0.25), "tuple": tuple(Rows(size=20)[i] for i in range(20)),
+    "Subset of own class": Subset(cast("Any", Rows()), range(20)), "NumPy number": np.float32(0.25),
+    "tuple": tuple(Rows(size=20)[i] for i in range(20)),
 }
 
 

@@ -4,6 +4,7 @@ error.
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ def trained(task: Any, folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.entry("F27", "the first entry of a minibatch of `ngsgd.train` is a name, bytes, None, a number or an empty list", "works",
-                   "the number of examples is that of the tensors with rows; where it cannot be found, ConfigError names weight_fn")
+@pytest.mark.entry("F27", "the first entry of a minibatch of `ngsgd.train` is a name, bytes, None, a number or an empty list",
+                   "works", "the number of examples is that of the tensors with rows; where it cannot be found, ConfigError "
+                            "names weight_fn")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("string first", "empty list", "packed sequence")
                                                else pytest.mark.slow) for name in hostile.BATCHES])
 def test_a_minibatch_of_any_structure_trains_as_tensors_do(name: str, tmp_path: Path) -> None:
@@ -66,8 +68,8 @@ def test_an_example_that_is_none_may_be_dropped_by_collate_fn() -> None:
     assert all(one == other for one, other in sizes) and any(one < 8 for one, _ in sizes)
 
 
-@pytest.mark.entry("F28", "`valid=` of a `DatasetTask` is a list, a class of your own, a `Subset` or a Hugging Face dataset", "works",
-                   "it takes what `dataset=` takes; anything else is a ConfigError")
+@pytest.mark.entry("F28", "`valid=` of a `DatasetTask` is a list, a custom class, a `Subset` or a Hugging Face dataset",
+                   "works", "it takes what `dataset=` takes; anything else is a ConfigError")
 @pytest.mark.parametrize("name", hostile.VALID)
 def test_valid_takes_what_dataset_takes(name: str) -> None:
     task = hostile.make_task(valid=hostile.VALID[name], num_eval_examples=20)
@@ -81,8 +83,8 @@ def test_valid_takes_what_dataset_takes(name: str) -> None:
     assert found.valid.objf == task.held_out_objf(model) < 0.0
 
 
-@pytest.mark.entry("F30", "an example is missing or has another shape, a function of the task returns something odd, or the model is "
-                   "lazy", "error", "one ConfigError or DataError before training; for an example with its index")
+@pytest.mark.entry("F30", "an example is missing or has another shape, a function of the task returns something odd, or the model "
+                   "is lazy", "error", "one ConfigError or DataError before training; for an example with its index")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("an example is None", "metrics: vector", "a lazy model")
                                                else pytest.mark.slow) for name in hostile.MISTAKES])
 def test_a_mistake_is_one_typed_error(name: str, tmp_path: Path) -> None:
@@ -96,9 +98,9 @@ def test_a_mistake_is_one_typed_error(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "index"), [("an example is None", "17"), ("an example fails", "17"), ("unequal shapes", "")])
 def test_an_error_of_an_example_has_its_index(name: str, index: str) -> None:
     task = hostile.make_task(**hostile.MISTAKES[name])
+    passes = (task.batches(Shard(shard, 0), 8, seed=(0, 0, 0)) for shard in range(task.shards().num_archives))
     with pytest.raises(DataError) as caught:
-        for shard in range(task.shards().num_archives):
-            list(task.batches(Shard(shard, 0), 8, seed=(0, 0, 0)))
+        list(chain.from_iterable(passes))
     assert f"example {index}" in str(caught.value)
 
 
@@ -126,9 +128,11 @@ def test_a_mistake_in_a_stream_is_one_typed_error(options: dict[str, Any], tmp_p
     def open_fn(source: int) -> Any:
         return ((hostile.X[i], int(hostile.Y[i])) for i in range(30))
     given = {"open_fn": open_fn, "loss_fn": hostile.loss_fn, "examples_per_source": 30, "valid": list(open_fn(0)), **options}
+
+    def make_task() -> StreamTask:
+        return StreamTask([0, 1], given.pop("open_fn"), hostile.make_model, given.pop("loss_fn"), **given)
     with hostile.bounded(), pytest.raises((ConfigError, DataError)):
-        task = StreamTask([0, 1], given.pop("open_fn"), hostile.make_model, given.pop("loss_fn"), **given)
-        ngsgd.train(task, output_dir=tmp_path, services=Services(), **SETTINGS)
+        ngsgd.train(make_task, output_dir=tmp_path, services=Services(), **SETTINGS)
 
 
 @pytest.mark.slow
@@ -157,13 +161,15 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two, self.out = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        shift = torch.zeros(5)
         self.two.weight = self.one.weight
         self.again = self.out
-        self.one.register_buffer("shift", torch.zeros(5))
-        self.two.register_buffer("shift", self.one.shift)
+        self.one.register_buffer("shift", shift)
+        self.two.register_buffer("shift", shift)
 
     def forward(self, x_ND: torch.Tensor) -> torch.Tensor:
-        return self.again(torch.tanh(self.two(torch.tanh(self.one(x_ND) + self.one.shift))))
+        found: torch.Tensor = self.again(torch.tanh(self.two(torch.tanh(self.one(x_ND) + self.one.shift))))
+        return found
 
 
 @pytest.mark.entry("F30")
@@ -172,8 +178,9 @@ class Tied(nn.Module):
 def test_tied_weights_stay_tied(settings: dict[str, Any], tmp_path: Path) -> None:
     task = hostile.make_task(model_fn=Tied, loss_fn=lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]))
     run = ngsgd.train(task, output_dir=tmp_path, services=Services(), **{**SETTINGS, "num_workers": 2, **settings})
-    start = seeded_model(task, 0)
-    for model in (run.model, ngsgd.load(run.folder.path, task).model):
+    start: Any = seeded_model(task, 0)
+    models: list[Any] = [run.model, ngsgd.load(run.folder.path, task).model]
+    for model in models:
         assert model.two.weight is model.one.weight and model.again is model.out and model.two.shift is model.one.shift
         assert not torch.equal(model.one.weight, start.one.weight)
         # both names hold one value in the file, too

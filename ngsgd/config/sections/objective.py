@@ -7,7 +7,6 @@ from typing import Literal
 
 from ngsgd.config.option import Section, option
 
-
 # discriminative criteria, which start from a trained model, and all criteria of sequences
 DISCRIMINATIVE = ("mmi", "bmmi", "mpe", "smbr")
 OF_SEQUENCES = (*DISCRIMINATIVE, "lfmmi")

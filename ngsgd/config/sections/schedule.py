@@ -8,7 +8,6 @@ from typing import Literal
 from ngsgd.config.option import Section, option
 from ngsgd.config.sections.objective import DISCRIMINATIVE, OF_SEQUENCES
 
-
 # Rates of optimizers whose steps have a fixed length; lr_final is a tenth. One worker was best at
 # 0.0028 (adam), 0.002 and 0.0028 (adamw), 0.004 (soap), 0.0057 and 0.016 (normuon), 0.014 and 0.057
 # (muon), 0.04 and 0.08 (scaled_adam; docs/results.md). Not measured: kl_soap, muonh, newton_muon.

@@ -221,7 +221,7 @@ def _config_of(network: Network) -> ModelConfig:
     return ModelConfig(kind=kind, num_layers=len(network.layers),
                        hidden_dim=first.affine.weight.shape[0],
                        pnorm_group=first.group if kind == "pnorm" else ModelConfig.pnorm_group, normalize=first.normalize,  # type: ignore[arg-type]
-                       **({"tdnn_offsets": text} if kind == "tdnn" else {}),
+                       tdnn_offsets=text if kind == "tdnn" else ModelConfig(kind).tdnn_offsets,
                        input_transform="none" if network.transform is None else "lda")
 
 

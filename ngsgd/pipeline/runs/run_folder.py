@@ -395,7 +395,8 @@ def what_is_trained(config: RunConfig) -> str:
 def resume_command(task: TaskConfig, run: Path) -> str:
     """The command, or for a task of a Python program the call, that continues a run."""
     if task.from_python:
-        return f'ngsgd.train({task_argument(task)}, resume={json.dumps(str(stored_run.address(run)), ensure_ascii=False)}) in Python'
+        folder = json.dumps(str(stored_run.address(run)), ensure_ascii=False)
+        return f"ngsgd.train({task_argument(task)}, resume={folder}) in Python"
     if (run / SIMULATION).exists():
         return "ngsgd simulate, from the beginning"
     return f"ngsgd resume {shlex.quote(str(stored_run.address(run)))}"

@@ -283,7 +283,7 @@ ALONE = {"combination": ("generalized",), "features": ("given",)}
 
 
 def in_all_ways(section: str, kind: str, folder: Path) -> dict[str, RunConfig]:
-    """The settings of a kind that is chosen in each way, without the defaults of the entry point."""
+    """The settings of a kind chosen in each way, without the defaults of the entry point."""
     place = {"cluster.kind": "local", "tracking.kind": "none"}
     fixed = [f"{path}={value}" for path, value in place.items() if not path.startswith(f"{section}.")]
     ways = {"kind": compose.compose([*fixed, f"{section}.kind={kind}"])}
@@ -313,8 +313,8 @@ def test_every_kind_has_the_same_settings_in_all_ways(section: str, kind: str, t
         assert flatten(config) == flatten(ways["kind"]), way
 
 
-@pytest.mark.entry("C1", "you choose a kind as `optimizer=adam`, as `optimizer.kind=adam`, in a recipe or in `ngsgd.train`", "works",
-                   "one table of defaults: all ways compose the same settings, for every kind of every section")
+@pytest.mark.entry("C1", "you choose a kind as `optimizer=adam`, as `optimizer.kind=adam`, in a recipe or in `ngsgd.train`",
+                   "works", "one table of defaults: all ways compose the same settings, for every kind of every section")
 @pytest.mark.entry("P3", "you choose a method by `optimizer.kind=soap` instead of `optimizer=soap`", "works",
                    "both compose the same settings, the learning rate included")
 @pytest.mark.parametrize(("section", "kind", "path", "value"), [
