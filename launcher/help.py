@@ -148,7 +148,8 @@ def train(group: str = "") -> str:
     defaults = _default_choices()
     groups = {f"{group}=": f"{' | '.join(choices)}  (default {defaults.get(group, '-')})"
               for group, choices in compose.groups().items()}
-    settings = {f"{path}={about[path].default}": about[path].about for path in MOST_USED}
+    # without the defaults of single kinds
+    settings = {f"{path}={about[path].default.partition('; ')[0]}": about[path].about for path in MOST_USED}
     return _TRAIN.format(groups="\n".join(_rows(groups, 12)), settings="\n".join(_rows(settings, 30)),
                          flags="\n".join(_rows(_TRAIN_FLAGS, 24)))
 
