@@ -101,8 +101,7 @@ def test_every_optimizer_moves_as_float64(kind: str, option: str, dtype: torch.d
     assert_close(found, expected, dtype)
 
 
-@pytest.mark.entry("F17", "you call `model.double()`, `.half()` or `.bfloat16()` after some steps", "works",
-                   "velocities and moments follow the parameters, and half precision keeps them in float32")
+@pytest.mark.entry("F17")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -162,8 +161,7 @@ def test_complex_parameters_move_as_pairs_of_real_numbers(kind: str, options: di
         assert (p - q).norm() < 1e-3 * (p - old).norm()
 
 
-@pytest.mark.entry("F16", "an embedding has sparse gradients (`nn.Embedding(sparse=True)`)", "works",
-                   "SGD, NGSGD and NaturalMuon take the step of the dense gradient")
+@pytest.mark.entry("F16")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.5}], ids=str)

@@ -42,8 +42,8 @@ class Words(nn.Module):
 
 
 @pytest.mark.entry("F16", "a layer has sparse gradients, as nn.Embedding(sparse=True)", "works",
-                   "methods of gradients take the steps of dense gradients, and give `.grad` a dense direction; methods of rows "
-                   "and of second derivatives raise ConfigError with the name of the layer, which `skip=` excludes")
+                   "SGD, NGSGD, NaturalMuon and preconditioners of gradients take the steps of dense gradients; preconditioners "
+                   "of rows and of second derivatives raise ConfigError with the name of the layer, which `skip=` excludes")
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("method", SOME)
 def test_sparse_gradients_count_as_dense_ones(method: str, at_once: bool) -> None:
@@ -172,6 +172,8 @@ class Gated(nn.Module):
                          "opens later", "works",
                    "directions are finite and equal those of float64 in every method and with every interval; Shampoo starts the "
                    "estimate of a tensor at its first nonzero gradient")
+# ScaledAdam warns of an output layer of zeros
+@pytest.mark.filterwarnings("ignore:ScaledAdam")
 @pytest.mark.parametrize("interval", [1, 2, 10])
 @pytest.mark.parametrize("kind", ["output", "lora", "gate 1", "gate 5"])
 @pytest.mark.parametrize("method", [pytest.param(method, marks=() if method == "kl_soap" else pytest.mark.slow)
@@ -210,6 +212,7 @@ def test_gradients_that_are_zero_at_first(method: str, kind: str, interval: int)
     # No direction of the size of 1 / 0: Shampoo's was 1e22. Estimates of small first gradients let
     # later ones be large.
     assert moved > 0.0 and largest < 1e10
+    assert [one.num_skipped for one in both] == [0, 0]
 
 
 def loss_of(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:

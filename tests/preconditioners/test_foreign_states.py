@@ -94,8 +94,8 @@ def test_a_damaged_state_is_refused(method: str) -> None:
 
 
 @pytest.mark.entry("F17", "you load a float32 state into a float64 model or the reverse, or convert the model between two steps",
-                   "works", "estimates are converted and equal a float64 twin; SOAP and KLSOAP refuse such a state, and start "
-                            "again after a conversion")
+                   "works", "velocities and estimates are converted and equal a float64 twin; half precision keeps them in "
+                            "float32; SOAP and KLSOAP refuse such a state, and start again after a conversion")
 @pytest.mark.parametrize("way", ["load", "convert"])
 @pytest.mark.parametrize(("before", "after"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
 @pytest.mark.parametrize("method", SOME)

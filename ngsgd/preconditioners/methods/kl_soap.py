@@ -60,8 +60,9 @@ class KLSOAP(SOAP):
             if bases and all(bool(known[key].any()) for key in keys):
                 roots = [_inverse_roots(known[key], bases[key]) for key in keys]
             else:
-                mean_square = own.double().square().mean()
-                scale = mean_square.clamp(min=torch.finfo(mean_square.dtype).tiny).pow(-0.5 / own.ndim).to(own)
+                # The root of a smaller number is infinite in the dtype of the factors, and 0 * inf NaN.
+                tiny = torch.finfo(own.dtype).tiny
+                scale = own.double().square().mean().clamp(min=tiny).pow(-0.5 / own.ndim).to(own)
                 roots = [scale.expand(length) for length in own.shape]
             for k, key in enumerate(keys):
                 G_DX = _whitened(own, roots, k)
