@@ -333,7 +333,7 @@ def _resolved(lines: list[str], problems: list[str], config_dir: Path | None) ->
             composed = hydra_compose(_CONFIG_NAME, overrides=[*extra, *lines])
     except yaml.YAMLError as error:
         raise ConfigError(yaml_problem(error, conf_dir())) from None
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_composition_problem(error)) from None
     return typing.cast("dict[str, Any]", _plain_values(composed, "", problems))
 
