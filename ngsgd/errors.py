@@ -15,7 +15,13 @@ EXIT_INTERRUPTED = 130
 
 
 class NgsgdWarning(UserWarning):
-    """A warning of this package, for filters such as `warnings.simplefilter("error", NgsgdWarning)`."""
+    """A warning of this package, for filters.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", NgsgdWarning)
+    """
 
 
 class NgsgdError(Exception):

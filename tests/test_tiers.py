@@ -1,4 +1,4 @@
-"""The tiers of tests: what is selected, and that a slow test is reported and never fails."""
+"""The selection of tests by tier; a slow test is reported and never fails."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A test without a tier marker runs in every tier. `make test` runs the first case of a test with many
 cases. No test fails because it was slow: `python -m tests.tiers` prints, from the last run, the
 tests that used most CPU time and the unmarked ones that should be marked. CPU time, of the process
-and of the children that it waited for, does not depend on the load of the machine; it depends on
+and of the children that it waited for, does not depend on the load of the machine. It depends on
 the processor, so it is a report and never a verdict.
 
     python -m tests.tiers                    # the report of the last run of tests.parallel

@@ -14,7 +14,7 @@ from ngsgd import NGSGD, NaturalMuon
 from ngsgd.errors import ConfigError, DivergenceError, NgsgdWarning
 from ngsgd.optim import SGD
 
-# of the change of a parameter in 8 steps: rounding of rows and gradients, which the network enlarges
+# of the change of a parameter in 8 steps: rounding of rows and gradients, which layers enlarge
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
 NUM_STEPS = 8
 ALL_ADAMW = {"*": {"rule": "adamw"}}

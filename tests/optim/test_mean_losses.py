@@ -107,8 +107,8 @@ def test_rows_of_zeros_leave_the_start_to_the_first_other_rows(num_zero: int) ->
 
 
 @pytest.mark.entry("M6", "you compare a mean loss and its sum at the same `lr`", "works",
-                   "both take the same steps up to the start of the estimates, whose absolute floor is a larger part of the "
-                   "small rows of a mean: 2e-5 of the first step and 5e-4 of the parameters' change after 30")
+                   "both take the same steps up to the start of the estimates: the absolute floor is a larger part of the "
+                   "small rows of a mean. The difference is 2e-5 of the first step and 5e-4 of the parameters' change after 30")
 @pytest.mark.parametrize("kind", ["affine", "convolution"])
 def test_a_mean_loss_trains_as_its_sum_does(kind: str) -> None:
     """With loss_reduction="mean", which is the default where no rate is given."""

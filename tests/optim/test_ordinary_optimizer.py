@@ -419,7 +419,7 @@ def test_weight_decay_without_a_number_of_samples_is_that_of_a_mean_loss(kind: t
     optimizers = []
     for decay in (0.0, 0.01):  # of one step from the same place
         model = network()
-        given = {"loss_reduction": "sum"} if kind is NGSGD else {}
+        given: dict[str, Any] = {"loss_reduction": "sum"} if kind is NGSGD else {}
         optimizer = kind(model, 0.02, weight_decay=decay, max_change=0.0, max_param_change=0.0, **given)
         (loss_of(model, 0) / 24).backward()
         optimizer.step(num_samples=1)

@@ -79,7 +79,8 @@ def test_gradients_of_two_calls_of_a_maker_add_up_if_they_are_sparse() -> None:
         maker.forward_and_backward()
         assert model.table.weight.grad is not None
         found.append(model.table.weight.grad.to_dense().clone())
-    assert float((found[1] - found[0]).abs().max()) == pytest.approx(1.0, abs=1e-3)   # Adam's first step
+    # Adam's first step
+    assert float((found[1] - found[0]).abs().max()) == pytest.approx(1.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("method", SOME)
@@ -104,7 +105,7 @@ def test_parameters_move_as_in_float64(method: str, dtype: torch.dtype) -> None:
         elif dtype == torch.float32:
             assert float((one - other).norm()) <= (1e-2 if method == "hessian_free" else 1e-4) * float(other.norm())
         else:
-            # Adam's first step is the sign of a gradient, and quasi-Newton methods take differences.
+            # Adam's first step is the sign of a gradient; quasi-Newton methods take differences.
             assert float(torch.cosine_similarity(one.flatten(), other.flatten(), dim=0)) >= 0.9
             assert 0.9 * float(other.norm()) <= float(one.norm()) <= 1.1 * float(other.norm())
 

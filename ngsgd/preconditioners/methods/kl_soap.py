@@ -60,7 +60,7 @@ class KLSOAP(SOAP):
             if bases and all(bool(known[key].any()) for key in keys):
                 roots = [_inverse_roots(known[key], bases[key]) for key in keys]
             else:
-                # The root of a smaller number is infinite in the dtype of the factors, and 0 * inf NaN.
+                # The root of a smaller number is infinite in this dtype, and 0 * inf is NaN.
                 tiny = torch.finfo(own.dtype).tiny
                 scale = own.double().square().mean().clamp(min=tiny).pow(-0.5 / own.ndim).to(own)
                 roots = [scale.expand(length) for length in own.shape]

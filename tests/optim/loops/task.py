@@ -35,7 +35,8 @@ def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def made(kind: type[SGD], model: nn.Module, lr: float, **options: Any) -> Any:
     """An optimizer for the mean loss below, whose rate is that of a sum."""
-    return kind(model, lr, **({"loss_reduction": "sum"} if kind is NGSGD else {}), **options)
+    given: dict[str, Any] = {"loss_reduction": "sum"} if kind is NGSGD else {}
+    return kind(model, lr, **given, **options)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterable[tuple[Tensor, Tensor]]) -> list[float]:
