@@ -52,7 +52,7 @@ def _refuse_natural_gradient(model: nn.Module) -> None:
                           "copy of the model.")
 
 
-def _require_factors(model: nn.Module, layers: set[str], quantity: str) -> None:
+def _require_factors(model: nn.Module, layers: Mapping[str, nn.Module], quantity: str) -> None:
     """Reject layers without Kronecker factors, and list those that have them."""
     without = {name: module for name, module in model.named_modules() if name in layers and not _has_factors(module)}
     if not without:
@@ -114,8 +114,8 @@ class Collection(Mapping[str, Quantities]):
                         and any(normalizes_over_minibatch(module) for module in model.modules()))
         self._capture = Capture(model, arrived=self._arrived, called=self._noted, separate=separate,
                                 gradients="gradient" in self._of_signals, **capture)
-        for name, module in model.named_modules():
-            if name in self._capture.layers and has_transposed_weight(module):
+        for name, module in self._capture.layers.items():
+            if has_transposed_weight(module):
                 raise ConfigError(f"layer {name} (Conv1D of Hugging Face) has a weight of inputs x "
                                   "outputs, whose quantities would be in another order. Replace "
                                   "it by an nn.Linear with the transposed weight, or exclude it "
