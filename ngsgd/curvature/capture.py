@@ -128,12 +128,12 @@ class Capture:
         self._left_out_by = left_out_by
         self._refuses_coupled = separate
         # NGSGD layers would treat the backpropagated vectors as minibatches.
-        self._is_plain = not any("preconditioner" in vars(module) for module in model.modules())
-        self._separate = separate and self._is_plain
-        self._compares = gradients and self._separate
+        self._is_plain = True
         # a backward pass, and whether its calls need a check
         self._checked: tuple[int, bool] = (-1, False)
         self.layers = self._chosen()
+        self._separate = separate and self._is_plain
+        self._compares = gradients and self._separate
         self._tries = Tries(model, (self._separate, gradients, frozenset(self.layers), frozenset(without)))
         # parameters of the recorded layers by name, and transposed weights; set by a check
         self._of_layers: dict[str, Tensor] = {}
@@ -354,12 +354,13 @@ class Capture:
         if not torch.is_grad_enabled() or self.is_paused or _is_recomputation() \
                 or torch._C._functorch.maybe_current_level() is not None:
             return
-        for part in tree_leaves(output):
-            if isinstance(part, Tensor) and part.requires_grad and part.ndim:
-                number = self._num_outputs
-                self._num_outputs += 1
-                self._outputs[number] = get_gradient_edge(part)
-                part.register_hook(lambda e_M, number=number: self._output_arrived(number, e_M))
+        with torch._C.DisableTorchFunction():
+            for part in tree_leaves(output):
+                if isinstance(part, Tensor) and part.requires_grad and part.ndim:
+                    number = self._num_outputs
+                    self._num_outputs += 1
+                    self._outputs[number] = get_gradient_edge(part)
+                    part.register_hook(lambda e_M, number=number: self._output_arrived(number, e_M))
 
     def _output_arrived(self, number: int, e_M: Tensor) -> None:
         if not self.is_paused and self._handles and number in self._outputs:
@@ -369,10 +370,13 @@ class Capture:
     def _keep(self, call: LayerCall, e_M: Tensor) -> None:
         self.records.append(self.record(call, e_M[None]))
 
-    def _chosen(self) -> set[str]:
-        chosen, unknown = set(), []
+    def _chosen(self) -> dict[str, nn.Module]:
+        chosen: dict[str, nn.Module] = {}
+        unknown = []
         inside: tuple[str, ...] = ()
         for name, module in self.model.named_modules():
+            # In one search, because every search of the modules takes time in every step.
+            self._is_plain = self._is_plain and "preconditioner" not in vars(module)
             own = {key: p for key, p in module.named_parameters(recurse=False) if id(p) in self._name_of}
             if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
                 raise ConfigError(f"{name or 'the model'} is compiled, and hooks do not run in "
@@ -393,7 +397,7 @@ class Capture:
                 unknown.append(f"layer {name or 'the model'} ({type(module).__name__}) has direct "
                                f"parameters ({', '.join(own)}) with an unknown forward pass; "
                                f"{self._remedy(name, own)}, or build it from torch layers.")
-            chosen.add(name)
+            chosen[name] = module
         if unknown:
             raise ConfigError(unknown)
         if not chosen:
@@ -436,10 +440,12 @@ class Capture:
             x = args[0] if args else next(iter(kwargs.values()))
             kind = kind_of(module)
             assert kind is not None
-            if output._is_view():
-                # An in-place operation on a view removes it, with its hooks, from the graph.
-                output = torch.ops.aten._unsafe_view(output, output.shape)
-            self._note(name, kind, (getattr(module, "weight", None), getattr(module, "bias", None)), x, output)
+            # The function mode for losses would observe every attribute of the tensors.
+            with torch._C.DisableTorchFunction():
+                if output._is_view():
+                    # An in-place operation on a view removes it, with its hooks, from the graph.
+                    output = torch.ops.aten._unsafe_view(output, output.shape)
+                self._note(name, kind, (getattr(module, "weight", None), getattr(module, "bias", None)), x, output)
             return output
         return hook
 
@@ -447,7 +453,8 @@ class Capture:
         """Return an affine product inside a layer that is captured as a separate layer."""
         def product(part: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             y = nn.functional.linear(x, weight, bias)
-            self._note(f"{name}.{part}".lstrip("."), Affine(), (weight, bias), x, y)
+            with torch._C.DisableTorchFunction():
+                self._note(f"{name}.{part}".lstrip("."), Affine(), (weight, bias), x, y)
             return y
         return product
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from ngsgd.curvature import losses
 from ngsgd.curvature.accumulation import Accumulation
@@ -32,7 +32,7 @@ from ngsgd.curvature.layers import (
     normalizes_over_minibatch,
     without_autocast,
 )
-from ngsgd.curvature.loss_interception import LossCalls, require_linear
+from ngsgd.curvature.loss_interception import LossCalls
 from ngsgd.curvature.quantities import SIGNALS, CollectOptions, PassResults, Quantities, finalize
 from ngsgd.curvature.records import disagreement
 from ngsgd.curvature.samples import MAX_TRIES, tries_of
@@ -52,7 +52,7 @@ def _refuse_natural_gradient(model: nn.Module) -> None:
                           "copy of the model.")
 
 
-def _require_factors(model: nn.Module, layers: set[str], quantity: str) -> None:
+def _require_factors(model: nn.Module, layers: Mapping[str, nn.Module], quantity: str) -> None:
     """Reject layers without Kronecker factors, and list those that have them."""
     without = {name: module for name, module in model.named_modules() if name in layers and not _has_factors(module)}
     if not without:
@@ -114,8 +114,8 @@ class Collection(Mapping[str, Quantities]):
                         and any(normalizes_over_minibatch(module) for module in model.modules()))
         self._capture = Capture(model, arrived=self._arrived, called=self._noted, separate=separate,
                                 gradients="gradient" in self._of_signals, **capture)
-        for name, module in model.named_modules():
-            if name in self._capture.layers and has_transposed_weight(module):
+        for name, module in self._capture.layers.items():
+            if has_transposed_weight(module):
                 raise ConfigError(f"layer {name} (Conv1D of Hugging Face) has a weight of inputs x "
                                   "outputs, whose quantities would be in another order. Replace "
                                   "it by an nn.Linear with the transposed weight, or exclude it "
@@ -141,19 +141,12 @@ class Collection(Mapping[str, Quantities]):
         self._by_node: weakref.WeakSet[LayerCall] = weakref.WeakSet()
         # those among them whose derivative has arrived
         self._expected: set[LayerCall] = set()
-        # values of losses that were not differentiated yet
-        self._losses: dict[int, Node] = {}
-        self._num_losses = 0
-        # the last backward pass whose losses were used, and these
-        self._sent = -1
-        self._terms: set[int] = set()
-        self._mode: LossCalls | None = None
+        self._mode = LossCalls(self._watch) if self._is_second_order or self._checks_reduction else None
 
     def __enter__(self) -> Collection:
         self._capture.__enter__()
         self._second_order.open()
-        if self._is_second_order or self._checks_reduction:
-            self._mode = LossCalls(self._watch)
+        if self._mode is not None:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -161,9 +154,9 @@ class Collection(Mapping[str, Quantities]):
         self._capture.close()
         self._capture.forget_listeners()
         self._second_order.close()
-        self._losses.clear()
         if self._mode is not None:
             self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+            self._mode.forget()
             self._mode = None
         if error is None:
             with torch.no_grad():
@@ -219,11 +212,8 @@ class Collection(Mapping[str, Quantities]):
                               "samples may not correspond: call backward() for the loss of each "
                               "call, or join both minibatches. If the loss compares the outputs of "
                               "both, collect on a module whose forward() makes both calls.")
-        if self._is_second_order and number != self._sent:
-            raise ConfigError("the backward pass is not of a loss whose curvature is known: inside of "
-                              "collect(), call cross-entropy, mean squared error or binary "
-                              "cross-entropy with logits of torch, or request first-order "
-                              "quantities.")
+        if self._is_second_order and self._mode is not None:
+            self._mode.require_known()
         record = self._capture.record(call, e_M[None])
         self._agree(record)
         for parameter, share in (record.shares() if self._of_gradient else {}).items():
@@ -285,36 +275,18 @@ class Collection(Mapping[str, Quantities]):
         if not self._is_second_order:
             return
         losses.require_fixed(target, settings)
-        assert value.grad_fn is not None
-        number = self._num_losses
-        self._num_losses += 1
-        self._losses[number] = value.grad_fn
+        mode = self._mode
+        assert mode is not None
+        number = mode.add(value)
         # Freed after use, because the hook lives as long as the graph.
         outputs = [output]
 
         def before_the_backward_pass(upstream: Tensor) -> None:
             if not self._capture.is_paused and self._capture.open_calls and outputs:
-                self._require_linear(number)
+                mode.require_term(number, self._capture.open_calls.values())
                 if outputs[0].requires_grad and self._needs_rows:
                     self._capture.check_output(get_gradient_edge(outputs[0]), outputs[0])
                 with without_autocast(upstream.device.type):
                     self._second_order.send(settings, kind, outputs.pop(), target, upstream, again)
 
         value.register_hook(before_the_backward_pass)
-
-    def _require_linear(self, loss: int) -> None:
-        """Check the objective of the current backward pass, once, and that a loss is a term of it.
-        """
-        number = torch._C._current_graph_task_id()
-        if number != self._sent:
-            if self._mode is None or not self._mode.roots:
-                raise ConfigError("the objective of the backward pass is unknown: call loss.backward() inside of collect().")
-            layers = {edge.node for edge in self._capture.open_calls.values()}
-            terms = require_linear(self._mode.roots, self._losses.values(), layers)
-            self._terms = {place for place, node in self._losses.items() if node in terms}
-            for place in self._terms:
-                del self._losses[place]
-            self._sent = number
-        if loss not in self._terms:
-            raise ConfigError("the input of a loss depends on another loss, so the curvature of the "
-                              "objective is not that of its losses; request first-order quantities.")

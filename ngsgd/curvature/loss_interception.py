@@ -97,7 +97,7 @@ def require_linear(roots: Iterable[Node], values: Iterable[Node], layers: set[No
     Args:
         roots: of the backward pass.
         values: of the losses.
-        layers: outputs of layers.
+        layers: nodes of layer outputs.
 
     Returns:
         The values that the objective contains.
@@ -113,9 +113,9 @@ def require_linear(roots: Iterable[Node], values: Iterable[Node], layers: set[No
             leading.add(node)
         elif node in layers:
             raise ConfigError("the objective depends on the layers not only through the losses whose "
-                              "curvature is known: it has another part, or another loss. Compute "
-                              "second-order quantities in a pass with cross-entropy, mean squared "
-                              "error or binary cross-entropy alone, or request first-order ones.")
+                              "curvature is known: it has another part, or another loss. Run a pass "
+                              "with cross-entropy, mean squared error or binary cross-entropy alone, "
+                              "or " + _WAY_OUT)
         elif not is_done and node not in seen:
             seen.add(node)
             stack.append((node, True))
@@ -124,11 +124,14 @@ def require_linear(roots: Iterable[Node], values: Iterable[Node], layers: set[No
             if not is_linear(node, leading):
                 raise ConfigError(f"the objective is not linear in the loss ({describe(node)}), so its "
                                   "curvature is not that of the loss. Call backward() for the loss, "
-                                  "a sum or a mean of losses, or detach() the factor.")
+                                  "a sum or a mean of losses, detach() the factor, or " + _WAY_OUT)
             leading.add(node)
     return leading & ends
 
 
+# what is right for every objective
+_WAY_OUT = ("request first-order quantities (of a preconditioner: fisher=\"empirical\", with num_rows= "
+            "for other losses, or products=\"hessian\" of HessianFree).")
 # by which a backward pass starts
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -136,7 +139,7 @@ _BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad
 class LossCalls(TorchFunctionMode):
     """Function mode that observes calls of torch's loss functions.
 
-    `roots` contains the tensors that the current backward pass starts at.
+    With `add` and `require_term`, it also checks the objectives of backward passes.
 
     Args:
         watch: called after a loss with a supported second derivative.
@@ -147,7 +150,62 @@ class LossCalls(TorchFunctionMode):
     def __init__(self, watch: Callable[..., None], other: Callable[[str, Tensor, Tensor], None] | None = None) -> None:
         super().__init__()
         self._watch, self._other = watch, other
-        self.roots: list[Node] = []
+        # nodes that the current backward pass starts at
+        self._roots: list[Node] = []
+        # values of losses that were not differentiated yet
+        self._losses: dict[int, Node] = {}
+        self._num_losses = 0
+        # the last backward pass whose objective was checked, and its losses
+        self._checked = -1
+        self._terms: set[int] = set()
+
+    @property
+    def is_differentiating(self) -> bool:
+        """Whether a backward pass that started inside the context is running."""
+        return bool(self._roots)
+
+    def add(self, value: Tensor) -> int:
+        """Count a loss among the known ones and return its number."""
+        assert value.grad_fn is not None
+        number = self._num_losses
+        self._num_losses += 1
+        self._losses[number] = value.grad_fn
+        return number
+
+    def require_term(self, loss: int, layers: Iterable[GradientEdge]) -> None:
+        """Check the objective of the current backward pass, once, and that a loss is a term of it.
+
+        Args:
+            loss: its number.
+            layers: outputs of the layers.
+
+        Raises:
+            ConfigError: the objective is not linear in its losses, or has other parts.
+        """
+        number = torch._C._current_graph_task_id()
+        if number != self._checked:
+            if not self._roots:
+                raise ConfigError("the objective of the backward pass is unknown: start it inside of the context, by "
+                                  "loss.backward() or torch.autograd.grad().")
+            terms = require_linear(self._roots, self._losses.values(), {edge.node for edge in layers})
+            self._terms = {place for place, node in self._losses.items() if node in terms}
+            for place in self._terms:
+                del self._losses[place]
+            self._checked = number
+        if loss not in self._terms:
+            raise ConfigError("the input of a loss depends on another loss, so the curvature of the "
+                              "objective is not that of its losses; " + _WAY_OUT)
+
+    def require_known(self) -> None:
+        """Raise ConfigError if `require_term` did not check the current backward pass."""
+        if torch._C._current_graph_task_id() != self._checked:
+            raise ConfigError("the backward pass is not of a loss whose curvature is known: inside of "
+                              "the context, call cross-entropy, mean squared error or binary "
+                              "cross-entropy with logits of torch; or " + _WAY_OUT)
+
+    def forget(self) -> None:
+        """Free the graphs of losses that were not differentiated."""
+        self._losses.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -167,8 +225,8 @@ class LossCalls(TorchFunctionMode):
         first = args[0]
         starts = [first] if isinstance(first, (Tensor, GradientEdge)) else list(first)
         nodes = [start.node if isinstance(start, GradientEdge) else start.grad_fn for start in starts]
-        before, self.roots = self.roots, [node for node in nodes if node is not None]
+        before, self._roots = self._roots, [node for node in nodes if node is not None]
         try:
             return func(*args, **kwargs)
         finally:
-            self.roots = before
+            self._roots = before

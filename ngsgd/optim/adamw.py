@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ngsgd.optim.updates import HALF, accumulator, accumulator_dtype, all_finite, as_real, laid_out_gradient, replace
+from ngsgd.optim.updates import COMPLEX, HALF, accumulator, accumulator_dtype, all_finite, as_real, laid_out_gradient, replace
 
 # Keys in `state` of a parameter. torch.optim.AdamW names the last one "step", a key that `SGD` uses
 # itself.
@@ -34,9 +34,13 @@ class Proposal(NamedTuple):
 
 def prepare_state(p: Tensor, state: dict[str, Any]) -> None:
     """Create zero moments for a parameter that has none; follow its dtype and device."""
+    average, square, number = state.get("exp_avg"), state.get("exp_avg_sq"), state.get("num_adamw_steps")
+    # The most frequent case.
+    if (average is not None and square is not None and number is not None and average.dtype == square.dtype == p.dtype
+            and average.device == square.device == number.device == p.device and p.dtype not in HALF):
+        return
     for key in MOMENTS:
         accumulator(state, key, p)
-    number = state.get("num_adamw_steps")
     if number is None:
         state["num_adamw_steps"] = torch.zeros((), dtype=torch.float32, device=p.device)
     elif number.device != p.device:
@@ -50,12 +54,12 @@ def proposals(groups: Iterable[Mapping[str, Any]], state: Mapping[Tensor, dict[s
     """
     found: list[Proposal | None] = []
     for group in groups:
-        params = [p for p in group["params"] if p.grad is not None]
         lr = _lr(group)
         is_huge = lr * group["weight_decay"] > MAX_DECAY or lr > MAX_LR
-        if not (is_huge or any(p.dtype in HALF for p in params)):
+        if not is_huge and {p.dtype for p in group["params"]}.isdisjoint(HALF):
             found.append(None)
             continue
+        params = [p for p in group["params"] if p.grad is not None]
         for p in params:
             prepare_state(p, state[p])
         values = [p.detach().to(accumulator_dtype(p), copy=True) for p in params]
@@ -86,7 +90,7 @@ def step(groups: Iterable[Mapping[str, Any]], proposed: Iterable[Proposal | None
         torch._foreach_add_(num_steps, 1)
         moments = [[state[p][key] for p in params] for key in MOMENTS]
         if proposal is None:
-            _kernel(group, [p.detach() for p in params], [laid_out_gradient(p) for p in params], moments, num_steps, found_inf)
+            _kernel(group, params, [laid_out_gradient(p) for p in params], moments, num_steps, found_inf)
         else:
             for old, new in zip([*params, *moments[0], *moments[1]], [*proposal.values, *proposal.moments[0],
                                                                     *proposal.moments[1]], strict=True):
@@ -104,7 +108,9 @@ def _kernel(group: Mapping[str, Any], values: list[Tensor], gradients: list[Tens
             num_steps: list[Tensor], found_inf: Tensor | None = None) -> None:
     """Change values and moments in place."""
     beta1, beta2 = group.get("betas", BETAS)
-    values, gradients, averages, squares = ([as_real(one) for one in tensors] for tensors in (values, gradients, *moments))
+    averages, squares = moments
+    if not {value.dtype for value in values}.isdisjoint(COMPLEX):
+        values, gradients, averages, squares = ([as_real(one) for one in tensors] for tensors in (values, gradients, *moments))
     torch._fused_adamw_(values, gradients, averages, squares, [], num_steps, amsgrad=False, lr=_lr(group), beta1=beta1,
                         beta2=beta2, weight_decay=group["weight_decay"], eps=group.get("eps", EPS), maximize=False,
                         grad_scale=None, found_inf=found_inf)

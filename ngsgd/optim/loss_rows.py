@@ -12,20 +12,25 @@ Python sees all backward passes in `torch.autograd._engine_run_backward`, which
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ngsgd.errors import ConfigError
+from ngsgd.optim import replicas
 
 # Its type stubs lack the function.
 _autograd: Any = torch.autograd
+_functions: Any = torch._C._functions
 _LEAF = "torch::autograd::AccumulateGrad"
+_AccumulateGrad: Any = _functions.AccumulateGrad
 # Losses of classes, which are in dimension 1 of their input.
 _CLASSES = {"NllLossBackward0", "NllLoss2DBackward0", "MultiMarginLossBackward0", "MultilabelMarginLossBackward0"}
 _ELEMENTWISE = {"MseLossBackward0", "BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0",
@@ -57,10 +62,11 @@ def loss_shape(outputs: Sequence[Tensor]) -> LossShape:
     """Return the number of samples of the loss with these roots."""
     if len(outputs) == 1 and (root := outputs[0].grad_fn) is not None and root.name() in _CLASSES:
         # The most frequent case, without a walk.
-        first = root.next_functions[0]
-        if first[0] is not None:
-            return LossShape(_class_rows(first))
-    known, terms = _terms([(output.grad_fn, output.output_nr) for output in outputs if output.grad_fn is not None])
+        node, index = root.next_functions[0]
+        if node is not None:
+            shape = node._input_metadata[index].shape
+            return LossShape(shape[0] if len(shape) == 2 and shape[1] else _class_rows((node, index)))
+    known, terms, is_weighted = _terms([(output.grad_fn, output.output_nr) for output in outputs if output.grad_fn is not None])
     numbers: set[int | None] = set()
     if known:
         numbers = {number for number in _joined(known) if number != 0}
@@ -68,6 +74,8 @@ def loss_shape(outputs: Sequence[Tensor]) -> LossShape:
         numbers = {number for edge in terms if (number := None if edge is None else _positions(edge)) != 0}
     if known is None:
         return LossShape(None, "the graph of the loss is too large")
+    if is_weighted and (known or terms) and not _are_of_one_minibatch([edge for _, edge in known] if known else terms):
+        return LossShape(None, "the loss is a weighted sum, or a mean, of losses of several calls of the model")
     if len(numbers) == 1 and None not in numbers:
         return LossShape(numbers.pop())
     if not numbers:
@@ -77,22 +85,24 @@ def loss_shape(outputs: Sequence[Tensor]) -> LossShape:
     return LossShape(None, f"it has terms of {', '.join(map(str, sorted(n for n in numbers if n is not None)))} samples")
 
 
-def _terms(stack: list[_Edge]) -> tuple[list[tuple[int | None, _Edge]] | None, list[_Edge | None]]:
-    """Return ((rows, input) of each known loss function, inputs of other reductions to numbers).
+def _terms(roots: list[_Edge]) -> tuple[list[tuple[int | None, _Edge]] | None, list[_Edge | None], bool]:
+    """Return ((rows, input) of each known loss function, inputs of other reductions to numbers, ...).
 
     None for an input with positions of a custom Function, whose samples it may choose; and instead
-    of the known ones if the graph is too large.
+    of the known ones if the graph is too large. The last value is whether all losses have factors.
     """
     known: list[tuple[int | None, _Edge]] = []
-    terms: list[_Edge | None] = [edge for edge in stack if _numel(edge) > 1]
-    seen = set[Any]()
+    terms: list[_Edge | None] = [edge for edge in roots if _numel(edge) > 1]
+    stack = [(edge, False) for edge in roots]
+    seen, is_weighted = set[Any](), True
     while stack and len(seen) < _MOST_NODES:
-        edge = stack.pop()
+        edge, has_factor = stack.pop()
         node = edge[0]
         if node in seen:
             continue
         seen.add(node)
         name = node.name()
+        before = len(known) + len(terms)
         if name in _CLASSES and (first := node.next_functions[0])[0] is not None:
             known.append((_class_rows(first), first))
         elif name in _ELEMENTWISE and (first := node.next_functions[0])[0] is not None and _shape(first):
@@ -112,8 +122,62 @@ def _terms(stack: list[_Edge]) -> tuple[list[tuple[int | None, _Edge]] | None, l
             if _numel(edge) == 1:
                 is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
                 terms += [None if is_custom and len(_shape(child)) > 2 else child for child in children if _numel(child) > 1]
-            stack += children
-    return None if stack else known, terms
+            has_factor = has_factor or (_numel(edge) == 1 and _is_factor(node))
+            stack += [(child, has_factor) for child in children]
+        is_weighted = is_weighted and (has_factor or len(known) + len(terms) == before)
+    return None if stack else known, terms, is_weighted
+
+
+def _is_factor(node: Any) -> bool:
+    """Return whether the operation multiplies a number: a weight, or a mean of losses."""
+    if node.name().startswith("Mean"):
+        return node.next_functions[0][0] is not None and node.next_functions[0][0].name().startswith(("Stack", "Cat"))
+    return node.name().startswith(("Mul", "Div"))
+
+
+def _are_of_one_minibatch(edges: Sequence[_Edge | None]) -> bool:
+    """Return whether losses are of the same samples: of one call of a layer, or of calls that share a layer below."""
+    heads = {head for edge in edges if edge is not None and (head := _head(edge)) is not None}
+    if len(heads) < 2:
+        return True
+    if len({parameter for _, parameter in heads}) < len(heads):
+        return False
+    graphs = [_nodes([node]) for node, _ in heads]
+    shared = set.intersection(*graphs)
+    return bool(shared) and not any(_selects_samples(node) for graph in graphs for node in graph - shared)
+
+
+def _selects_samples(node: Any) -> bool:
+    """Return whether the operation selects from dimension 0, as a mixture of experts does."""
+    if not node.name().startswith(("Index", "Masked", "Gather", *_SLICES)) or node.next_functions[0][0] is None:
+        return False
+    return _shape((node, 0))[:1] != _shape(node.next_functions[0])[:1]
+
+
+def _head(edge: _Edge) -> tuple[Any, int] | None:
+    """Return (next node with a parameter, id of the parameter); None if no node has data and one."""
+    nodes, seen = deque[Any]([edge[0]]), set[Any]()
+    while nodes and len(seen) < _MOST_OPERATIONS:
+        node = nodes.popleft()
+        children = [child for child, _ in node.next_functions if child is not None and child not in seen]
+        seen.update(children)
+        if not _is_of_weights(node):
+            parameter = next((leaf for child in children if (leaf := _leaf(child)) is not None), None)
+            if parameter is not None:
+                return node, id(parameter.variable)
+        nodes += [child for child in children if _leaf(child) is None]
+    return None
+
+
+def _nodes(roots: Sequence[Any]) -> set[Any]:
+    """Return the operations of a graph, without its leaves."""
+    stack, found = [root for root in roots if root is not None], set[Any]()
+    while stack and len(found) < _MOST_NODES:
+        node = stack.pop()
+        if node not in found and node.name() != _LEAF:
+            found.add(node)
+            stack += [child for child, _ in node.next_functions if child is not None]
+    return found
 
 
 def _joined(known: Sequence[tuple[int | None, _Edge]]) -> list[int | None]:
@@ -189,13 +253,14 @@ def _width(edge: _Edge) -> int | None:
 
 def _is_of_weights(node: Any) -> bool:
     """Return whether all inputs of a product are parameters, up to views."""
-    for child, _ in node.next_functions:
-        below = child
-        while below is not None and below.name() != _LEAF and len(below.next_functions) == 1:
-            below = below.next_functions[0][0]
-        if below is None or below.name() != _LEAF:
-            return False
-    return True
+    return all(_leaf(child) is not None for child, _ in node.next_functions)
+
+
+def _leaf(node: Any) -> Any:
+    """Return the node of a parameter of which the node is a function of one input, such as a view; None if it is none."""
+    while node is not None and node.name() != _LEAF and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return node if node is not None and node.name() == _LEAF else None
 
 
 def _class_rows(edge: _Edge) -> int:
@@ -221,20 +286,42 @@ def _numel(edge: _Edge) -> int:
     return math.prod(_shape(edge))
 
 
-class _Pending(NamedTuple):
-    """Rows in the gradient of a parameter, and the state of the gradient after the last pass."""
+class _Gradient(NamedTuple):
+    """The gradient of a parameter after the last pass that ended in it."""
 
     parameter: Tensor
-    shape: LossShape
     address: int
     version: int
+
+
+@dataclass
+class _Minibatch:
+    """Passes of the same samples, and the ids of the parameters next to their losses."""
+
+    shape: LossShape
+    parameters: set[int]
+    # numbers of the passes with retained graphs
+    passes: set[int]
+
+
+class _Pass(NamedTuple):
+    """A backward pass."""
+
+    outputs: Sequence[Tensor]
+    shape: LossShape
+    # parameters that get gradients; empty: all
+    inputs: Sequence[Tensor]
+    # number if the graph is retained, which a later pass may share; 0 otherwise
+    number: int
 
 
 class LossRows:
     """Counts the samples of the mean losses whose gradients are in the `grad` of parameters.
 
-    Passes whose gradients were cleared do not count. Passes from one layer are added, as
-    accumulation needs; losses of several heads are of the same samples.
+    Passes whose gradients were cleared do not count. Passes that end in one layer are added, as
+    accumulation needs. Passes through a retained graph are of the same samples, as those of several
+    heads. Others that end in different layers may be of the same samples or not: the number is not
+    known.
 
     Args:
         context: LayerContext of the optimizer.
@@ -242,15 +329,18 @@ class LossRows:
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        self._pending: dict[int, _Pending] = {}
+        self._minibatches: list[_Minibatch] = []
+        self._gradients: dict[int, _Gradient] = {}
+        # by id: all parameters, and those whose steps depend on the number of samples
         self.parameters: dict[int, Tensor] = {}
-        # Whether parameters take plain steps, whose layers do not report their passes.
-        self.has_plain = False
+        self.scaled: dict[int, Tensor] = {}
+        replicas.observe()
         _observe(self)
 
     def clear(self) -> None:
         """Forget all passes, as after a step."""
-        self._pending = {}
+        if self._minibatches:
+            self._minibatches, self._gradients = [], {}
 
     def number(self) -> int:
         """Return the number of samples since the last step.
@@ -258,72 +348,116 @@ class LossRows:
         Raises:
             ConfigError: it is not known.
         """
-        shapes = [pending.shape for pending in self._pending.values()]
-        numbers = {shape.num_rows for shape in shapes if shape.num_rows is not None}
-        reason = next((shape.reason for shape in shapes if shape.num_rows is None), "")
-        if not shapes:
-            reason = "no backward pass of a loss was seen since the last step"
-        elif len(numbers) > 1 and not reason:
-            reason = f"losses have {', '.join(map(str, sorted(numbers)))} samples"
+        total, reason = 0, "" if self._minibatches else "no backward pass of a loss was seen since the last step"
+        for one in self._minibatches:
+            reason = reason or one.shape.reason
+            total += one.shape.num_rows or 0
         if reason:
             raise ConfigError(f"NGSGD cannot find the number of samples of the mean loss: {reason}. Give it as "
                               "optimizer.step(num_samples=...), or sum the loss and give loss_reduction=\"sum\".")
-        return max(1, numbers.pop())
+        return max(1, total)
 
     def before_pass(self) -> int:
         """Drop passes whose gradients were cleared; return how many passes layers have had."""
-        if self._pending:
-            self._pending = {key: one for key, one in self._pending.items() if not _is_cleared(one)}
+        if self._gradients:
+            self._gradients = {key: one for key, one in self._gradients.items() if not _is_cleared(one)}
+            for one in self._minibatches:
+                one.parameters &= self._gradients.keys()
+            self._minibatches = [one for one in self._minibatches if one.parameters]
         return int(self._context.num_passes)
 
-    def after_pass(self, num_passes: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor],
-                   shape: LossShape) -> None:
-        """Count a pass that has added to gradients of the optimizer."""
-        has_reached = self._context.num_passes != num_passes
-        if not (has_reached or self.has_plain):
-            return
-        allowed = {id(p) for p in inputs} if inputs else None
-        parameter = self._nearest(outputs, allowed)
-        if parameter is None or parameter.grad is None:
-            return
-        before = self._pending.get(id(parameter))
-        if before is not None and shape.num_rows is not None:
-            old = before.shape.num_rows
-            shape = before.shape if old is None else LossShape(old + shape.num_rows)
-        address = 0 if parameter.grad.is_sparse else parameter.grad.data_ptr()
-        self._pending[id(parameter)] = _Pending(parameter, shape, address, parameter.grad._version)
+    def after_pass(self, num_passes: int, done: _Pass) -> Any:
+        """Count a pass that has added to gradients of the optimizer; return the operation next to the loss."""
+        parameter, user = self._nearest(done, self._context.num_passes != num_passes)
+        if parameter is None or (grad := parameter.grad) is None:
+            return None
+        if self._minibatches:
+            self._add(id(parameter), user, done)
+        else:
+            self._minibatches.append(_Minibatch(done.shape, {id(parameter)}, {done.number} if done.number else set()))
+        self._gradients[id(parameter)] = _Gradient(parameter, 0 if grad.is_sparse else grad.data_ptr(), grad._version)
+        return user
 
-    def _nearest(self, outputs: Sequence[Tensor], allowed: set[int] | None) -> Tensor | None:
-        """Return the parameter of the optimizer next to the loss.
+    def _add(self, parameter: int, user: Any, done: _Pass) -> None:
+        """Count a pass after others."""
+        shape, passes = done.shape, {done.number} if done.number else set[int]()
+        marks = _marks(done.outputs) if any(one.passes for one in self._minibatches) else set[int]()
+        shared = [one for one in self._minibatches if not marks.isdisjoint(one.passes)]
+        if shared:
+            same = shared[0]
+            is_known = len(shared) == 1 and (parameter not in same.parameters
+                                             or not same.passes.isdisjoint(user.metadata.get(_HEAD, ()) if user else ()))
+            if not is_known:
+                shape = LossShape(None, "backward passes through one graph have losses of several calls of the model")
+            elif shape.num_rows != same.shape.num_rows and not (shape.reason or same.shape.reason):
+                shape = LossShape(None, f"losses have {same.shape.num_rows} and {shape.num_rows} samples")
+            same.shape = same.shape if same.shape.reason else shape
+            same.parameters.add(parameter)
+            same.passes |= passes
+            return
+        if any(parameter not in one.parameters for one in self._minibatches):
+            shape = LossShape(None, "backward passes end in different layers, and their samples may be the same or not")
+        last = self._minibatches[-1]
+        if shape.reason or passes or last.passes or last.shape.reason:
+            self._minibatches.append(_Minibatch(shape, {parameter}, passes))
+        else:
+            # No later pass can share their graphs.
+            last.shape = LossShape((last.shape.num_rows or 0) + (shape.num_rows or 0))
+
+    def _nearest(self, done: _Pass, has_reached: bool) -> tuple[Tensor | None, Any]:
+        """Return (the parameter of the optimizer next to the loss, the operation that uses it).
 
         Reentrant checkpoints hide their layers; the last of them stands for these.
         """
-        nodes = deque[Any](output.grad_fn for output in outputs if output.grad_fn is not None)
+        # A pass may have reached AdamW layers alone.
+        parameters = self.parameters if has_reached else self.scaled
+        if not parameters:
+            return None, None
+        allowed = {id(p) for p in done.inputs} if done.inputs else None
+        nodes = [output.grad_fn for output in done.outputs if output.grad_fn is not None]
         seen, hides_layers = set[Any](), False
-        while nodes:
-            node = nodes.popleft()
-            hides_layers = hides_layers or node.name().startswith("CheckpointFunction")
+        # The list grows in the loop: breadth first.
+        for node in nodes:
             for child, _ in node.next_functions:
                 if child is None or child in seen:
                     continue
                 seen.add(child)
-                if child.name() == _LEAF:
-                    p = self.parameters.get(id(child.variable))
-                    if p is not None and p.numel() and (allowed is None or id(p) in allowed):
-                        return p
-                else:
+                if type(child) is not _AccumulateGrad:
                     nodes.append(child)
-        hidden: Tensor | None = self._context.last_weight
-        return hidden if hides_layers else None
+                elif ((p := parameters.get(id(child.variable))) is not None and p.numel()
+                      and (allowed is None or id(p) in allowed)):
+                    return p, node
+            if node.name().startswith("CheckpointFunction"):
+                hides_layers = True
+        return (self._context.last_weight if hides_layers and has_reached else None), None
 
 
-def _is_cleared(pending: _Pending) -> bool:
-    grad = pending.parameter.grad
+# Keys of marks in the metadata of operations: the last pass through them, and the passes whose next parameter they use.
+_PASS, _HEAD = "ngsgd.pass", "ngsgd.head"
+_numbers = itertools.count(1)
+
+
+def _mark(done: _Pass, users: Sequence[Any]) -> None:
+    """Note the pass in the operations of its graph."""
+    for node in _nodes([output.grad_fn for output in done.outputs]):
+        node.metadata[_PASS] = done.number
+    for user in users:
+        if user is not None:
+            user.metadata[_HEAD] = {*user.metadata.get(_HEAD, ()), done.number}
+
+
+def _marks(outputs: Sequence[Tensor]) -> set[int]:
+    """Return the numbers of the passes that have gone through operations of the graph."""
+    return {node.metadata[_PASS] for node in _nodes([output.grad_fn for output in outputs]) if _PASS in node.metadata}
+
+
+def _is_cleared(gradient: _Gradient) -> bool:
+    grad = gradient.parameter.grad
     if grad is None:
         return True
     if grad.is_sparse:
         return not grad._nnz()
-    if grad.data_ptr() == pending.address and grad._version == pending.version:
+    if grad.data_ptr() == gradient.address and grad._version == gradient.version:
         return False
     # Clipping and unscaling change gradients, too. Rare, because it may wait for the device.
     return not bool(grad.any())
@@ -345,13 +479,14 @@ def _reported(original: Any) -> Any:
         # Passes inside of a pass belong to reentrant checkpoints.
         if not _observers or not kwargs.get("accumulate_grad") or torch._C._current_graph_task_id() != -1:
             return original(outputs, *args, **kwargs)
-        live = [rows for one in _observers if (rows := one()) is not None]
-        before = [rows.before_pass() for rows in live]
+        before = [(rows, rows.before_pass()) for one in _observers if (rows := one()) is not None]
         shape = loss_shape(outputs)
         result = original(outputs, *args, **kwargs)
-        inputs = args[3] if len(args) > 3 else ()
-        for rows, num_passes in zip(live, before, strict=True):
-            rows.after_pass(num_passes, outputs, inputs, shape)
+        keeps = len(args) > 2 and (args[1] or args[2])
+        done = _Pass(outputs, shape, args[3] if len(args) > 3 else (), next(_numbers) if keeps else 0)
+        users = [rows.after_pass(num_passes, done) for rows, num_passes in before]
+        if done.number:
+            _mark(done, users)
         return result
 
     run._is_of_ngsgd = True  # type: ignore[attr-defined]

@@ -114,7 +114,7 @@ class NaturalMuon(NGSGD):
         if scale != 1.0:
             raise ConfigError("NaturalMuon does not support backstitch, because its steps have a "
                               "fixed length; use NGSGD.")
-        matrices = [(index, [p for p in group["params"] if _is_matrix(p) and p.grad is not None])
+        matrices = [(index, [p for p in group["params"] if p.grad is not None and p.ndim > 1 and _is_matrix(p)])
                     for index, group in enumerate(self.param_groups) if group["rule"] == "natural"]
         chosen = [(index, params) for index, params in matrices if params]
         return _StepInputs([index for index, _ in chosen], [params for _, params in chosen],
@@ -123,7 +123,7 @@ class NaturalMuon(NGSGD):
     def _adamw_groups(self) -> list[dict[str, Any]]:
         matrices = [{**group, "params": [p for p in group["params"] if _is_matrix(p)]} for group in super()._adamw_groups()]
         # Biases and scales do not decay.
-        vectors = [{**group, "params": [p for p in group["params"] if not _is_matrix(p)], "weight_decay": 0.0}
+        vectors = [{**group, "params": [p for p in group["params"] if p.ndim <= 1 or not _is_matrix(p)], "weight_decay": 0.0}
                    for group in self.param_groups]
         return [*matrices, *vectors]
 
@@ -149,17 +149,18 @@ class NaturalMuon(NGSGD):
         proposed = {p: _decayed(p, direction, group) for group, p, direction in steps if _may_overflow(p, group)}
         if proposed:
             is_finite = is_finite & updates.all_finite(list(proposed.values())).to(is_finite.device)
+        is_skipped = ~is_finite
         for group, p, direction in steps:
             lr = group["lr"] * group["lr_factor"]
-            if p in proposed:
-                updates.replace(p, proposed[p], ~is_finite)
+            if proposed and p in proposed:
+                updates.replace(p, proposed[p], is_skipped)
             else:
                 # A skipped minibatch must not decay the weights.
                 p.mul_(1.0 - lr * group["weight_decay"] * is_finite)
-                p.sub_(direction.masked_fill_(~is_finite, 0.0), alpha=lr)
-            self.state[p]["velocity"].masked_fill_(~is_finite, 0.0)
-        self._count_without_limits(~is_finite)
-        return (~is_finite).to(torch.float32)
+                p.sub_(direction.masked_fill_(is_skipped, 0.0), alpha=lr)
+            self.state[p]["velocity"].masked_fill_(is_skipped, 0.0)
+        self._count_without_limits(is_skipped)
+        return is_skipped.to(torch.float32)
 
     def _direction(self, group: dict[str, Any], p: Tensor, gradient: Tensor) -> Tensor:
         """Return the direction, O x I, that a step with learning rate 1 subtracts."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ngsgd.arguments import checks_arguments
 from ngsgd.errors import ArgumentError, ConfigError, OptimizerStateError
 from ngsgd.ops.max_change import row_product_factor
+from ngsgd.optim import replicas
 from ngsgd.optim.layers import (
     FisherSettings,
     LayerContext,
@@ -180,7 +181,6 @@ class NGSGD(SGD):
         }
         self.fallbacks = self._set_fallback_rule()
         self._prepare_state()
-        self._watch_parameters()
         if self.fallbacks:
             rule = {"adamw": "AdamW", "sgd": "plain SGD"}[self.fallback]
             _log.info("%s, without natural gradient, for: %s", rule, ", ".join(self.fallbacks))
@@ -207,13 +207,13 @@ class NGSGD(SGD):
             self._attach(self._model)
             self.fallbacks = self._set_fallback_rule()
             self._prepare_state()
-            self._watch_parameters()
 
     def _watch_parameters(self) -> None:
         """Count backward passes that reach a parameter of this optimizer."""
         if self._loss_rows is not None:
             self._loss_rows.parameters = {id(p): p for group in self.param_groups for p in group["params"]}
-            self._loss_rows.has_plain = any(group["rule"] == "sgd" for group in self.param_groups)
+            # AdamW steps do not depend on the number of samples.
+            self._loss_rows.scaled = {id(p): p for group in self.param_groups if group["rule"] != "adamw" for p in group["params"]}
 
     def _num_samples(self, given: float | None) -> float:
         """Return the number of samples of a mean loss; under DDP its mean over the ranks.
@@ -222,13 +222,15 @@ class NGSGD(SGD):
             ConfigError: it was not given and is not known, on this or on another rank.
         """
         assert self._loss_rows is not None
-        has_gradients = any(p.grad is not None for group in self.param_groups if group["rule"] != "adamw" for p in group["params"])
         number, failure = float(given or 1), None
-        if not given and has_gradients:
+        if not given and any(p.grad is not None for p in self._loss_rows.scaled.values()):
             try:
                 number = float(self._loss_rows.number())
             except ConfigError as error:
                 number, failure = math.nan, error
+        if self._context.ddp is None and not self._context.num_passes:
+            # No layer with natural gradient has noted it.
+            self._context.ddp = replicas.module_around(self._loss_rows.scaled)
         if self._context.ddp is not None:
             (number,) = mean_over_ranks(self._context, torch.tensor([number], dtype=torch.float64)).tolist()
         if failure is not None:
@@ -444,6 +446,7 @@ class NGSGD(SGD):
         # No layer is attached yet.
         if "_detach" not in self.__dict__:
             return
+        self._watch_parameters()
         for name, weight, _ in self._estimates():
             self.state[weight].update({f"{_path(name)}/{key}": None for key in ("W", "d", "rho", "t")})
 

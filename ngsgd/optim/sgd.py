@@ -296,9 +296,12 @@ class SGD(torch.optim.Optimizer):
         moving = self._moving(scale, num_samples)
         # AdamW steps once per minibatch, also with backstitch.
         adamw_groups = self._adamw_groups()
-        proposed = adamw.proposals(adamw_groups, self.state)
-        is_finite = updates.gradients_are_finite(p for group in adamw_groups for p in group["params"])
-        if (are_finite := adamw.are_finite(proposed)) is not None:
+        proposed: list[adamw.Proposal | None] = []
+        is_finite: Tensor | None = None
+        if adamw_groups:
+            proposed = adamw.proposals(adamw_groups, self.state)
+            is_finite = updates.gradients_are_finite([p for group in adamw_groups for p in group["params"]])
+        if any(proposed) and (are_finite := adamw.are_finite(proposed)) is not None:
             is_finite = are_finite if is_finite is None else is_finite & are_finite.to(is_finite.device)
         if moving.indices:
             is_skipped = self._step_with_limits(moving, scale, is_finite)
@@ -313,7 +316,8 @@ class SGD(torch.optim.Optimizer):
             reason = f"the gradient of {', '.join(bad)} is not finite" if bad else "the step would make parameters infinite"
             raise DivergenceError(f"{reason}; lower the learning rate or skip such minibatches with on_nonfinite=\"skip\".")
         if scale > 0.0:
-            adamw.step(adamw_groups, proposed, self.state, is_skipped)
+            if adamw_groups:
+                adamw.step(adamw_groups, proposed, self.state, is_skipped)
             self._constrain(self.param_groups[index] for index in moving.indices)
 
     def _next_step_key(self) -> Hashable | None:
@@ -364,7 +368,9 @@ class SGD(torch.optim.Optimizer):
         factors_C = limits.factors_C if own_C is None else limits.factors_C * own_C
         # The fused step subtracts.
         steps_C = factors_C * self._constant(norms_C, *(-rate for rate in moving.rates))
-        limits, proposed = self._checked(moving, limits, steps_C)
+        proposed: dict[Tensor, Tensor] = {}
+        if not (self.max_param_change and moving.dtypes <= updates.FUSED):
+            limits, proposed = self._checked(moving, limits, steps_C)
         # No host synchronization: the kernel has no effect if this is not 0.
         found_inf = torch.ne(limits.total, limits.total,
                              out=torch.empty((), dtype=torch.float32, device=norms_C.device))
@@ -430,7 +436,7 @@ class SGD(torch.optim.Optimizer):
                     rates.append(-lr * relative)
                 params.append(with_gradient)
         dtypes = {p.dtype for own in params for p in own}
-        if any(dtype.is_complex for dtype in dtypes):
+        if not dtypes.isdisjoint(updates.COMPLEX):
             params = [[updates.as_real(p.detach()) for p in own] for own in params]
             directions = [[updates.as_real(direction) for direction in own] for own in directions]
             dtypes = {p.dtype for own in params for p in own}
@@ -453,9 +459,9 @@ class SGD(torch.optim.Optimizer):
 
         With momentum, the velocity itself.
         """
-        gradient, dtype = updates.dense_gradient(p), updates.accumulator_dtype(p)
+        gradient = updates.dense_gradient(p)
         if not momentum:
-            return torch.add(gradient.to(dtype) * -lr, p, alpha=-decay)
+            return torch.add(gradient.to(updates.accumulator_dtype(p)) * -lr, p, alpha=-decay)
         velocity = updates.accumulator(self.state[p], "velocity", p)
         velocity.mul_(momentum).add_(gradient, alpha=-lr)
         return velocity.add_(p, alpha=-decay) if decay else velocity

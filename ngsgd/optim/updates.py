@@ -17,6 +17,7 @@ from torch import Tensor
 HALF = (torch.float16, torch.bfloat16)
 # The fused kernel of SGD updates these on all devices.
 FUSED = frozenset((torch.float32, torch.float64))
+COMPLEX = frozenset((torch.complex64, torch.complex128))
 DTYPES = (*HALF, torch.float32, torch.float64, torch.complex64, torch.complex128)
 # Parameters stay finite under 1e8 steps of this fraction of the largest number.
 _LARGEST_STEP = 1e-8
@@ -33,6 +34,9 @@ def accumulator(state: dict[str, Any], key: str, p: Tensor) -> Tensor:
     It follows the parameter to another dtype and device, as after `model.double()`.
     """
     found: Tensor | None = state.get(key)
+    # The most frequent case.
+    if found is not None and found.dtype == p.dtype and found.device == p.device and p.dtype not in HALF:
+        return found
     dtype = accumulator_dtype(p)
     if found is None:
         found = state[key] = torch.zeros_like(p, dtype=dtype)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -42,6 +43,8 @@ from ngsgd.user_warnings import has_grown, warn
 
 # Fraction of parameters with plain gradient that triggers a warning.
 _MUCH = 0.3
+# Attributes of a parameter that estimates depend on.
+_DECISIVE = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class Preconditioner:
@@ -144,8 +147,8 @@ class Preconditioner:
         device = require_parameters(model, type(self).__name__).device
         self.generator = torch.Generator(device).manual_seed(self.options.seed)
         # What estimates depend on, of each parameter; `_follow` notices a change.
+        self._parameters: dict[str, nn.Parameter] = {}
         self._seen_parameters: list[tuple[Any, ...]] = []
-        self._known_parameters: list[nn.Parameter] = []
         self._follow(dict(model.named_parameters()))
         # Set if DistributedDataParallel averages the gradients.
         self._is_replicated = False
@@ -163,11 +166,11 @@ class Preconditioner:
 
     def _follow_known(self) -> None:
         """Run `_follow` if a known parameter has changed; a search for new ones takes too long."""
-        if [(p.shape, p.dtype, p.device, p.requires_grad) for p in self._known_parameters] != \
-                [seen[1:] for seen in self._seen_parameters] and self._follow(dict(self.model.named_parameters())):
+        if list(map(_DECISIVE, self._parameters.values())) != self._seen_parameters \
+                and self._follow(dict(self.model.named_parameters())):
             self._last = dict.fromkeys(self._last)
 
-    def _follow(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+    def _follow(self, parameters: dict[str, nn.Parameter]) -> bool:
         """Adapt the estimates if parameters were replaced, converted, moved, frozen or unfrozen.
 
         Estimates follow the dtype and device of their parameter. Those of another shape start
@@ -176,28 +179,31 @@ class Preconditioner:
         Returns:
             Whether parameters have no estimate now, and need a curvature update.
         """
-        seen = [(name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in parameters.items()]
-        if seen == self._seen_parameters:
+        seen = list(map(_DECISIVE, parameters.values()))
+        if seen == self._seen_parameters and parameters.keys() == self._parameters.keys():
+            # Others of the same shapes, perhaps.
+            self._parameters = parameters
             return False
         refuse_sharded(self.model, type(self).__name__)
         self._skipped = skipped_parameters(self.model, self.options.skip)
         require_supported(self.model, self._skipped, type(self).__name__)
-        before, self._seen_parameters = self._seen_parameters, seen
-        self._known_parameters = list(parameters.values())
+        before = [(name, *one) for name, one in zip(self._parameters, self._seen_parameters, strict=True)]
+        self._parameters, self._seen_parameters = parameters, seen
         self._find_layers()
         if not before:
             return False
         device = next(iter(parameters.values())).device
         if device != self.generator.device:
             self.generator = torch.Generator(device).manual_seed(self.options.seed)
+        now = [(name, *one) for name, one in zip(parameters, seen, strict=True)]
         layers_differ = [(name, shape, is_trained) for name, shape, *_, is_trained in before] \
-            != [(name, shape, is_trained) for name, shape, *_, is_trained in seen]
+            != [(name, shape, is_trained) for name, shape, *_, is_trained in now]
         dropped = [name for name in {*self.statistics, *self.inverses, *self.weights}
                    if (self.is_joint and layers_differ) or not self._adapted(name, parameters.get(name))]
         for name in dropped:
             self.forget(name)
         trained = {name for name, *_, is_trained in before if is_trained}
-        return bool(dropped) or any(name not in trained for name, *_, is_trained in seen if is_trained)
+        return bool(dropped) or any(name not in trained for name, *_, is_trained in now if is_trained)
 
     def _find_layers(self) -> None:
         """Read the layers of the model."""

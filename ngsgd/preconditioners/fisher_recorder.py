@@ -142,6 +142,7 @@ class FisherRecorder:
         self._is_open = bool(self._capture.open_calls)
         self._capture.close()
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._mode.forget()
         # A failed pass must not contribute to the minibatch of the next one.
         if error is not None:
             known, self._pass, self._total_weight, self._num_rows, self._num_noted, self._others = self._before
@@ -205,10 +206,12 @@ class FisherRecorder:
     def _noted(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor,
                again: Callable[[Tensor], Tensor]) -> None:
         if value.requires_grad and not self._capture.is_paused:
+            number = None
             if self._fisher != "empirical":
                 losses.require_fixed(target, settings)
+                number = self._mode.add(value)
             self._num_noted += 1
-            value.register_hook(lambda upstream: self._differentiated(settings, kind, output, target, upstream))
+            value.register_hook(lambda upstream: self._differentiated(number, settings, kind, output, target, upstream))
 
     def _noted_other(self, name: str, output: Tensor, value: Tensor) -> None:
         edge = get_gradient_edge(output)
@@ -221,10 +224,13 @@ class FisherRecorder:
         if not self._capture.is_paused and not self._given_now:
             value.register_hook(differentiated)
 
-    def _differentiated(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor,
-                        upstream: Tensor) -> None:
+    def _differentiated(self, number: int | None, settings: dict[str, Any], kind: type[nn.Module], output: Tensor,
+                        target: Tensor, upstream: Tensor) -> None:
         if self._capture.is_paused or not self._capture.open_calls:
             return
+        # The curvature of a function of a loss is not that of the loss; its gradients are.
+        if number is not None:
+            self._mode.require_term(number, self._capture.open_calls.values())
         with torch.no_grad(), without_autocast(output.device.type):
             self._begin(output, target)
             if self._given_now:
@@ -315,6 +321,8 @@ class FisherRecorder:
             task = torch._C._current_graph_task_id()
             self._group(task, call.forward)
             self._records[(task, call.forward), 0].append(self._capture.record(call, e_M[None]))
+        elif not self._others:
+            self._mode.require_known()
 
 
 def _reached(outputs: list[GradientEdge],

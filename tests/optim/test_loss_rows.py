@@ -53,6 +53,22 @@ class TwoHeads(nn.Module):
         return self.left(h), self.right(h)
 
 
+class Experts(nn.Module):
+    """Two experts after a trunk."""
+
+    def __init__(self, last: type[nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        self.trunk, self.experts = nn.Linear(5, 8), nn.ModuleList([last(8, 3), last(8, 3)])
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        return self.experts[expert](self.trunk(x).tanh())
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.trunk(x).tanh()
+        is_first = torch.arange(len(x)) % 2 == 0
+        return self.experts[0](h[is_first]), self.experts[1](h[~is_first])
+
+
 def affine(last: type[nn.Linear] = nn.Linear) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), last(8, 3))
 
@@ -155,6 +171,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss, int]] = {
     "a penalty on activations": (Sequence, lambda m: ce(m(FRAMES).mean(1), Y) + m.layers[0](FRAMES).abs().mean(), NUM),
     "two calls": (affine, lambda m: ce(m(X), Y) + ce(m(X + 1), Y), NUM),
     "two heads": (TwoHeads, lambda m: sum(ce(one, Y) for one in m(X)), NUM),
+    "a mean of two heads": (TwoHeads, lambda m: torch.stack([ce(one, Y) for one in m(X)]).mean(), NUM),
+    "weights of two losses": (affine, lambda m: sum(0.3 * of(one) for one in [m(X)] for of in (lambda o: ce(o, Y), focal)), NUM),
+    "a weighted loss of another call": (affine, lambda m: ce(m(X), Y) + 0.1 * ce(m(X + 1), Y), NUM),
+    "a weighted penalty": (affine, lambda m: 0.5 * (m(X) - T).square().mean() + 1e-3 * m[0].weight.square().sum(), NUM),
     "frames one by one": (Sequence, lambda m: sum(ce(one, Y) for one in m(FRAMES).unbind(1)), NUM),
     "samples one by one": (affine, lambda m: sum(ce(m_x[i:i + 1], Y[i:i + 1]) for m_x in [m(X)] for i in range(NUM)) / NUM, NUM),
     "parts of a minibatch": (affine, lambda m: sum(ce(one, y) for one, y in zip(m(X).split(4), Y.split(4), strict=True)) / 4, NUM),
@@ -267,6 +287,58 @@ def test_losses_of_two_heads_in_two_passes_are_those_of_one() -> None:
     assert_counts(TwoHeads, run, NUM)
 
 
+def test_passes_of_two_heads_of_several_minibatches_are_added() -> None:
+    def run(model: nn.Module, optimizer: NGSGD) -> None:
+        for _ in range(3):
+            left, right = model(X)
+            ce(left, Y).backward(retain_graph=True)
+            ce(right, Y).backward()
+    assert_counts(TwoHeads, run, 3 * NUM)
+
+
+def test_two_losses_of_the_same_outputs_in_two_passes_are_those_of_one() -> None:
+    def run(model: nn.Module, optimizer: NGSGD) -> None:
+        for _ in range(2):
+            output = model(X)
+            ce(output, Y).backward(retain_graph=True)
+            functional.mse_loss(output, T).backward()
+    assert_counts(lambda: affine(Head), run, 2 * NUM)
+
+
+def replica_loss(model: nn.Module) -> Any:
+    """A loss of functions of the parameters, as in the replicas of DataParallel."""
+    parameters = {name: p * 1.0 for name, p in model.named_parameters()}
+    return ce(torch.func.functional_call(model, parameters, (X,)), Y)
+
+
+# passes with plain gradients
+PLAIN: dict[str, Callable[[nn.Module], object]] = {
+    "create_graph": lambda model: ce(model(X), Y).backward(create_graph=True),
+    "replicas": lambda model: replica_loss(model).backward(),
+}
+
+
+@pytest.mark.entry("F14")
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("case", PLAIN)
+def test_passes_with_plain_gradients_count(case: str) -> None:
+    assert_counts(affine, lambda model, optimizer: PLAIN[case](model), NUM)
+
+
+def test_passes_of_adamw_layers_alone_do_not_count() -> None:
+    torch.manual_seed(0)
+    models = [affine(Head), affine(Head)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, num_samples in zip(models, (None, NUM), strict=True):
+        optimizer = NGSGD(model, 1e-3, loss_reduction="mean", fallback="adamw")
+        before = model[0].weight.detach().clone()
+        ce(model(X), Y).backward()
+        ce(model[2](data(7, 8)), Y[:7]).backward()
+        optimizer.step(num_samples=num_samples)
+        assert not torch.equal(model[0].weight, before)
+    assert all(torch.equal(p, q) for p, q in zip(*(model.parameters() for model in models), strict=True))
+
+
 def test_a_closure_counts_its_last_pass() -> None:
     torch.manual_seed(0)
     models = [affine(), affine()]
@@ -334,6 +406,15 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object]]
     "an own loss of positions": (Sequence, lambda m: doubled(m(FRAMES)).backward()),
     "means of unknown dimensions": (lambda: nn.LSTM(5, 3),
                                     lambda m: m(FRAMES)[0].unfold(1, 4, 4).sum(-1).square().mean().backward()),
+    "passes that end in different experts": (Experts, lambda m: [(ce(m(X, i), Y) / 2).backward() for i in range(2)]),
+    "passes that end in other experts": (lambda: Experts(Head), lambda m: [ce(m(X, i), Y).backward(retain_graph=True)
+                                                                          for i in range(2)]),
+    "a mean of two experts": (Experts, lambda m: (sum(ce(m(X, i), Y) for i in range(2)) / 2).backward()),
+    "a mean of experts with half of the samples": (
+        Experts, lambda m: torch.stack([ce(one, Y[:8]) for one in m.halves(X)]).mean().backward()),
+    "a mean of two calls": (affine, lambda m: ((ce(m(X), Y) + ce(m(X + 1), Y)) / 2).backward()),
+    "weights of two calls": (
+        affine, lambda m: (0.5 * (m(X) - T).square().mean() + 0.5 * (m(X + 1) - T).square().mean()).backward()),
     "gradients that were set": (affine, lambda m: all_of(m, lambda p: setattr(p, "grad", torch.ones_like(p)))),
 }
 

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from ngsgd.curvature import losses
 from ngsgd.curvature.layers import without_autocast
-from ngsgd.curvature.loss_interception import LossCalls
+from ngsgd.curvature.loss_interception import LossCalls, require_linear
 from ngsgd.curvature.products.block import expanded
 from ngsgd.curvature.samples import has_reentrant_checkpoint
 from ngsgd.errors import ConfigError
@@ -36,6 +38,9 @@ class LossWeight:
     def __init__(self) -> None:
         self.views: list[losses.LossEvaluation] = []
         self._mode = LossCalls(self._noted)
+        # Whether objectives must be linear in the losses, and depend on these outputs through them.
+        self._is_gauss_newton = False
+        self._layers: list[GradientEdge] = []
 
     def __enter__(self) -> LossWeight:
         self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -43,6 +48,7 @@ class LossWeight:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._mode.forget()
 
     @property
     def total(self) -> float:
@@ -53,16 +59,27 @@ class LossWeight:
     def _noted(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor,
                again: Callable[[Tensor], Tensor]) -> None:
         if value.requires_grad:
-            value.register_hook(lambda upstream: self._differentiated(settings, kind, output, target, upstream))
+            number = self._mode.add(value)
+            value.register_hook(lambda upstream: self._differentiated(number, settings, kind, output, target, upstream))
 
-    def _differentiated(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor,
-                        upstream: Tensor) -> None:
+    def _differentiated(self, number: int, settings: dict[str, Any], kind: type[nn.Module], output: Tensor,
+                        target: Tensor, upstream: Tensor) -> None:
+        # Products of a function of a loss differentiate the loss again.
+        if not self._mode.is_differentiating:
+            return
+        if self._is_gauss_newton:
+            self._mode.require_term(number, self._layers)
         with torch.no_grad(), without_autocast(output.device.type):
             self.views.append(losses.evaluation(settings, kind, output, target, upstream))
 
 
 class FullModelProducts(LossWeight):
     """Curvature products of one minibatch; call `differentiate` instead of `loss.backward()`.
+
+    Args:
+        model: the module.
+        gauss_newton: whether `ggn` is needed; objectives that are not linear in supported losses
+            are then refused by ConfigError.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
@@ -72,8 +89,10 @@ class FullModelProducts(LossWeight):
         {'weight': tensor([[18.]])}
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, gauss_newton: bool = False) -> None:
         super().__init__()
+        self._is_gauss_newton = gauss_newton
+        self._handles: list[RemovableHandle] = []
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._model = model
         # of each pass, by parameter
@@ -84,12 +103,21 @@ class FullModelProducts(LossWeight):
         # New for each of several passes.
         self._expanded = expanded(self._model)
         self._expanded.__enter__()
+        if self._is_gauss_newton:
+            self._handles = [module.register_forward_hook(self._ran) for module in self._model.modules()
+                             if module is self._model or module._parameters]
         super().__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         super().__exit__(kind, error, trace)
+        for handle in self._handles:
+            handle.remove()
+        self._layers.clear()
         self._expanded.__exit__(kind, error, trace)
+
+    def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._layers.extend(get_gradient_edge(part) for part in tree_leaves(output) if isinstance(part, Tensor) and part.requires_grad)
 
     @property
     def is_differentiated(self) -> bool:
@@ -98,11 +126,13 @@ class FullModelProducts(LossWeight):
 
     def differentiate(self, loss: Tensor) -> None:
         """Add the gradient to `.grad`, as `backward()` does, and keep its graph."""
-        parameters = tuple(self.parameters.values())
+        parameters, num_known = tuple(self.parameters.values()), len(self.views)
         gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
         # If nothing before such a checkpoint has parameters, torch returns None for those inside.
         if any(g is None for g in gradients) and has_reentrant_checkpoint(loss):
             raise ConfigError(f"this method {REENTRANT}")
+        if self._is_gauss_newton and len(self.views) == num_known and loss.grad_fn is not None:
+            require_linear([loss.grad_fn], (), {edge.node for edge in self._layers})
         for p, g in zip(parameters, gradients, strict=True):
             if g is not None:
                 p.grad = g.detach().clone() if p.grad is None else p.grad + g.detach()

@@ -82,6 +82,7 @@ class HessianFree(SecondOrderMethod):
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
         self.num_products = 0     # products so far
+        self._is_gauss_newton = self.options.products == "ggn"
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         return {"statistics.direction": self._shape(name)}

@@ -33,6 +33,8 @@ class SecondOrderMethod(Preconditioner):
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self.minibatch: FullModelProducts | None = None
+        # Whether `product` is called with "ggn".
+        self._is_gauss_newton = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "minibatch": None}
@@ -43,7 +45,7 @@ class SecondOrderMethod(Preconditioner):
             yield
             return
         # Several passes before a step are one minibatch.
-        self.minibatch = self.minibatch or FullModelProducts(self.model)
+        self.minibatch = self.minibatch or FullModelProducts(self.model, gauss_newton=self._is_gauss_newton)
         with self.minibatch, twice_differentiable():
             yield
 

@@ -100,10 +100,9 @@ class Adam(Preconditioner):
         """Do nothing; `apply` updates the moments."""
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        parameters = dict(self.model.named_parameters())
         found = dict(grads)
         for name in self.finite(grads):
-            found[name] = self.parameter_direction(name, grads[name], parameters[name])
+            found[name] = self.parameter_direction(name, grads[name], self._parameters[name])
             self.weights[name] = 1.0
         return found
 

@@ -113,6 +113,40 @@ def test_replicas_with_unequal_rows_stay_equal(tmp_path: Path) -> None:
     on_two_ranks(_with_unequal_ranks, tmp_path)
 
 
+class _Head(nn.Linear):
+    """A subclass, which has no natural gradient."""
+
+
+def _without_natural_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(_Head(10, 16), nn.Tanh(), _Head(16, 3))
+
+
+# models of which no layer takes natural-gradient steps
+PLAIN: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.optim.Optimizer]]] = {
+    "fallback": (_without_natural_layers, lambda model: NGSGD(model, 0.01, loss_reduction="mean", fallback="sgd")),
+    "rule": (network, lambda model: NGSGD(model, 0.01, loss_reduction="mean", layer_options={"*": {"rule": "sgd"}})),
+}
+
+
+def _with_unequal_plain_ranks(rank: int) -> None:
+    for build, make in PLAIN.values():
+        for order in ORDERS:
+            model = build()
+            start = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            wrapped, optimizer = _wrapped(model, make, order)
+            assert not optimizer.preconditioned
+            for x, y in minibatches(8)[rank::2]:
+                num = 16 - 7 * rank
+                train(wrapped, optimizer, [(x[:num], y[:num])])
+            assert float((_assert_equal_on_ranks(model) - start).norm()) > 1e-3
+
+
+@pytest.mark.entry("F10")
+def test_replicas_without_natural_layers_stay_equal(tmp_path: Path) -> None:
+    on_two_ranks(_with_unequal_plain_ranks, tmp_path)
+
+
 def _with_samples_of_ranks(rank: int) -> None:
     results = []
     for given in (None, 12):
