@@ -167,6 +167,7 @@ HOST_ONLY = (
     "averaging.shares_of",
     "compression",
     "devices",
+    "tensors",
     "packed_gemm",
     "second_derivatives",
     "gemm.rows_of",

@@ -351,6 +351,8 @@ class Worker:
         start_of = part_of_initial_parameters(job.start, self.layout)
         deltas = measure(sent, is_move, start_of, self.layout, pieces, limits)
         reason = not_finite(sent, self.layout, pieces)
+        if not reason and activity.num_skipped >= sums.num_batches > 0:
+            reason = f"all {sums.num_batches} of its steps were skipped, since gradients or new parameters were not finite"
         own, encoded = end if job.keep_own else None, None
         exact: Exact = ()
         if job.start.codec is not None:

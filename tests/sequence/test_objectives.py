@@ -110,7 +110,7 @@ def test_gradients_are_differences_of_posteriors() -> None:
     """mmi: k (label - posterior), the posterior by enumeration; independent of automatic
     differentiation.
     """
-    config = ObjectiveConfig(kind="mmi", acoustic_scale=0.7)
+    config = ObjectiveConfig(kind="mmi", acoustic_scale=0.7, ce_weight=0.0)
     y_NP, pdf_N, log_weight_B = problem()
     SequenceObjective(config, denominator(), dtype=torch.float64)(y_NP, pdf_N, LENGTHS, log_weight_B).backward()
     log_softmax = y_NP.detach().log_softmax(dim=1).numpy()
@@ -130,7 +130,7 @@ def test_a_sequence_without_a_path_counts_and_moves_nothing(kind: Any) -> None:
     # paths of one frame alone
     graph = StateGraph(one.graph.pdf_S, np.array([0]), np.array([1]), np.zeros(1), initial, np.zeros(4))
     blocked = Denominator(graph, one.log_prior_P, PHONES, SILENCE)
-    objective = SequenceObjective(ObjectiveConfig(kind=kind, output_l2=0.0), blocked)
+    objective = SequenceObjective(ObjectiveConfig(kind=kind, ce_weight=0.0, output_l2=0.0), blocked)
     y_NP = torch.randn(4, P, requires_grad=True)
     pdf_N = torch.full((4,), int(one.graph.pdf_S[1]))
     loss = objective(y_NP, pdf_N, (1, 3), torch.tensor([0.0, -math.inf], dtype=torch.float64))

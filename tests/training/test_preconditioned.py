@@ -46,6 +46,8 @@ def preconditioned(kind: Any, num_jobs: int = 4, **options: Any) -> RunConfig:
                                           num_jobs_initial=num_jobs, num_jobs_final=num_jobs))
 
 
+# with the library's min_rms ScaledAdam warns of an output layer of zeros
+@pytest.mark.filterwarnings("ignore:ScaledAdam")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", METHODS)
 def test_four_jobs_learn_with_every_method_and_hand_its_curvature_on(kind: Any, tmp_path: Path) -> None:
@@ -74,7 +76,7 @@ def test_kept_and_averaged_curvature_survive_a_resume_and_change_the_run(kind: A
 @pytest.mark.parametrize("averaging", ["reset", "keep", "average"])
 def test_a_run_of_scaled_adam_and_eden_learns_and_resumes_bitwise_identically(averaging: str, tmp_path: Path) -> None:
     settings = preconditioned("scaled_adam", 2, curvature_state=averaging, min_rms=0.05)
-    schedule = replace(settings.schedule, lr_schedule="eden", lr_initial=0.02, lr_final=0.0003, warm_up=0.2)
+    schedule = replace(settings.schedule, lr_schedule="eden", lr_initial=0.02, lr_final=0.002, warm_up=0.2)
     settings = replace(settings, schedule=schedule)
     assert not check(settings) and not [setting for setting in unused(settings) if setting.is_set]
     whole = undisturbed(settings)

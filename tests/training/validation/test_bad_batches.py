@@ -48,6 +48,8 @@ def _parameters(run: Any) -> list[Any]:
     return [value.numpy() for value in run.model.state_dict().values()]
 
 
+# the run reports what the optimizer warns of
+@pytest.mark.filterwarnings("ignore:SGD")
 @pytest.mark.parametrize("kind", [pytest.param("input", marks=pytest.mark.slow), "loss"])
 def test_bad_examples_are_named_and_nothing_else_is_lost(kind: str, tmp_path: Path) -> None:
     run = train(tmp_path, kind)
@@ -65,12 +67,16 @@ def test_bad_examples_are_named_and_nothing_else_is_lost(kind: str, tmp_path: Pa
     assert answer.bad_examples.keys() == _NAMES
 
 
+# the run reports what the optimizer warns of
+@pytest.mark.filterwarnings("ignore:SGD")
 @pytest.mark.slow
 def test_an_infinite_gradient_names_the_minibatch(tmp_path: Path) -> None:
     found = bad_examples(read_events(train(tmp_path, "gradient").folder.events))
     assert found.keys() >= _NAMES and all("gradient" in reason for reason in found.values())
 
 
+# the run reports what the optimizer warns of
+@pytest.mark.filterwarnings("ignore:SGD")
 @pytest.mark.slow
 def test_examples_in_quarantine_are_read_no_more(tmp_path: Path) -> None:
     run = train(tmp_path, "input", "quarantine", num_epochs=4)
@@ -109,6 +115,8 @@ class StopAfter:
         return False
 
 
+# the run reports what the optimizer warns of
+@pytest.mark.filterwarnings("ignore:SGD")
 @pytest.mark.slow
 def test_a_resumed_run_keeps_the_quarantine(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", "input", "quarantine", num_epochs=4)
