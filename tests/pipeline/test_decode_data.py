@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ngsgd.asr.bundle import Bundle
+from ngsgd.asr.decode.scoring import NOTHING
 from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.launcher.cli import main
@@ -86,7 +87,7 @@ def test_other_words_and_language_models_change_what_is_recognized(model: Path, 
     only = tmp_path / "words"
     only.write_text("YES\n")
     result = decode(model, DecodeRequest(data / "test", Vocabulary(words=only)))
-    assert {hyp for row in result.rows for _, hyp in row.pairs} <= {"YES", "***"}
+    assert {hyp for row in result.rows for _, hyp in row.pairs} <= {"YES", NOTHING}
     assert result.unknown.num_unknown == sum(ref == "NO" for row in result.rows for ref, _ in row.pairs)
     # NO is as good as impossible
     biased = arpa(tmp_path / "biased.arpa", -90.0, -0.2)
@@ -106,7 +107,7 @@ def test_a_grammar_excludes_language_models(model: Path, data: Path, tmp_path: P
     rules = tmp_path / "g.jsgf"
     rules.write_text("<answer> = YES NO YES;")
     result = decode(model, DecodeRequest(data / "test", Vocabulary(grammar=rules)))
-    assert all([hyp for _, hyp in row.pairs if hyp != "***"] in (["YES", "NO", "YES"], []) for row in result.rows)
+    assert all([hyp for _, hyp in row.pairs if hyp != NOTHING] in (["YES", "NO", "YES"], []) for row in result.rows)
     with pytest.raises(ConfigError):
         decode(model, DecodeRequest(data / "test", Vocabulary(grammar=rules), rescore_lm=arpa(tmp_path / "a", -1.0, -1.0)))
 

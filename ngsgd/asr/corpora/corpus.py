@@ -40,7 +40,7 @@ from ngsgd.asr.corpora.fsdd import recordings, source, synthetic
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
 from ngsgd.asr.features import augment, cmvn, filterbank, noise
 from ngsgd.asr.features.noise import FisherSample
-from ngsgd.asr.kaldi_io import tables
+from ngsgd.asr.kaldi_io import lines
 from ngsgd.asr.lang import graphs, homophones, ngram, ngram_mixture
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
@@ -259,7 +259,7 @@ def _ngrams(corpus: Corpus, data: DataConfig) -> tuple[ngram.NgramModel, str]:
     of_transcripts = f"{len(corpus.train.texts)} training transcripts"
     if not data.lm_text:
         return estimate(corpus.train.texts), of_transcripts
-    texts = [tuple(line.split()) for _, line in tables.read_lines(Path(data.lm_text).expanduser())]
+    texts = [tuple(line.split()) for _, line in lines.read(Path(data.lm_text).expanduser())]
     model, of_text = estimate(texts), f"{len(texts)} lines of {data.lm_text}"
     if not data.lm_mix:
         return model, of_text

@@ -24,8 +24,8 @@ from ngsgd.asr.corpora.shards import assembly, computing
 from ngsgd.asr.corpora.shards import plan as shards
 from ngsgd.asr.corpora.shards.plan import Part, Shard
 from ngsgd.asr.features import augment, cmvn
-from ngsgd.asr.kaldi_io import tables
-from ngsgd.asr.lang import graphs, lexicon
+from ngsgd.asr.kaldi_io import lines
+from ngsgd.asr.lang import arpa, graphs, lexicon
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
@@ -57,12 +57,12 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
         num_processes: number of processes. Default: one per core.
     """
     source = locate(data)
-    topology = lexicon.read(lexicon.locate(data.lexicon, source), data.num_silence_states)
-    arpa = ""
-    if data.lm:
-        arpa = "\n".join(line for _, line in tables.read_lines(Path(data.lm).expanduser())) + "\n"
+    topology = lexicon.read(lexicon.locate(data.lexicon, source), data.num_silence_states, report)
+    text = arpa.read(Path(data.lm).expanduser(), topology.words, report) if data.lm else ""
     graph = _given_graph(Path(data.graph).expanduser()) if data.graph else None
-    language = Language(topology, arpa=arpa, given=graph)
+    if graph:
+        lexicon.require_shared(topology.words, set(graph.words), f"words.txt of {data.graph}", report)
+    language = Language(topology, arpa=text, given=graph)
     listed = read_sets(data, feature_config)
     listed["added"] = added.read(data)
     listed = {name: _with_known_words(utterances, data, language.topology, source)
@@ -202,12 +202,13 @@ def _given_graph(folder: Path) -> GivenGraph:
                         "folder with HCLG.fst, words.txt and final.mdl or tid2pdf (lines "
                         "\"transition-id pdf\").")
     numbers = {}
-    for where, line in tables.read_lines(folder / "words.txt"):
+    for where, line in lines.read(folder / "words.txt"):
         try:
             word, number = line.split()
-            numbers[int(number)] = word
+            if numbers.setdefault(lines.as_int(number), word) != word:
+                raise ValueError
         except ValueError as error:
-            raise DataError(f"{where}: {line[:40]!r} is not a word and a number; use words.txt of "
+            raise DataError(f"{where}: {line[:40]!r} is not a word and a number of its own; use words.txt of "
                             "Kaldi.") from error
     if not numbers or min(numbers) < 0 or max(numbers) > _MAX_GAP * len(numbers):
         raise DataError(f"{folder / 'words.txt'} does not number {len(numbers)} words from 0; use "

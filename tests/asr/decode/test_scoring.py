@@ -50,8 +50,8 @@ def test_per_utterance_file_shows_reference_over_hypothesis(tmp_path: Path) -> N
     assert lines[2].startswith("utt-1 %WER")
     ref, hyp = (line.split()[1:] for line in lines[3:5])
     assert len(ref) == len(hyp)
-    assert [word for word in ref if word != scoring.NOTHING] == ["one", "seven"]
-    assert [word for word in hyp if word != scoring.NOTHING] == ["one", "two", "six"]
+    assert [word for word in ref if word != "***"] == ["one", "seven"]
+    assert [word for word in hyp if word != "***"] == ["one", "two", "six"]
     assert [path.name for path in tmp_path.iterdir()] == ["per_utt.txt"]
 
 
