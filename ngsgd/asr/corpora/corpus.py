@@ -52,7 +52,7 @@ from ngsgd.errors import DataError
 from ngsgd.phase import Phase
 
 # increase it if the same settings would give other data, so that old caches are not reused
-RECIPE_VERSION = 3
+RECIPE_VERSION = 4
 # of a generated corpus, whose labels are known, to align added speech
 _MINUTES_FOR_ALIGNMENT = 20.0
 
@@ -166,6 +166,7 @@ def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
     """Prepare the corpus in the folder, with intermediate results in the folder `work`."""
     sets, language = _MAKERS[data.corpus](data, feature_config, changes, work, report)
     added.check_names(data, sets["train"])
+    _check_not_silent(sets["train"])
     if feature_config.cmvn == "online" and data.corpus not in _SHARDED:
         all_speech = cmvn.statistics(sets["train"].frames.features_TD)
         sets = {name: speech_set.normalized_online(speech, all_speech) for name, speech in sets.items()}
@@ -174,6 +175,17 @@ def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
                f"utterances, {speech.num_words} words, {len(set(speech.speakers))} voices")
     report(Phase("storing the prepared corpus"))
     cache.store(folder, sets, language, made_from=key)
+
+
+def _check_not_silent(train: SpeechSet) -> None:
+    """Raise DataError if no feature of the training set varies."""
+    first_D = None
+    for block_TD in mapped.blocks(train.frames.features_TD):
+        first_D = block_TD[0].copy() if first_D is None else first_D
+        if (block_TD != first_D).any():
+            return
+    raise DataError("all training audio is silent: no feature of its frames varies; check the recordings, and that "
+                    "they have been converted with their sound.")
 
 
 def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_root: Path,

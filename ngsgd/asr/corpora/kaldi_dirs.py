@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tempfile
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ngsgd import files
-from ngsgd.asr.corpora import added, alignments, data_dir, manifests
+from ngsgd.asr.corpora import added, alignments, copies, data_dir, manifests
 from ngsgd.asr.corpora.data_dir import UtteranceEntry
 from ngsgd.asr.corpora.held_out import hold_out
 from ngsgd.asr.corpora.shards import assembly, computing
@@ -30,7 +29,6 @@ from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
-from ngsgd.data.columns import Index
 from ngsgd.errors import DataError
 from ngsgd.phase import Phase
 
@@ -67,17 +65,23 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
     listed["added"] = added.read(data)
     listed = {name: _with_known_words(utterances, data, language.topology, source)
               for name, utterances in listed.items()}
-    _check_disjoint(listed)
+    copies.check_disjoint(listed)
+    for name in ("train", "added"):
+        copies.check_unchanged(listed[name], changes)
     folders = {"train": source / "train", "valid": source / (_valid_folder(source) or "train"),
                "test": source / "test"}
     if "valid" not in listed:
-        listed["train"], listed["valid"] = hold_out(listed["train"], share=data.valid_fraction)
+        every = listed["train"]
+        listed["train"], listed["valid"] = hold_out(every, share=data.valid_fraction)
+        if num_omitted := len(every) - len(listed["train"]) - len(listed["valid"]):
+            report(f"train: {num_omitted} utterances are omitted, because their names are those of copies of "
+                   "held-out utterances")
     parts = {name: [Part(name, listed[name], folder=folder)] for name, folder in folders.items()}
     parts["train"] = [replace(parts["train"][0], changes=changes)]
     if listed["added"]:
-        copies = changes.num_copies * data.added_copies
+        num_copies = changes.num_copies * data.added_copies
         parts["train"].append(Part("train-added", listed["added"],
-                                   replace(changes, num_copies=copies)))
+                                   replace(changes, num_copies=num_copies)))
     if changes.changes_audio:
         augment.check(changes, feature_config.sample_rate_hz)
     sharded = {name: [(part, shards.shards(part, feature_config)) for part in parts[name]]
@@ -175,22 +179,6 @@ def _with_known_words(utterances: Sequence[UtteranceEntry], data: DataConfig, to
         data_dir.check_words(utterances,
                              dict.fromkeys(word for one in utterances for word in one.words), path)
     return utterances
-
-
-def _check_disjoint(listed: Mapping[str, Sequence[UtteranceEntry]]) -> None:
-    every = list(listed.values())
-    begins = np.cumsum([0, *map(len, every)])
-
-    def at(number: int) -> UtteranceEntry:
-        of_set = int(np.searchsorted(begins, number, "right")) - 1
-        return every[of_set][number - int(begins[of_set])]
-
-    hashes = array("q", (hash(one.utt_id) for utterances in every for one in utterances))
-    if twice := Index(hashes, lambda number: at(number).utt_id).duplicate():
-        first, second = map(at, twice)
-        raise DataError(f"{second.where}: {second.utt_id} is also in another set "
-                        f"({first.where}); give every utterance a unique name, or "
-                        "remove it from one of them.")
 
 
 def _given_graph(folder: Path) -> GivenGraph:
