@@ -26,6 +26,8 @@ from ngsgd.errors import DataError
 
 _MAX_BYTES = 1 << 24
 _MAX_STATES = 1_000_000
+# states of the deterministic form of a grammar with N: _MAX_GROWTH * N + _SMALL; the time is quadratic in them
+_MAX_GROWTH, _SMALL = 10, 20_000
 _TOO_LARGE = "is too large, or repeats alternatives of the same words with other probabilities; make it smaller."
 # maximum nesting of groups and rules
 _MAX_DEPTH = 200
@@ -65,9 +67,11 @@ class Grammar:
         end = expansion.add(_Node("rule", self.start), 0, ())
         kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")
         fst = kaldifst.compile("\n".join([*expansion.lines, f"{end} 0", ""]))
-        # alternatives of equal words under * and + can have no deterministic form
-        if kaldifst.determinize_star(fst, max_states=_MAX_STATES):
-            raise DataError(f"the grammar {self.path} {_TOO_LARGE}")
+        try:
+            # alternatives of equal words under * and + can have no deterministic form
+            kaldifst.determinize_star(fst, max_states=_MAX_GROWTH * expansion.num_states + _SMALL)
+        except RuntimeError as error:
+            raise DataError(f"the grammar {self.path} {_TOO_LARGE}") from error
         return fst
 
 

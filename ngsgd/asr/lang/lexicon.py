@@ -123,17 +123,18 @@ def alike(word: str, known: Iterable[str]) -> str:
 
     Two words can differ in composed characters, in characters that show nothing, or in case.
     """
-    twin = next((one for one in known if one != word and _folded(one) == _folded(word)), None)
+    folded = unicodedata.normalize("NFKC", _visible(word)).casefold()
+    twin = next((one for one in known if one != word
+                 and unicodedata.normalize("NFKC", _visible(one)).casefold() == folded), None)
     if twin is None:
         return ""
-    if word.casefold() == twin.casefold() or word.isascii() or twin.isascii():
+    if _visible(word) != _visible(twin):
         return f" ({twin} is, in other letters)"
     return f" ({_code_points(word)}; {_code_points(twin)} looks the same)"
 
 
-def _folded(word: str) -> str:
-    visible = "".join(char for char in word if unicodedata.category(char) != "Cf")
-    return unicodedata.normalize("NFKC", visible).casefold()
+def _visible(word: str) -> str:
+    return unicodedata.normalize("NFC", "".join(char for char in word if unicodedata.category(char) != "Cf"))
 
 
 def _code_points(word: str) -> str:
