@@ -173,8 +173,8 @@ def write_operations(path: Path, rows: Iterable[UtteranceErrors]) -> None:
     lines = []
     for kind in ("correct", "substitution", "insertion", "deletion"):
         mine = [(pair, count) for pair, count in found.items() if _operation(pair) == kind]
-        lines += [f"{kind:12} {_shown(ref):15} {_shown(hyp):15} {count:8}"
-                  for (ref, hyp), count in sorted(mine, key=lambda one: (-one[1], *map(_shown, one[0])))]
+        lines += [f"{kind:12} {word_form(ref):15} {word_form(hyp):15} {count:8}"
+                  for (ref, hyp), count in sorted(mine, key=lambda one: (-one[1], *map(word_form, one[0])))]
     files.write_text(path, "\n".join([*lines, ""]))
 
 
@@ -203,21 +203,21 @@ def _score_utterance(ref: list[str], hyp: list[str], utt_id: str) -> UtteranceEr
 
 
 def _aligned(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    shown = [(_shown(ref), _shown(hyp)) for ref, hyp in pairs]
-    widths = [max(map(len, pair)) for pair in shown]
-    return [" ".join([title, *(pair[side].ljust(width) for pair, width in zip(shown, widths, strict=True))]).rstrip()
+    forms = [(word_form(ref), word_form(hyp)) for ref, hyp in pairs]
+    widths = [max(map(len, pair)) for pair in forms]
+    return [" ".join([title, *(pair[side].ljust(width) for pair, width in zip(forms, widths, strict=True))]).rstrip()
             for side, title in enumerate(("ref", "hyp"))]
 
 
-def _shown(word: str) -> str:
-    """The form of a word, or of none, in files."""
+def word_form(word: str) -> str:
+    """Return the form of a word, or of `NOTHING`, in files and reports."""
     if not word:
         return _SHOWN
     return f"\\{word}" if word.lstrip("\\") == _SHOWN else word
 
 
-def _word(shown: str) -> str:
+def _word(form: str) -> str:
     """The word of a form in files."""
-    if shown == _SHOWN:
+    if form == _SHOWN:
         return NOTHING
-    return shown[1:] if shown.startswith("\\") and shown.lstrip("\\") == _SHOWN else shown
+    return form[1:] if form.startswith("\\") and form.lstrip("\\") == _SHOWN else form
