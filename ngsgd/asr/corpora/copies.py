@@ -1,4 +1,8 @@
-"""Names of augmented copies: of ngsgd (sp0.9-, cp1-, vc3x0.9124-), Kaldi (rvb1_, -noise) and lhotse (_sp0.9, _vp2.0)."""
+"""Augmented copies of utterances by their names.
+
+Forms: of ngsgd sp0.9-NAME, cp1-NAME, vc3x0.9124-NAME; of Kaldi rvb1_NAME, NAME-noise; of lhotse
+NAME_sp0.9, NAME_vp2.0.
+"""
 
 from __future__ import annotations
 
@@ -87,6 +91,6 @@ def check_unchanged(listed: Sequence[UtteranceEntry], changes: AugmentConfig) ->
     for option, pattern in _OWN.items():
         found = next((one for one in listed if pattern.search(one.utt_id)), None) if is_used[option] else None
         if found:
-            raise DataError(f"{found.where}: {found.utt_id} is by its name a copy already, and augment.{option} would change "
-                            "it again; remove the copies from the tables, or train without augmentation (with "
-                            "data.labels=one_step, since data.labels=ladder has augment.speed=all).")
+            raise DataError(f"{found.where}: {found.utt_id} is a copy by its name, and augment.{option} would change it "
+                            "again; remove such copies from the tables, or set data.labels=one_step and no "
+                            "augmentation (data.labels=ladder has augment.speed=all).")

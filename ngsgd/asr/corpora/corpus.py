@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from ngsgd import shared_work
 from ngsgd.asr import speech_set
-from ngsgd.asr.corpora import added, alignments, an4, cache, kaldi_dirs, yesno
+from ngsgd.asr.corpora import added, alignments, an4, cache, copies, kaldi_dirs, yesno
 from ngsgd.asr.corpora.digits import labels, synthesis, utterances
 from ngsgd.asr.corpora.fsdd import recordings, source, synthetic
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
@@ -339,6 +339,7 @@ def _added(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConf
     """Return the added utterances of a generated corpus: aligned and noisy, or to be aligned."""
     listed = added.read(data)
     added.check_words(listed, topology, data.corpus)
+    copies.check_unchanged(listed, changes)
     given = alignments.read(Path(data.alignment)) if data.alignment and listed else None
     return added.utterances(listed, data, feature_config, changes, mix=_noise_of(data), labels=given,
                             num_pdfs=topology.num_pdfs, silence_pdfs=topology.silence_pdfs)

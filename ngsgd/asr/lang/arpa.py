@@ -195,7 +195,9 @@ class Reader:
             self.unigrams.add(words[0])
         self._found[order] += 1
         self._hashes.append(hash(words))
-        return Gram(words, fields[0], fields[order + 1] if len(fields) > order + 1 else "")
+        # the longest n-grams are no histories
+        has_weight = len(fields) > order + 1 and order < max(self._counts)
+        return Gram(words, fields[0], fields[order + 1] if has_weight else "")
 
     def _error(self, where: str, reason: str) -> DataError:
         return DataError(f"{where}: {reason}; use a complete model in ARPA format.")
