@@ -281,8 +281,8 @@ class _Rescorer:
     def difference(self, history: Sequence[str], word: str | None) -> float:
         """Cost under the new model minus that under the old one; word None is the end."""
         # a shorter history reaches the beginning
-        context = history if len(history) >= self.order - 1 else (ngram.BEGIN, *history)
-        then = ngram.END if word is None else word
+        context = history if len(history) >= self.order - 1 else (arpa.BEGIN, *history)
+        then = arpa.END if word is None else word
         old = self.old.cost(context, then) if self.old else self.loop_cost * (word is not None)
         return self.new.cost(context, then) - old
 

@@ -1,4 +1,4 @@
-"""Damaged and hostile language models, grammars and graphs: a graph or one error from every option, and no signal."""
+"""Hostile language models, grammars and graphs: a graph or one error, and no signal."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _rescoring(path: Path) -> str:
 
 
 def _bundle(path: Path) -> str:
-    """A model file may have any text as its language model; that of training has passed the reader of files."""
+    """A model file may have any text as its language model."""
     text = path.read_bytes().decode("utf-8-sig")
     return str(graphs.build(Language(TOPOLOGY, text), silence_prob=0.2).fst.to_str(show_weight_one=True)) + str(ngram.parse(text))
 

@@ -10,6 +10,7 @@ from ngsgd.asr.corpora import added, data_dir
 from ngsgd.asr.corpora.data_dir import UtteranceEntry
 from ngsgd.asr.kaldi_io.tables import Entry
 from ngsgd.asr.lang import lexicon, vocabulary
+from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.errors import DataError, NgsgdWarning
@@ -35,7 +36,7 @@ def read(path: Path, text: str) -> tuple[Topology, list[str]]:
 
 
 @pytest.mark.entry("Sp2", "give a dictionary with probabilities (lexiconp.txt, MFA) or comments (cmudict)", "works",
-                   "one line says that probabilities are not used; comments are skipped; numbers in some lines are a `DataError`")
+                   "probabilities are not used, as one line reports; comments are skipped; numbers in some lines are a `DataError`")
 @pytest.mark.parametrize("form", WITH_NUMBERS)
 def test_columns_of_numbers_are_dropped_with_a_line(form: str, tmp_path: Path) -> None:
     plain, nothing = read(tmp_path / "plain", PLAIN)
@@ -95,7 +96,7 @@ def test_words_that_look_the_same_are_named_by_their_code_points(word: str, know
     (tmp_path / "words").write_text(f"{word}\n")
     for check in (lambda: data_dir.check_words([one], topology.lexicon, Path("lexicon.txt")),
                   lambda: added.check_words([one], topology, "digits"),
-                  lambda: vocabulary.of_model(vocabulary.Language(topology), Vocabulary(words=tmp_path / "words"))):
+                  lambda: vocabulary.of_model(Language(topology), Vocabulary(words=tmp_path / "words"))):
         with pytest.raises(DataError) as caught:
             check()
         for char in {*word, *known}:

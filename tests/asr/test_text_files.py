@@ -1,4 +1,4 @@
-"""Every text file of speech data, with every odd character at every place: read right, or one error with file and line."""
+"""Every text file of speech data with every odd character at every place: right, or one error."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def _recordings(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """A text file: a valid text, its reader, its other files, and the line that gets an odd character (the last)."""
+    """A text file: a valid text, its reader, its other files, and the line for odd characters."""
 
     name: str
     text: str
     read: Callable[[Path], object]
-    prepare: Callable[[Path], None] = lambda folder: None
+    prepare: Callable[[Path], object] = lambda folder: None
     line: int = -1
 
 
@@ -101,7 +101,7 @@ REGISTRY = [
     Table("words.txt", "<eps> 0\nNO 1\nYES 2\n", _words_txt, _graph_files),
     Table("tid2pdf", "1 0\n2 1\n", lambda folder: alignments.read_tid2pdf(folder / "tid2pdf")),
     Table("pdfs.txt", "0 SIL 0\n1 N 0\n", lambda folder: alignments.read(folder / "ali").pdf_names,
-          lambda folder: (folder / "ali").write_text("u1 0 1\n") and None),
+          lambda folder: (folder / "ali").write_text("u1 0 1\n")),
     Table("ali", "u1 0 1 1\nu2 0 0 1\n", lambda folder: {key: value.tolist() for key, value in
                                                       alignments.read(folder / "ali").pdf_T.items()}),
     Table("recordings.jsonl", "".join(f'{{"id": "r{n}", "sources": [{{"type": "file", "source": "a.wav"}}]}}\n' for n in (1, 2)),
@@ -109,7 +109,7 @@ REGISTRY = [
     Table("supervisions.jsonl", "".join(f'{{"id": "u{n}", "recording_id": "r1", "start": 0, "duration": 1, "text": "NO NO"}}\n'
                                        for n in (1, 2)), _manifests,
           lambda folder: (folder / "recordings.jsonl").write_text(
-              '{"id": "r1", "sources": [{"type": "file", "source": "a.wav"}]}\n') and None),
+              '{"id": "r1", "sources": [{"type": "file", "source": "a.wav"}]}\n')),
 ]
 # words with a joiner between letters
 PERSIAN, MALAYALAM = "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645", "\u0d15\u0d4d\u200d\u0d37"
@@ -187,7 +187,7 @@ def _check_odd(table: Table, folder: Path, char: str, place: str) -> None:
 
 
 def _shown(found: object) -> str:
-    """As text: fields of a .scp and lines of a model keep their separators, and places have the number of the line."""
+    """As text, without separators and numbers of lines."""
     return re.sub(r"(?:\\t|\\n|\s)+", " ", re.sub(r"where='[^']*'", "", str(found)))
 
 

@@ -292,7 +292,7 @@ def read_tid2pdf(path: Path) -> tuple[int, ...]:
     """Read transition id - 1 -> pdf from lines "transition-id pdf", or from a model (.mdl)."""
     if path.suffix == ".mdl":
         return TransitionModel.read(path).tid2pdf
-    pairs = {}
+    pairs: dict[int, int] = {}
     for where, line in lines.read(path):
         try:
             tid, pdf = map(lines.as_int, line.split())

@@ -91,6 +91,5 @@ def check_unchanged(listed: Sequence[UtteranceEntry], changes: AugmentConfig) ->
     for option, pattern in _OWN.items():
         found = next((one for one in listed if pattern.search(one.utt_id)), None) if is_used[option] else None
         if found:
-            raise DataError(f"{found.where}: {found.utt_id} is a copy by its name, and augment.{option} would change it "
-                            "again; remove such copies from the tables, or set data.labels=one_step and no "
-                            "augmentation (data.labels=ladder has augment.speed=all).")
+            raise DataError(f"{found.where}: {found.utt_id} is a copy, and augment.{option} would change it again; "
+                            "remove the copies, or set data.labels=one_step (data.labels=ladder has augment.speed=all).")

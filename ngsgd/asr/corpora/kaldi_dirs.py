@@ -189,14 +189,14 @@ def _given_graph(folder: Path) -> GivenGraph:
         raise DataError(f"data.graph is {folder}, which lacks {', '.join(missing)}; set it to a "
                         "folder with HCLG.fst, words.txt and final.mdl or tid2pdf (lines "
                         "\"transition-id pdf\").")
-    numbers = {}
+    numbers: dict[int, str] = {}
     for where, line in lines.read(folder / "words.txt"):
         try:
             word, number = line.split()
             if numbers.setdefault(lines.as_int(number), word) != word:
                 raise ValueError
         except ValueError as error:
-            raise DataError(f"{where}: {line[:40]!r} is not a word and a number of its own; use words.txt of "
+            raise DataError(f"{where}: {line[:40]!r} is not a word with a unique number; use words.txt of "
                             "Kaldi.") from error
     if not numbers or min(numbers) < 0 or max(numbers) > _MAX_GAP * len(numbers):
         raise DataError(f"{folder / 'words.txt'} does not number {len(numbers)} words from 0; use "

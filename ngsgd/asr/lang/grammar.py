@@ -26,7 +26,7 @@ from ngsgd.errors import DataError
 
 _MAX_BYTES = 1 << 24
 _MAX_STATES = 1_000_000
-# states of the deterministic form of a grammar with N: _MAX_GROWTH * N + _SMALL; the time is quadratic in them
+# limit of the deterministic form of N states: _MAX_GROWTH * N + _SMALL; the time is quadratic
 _MAX_GROWTH, _SMALL = 10, 10_000
 _TOO_LARGE = "is too large, or repeats alternatives of the same words with other probabilities; make it smaller."
 # maximum nesting of groups and rules

@@ -1,4 +1,4 @@
-"""Augmented copies by their names, as Kaldi, lhotse and ngsgd write them: never split over sets, never perturbed again."""
+"""Augmented copies by their names: never split over sets, never perturbed again."""
 
 from __future__ import annotations
 
