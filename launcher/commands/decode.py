@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -160,6 +161,7 @@ def _decode_data(options: argparse.Namespace) -> int:
             options.rescore_lm,
             options.confidences,
         ),
+        report=lambda line: print(printable(line), file=sys.stderr),
     )
     if options.output is not None:
         service.write(options.output, result)

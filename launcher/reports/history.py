@@ -212,7 +212,7 @@ def mean_health(event: Event) -> dict[str, float]:
 
 def errors_by_speaker(text: str) -> list[tuple[str, int, int]]:
     """(speaker, errors, words) from test.per_spk.txt, the highest WER first."""
-    found = re.findall(r"^(\S+) +%WER \S+ \[ (\d+) / (\d+),", text, re.MULTILINE)
+    found = re.findall(r"^(\S+) +%WER (?:\S+|\(no words\)) \[ (\d+) / (\d+),", text, re.MULTILINE)
     rows = [
         (speaker, int(errors), int(words)) for speaker, errors, words in found if speaker != "SUM"
     ]

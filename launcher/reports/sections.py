@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ngsgd.asr.decode.scoring import NOTHING, UtteranceErrors, operations
+from ngsgd.asr.decode.scoring import NOTHING, UtteranceErrors, operations, word_form
 from ngsgd.launcher.reports import page as html
 from ngsgd.launcher.reports.charts import Chart
 from ngsgd.launcher.reports.checks import Check, Verdict, user_settings
@@ -128,7 +128,8 @@ def words(rows: Sequence[UtteranceErrors], per_speaker: str) -> Iterator[str]:
     )[:_WORST]
     yield html.heading(f"The {len(worst)} utterances with the most errors", level=3)
     yield html.card(
-        "".join(html.utterance(row.utt_id, str(row.errors), row.pairs) for row in worst)
+        "".join(html.utterance(row.utt_id, str(row.errors), [(word_form(ref), word_form(hyp)) for ref, hyp in row.pairs])
+                for row in worst)
     )
 
 
@@ -310,10 +311,7 @@ def _pairs(wrong: Counter[tuple[str, str]], wanted: Any) -> list[tuple[str, str,
         ((pair, count) for pair, count in wrong.items() if wanted(*pair)),
         key=lambda one: (-one[1], one[0]),
     )
-    return [
-        ("" if ref == NOTHING else ref, "" if hyp == NOTHING else hyp, str(count))
-        for (ref, hyp), count in found[:_MOST]
-    ]
+    return [(ref, hyp, str(count)) for (ref, hyp), count in found[:_MOST]]
 
 
 def _words(found: Counter[tuple[str, str]]) -> list[tuple[str, ...]]:
@@ -335,7 +333,7 @@ def _words(found: Counter[tuple[str, str]]) -> list[tuple[str, ...]]:
 def _speakers(text: str) -> list[tuple[str, ...]]:
     """The speakers with the highest WER."""
     return [
-        (name, str(said), str(errors), f"{100 * errors / max(said, 1):.1f}")
+        (name, str(said), str(errors), f"{100 * errors / said:.1f}" if said else "no words")
         for name, errors, said in errors_by_speaker(text)[:_MOST]
     ]
 

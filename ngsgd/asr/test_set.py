@@ -54,9 +54,10 @@ def read(bundle: Bundle, folder: Path, find_path: FindPath | None = None) -> Sco
     Raises:
         DataError: files are missing or damaged, or do not match the model.
     """
-    speech = _speech(
-        bundle, _utterances(folder, given_features=bundle.features.kind == "given"), folder
-    )
+    listed = _utterances(folder, given_features=bundle.features.kind == "given")
+    if not any(one.words for one in listed):
+        raise DataError(f"{folder} has no words in its transcripts, so the WER is undefined; choose a set with speech.")
+    speech = _speech(bundle, listed, folder)
     dim = speech.frames.features_TD.shape[1]
     expected = bundle.adaptation.input_dim if bundle.adaptation else bundle.window.feature_dim
     if dim != expected:

@@ -239,14 +239,18 @@ def read_object(source: Source) -> Array:
     """
     head = source.peek(6)
     if not head.startswith(b"\0B"):
-        for magic, kind in _FOREIGN.items():
-            if head.startswith(magic):
-                raise KaldiFormatError(f"is {kind}, which is not read from Kaldi archives")
+        if kind := foreign_kind(head):
+            raise KaldiFormatError(f"is {kind}, which is not read from Kaldi archives")
         return _read_text(source)
     source.take(2)
     if head[2:3] == b"\4":
         return _read_int_vector(source)
     return read_float_object(source, source.word(16))
+
+
+def foreign_kind(content: bytes) -> str | None:
+    """Return the name of the format of another tool that an object begins with; None for others."""
+    return next((kind for magic, kind in _FOREIGN.items() if content.startswith(magic)), None)
 
 
 def read_float_object(source: Source, kind: bytes) -> Array:

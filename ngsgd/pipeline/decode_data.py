@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,17 @@ from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
 from ngsgd.asr.decode.streaming import Search
 from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.decode.words import Hypothesis, calibrate, lattice_of, outcomes, recognized
-from ngsgd.asr.lang import graphs, ngram, vocabulary
+from ngsgd.asr.lang import arpa, graphs, ngram, vocabulary
 from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.vocabulary import UnknownWords, Vocabulary
 from ngsgd.asr.test_set import ScoredSet
 from ngsgd.errors import ConfigError, DataError
-from ngsgd.files import new_directory, read_regular_text, write_text
+from ngsgd.files import new_directory, write_text
+from ngsgd.user_warnings import warn
 
 FRAME_S = 0.01
-_MAX_ARPA_BYTES = 1 << 32
 # lower bounds of the groups of utterances by number of words
 _LENGTHS = (1, 2, 4, 8, 16, 32)
 
@@ -86,12 +86,15 @@ class DataResult:
     reliability: tuple[ReliabilityBin, ...]
 
 
-def decode_data(bundle: Bundle, request: DecodeRequest) -> DataResult:
+def decode_data(bundle: Bundle, request: DecodeRequest,
+                report: Callable[[str], None] = warn) -> DataResult:
     """Decode the data of a request.
 
     Args:
         bundle: the model.
         request: data and settings.
+        report: receives lines about words that a language model lacks, and about numbers in a
+            lexicon. Default: a warning.
 
     Returns:
         The errors.
@@ -104,9 +107,9 @@ def decode_data(bundle: Bundle, request: DecodeRequest) -> DataResult:
         raise ConfigError(
             "a grammar replaces the language model; use either a grammar or language models."
         )
-    language, rules = vocabulary.of_model(bundle.language, request.vocabulary)
+    language, rules = vocabulary.of_model(bundle.language, request.vocabulary, report)
     # the small files first: an error there is reported before the speech is read
-    rescorer = _Rescorer.read(request.rescore_lm, language) if request.rescore_lm else None
+    rescorer = _Rescorer.read(request.rescore_lm, language, report) if request.rescore_lm else None
     graph = _graph(bundle, language, rules)
     # the first pass of speaker adaptation takes the same words and language model
     find_path = evaluation.first_pass(graph)
@@ -259,19 +262,13 @@ class _Rescorer:
     loop_cost: float
 
     @staticmethod
-    def read(path: Path, language: Language) -> _Rescorer:
+    def read(path: Path, language: Language, report: Callable[[str], None]) -> _Rescorer:
         if language.given:
             raise DataError(
                 "the graph of the model hides its language model, so its lattices cannot be "
                 "rescored; specify the first language model with --lm FILE."
             )
-        try:
-            text = read_regular_text(path, _MAX_ARPA_BYTES)
-        except (OSError, UnicodeError) as error:
-            raise DataError(
-                f"the language model {path} cannot be read ({error}); use a text file in ARPA "
-                "format."
-            ) from error
+        text = arpa.read(path, language.topology.words, report, "have the probability of unknown words")
         loop_cost = math.log(len(language.topology.words))
         return _Rescorer(
             ngram.parse(language.arpa) if language.arpa else None, ngram.parse(text), loop_cost
@@ -284,8 +281,8 @@ class _Rescorer:
     def difference(self, history: Sequence[str], word: str | None) -> float:
         """Cost under the new model minus that under the old one; word None is the end."""
         # a shorter history reaches the beginning
-        context = history if len(history) >= self.order - 1 else (ngram.BEGIN, *history)
-        then = ngram.END if word is None else word
+        context = history if len(history) >= self.order - 1 else (arpa.BEGIN, *history)
+        then = arpa.END if word is None else word
         old = self.old.cost(context, then) if self.old else self.loop_cost * (word is not None)
         return self.new.cost(context, then) - old
 

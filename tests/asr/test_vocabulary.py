@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ngsgd.asr.corpora.digits.labels import TOPOLOGY
-from ngsgd.asr.lang import grammar, graphs, ngram, vocabulary
+from ngsgd.asr.lang import arpa, grammar, graphs, ngram, vocabulary
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.lang.vocabulary import Vocabulary
@@ -115,10 +115,10 @@ def test_unknown_words_are_counted() -> None:
 def test_n_gram_costs_back_off() -> None:
     model = ngram.parse(ARPA)
     ln10 = 2.302585092994046
-    assert model.cost([ngram.BEGIN], "one") == pytest.approx(0.1 * ln10)
+    assert model.cost([arpa.BEGIN], "one") == pytest.approx(0.1 * ln10)
     assert model.cost(["two", "one"], "two") == pytest.approx(0.2 * ln10)
     # the weight of the history, then the unigram
-    assert model.cost(["one"], ngram.END) == pytest.approx((0.3 + 0.4) * ln10)
+    assert model.cost(["one"], arpa.END) == pytest.approx((0.3 + 0.4) * ln10)
     assert model.cost([], "three") > 50.0
 
 

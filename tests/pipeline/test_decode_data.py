@@ -2,15 +2,18 @@
 
 import gzip
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ngsgd.asr.bundle import Bundle
+from ngsgd.asr.decode.scoring import NOTHING, WordErrors
 from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.launcher.cli import main
+from ngsgd.launcher.commands import decode as command
 from ngsgd.pipeline import decode_data
 from ngsgd.pipeline.decode_data import DataResult, DecodeRequest
 from tests.asr import made_up_speech, tiny_recognizer
@@ -86,7 +89,7 @@ def test_other_words_and_language_models_change_what_is_recognized(model: Path, 
     only = tmp_path / "words"
     only.write_text("YES\n")
     result = decode(model, DecodeRequest(data / "test", Vocabulary(words=only)))
-    assert {hyp for row in result.rows for _, hyp in row.pairs} <= {"YES", "***"}
+    assert {hyp for row in result.rows for _, hyp in row.pairs} <= {"YES", NOTHING}
     assert result.unknown.num_unknown == sum(ref == "NO" for row in result.rows for ref, _ in row.pairs)
     # NO is as good as impossible
     biased = arpa(tmp_path / "biased.arpa", -90.0, -0.2)
@@ -106,7 +109,7 @@ def test_a_grammar_excludes_language_models(model: Path, data: Path, tmp_path: P
     rules = tmp_path / "g.jsgf"
     rules.write_text("<answer> = YES NO YES;")
     result = decode(model, DecodeRequest(data / "test", Vocabulary(grammar=rules)))
-    assert all([hyp for _, hyp in row.pairs if hyp != "***"] in (["YES", "NO", "YES"], []) for row in result.rows)
+    assert all([hyp for _, hyp in row.pairs if hyp != NOTHING] in (["YES", "NO", "YES"], []) for row in result.rows)
     with pytest.raises(ConfigError):
         decode(model, DecodeRequest(data / "test", Vocabulary(grammar=rules), rescore_lm=arpa(tmp_path / "a", -1.0, -1.0)))
 
@@ -141,3 +144,34 @@ def test_the_command_prints_and_writes_the_result(model: Path, data: Path, tmp_p
 def test_options_that_exclude_each_other_are_an_error(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["decode", "runs/none", *options]) == ConfigError.exit_code
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.entry("Sp7")
+def test_utterances_without_words_are_a_group(model: Path, data: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(data / "test", tmp_path / "test"))
+    texts = (folder / "text").read_text().splitlines()
+    # the second speaker says nothing, by the text
+    (folder / "text").write_text("".join(f"{line.split()[0] if '-s1-' in line else line}\n" for line in texts))
+    result = decode(model, DecodeRequest(folder, confidences=True))
+    assert decode_data.by_length(result.rows)["0"] == WordErrors(0, 9, 0, 0)
+    assert decode_data.by_speaker(result)["test-s1"].num_words == 0
+    assert "0" in json.dumps(decode_data.as_json(result), allow_nan=False)
+    assert "(no words)" in command._as_text(result, quiet=False)
+    decode_data.write(tmp_path / "out", result)
+    (folder / "text").write_text("".join(f"{line.split()[0]}\n" for line in texts))
+    with pytest.raises(DataError, match="no words"):
+        decode(model, DecodeRequest(folder))
+
+
+@pytest.mark.entry("Sp12")
+def test_the_command_names_words_that_a_language_model_lacks(model: Path, data: Path, tmp_path: Path,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    lacks = tmp_path / "lacks.arpa"
+    lacks.write_text("\\data\\\nngram 1=3\n\\1-grams:\n-99 <s>\n-0.5 </s>\n-0.3 YES\n\\end\\\n")
+    for option in ("--lm", "--rescore-lm"):
+        assert main(["decode", str(model), "--data", str(data / "test"), option, str(lacks)]) == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert len([line for line in lines if "1 of 2" in line and "lacks.arpa" in line and line.endswith("NO")]) == 1
+        lacks.write_text(lacks.read_text().replace("YES", "yes"))
+        assert main(["decode", str(model), "--data", str(data / "test"), option, str(lacks)]) == DataError.exit_code
+        lacks.write_text(lacks.read_text().replace("yes", "YES"))

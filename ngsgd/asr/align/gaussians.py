@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ngsgd.asr.features import cmvn
 from ngsgd.data import mapped
+from ngsgd.errors import DataError
 
 Matrix = npt.NDArray[np.float64]
 # frames and their states
@@ -45,7 +46,11 @@ class Axes:
 
     @classmethod
     def of(cls, features_TD: npt.NDArray[np.float32]) -> Axes:
-        """Compute at most `MOST_AXES` axes of largest variance of all frames."""
+        """Compute at most `MOST_AXES` axes of largest variance of all frames.
+
+        Raises:
+            DataError: no feature varies.
+        """
         mean_D = np.zeros(features_TD.shape[1])
         for block_TD in mapped.blocks(features_TD):
             mean_D = cmvn.added(mean_D, block_TD)
@@ -59,6 +64,9 @@ class Axes:
         order = np.argsort(-variance_D)[:MOST_AXES]
         # a constant feature has no direction
         order = order[variance_D[order] > 1e-9 * variance_D.max()]
+        if not len(order):
+            raise DataError(f"no feature of the {len(features_TD)} frames varies: all training audio is silent; check "
+                            "the recordings.")
         return cls(mean_D, axes_DD[:, order] / np.sqrt(variance_D[order]))
 
     def apply(self, features_TD: npt.NDArray[np.float32]) -> Matrix:

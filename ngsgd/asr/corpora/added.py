@@ -15,6 +15,7 @@ from ngsgd.asr.corpora.alignments import Alignment
 from ngsgd.asr.corpora.data_dir import UtteranceEntry
 from ngsgd.asr.features import augment
 from ngsgd.asr.features.augment import Mix
+from ngsgd.asr.lang import lexicon
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
@@ -102,9 +103,10 @@ def check_words(listed: Sequence[UtteranceEntry], topology: Topology, corpus: st
     for one in listed:
         unknown = [word for word in one.words if word not in topology.lexicon]
         if unknown or not one.words:
-            raise DataError(f"{one.where}: {one.utt_id} has {'the word ' + unknown[0] if unknown else 'no words'}, "
-                            f"but the words of data.corpus={corpus} are {', '.join(topology.words)}; correct or "
-                            "remove the utterance, or train with recipe=kaldi and a lexicon.")
+            reason = f"the word {unknown[0]}{lexicon.alike(unknown[0], topology.lexicon)}" if unknown else "no words"
+            raise DataError(f"{one.where}: {one.utt_id} has {reason}, but the words of data.corpus={corpus} are "
+                            f"{', '.join(topology.words)}; correct or remove the utterance, or train with "
+                            "recipe=kaldi and a lexicon.")
 
 
 def check_names(data: DataConfig, train: SpeechSet) -> None:

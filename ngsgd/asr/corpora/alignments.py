@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ngsgd.asr import unpacking
 from ngsgd.asr.features import augment
-from ngsgd.asr.kaldi_io import tables
+from ngsgd.asr.kaldi_io import lines, tables
 from ngsgd.asr.kaldi_io.transition_model import TransitionModel
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import PdfIds
@@ -145,12 +145,12 @@ def pdf_table(pdf_names: tuple[str, ...]) -> str:
 
 def _read_pdf_table(path: Path) -> tuple[str, ...]:
     names: list[str] = []
-    for where, line in tables.read_lines(path):
-        number, _, name = line.partition(" ")
-        if number != str(len(names)) or not name.strip():
+    for where, line in lines.read(path):
+        number, *name = line.split()
+        if number != str(len(names)) or not name:
             raise DataError(f"{where}: {line[:40]!r} is not the pdf {len(names)}, its phone and "
                             "its state; export the data again.")
-        names.append(name.strip())
+        names.append(" ".join(name))
     if not names or len(set(names)) < len(names):
         raise DataError(f"{path} does not give each pdf a distinct name; export the data again.")
     return tuple(names)
@@ -292,16 +292,17 @@ def read_tid2pdf(path: Path) -> tuple[int, ...]:
     """Read transition id - 1 -> pdf from lines "transition-id pdf", or from a model (.mdl)."""
     if path.suffix == ".mdl":
         return TransitionModel.read(path).tid2pdf
-    pairs = {}
-    for where, line in tables.read_lines(path):
+    pairs: dict[int, int] = {}
+    for where, line in lines.read(path):
         try:
-            tid, pdf = map(int, line.split())
+            tid, pdf = map(lines.as_int, line.split())
         except ValueError as error:
             raise DataError(f"{where}: {line[:40]!r} is not a transition id and a pdf id; write both as numbers.") from error
         if not 0 <= pdf < _MAX_PDFS:
             raise DataError(f"{where}: the pdf {pdf} is not a number from 0 to {_MAX_PDFS - 1}; "
                             "write the pdf ids of Kaldi.")
-        pairs[tid] = pdf
+        if pairs.setdefault(tid, pdf) != pdf:
+            raise DataError(f"{where}: the transition {tid} has two pdfs; use the files of one model.")
     if sorted(pairs) != list(range(1, len(pairs) + 1)):
         raise DataError(f"{path} does not number the transitions from 1 without gaps; write one "
                         "line per transition id.")

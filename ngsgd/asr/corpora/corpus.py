@@ -34,13 +34,13 @@ import numpy.typing as npt
 
 from ngsgd import shared_work
 from ngsgd.asr import speech_set
-from ngsgd.asr.corpora import added, alignments, an4, cache, kaldi_dirs, yesno
+from ngsgd.asr.corpora import added, alignments, an4, cache, copies, kaldi_dirs, yesno
 from ngsgd.asr.corpora.digits import labels, synthesis, utterances
 from ngsgd.asr.corpora.fsdd import recordings, source, synthetic
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
 from ngsgd.asr.features import augment, cmvn, filterbank, noise
 from ngsgd.asr.features.noise import FisherSample
-from ngsgd.asr.kaldi_io import tables
+from ngsgd.asr.kaldi_io import lines
 from ngsgd.asr.lang import graphs, homophones, ngram, ngram_mixture
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
@@ -52,7 +52,7 @@ from ngsgd.errors import DataError
 from ngsgd.phase import Phase
 
 # increase it if the same settings would give other data, so that old caches are not reused
-RECIPE_VERSION = 3
+RECIPE_VERSION = 4
 # of a generated corpus, whose labels are known, to align added speech
 _MINUTES_FOR_ALIGNMENT = 20.0
 
@@ -166,6 +166,7 @@ def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
     """Prepare the corpus in the folder, with intermediate results in the folder `work`."""
     sets, language = _MAKERS[data.corpus](data, feature_config, changes, work, report)
     added.check_names(data, sets["train"])
+    _check_not_silent(sets["train"])
     if feature_config.cmvn == "online" and data.corpus not in _SHARDED:
         all_speech = cmvn.statistics(sets["train"].frames.features_TD)
         sets = {name: speech_set.normalized_online(speech, all_speech) for name, speech in sets.items()}
@@ -174,6 +175,17 @@ def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
                f"utterances, {speech.num_words} words, {len(set(speech.speakers))} voices")
     report(Phase("storing the prepared corpus"))
     cache.store(folder, sets, language, made_from=key)
+
+
+def _check_not_silent(train: SpeechSet) -> None:
+    """Raise DataError if no feature of the training set varies."""
+    first_D = None
+    for block_TD in mapped.blocks(train.frames.features_TD):
+        first_D = block_TD[0].copy() if first_D is None else first_D
+        if (block_TD != first_D).any():
+            return
+    raise DataError("all training audio is silent: no feature of its frames varies; check the recordings, and that "
+                    "they have been converted with their sound.")
 
 
 def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_root: Path,
@@ -259,7 +271,7 @@ def _ngrams(corpus: Corpus, data: DataConfig) -> tuple[ngram.NgramModel, str]:
     of_transcripts = f"{len(corpus.train.texts)} training transcripts"
     if not data.lm_text:
         return estimate(corpus.train.texts), of_transcripts
-    texts = [tuple(line.split()) for _, line in tables.read_lines(Path(data.lm_text).expanduser())]
+    texts = [tuple(line.split()) for _, line in lines.read(Path(data.lm_text).expanduser())]
     model, of_text = estimate(texts), f"{len(texts)} lines of {data.lm_text}"
     if not data.lm_mix:
         return model, of_text
@@ -327,6 +339,7 @@ def _added(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConf
     """Return the added utterances of a generated corpus: aligned and noisy, or to be aligned."""
     listed = added.read(data)
     added.check_words(listed, topology, data.corpus)
+    copies.check_unchanged(listed, changes)
     given = alignments.read(Path(data.alignment)) if data.alignment and listed else None
     return added.utterances(listed, data, feature_config, changes, mix=_noise_of(data), labels=given,
                             num_pdfs=topology.num_pdfs, silence_pdfs=topology.silence_pdfs)

@@ -25,8 +25,9 @@ import numpy as np
 from ngsgd.asr.features import audio
 from ngsgd.asr.features.audio import Piece
 from ngsgd.asr.features.cmvn import CmvnStats
-from ngsgd.asr.kaldi_io import tables
+from ngsgd.asr.kaldi_io import lines, tables
 from ngsgd.asr.kaldi_io.tables import Entry
+from ngsgd.asr.lang import lexicon
 from ngsgd.asr.utterance import FramedUtterance, Utterance, num_frames, unaligned
 from ngsgd.config import FeatureConfig
 from ngsgd.data.columns import Column, Spool
@@ -102,7 +103,7 @@ def read(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntry]:
                    for utt_id, text in texts.items())
 
 
-def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object], lexicon: Path) -> None:
+def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object], path: Path) -> None:
     """Raise DataError for an empty transcript or a word that is not in the lexicon."""
     for one in utterances:
         if not one.words:
@@ -110,7 +111,7 @@ def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object
         for word in one.words:
             if word not in known:
                 raise DataError(f"{one.where}: the word {word} of {one.utt_id} is not in the "
-                                f"lexicon {lexicon}; add it there, or set data.oov_word to the "
+                                f"lexicon {path}{lexicon.alike(word, known)}; add it there, or set data.oov_word to the "
                                 "word that replaces unknown ones.")
 
 
@@ -218,7 +219,7 @@ def _file(entry: Entry, folder: Path) -> Piece:
 def _segment(utt_id: str, entry: Entry, recordings: Table, find: Callable[[str], Piece], folder: Path) -> Piece:
     try:
         recording, start, end = entry.value.split()
-        start_s, end_s = float(start), float(end)
+        start_s, end_s = lines.as_float(start), lines.as_float(end)
     except ValueError as error:
         raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording and two "
                         "times; write \"utterance recording start end\".") from error

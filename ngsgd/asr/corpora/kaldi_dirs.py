@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import tempfile
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,20 +16,19 @@ from typing import Any
 import numpy as np
 
 from ngsgd import files
-from ngsgd.asr.corpora import added, alignments, data_dir, manifests
+from ngsgd.asr.corpora import added, alignments, copies, data_dir, manifests
 from ngsgd.asr.corpora.data_dir import UtteranceEntry
 from ngsgd.asr.corpora.held_out import hold_out
 from ngsgd.asr.corpora.shards import assembly, computing
 from ngsgd.asr.corpora.shards import plan as shards
 from ngsgd.asr.corpora.shards.plan import Part, Shard
 from ngsgd.asr.features import augment, cmvn
-from ngsgd.asr.kaldi_io import tables
-from ngsgd.asr.lang import graphs, lexicon
+from ngsgd.asr.kaldi_io import lines
+from ngsgd.asr.lang import arpa, graphs, lexicon
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
-from ngsgd.data.columns import Index
 from ngsgd.errors import DataError
 from ngsgd.phase import Phase
 
@@ -57,27 +55,33 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
         num_processes: number of processes. Default: one per core.
     """
     source = locate(data)
-    topology = lexicon.read(lexicon.locate(data.lexicon, source), data.num_silence_states)
-    arpa = ""
-    if data.lm:
-        arpa = "\n".join(line for _, line in tables.read_lines(Path(data.lm).expanduser())) + "\n"
+    topology = lexicon.read(lexicon.locate(data.lexicon, source), data.num_silence_states, report)
+    text = arpa.read(Path(data.lm).expanduser(), topology.words, report) if data.lm else ""
     graph = _given_graph(Path(data.graph).expanduser()) if data.graph else None
-    language = Language(topology, arpa=arpa, given=graph)
+    if graph:
+        lexicon.require_shared(topology.words, set(graph.words), f"words.txt of {data.graph}", report)
+    language = Language(topology, arpa=text, given=graph)
     listed = read_sets(data, feature_config)
     listed["added"] = added.read(data)
     listed = {name: _with_known_words(utterances, data, language.topology, source)
               for name, utterances in listed.items()}
-    _check_disjoint(listed)
+    copies.check_disjoint(listed)
+    for name in ("train", "added"):
+        copies.check_unchanged(listed[name], changes)
     folders = {"train": source / "train", "valid": source / (_valid_folder(source) or "train"),
                "test": source / "test"}
     if "valid" not in listed:
-        listed["train"], listed["valid"] = hold_out(listed["train"], share=data.valid_fraction)
+        every = listed["train"]
+        listed["train"], listed["valid"] = hold_out(every, share=data.valid_fraction)
+        if num_omitted := len(every) - len(listed["train"]) - len(listed["valid"]):
+            report(f"train: {num_omitted} utterances are omitted, because their names are those of copies of "
+                   "held-out utterances")
     parts = {name: [Part(name, listed[name], folder=folder)] for name, folder in folders.items()}
     parts["train"] = [replace(parts["train"][0], changes=changes)]
     if listed["added"]:
-        copies = changes.num_copies * data.added_copies
+        num_copies = changes.num_copies * data.added_copies
         parts["train"].append(Part("train-added", listed["added"],
-                                   replace(changes, num_copies=copies)))
+                                   replace(changes, num_copies=num_copies)))
     if changes.changes_audio:
         augment.check(changes, feature_config.sample_rate_hz)
     sharded = {name: [(part, shards.shards(part, feature_config)) for part in parts[name]]
@@ -177,22 +181,6 @@ def _with_known_words(utterances: Sequence[UtteranceEntry], data: DataConfig, to
     return utterances
 
 
-def _check_disjoint(listed: Mapping[str, Sequence[UtteranceEntry]]) -> None:
-    every = list(listed.values())
-    begins = np.cumsum([0, *map(len, every)])
-
-    def at(number: int) -> UtteranceEntry:
-        of_set = int(np.searchsorted(begins, number, "right")) - 1
-        return every[of_set][number - int(begins[of_set])]
-
-    hashes = array("q", (hash(one.utt_id) for utterances in every for one in utterances))
-    if twice := Index(hashes, lambda number: at(number).utt_id).duplicate():
-        first, second = map(at, twice)
-        raise DataError(f"{second.where}: {second.utt_id} is also in another set "
-                        f"({first.where}); give every utterance a unique name, or "
-                        "remove it from one of them.")
-
-
 def _given_graph(folder: Path) -> GivenGraph:
     transitions = alignments.transitions_file(folder)
     missing = [path.name for path in (folder / "HCLG.fst", folder / "words.txt", transitions)
@@ -201,13 +189,14 @@ def _given_graph(folder: Path) -> GivenGraph:
         raise DataError(f"data.graph is {folder}, which lacks {', '.join(missing)}; set it to a "
                         "folder with HCLG.fst, words.txt and final.mdl or tid2pdf (lines "
                         "\"transition-id pdf\").")
-    numbers = {}
-    for where, line in tables.read_lines(folder / "words.txt"):
+    numbers: dict[int, str] = {}
+    for where, line in lines.read(folder / "words.txt"):
         try:
             word, number = line.split()
-            numbers[int(number)] = word
+            if numbers.setdefault(lines.as_int(number), word) != word:
+                raise ValueError
         except ValueError as error:
-            raise DataError(f"{where}: {line[:40]!r} is not a word and a number; use words.txt of "
+            raise DataError(f"{where}: {line[:40]!r} is not a word with a unique number; use words.txt of "
                             "Kaldi.") from error
     if not numbers or min(numbers) < 0 or max(numbers) > _MAX_GAP * len(numbers):
         raise DataError(f"{folder / 'words.txt'} does not number {len(numbers)} words from 0; use "

@@ -14,15 +14,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngsgd.asr import unpacking
 from ngsgd.asr.corpora.data_dir import Listing, UtteranceEntry
 from ngsgd.asr.features.audio import Piece
+from ngsgd.asr.kaldi_io import lines
 from ngsgd.data.columns import Index
 from ngsgd.errors import DataError
-from ngsgd.files import parse_json, read_regular_bytes
+from ngsgd.files import parse_json
 
 _NAMES = {"train": ("train",), "valid": ("valid", "dev"), "test": ("test",)}
-_MAX_MANIFEST_BYTES = 1 << 32
+# strings of an item that become words and names
+_TEXTS = ("id", "recording_id", "speaker", "text")
 _SUFFIXES = (".jsonl.gz", ".jsonl")
 
 
@@ -119,17 +120,14 @@ def _utterance(item: dict[str, Any], where: str, files: dict[str, Path], recordi
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        content = unpacking.gunzip(path) if path.suffix == ".gz" else read_regular_bytes(path, _MAX_MANIFEST_BYTES)
-        text = content.decode("utf-8")
-    except (OSError, UnicodeError) as error:
-        raise DataError(f"{path} cannot be read ({str(error).rstrip('.')}); write the manifest again.") from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in lines.numbered(path, is_checked=False):
+        where = f"{path}:{number}"
         try:
             item = parse_json(line)
         except ValueError as error:
-            raise DataError(f"{path}:{number}: this is not JSON; write the manifest again.") from error
+            raise DataError(f"{where}: this is not JSON; write the manifest again.") from error
         if not isinstance(item, dict) or "id" not in item:
-            raise DataError(f"{path}:{number}: this item of a lhotse manifest has no id; write the "
-                            "manifest again.")
-        yield f"{path}:{number}", item
+            raise DataError(f"{where}: this item of a lhotse manifest has no id; write the manifest again.")
+        for name in _TEXTS:
+            lines.check(str(item.get(name) or ""), where)
+        yield where, item

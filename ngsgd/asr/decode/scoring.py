@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ngsgd import files
 from ngsgd.asr import extras
 from ngsgd.errors import DataError
 
 Words = Sequence[str]
-# placeholder opposite an inserted or deleted word
-NOTHING = "***"
+# opposite an inserted or deleted word in pairs; no word is empty
+NOTHING = ""
+# its form in files; a word that looks like it has a backslash there
+_SHOWN = "***"
+# of a bootstrap of few utterances
+_NUM_SAMPLES = 1000
 # of a line of compute-wer
-_COUNTS = re.compile(r"%WER \S+ \[ \d+ / (\d+), (\d+) ins, (\d+) del, (\d+) sub \]$")
+_COUNTS = re.compile(r"%WER (?:\S+|\(no words\)) \[ \d+ / (\d+), (\d+) ins, (\d+) del, (\d+) sub \]$")
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,8 @@ class WordErrors:
 
     >>> str(WordErrors(num_words=1000, insertions=4, deletions=7, substitutions=20))
     '%WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]'
+    >>> str(WordErrors(num_words=0, insertions=2, deletions=0, substitutions=0))
+    '%WER (no words) [ 2 / 0, 2 ins, 0 del, 0 sub ]'
     """
 
     num_words: int      # of the references
@@ -38,15 +47,18 @@ class WordErrors:
 
     @property
     def wer(self) -> float:
-        """WER in percent; above 100 if there are more insertions than reference words."""
-        return 100.0 * self.num_errors / self.num_words
+        """WER in percent; above 100 if there are more insertions than reference words, and NaN
+        without reference words.
+        """
+        return 100.0 * self.num_errors / self.num_words if self.num_words else math.nan
 
     def __add__(self, other: WordErrors) -> WordErrors:
         return WordErrors(self.num_words + other.num_words, self.insertions + other.insertions,
                           self.deletions + other.deletions, self.substitutions + other.substitutions)
 
     def __str__(self) -> str:
-        return (f"%WER {self.wer:.2f} [ {self.num_errors} / {self.num_words}, {self.insertions} ins, {self.deletions} del, "
+        wer = f"{self.wer:.2f}" if self.num_words else "(no words)"
+        return (f"%WER {wer} [ {self.num_errors} / {self.num_words}, {self.insertions} ins, {self.deletions} del, "
                 f"{self.substitutions} sub ]")
 
 
@@ -94,8 +106,22 @@ def confidence_interval(refs: Sequence[Words], hyps: Sequence[Words]) -> Interva
         return Interval(low=0.0, high=min(100.0, 300.0 / max(1, sum(map(len, refs)))))
     kaldialign = extras.load("kaldialign", extra="asr", purpose="Scoring")
     found = kaldialign.bootstrap_wer_ci([list(ref) for ref in refs], [list(hyp) for hyp in hyps])
+    if not math.isfinite(found["ci95max"]):
+        return _interval_of_words(refs, hyps)
     # a normal approximation, which ends below 0 after one or two errors
     return Interval(low=max(0.0, 100.0 * found["ci95min"]), high=100.0 * found["ci95max"])
+
+
+def _interval_of_words(refs: Sequence[Words], hyps: Sequence[Words]) -> Interval:
+    """Bootstrap over utterances, of which some samples have no reference word and are omitted."""
+    rows = score(refs, hyps, [""] * len(refs))[1]
+    random, wers = np.random.default_rng(0), []
+    for _ in range(_NUM_SAMPLES):
+        sample = [rows[u].errors for u in random.integers(len(rows), size=len(rows))]
+        if num_words := sum(one.num_words for one in sample):
+            wers.append(100.0 * sum(one.num_errors for one in sample) / num_words)
+    low, high = np.percentile(wers, (2.5, 97.5))
+    return Interval(float(low), float(high))
 
 
 def write_per_utterance(path: Path, total: WordErrors, rows: Iterable[UtteranceErrors]) -> None:
@@ -113,7 +139,8 @@ def read_per_utterance(text: str) -> list[UtteranceErrors]:
         match block.strip("\n").split("\n"):
             case [head, ref, hyp] if (counts := _COUNTS.search(head)) and len(ref.split()) == len(hyp.split()):
                 num_words, *errors = map(int, counts.groups())
-                pairs = tuple(zip(ref.split()[1:], hyp.split()[1:], strict=True))
+                pairs = tuple((_word(of_ref), _word(of_hyp))
+                              for of_ref, of_hyp in zip(ref.split()[1:], hyp.split()[1:], strict=True))
                 rows.append(UtteranceErrors(head[:counts.start()].strip(), pairs, WordErrors(num_words, *errors)))
     return rows
 
@@ -130,12 +157,15 @@ def write_per_speaker(path: Path, rows: Sequence[UtteranceErrors], speakers: Seq
 
 
 def operations(rows: Iterable[UtteranceErrors]) -> Counter[tuple[str, str]]:
-    """Count each pair of reference and recognized word; `NOTHING` replaces a missing word."""
+    """Count each pair of reference and recognized word; `NOTHING` stands for a missing word."""
     return Counter(pair for row in rows for pair in row.pairs)
 
 
 def write_operations(path: Path, rows: Iterable[UtteranceErrors]) -> None:
     """Write lines "operation reference recognized count", as wer_details/ops of Kaldi.
+
+    A missing word is `***`; a word `***` is written with a backslash before it, here and in the
+    file of `write_per_utterance`.
 
     Within each operation the most frequent pairs come first.
     """
@@ -143,7 +173,8 @@ def write_operations(path: Path, rows: Iterable[UtteranceErrors]) -> None:
     lines = []
     for kind in ("correct", "substitution", "insertion", "deletion"):
         mine = [(pair, count) for pair, count in found.items() if _operation(pair) == kind]
-        lines += [f"{kind:12} {ref:15} {hyp:15} {count:8}" for (ref, hyp), count in sorted(mine, key=lambda one: (-one[1], one[0]))]
+        lines += [f"{kind:12} {word_form(ref):15} {word_form(hyp):15} {count:8}"
+                  for (ref, hyp), count in sorted(mine, key=lambda one: (-one[1], *map(word_form, one[0])))]
     files.write_text(path, "\n".join([*lines, ""]))
 
 
@@ -172,6 +203,21 @@ def _score_utterance(ref: list[str], hyp: list[str], utt_id: str) -> UtteranceEr
 
 
 def _aligned(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    widths = [max(map(len, pair)) for pair in pairs]
-    return [" ".join([title, *(pair[side].ljust(width) for pair, width in zip(pairs, widths, strict=True))]).rstrip()
+    forms = [(word_form(ref), word_form(hyp)) for ref, hyp in pairs]
+    widths = [max(map(len, pair)) for pair in forms]
+    return [" ".join([title, *(pair[side].ljust(width) for pair, width in zip(forms, widths, strict=True))]).rstrip()
             for side, title in enumerate(("ref", "hyp"))]
+
+
+def word_form(word: str) -> str:
+    """Return the form of a word, or of `NOTHING`, in files and reports."""
+    if not word:
+        return _SHOWN
+    return f"\\{word}" if word.lstrip("\\") == _SHOWN else word
+
+
+def _word(form: str) -> str:
+    """The word of a form in files."""
+    if form == _SHOWN:
+        return NOTHING
+    return form[1:] if form.startswith("\\") and form.lstrip("\\") == _SHOWN else form

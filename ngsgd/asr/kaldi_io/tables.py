@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
+import re
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,12 +16,14 @@ import numpy.typing as npt
 from ngsgd import files
 from ngsgd.asr import unpacking
 from ngsgd.asr.features import cmvn
+from ngsgd.asr.kaldi_io import lines
 from ngsgd.data.columns import Index, Spool
 from ngsgd.data.kaldi_objects import (
     Array,
     KaldiFormatError,
     Place,
     Source,
+    foreign_kind,
     open_source,
     parse_place,
     read_archive,
@@ -30,7 +31,7 @@ from ngsgd.data.kaldi_objects import (
 )
 from ngsgd.errors import DataError
 
-_MAX_TABLE_BYTES = 1 << 32
+_MAX_TABLE_BYTES = lines.MAX_BYTES
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ class Table(Mapping[str, Entry]):
             raise DataError(f"{path} is empty; add lines, or remove its folder.")
 
     def _records(self, hashes: array[int]) -> Iterator[bytes]:
-        for number, line in _numbered(self._path):
-            key, _, value = line.replace("\t", " ").partition(" ")
+        for number, line in lines.numbered(self._path):
+            key, *value = re.split("[ \t]+", line, maxsplit=1)
             self._numbers.append(number)
             hashes.append(hash(key))
-            yield f"{key} {value.strip()}".encode()
+            yield " ".join([key, *value]).encode()
 
     def _at(self, at: int) -> tuple[str, Entry]:
         key, _, value = self._lines[at].decode().partition(" ")
@@ -88,33 +89,6 @@ class Table(Mapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self._lines)
-
-
-def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (file:line, text) of every nonempty line."""
-    return ((f"{path}:{number}", line) for number, line in _numbered(path))
-
-
-def _numbered(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number and the text of every nonempty line; one line at a time is in memory."""
-    number = 0
-    try:
-        with files.open_regular(path) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
-            if os.fstat(file.fileno()).st_size > _MAX_TABLE_BYTES:
-                raise OSError(errno.EFBIG, f"larger than the limit of {_MAX_TABLE_BYTES} bytes")
-            for lines in text:
-                # other separators of Unicode
-                for line in lines.splitlines():
-                    number += 1
-                    if line.strip():
-                        yield number, line.strip()
-    except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist; create it, or set data.source to another "
-                        "folder.") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); replace it or fix its permissions.") from error
-    except UnicodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error}); convert it.") from error
 
 
 def read_table(path: Path) -> Table:
@@ -178,11 +152,9 @@ def read_int_vectors(path: Path) -> dict[str, npt.NDArray[np.int32]]:
     """
     try:
         content = unpacking.gunzip(path) if path.suffix == ".gz" else files.read_regular_bytes(path, _MAX_TABLE_BYTES)
-        source = Source(io.BytesIO(content), len(content))
-        if b"\0B" not in content[:4096]:
-            content = b"".join(b" ".join(line.split()) + b" \n" for line in content.splitlines() if line.strip())
-            source = Source(io.BytesIO(content), len(content))
-        return _by_key(source, 1, np.int32)
+        if b"\0B" not in content[:4096] and not foreign_kind(content.partition(b" ")[2]):
+            content = "".join(f"{' '.join(line.split())} \n" for _, line in lines.read(path)).encode()
+        return _by_key(Source(io.BytesIO(content), len(content)), 1, np.int32)
     except (OSError, KaldiFormatError, MemoryError) as error:
         raise DataError(f"{path} cannot be read as an archive of alignments ({_reason(error)}); "
                         "create it again.") from error

@@ -20,12 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ngsgd import files
 from ngsgd.asr import extras
+from ngsgd.asr.kaldi_io import lines
 from ngsgd.errors import DataError
 
 _MAX_BYTES = 1 << 24
 _MAX_STATES = 1_000_000
+# limit of the deterministic form of N states: _MAX_GROWTH * N + _SMALL; the time is quadratic
+_MAX_GROWTH, _SMALL = 10, 10_000
+_TOO_LARGE = "is too large, or repeats alternatives of the same words with other probabilities; make it smaller."
 # maximum nesting of groups and rules
 _MAX_DEPTH = 200
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -64,7 +67,11 @@ class Grammar:
         end = expansion.add(_Node("rule", self.start), 0, ())
         kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")
         fst = kaldifst.compile("\n".join([*expansion.lines, f"{end} 0", ""]))
-        kaldifst.determinize_star(fst)
+        try:
+            # alternatives of equal words under * and + can have no deterministic form
+            kaldifst.determinize_star(fst, max_states=_MAX_GROWTH * expansion.num_states + _SMALL)
+        except RuntimeError as error:
+            raise DataError(f"the grammar {self.path} {_TOO_LARGE}") from error
         return fst
 
 
@@ -74,12 +81,7 @@ def read(path: Path) -> Grammar:
     Raises:
         DataError: the file cannot be read, or its syntax is not supported.
     """
-    try:
-        text = files.read_regular_text(path, _MAX_BYTES)
-    except (OSError, UnicodeError) as error:
-        raise DataError(
-            f"the grammar {path} cannot be read ({error}); use a text file."
-        ) from error
+    text = "\n".join(line for _, line in lines.read(path, max_bytes=_MAX_BYTES))
     tokens = _TOKEN.findall(_COMMENT.sub(" ", text))
     return _Parser(path, tokens).grammar()
 
@@ -175,7 +177,7 @@ class _Expansion:
     def add(self, node: _Node, source: int, inside: tuple[str, ...]) -> int:
         """Add a node and return the state after it; `inside` are the rules being expanded."""
         if len(inside) > _MAX_DEPTH or self.num_states > _MAX_STATES:
-            raise DataError(f"the grammar {self.grammar.path} is too large; make it smaller.")
+            raise DataError(f"the grammar {self.grammar.path} {_TOO_LARGE}")
         if node.kind == "word":
             return self._arc(source, self.labels[node.name])
         if node.kind == "rule":

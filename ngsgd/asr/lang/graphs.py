@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ngsgd.asr import extras
-from ngsgd.asr.lang import context_graphs, openfst
+from ngsgd.asr.lang import arpa, context_graphs, openfst
 from ngsgd.asr.lang.context_graphs import ContextGraphs
 from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.language import GivenGraph, Language
@@ -75,7 +75,8 @@ def build(language: Language, *, silence_prob: float, rules: Grammar | None = No
     topology = language.topology
     lexicon = _Lexicon(topology)
     grammar = rules.acceptor(topology.word_labels) if rules \
-        else _arpa_grammar(language.arpa, topology.words) if language.arpa else _loop(topology, language.is_one_word)
+        else _arpa_grammar(language.arpa, topology) if language.arpa else _loop(topology, language.is_one_word)
+    _require_words(grammar, len(topology.words))
     fst = lexicon.transducer(silence_prob)
     kaldifst = _kaldifst()
     kaldifst.arcsort(fst, "olabel")
@@ -144,9 +145,29 @@ def check(given: GivenGraph) -> openfst.Fst:
         raise DataError("The decoding graph HCLG.fst has the labels "
                         f"{ilabel_A[at]}:{olabel_A[at]}, which exceed its {len(given.tid2pdf)} "
                         f"transitions or {len(given.words)} words; use the files of one release.")
+    _require_path(fst)
     arc_A = fst.arc_A.copy()
     arc_A["ilabel"] = np.array([EPSILON - 1, *given.tid2pdf], np.int32)[ilabel_A] + 1
     return replace(fst, arc_A=arc_A)
+
+
+def _require_path(fst: openfst.Fst) -> None:
+    """Raise DataError unless the start leads to a final state, and to an arc with a word."""
+    is_reached_S = np.zeros(fst.num_states, bool)
+    is_reached_S[fst.start] = True
+    has_word, states = False, np.array([fst.start])
+    while len(states):
+        num_arcs = fst.num_arcs_S[states]
+        # numbers of all arcs that leave these states
+        begins = np.repeat(fst.first_S[states] - np.cumsum(num_arcs) + num_arcs, num_arcs)
+        leaving = fst.arc_A[begins + np.arange(len(begins))]
+        has_word = has_word or bool((leaving["olabel"] > 0).any())
+        targets = np.unique(leaving["target"])
+        states = targets[~is_reached_S[targets]]
+        is_reached_S[states] = True
+    if not has_word or not np.isfinite(fst.final_S[is_reached_S]).any():
+        raise DataError("The decoding graph HCLG.fst has no path from its start to a final state with a word; make it "
+                        "again.")
 
 
 def with_word_penalty(graph: Graph, word_penalty: float) -> Graph:
@@ -231,7 +252,7 @@ def within(graph: Graph, words: Sequence[str]) -> Graph:
     """Return the paths of `graph` with exactly this word sequence.
 
     Raises:
-        DataError: the graph lacks a word.
+        DataError: the graph lacks a word or the sequence.
     """
     labels = {word: label for label, word in enumerate(graph.words, start=1)}
     if missing := [word for word in words if word not in labels]:
@@ -242,7 +263,11 @@ def within(graph: Graph, words: Sequence[str]) -> Graph:
     transcript = kaldifst.make_linear_acceptor([labels[word] for word in words])
     kaldifst.arcsort(transcript, "ilabel")
     # on the side of the transcript, so that the arcs of a large graph need no sorting
-    return replace(graph, fst=kaldifst.compose(graph.fst, transcript, match_side="right"))
+    found = kaldifst.compose(graph.fst, transcript, match_side="right")
+    if not found.num_states:
+        raise DataError(f"The decoding graph HCLG.fst has no path with the words {' '.join(words)!r} of a "
+                        "transcript; use a graph that accepts all transcripts, or remove the utterance.")
+    return replace(graph, fst=found)
 
 
 # Lexicon ------------------------------------------------------------------------------------------
@@ -342,13 +367,16 @@ def _loop(topology: Topology, is_one_word: bool) -> Any:
     return fst
 
 
-def _arpa_grammar(arpa: str, words: Sequence[str]) -> Any:
+def _arpa_grammar(text: str, topology: Topology) -> Any:
     """G of an n-gram model, without n-grams of words that the lexicon lacks."""
     extras.load("kaldilm", extra="asr", purpose="A graph from an ARPA file")
-    symbols = ["<eps>", *words, _BACKOFF, "<s>", "</s>"]
+    labels = topology.word_labels
+    # no word of the lexicon can be taken for one of the other symbols
+    symbols = ["<eps>", *map(str, labels.values()), _BACKOFF, arpa.BEGIN, arpa.END]
     with tempfile.TemporaryDirectory() as folder:
         model, table = Path(folder) / "lm.arpa", Path(folder) / "words.txt"
-        model.write_text(arpa, encoding="utf-8")
+        with model.open("w", encoding="utf-8") as file:
+            file.writelines(_numbered(text, labels))
         table.write_text("".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols)),
                          encoding="utf-8")
         # kaldilm ends the process on some invalid files
@@ -359,11 +387,26 @@ def _arpa_grammar(arpa: str, words: Sequence[str]) -> Any:
             raise DataError(f"The language model is not in ARPA format ({_reason(done.stderr)}); "
                             "check the file.")
         text = (Path(folder) / "G.txt").read_text(encoding="utf-8")
-    fst = _kaldifst().compile(text)
-    if fst.num_states == 0:
-        raise DataError("The language model contains none of the words of the lexicon; use the "
-                        "model and the lexicon of one task.")
-    return fst
+    return _kaldifst().compile(text)
+
+
+def _numbered(text: str, labels: Mapping[str, int]) -> Iterator[str]:
+    """Yield the lines of a model in ARPA format with numbers as words; sentence marks stay."""
+    names = {**{word: str(label) for word, label in labels.items()}, arpa.BEGIN: arpa.BEGIN, arpa.END: arpa.END}
+    for line, gram in arpa.Reader().grams(text):
+        words = " ".join(names.get(word, arpa.UNKNOWN) for word in gram.words) if gram else ""
+        fields = (gram.log_prob, words, gram.backoff) if gram else (line,)
+        yield "\t".join(field for field in fields if field) + "\n"
+
+
+def _require_words(grammar: Any, num_words: int) -> None:
+    """Raise DataError unless a path of the grammar has a word; the tools crash without any path."""
+    kept = grammar.copy()
+    _kaldifst().connect(kept)
+    iterator = _kaldifst().ArcIterator
+    if not any(1 <= arc.olabel <= num_words for state in range(kept.num_states) for arc in iterator(kept, state)):
+        raise DataError("The language model or grammar has no path from its start to an end with a word of the "
+                        "lexicon; use the model and the lexicon of one task.")
 
 
 _ARPA_TO_FST = """

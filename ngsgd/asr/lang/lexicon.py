@@ -1,18 +1,35 @@
-"""Pronunciation dictionaries: lines "word phone phone ...", one for each pronunciation."""
+"""Pronunciation dictionaries: lines "word phone phone ...", one for each pronunciation.
+
+Dictionaries of Kaldi (lexicon.txt, lexiconp.txt, with probabilities of silence too), of MFA (one or
+four columns of numbers) and of CMU (`;;;` and `##` lines, `# place` after the phones) are read.
+Probabilities are not used.
+"""
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ngsgd.asr.kaldi_io import tables
+from ngsgd.asr.kaldi_io import lines
 from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
 from ngsgd.errors import DataError
+from ngsgd.user_warnings import warn
 
 # mark of CMU for further pronunciations of a word: A(2)
 _VARIANT = re.compile(r"(?<=.)\(\d+\)$")
+# comments of CMU: lines, and the rest of a line
+_COMMENTS, _REST = (";;;", "##"), "#"
+_NUMBER = re.compile(r"[-+]?(\d+[.,]?\d*|[.,]\d+)([eE][-+]?\d+)?", re.ASCII)
 # in data.source
-PLACES = ("lexicon.txt", "dict/lexicon.txt", "local/dict/lexicon.txt", "data/local/dict/lexicon.txt")
+_NAMES = ("lexicon.txt", "lexiconp.txt")
+PLACES = tuple(f"{folder}{name}" for name in _NAMES
+               for folder in ("", "dict/", "local/dict/", "data/local/dict/"))
+_NUM_SHOWN = 10
+
+# where, word, phones
+Entry = tuple[str, str, Pronunciation]
 
 
 def locate(given: str, source: Path) -> Path:
@@ -29,22 +46,126 @@ def locate(given: str, source: Path) -> Path:
                     "...\", or set data.lexicon=FILE.")
 
 
-def read(path: Path, num_silence_states: int) -> Topology:
+def read(path: Path, num_silence_states: int, report: Callable[[str], None] = warn) -> Topology:
     """Read words and phones of the file, phones in alphabetical order.
 
     Further pronunciations have separate lines, with or without WORD(2).
+
+    Args:
+        path: the file.
+        num_silence_states: number of HMM states of silence.
+        report: receives a line if probabilities are omitted. Default: a warning.
+
+    Raises:
+        DataError: a line has no phones, is a duplicate, or has a number or a comment as phone.
     """
     lexicon: dict[str, tuple[Pronunciation, ...]] = {}
-    for where, line in tables.read_lines(path):
-        word, *phones = line.split()
-        word = _VARIANT.sub("", word)
-        if not phones:
-            raise DataError(f"{where}: the word {word} has no phones; write them after it.")
-        if tuple(phones) in lexicon.get(word, ()):
+    for where, word, phones in _without_probabilities(list(_entries(path)), path, report):
+        if phones in lexicon.get(word, ()):
             raise DataError(f"{where}: duplicate pronunciation of the word {word}; remove the "
                             "line.")
-        lexicon[word] = (*lexicon.get(word, ()), tuple(phones))
+        lexicon[word] = (*lexicon.get(word, ()), phones)
     phones_of_words = {phone for all_ in lexicon.values() for phones in all_ for phone in phones} - {SILENCE_PHONE}
     if not phones_of_words:
         raise DataError(f"{path} contains no phones; write lines \"word phone phone ...\".")
     return Topology(tuple(sorted(phones_of_words)), lexicon, num_silence_states)
+
+
+def _entries(path: Path) -> Iterator[Entry]:
+    for where, line in lines.read(path):
+        if line.startswith(_COMMENTS):
+            continue
+        word, *phones = line.split()
+        phones = phones[:phones.index(_REST)] if _REST in phones else phones
+        if not phones or word == _REST:
+            raise DataError(f"{where}: the word {word} has no phones; write them after it, or "
+                            "remove the line.")
+        if marked := [phone for phone in phones if phone.startswith(_REST)]:
+            raise DataError(f"{where}: {marked[0]} of the word {word} is a comment or a disambiguation "
+                            "symbol, and not a phone; remove it.")
+        yield where, _VARIANT.sub("", word), tuple(phones)
+
+
+def _without_probabilities(entries: Sequence[Entry], path: Path, report: Callable[[str], None]) -> list[Entry]:
+    """Remove the leading columns that are numbers in every line."""
+    num_columns = 0
+    # a dictionary may number its phones
+    if not all(phone.isdecimal() for _, _, phones in entries for phone in phones):
+        while entries and _is_probability([phones[num_columns:] for _, _, phones in entries]):
+            num_columns += 1
+    if num_columns:
+        report(f"{path}: the first {num_columns} fields after each word are numbers, and are not "
+               "used: all pronunciations of a word have the same probability")
+    kept = [(where, word, phones[num_columns:]) for where, word, phones in entries]
+    for where, word, phones in kept:
+        if numbers := [phone for phone in phones if _NUMBER.fullmatch(phone) and not phone.isdecimal()]:
+            raise DataError(f"{where}: the word {word} has the number {numbers[0]} as a phone; give "
+                            "every line the same number of probabilities, or none.")
+    return kept
+
+
+def _is_probability(rest: Sequence[Pronunciation]) -> bool:
+    """Whether the first field is a number in every line, with phones after it.
+
+    Digits from 2 to 9 are phones of X-SAMPA.
+    """
+    if not all(len(fields) > 1 and _NUMBER.fullmatch(fields[0]) for fields in rest):
+        return False
+    values = {fields[0] for fields in rest}
+    return values <= {"0", "1"} or any(len(value) > 1 for value in values)
+
+
+# Comparison of words ------------------------------------------------------------------------------
+
+
+def alike(word: str, known: Iterable[str]) -> str:
+    """Return a remark about a known word that looks like `word`, or an empty string.
+
+    Two words can differ in composed characters, in characters that show nothing, or in case.
+    """
+    folded = unicodedata.normalize("NFKC", _visible(word)).casefold()
+    twin = next((one for one in known if one != word
+                 and unicodedata.normalize("NFKC", _visible(one)).casefold() == folded), None)
+    if twin is None:
+        return ""
+    if _visible(word) != _visible(twin):
+        return f" ({twin} is, in other letters)"
+    return f" ({_code_points(word)}; {_code_points(twin)} looks the same)"
+
+
+def _visible(word: str) -> str:
+    return unicodedata.normalize("NFC", "".join(char for char in word if unicodedata.category(char) != "Cf"))
+
+
+def _code_points(word: str) -> str:
+    return " ".join(f"U+{ord(char):04X}" for char in word)
+
+
+def require_shared(words: Sequence[str], known: Collection[str], source: str,
+                   report: Callable[[str], None], effect: str = "cannot be recognized") -> None:
+    """Compare the words of the lexicon with those of a language model or a graph.
+
+    Args:
+        words: of the lexicon.
+        known: of the language model.
+        source: its name.
+        report: receives a line if some words of the lexicon are missing.
+        effect: the consequence for them.
+
+    Raises:
+        DataError: none is known.
+    """
+    missing = [word for word in words if word not in known]
+    if len(missing) == len(words):
+        raise DataError(f"{source} has none of the {len(words)} words of the lexicon, such as "
+                        f"{words[0]}{alike(words[0], known)}; use a lexicon and a language model of "
+                        "one task, in the same case and form of Unicode.")
+    if missing:
+        report(f"{len(missing)} of {len(words)} words of the lexicon are not in {source} and "
+               f"{effect}: {listed(missing)}")
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return the first words, and the number of the others."""
+    more = f" and {len(words) - _NUM_SHOWN} more" if len(words) > _NUM_SHOWN else ""
+    return " ".join(words[:_NUM_SHOWN]) + more

@@ -7,18 +7,16 @@ smoothing, which needs no held-out text and suits the small transcripts of a spe
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ngsgd.asr.lang import arpa
+from ngsgd.asr.lang.arpa import BEGIN, END, UNKNOWN
 from ngsgd.errors import DataError
 
-BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
 # a word without a probability, as with an open vocabulary without <unk>; Kaldi omits such paths
 _UNSEEN_COST = 99.0
-_SECTION = re.compile(r"\\(\d+)-grams:")
-_MAX_ORDER = 20
 
 
 @dataclass(frozen=True)
@@ -150,51 +148,21 @@ def _entries(probs: Mapping[tuple[str, ...], float],
     return dict(sorted(entries.items(), key=lambda item: len(item[0])))
 
 
-def parse(text: str) -> NgramModel:
+def parse(text: str, name: str = "the language model") -> NgramModel:
     """Parse a model.
 
+    Args:
+        text: the model in ARPA format.
+        name: of the model, for messages.
+
     Raises:
-        DataError: the text is not in ARPA format.
+        DataError: the text is not in ARPA format, or incomplete.
     """
     entries: dict[tuple[str, ...], tuple[float, float]] = {}
-    order = highest = 0
-    has_begun = False
-    for number, line in enumerate(text.splitlines(), start=1):
-        # other text may come first, even with examples of sections
-        has_begun = has_begun or line.strip() == "\\data\\"
-        if not has_begun:
-            continue
-        if section := _SECTION.fullmatch(line.strip()):
-            order = int(section[1])
-            highest = max(highest, order)
-        elif line.strip() == "\\end\\":
-            break
-        elif order and line.strip():
-            gram, values = _entry(line, order, number)
-            entries[gram] = values
-    if not entries or highest > _MAX_ORDER:
-        raise DataError(
-            f"The language model is not in ARPA format, or has n-grams of more than {_MAX_ORDER} "
-            "words; check the file."
-        )
-    return NgramModel(highest, entries)
-
-
-def _entry(line: str, order: int, number: int) -> tuple[tuple[str, ...], tuple[float, float]]:
-    fields = line.split()
-    try:
-        if not order + 1 <= len(fields) <= order + 2:
-            raise ValueError(f"{len(fields)} fields")
-        values = [float(fields[0]), float(fields[order + 1]) if len(fields) > order + 1 else 0.0]
-        if not all(map(math.isfinite, values)):
-            raise ValueError("a number that is not finite")
-    except ValueError as error:
-        raise DataError(
-            f"The language model is not in ARPA format (line {number}: {error}); check the file."
-        ) from error
-    # </s> and <unk> may also be in capitals
-    words = tuple(
-        word.lower() if word.lower() in (BEGIN, END, UNKNOWN) else word
-        for word in fields[1 : order + 1]
-    )
-    return words, (values[0] * math.log(10.0), values[1] * math.log(10.0))
+    reader = arpa.Reader(name)
+    for _, gram in reader.grams(text):
+        if gram:
+            # <unk> may also be in capitals
+            words = tuple(UNKNOWN if word.lower() == UNKNOWN else word for word in gram.words)
+            entries[words] = (float(gram.log_prob) * math.log(10.0), float(gram.backoff or 0.0) * math.log(10.0))
+    return NgramModel(reader.order, entries)

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr.lang.ngram import BEGIN, END, NgramModel
+from ngsgd.asr.lang.arpa import BEGIN, END
+from ngsgd.asr.lang.ngram import NgramModel
 
 _MAX_ITERATIONS = 200
 # of the weight, between two iterations

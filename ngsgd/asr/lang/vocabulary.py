@@ -6,19 +6,18 @@ They must use the phones of the model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ngsgd import files
-from ngsgd.asr.kaldi_io import tables
-from ngsgd.asr.lang import grammar, lexicon
+from ngsgd.asr.kaldi_io import lines
+from ngsgd.asr.lang import arpa, grammar, lexicon
 from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PHONE
 from ngsgd.errors import DataError
+from ngsgd.user_warnings import warn
 
-_MAX_ARPA_BYTES = 1 << 32
 _NUM_SHOWN = 10
 
 
@@ -53,11 +52,19 @@ class UnknownWords:
     most_frequent: tuple[tuple[str, int], ...]
 
 
-def of_model(language: Language, vocabulary: Vocabulary) -> tuple[Language, Grammar | None]:
+def of_model(language: Language, vocabulary: Vocabulary,
+             report: Callable[[str], None] = warn) -> tuple[Language, Grammar | None]:
     """Return the language for decoding, and the grammar that replaces its language model.
 
+    Args:
+        language: of the model.
+        vocabulary: the replacements.
+        report: receives lines about probabilities that are not used, and about words that the
+            language model lacks. Default: a warning.
+
     Raises:
-        DataError: the model lacks a phone, a word lacks a pronunciation, or states are tied.
+        DataError: the model lacks a phone, a word lacks a pronunciation, states are tied, or the
+            language model has none of the words.
     """
     if vocabulary.is_empty:
         return language, None
@@ -69,7 +76,7 @@ def of_model(language: Language, vocabulary: Vocabulary) -> tuple[Language, Gram
             "to change words at decoding time."
         )
     if vocabulary.lexicon:
-        read = lexicon.read(vocabulary.lexicon, topology.num_silence_states)
+        read = lexicon.read(vocabulary.lexicon, topology.num_silence_states, report)
         _require_phones(read.phones, topology.phones, vocabulary.lexicon)
         topology = replace(topology, lexicon=read.lexicon)
     rules = grammar.read(vocabulary.grammar) if vocabulary.grammar else None
@@ -81,9 +88,11 @@ def of_model(language: Language, vocabulary: Vocabulary) -> tuple[Language, Gram
     if rules and vocabulary.words:
         _require_pronunciations(rules.words(), topology.lexicon, f"{vocabulary.grammar}")
     # words of the language model that are not in the lexicon are omitted
-    arpa = _text(vocabulary.arpa) if vocabulary.arpa else language.arpa
-    one_word = language.is_one_word and not arpa
-    return Language(topology, arpa, one_word, tree=language.tree, word_counts=language.word_counts), rules
+    text = arpa.read(vocabulary.arpa, topology.words, report) if vocabulary.arpa else language.arpa
+    if text and not (vocabulary.arpa or rules):
+        lexicon.require_shared(topology.words, arpa.words(text), "the language model of the model", report)
+    one_word = language.is_one_word and not text
+    return Language(topology, text, one_word, tree=language.tree, word_counts=language.word_counts), rules
 
 
 def unknown_words(texts: Iterable[Sequence[str]], language: Language) -> UnknownWords:
@@ -97,7 +106,7 @@ def unknown_words(texts: Iterable[Sequence[str]], language: Language) -> Unknown
 
 def _word_list(path: Path) -> tuple[str, ...]:
     found: dict[str, None] = {}
-    for where, line in tables.read_lines(path):
+    for where, line in lines.read(path):
         if len(line.split()) != 1:
             raise DataError(f"{where}: {line[:40]!r} is not one word; write one word per line.")
         found[line] = None
@@ -109,29 +118,14 @@ def _word_list(path: Path) -> tuple[str, ...]:
 def _require_phones(phones: Sequence[str], known: Sequence[str], path: Path) -> None:
     if missing := [phone for phone in phones if phone not in known and phone != SILENCE_PHONE]:
         raise DataError(
-            f"the lexicon {path} uses phones that the model does not have: {_listed(missing)}; use "
+            f"the lexicon {path} uses phones that the model does not have: {lexicon.listed(missing)}; use "
             f"only {' '.join(known)}."
         )
 
 
-def _require_pronunciations(words: Sequence[str], known: Iterable[str], source: str) -> None:
+def _require_pronunciations(words: Sequence[str], known: Collection[str], source: str) -> None:
     if missing := sorted(set(words) - set(known)):
         raise DataError(
-            f"{source} has words without a pronunciation: {_listed(missing)}; add them to a "
-            "lexicon (--lexicon FILE)."
+            f"{source} has words without a pronunciation: {lexicon.listed(missing)}"
+            f"{lexicon.alike(missing[0], known)}; add them to a lexicon (--lexicon FILE)."
         )
-
-
-def _text(path: Path) -> str:
-    try:
-        return files.read_regular_text(path, _MAX_ARPA_BYTES)
-    except (OSError, UnicodeError) as error:
-        raise DataError(
-            f"the language model {path} cannot be read ({error}); use a text file in ARPA format."
-        ) from error
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " ".join(words[:_NUM_SHOWN]) + (
-        f" and {len(words) - _NUM_SHOWN} more" if len(words) > _NUM_SHOWN else ""
-    )

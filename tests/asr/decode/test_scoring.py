@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import DecodeConfig
 from ngsgd.data.frames import FrameSet
 from ngsgd.errors import DataError
+from ngsgd.launcher.reports.history import errors_by_speaker
 from tests.asr.decode.test_decoding import SMALL, spell
 
 pytest.importorskip("kaldialign")
@@ -50,9 +52,46 @@ def test_per_utterance_file_shows_reference_over_hypothesis(tmp_path: Path) -> N
     assert lines[2].startswith("utt-1 %WER")
     ref, hyp = (line.split()[1:] for line in lines[3:5])
     assert len(ref) == len(hyp)
-    assert [word for word in ref if word != scoring.NOTHING] == ["one", "seven"]
-    assert [word for word in hyp if word != scoring.NOTHING] == ["one", "two", "six"]
+    assert [word for word in ref if word != "***"] == ["one", "seven"]
+    assert [word for word in hyp if word != "***"] == ["one", "two", "six"]
     assert [path.name for path in tmp_path.iterdir()] == ["per_utt.txt"]
+
+
+@pytest.mark.entry("Sp14", "have the word `***` in a transcript", "works",
+                   "it is a word like others; in `ops.txt` and `per_utt.txt` it has a backslash, since `***` is a missing word")
+@pytest.mark.parametrize("word", ["***", "\\***", "\\\\***", "****", "\\"])
+def test_a_word_like_the_placeholder_is_a_word_in_every_file(word: str, tmp_path: Path) -> None:
+    refs, hyps = [[word, "a"], ["a", word], ["a"]], [["b", "a"], ["a"], ["a", word]]
+    total, rows = scoring.score(refs, hyps, ["u1", "u2", "u3"])
+    assert total == WordErrors(5, 1, 1, 1)
+    assert scoring.operations(rows) == {(word, "b"): 1, ("a", "a"): 3, (word, scoring.NOTHING): 1, (scoring.NOTHING, word): 1}
+    scoring.write_per_utterance(tmp_path / "per_utt.txt", total, rows)
+    assert scoring.read_per_utterance((tmp_path / "per_utt.txt").read_text()) == rows
+    scoring.write_operations(tmp_path / "ops.txt", rows)
+    found = [line.split() for line in (tmp_path / "ops.txt").read_text().splitlines()]
+    shown = scoring.word_form(word)
+    assert found == [["correct", "a", "a", "3"], ["substitution", shown, "b", "1"], ["insertion", "***", shown, "1"],
+                     ["deletion", shown, "***", "1"]]
+    scoring.write_recogs(tmp_path / "recogs.txt", rows)
+    assert f"u1:\tref={[word, 'a']}" in (tmp_path / "recogs.txt").read_text()
+
+
+@pytest.mark.entry("Sp7", "evaluate utterances, speakers or groups without reference words", "works",
+                   "insertions are counted, and the line has `(no words)` instead of a WER")
+def test_speakers_and_utterances_without_words_are_counted_in_every_file(tmp_path: Path) -> None:
+    refs, hyps = [["a", "b"], [], [], []], [["a"], ["c", "d"], [], ["e"]]
+    total, rows = scoring.score(refs, hyps, ["u1", "u2", "u3", "u4"])
+    assert total == WordErrors(2, 3, 1, 0)
+    assert total.wer == 200.0
+    assert math.isnan(rows[1].errors.wer)
+    scoring.write_per_speaker(tmp_path / "per_spk.txt", rows, ["s1", "s2", "s2", "s3"])
+    text = (tmp_path / "per_spk.txt").read_text()
+    assert "s2  %WER (no words) [ 2 / 0, 2 ins, 0 del, 0 sub ]" in text
+    assert errors_by_speaker(text) == [("s2", 2, 0), ("s3", 1, 0), ("s1", 1, 2)]
+    scoring.write_per_utterance(tmp_path / "per_utt.txt", total, rows)
+    assert scoring.read_per_utterance((tmp_path / "per_utt.txt").read_text()) == rows
+    interval = scoring.confidence_interval(refs, hyps)
+    assert 0.0 <= interval.low <= interval.high < math.inf
 
 
 def test_interval_holds_the_wer_and_is_repeatable() -> None:

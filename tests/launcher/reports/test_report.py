@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ngsgd.asr.decode.scoring import (
+    NOTHING,
     UtteranceErrors,
     WordErrors,
     write_per_speaker,
@@ -87,9 +88,9 @@ def decode_files(run: Path, wer: float) -> None:
     (run / "decode" / "wer.json").write_text(json.dumps(about))
     rows = [
         UtteranceErrors(
-            "utt-1", (("one", "one"), ("<two>", "***"), ("five", "nine")), WordErrors(3, 0, 1, 1)
+            "utt-1", (("one", "one"), ("<two>", NOTHING), ("five", "nine")), WordErrors(3, 0, 1, 1)
         ),
-        UtteranceErrors("utt-2", (("one", "one"), ("***", "oh")), WordErrors(1, 1, 0, 0)),
+        UtteranceErrors("utt-2", (("one", "one"), (NOTHING, "oh")), WordErrors(1, 1, 0, 0)),
     ]
     total = rows[0].errors + rows[1].errors
     write_per_utterance(run / "decode" / "test.per_utt.txt", total, rows)
@@ -238,8 +239,8 @@ def test_workers_and_layers_are_summed_up(tmp_path: Path) -> None:
 
 def test_words_that_are_wrong_are_counted_and_aligned() -> None:
     rows = [
-        UtteranceErrors("u1", (("a", "b"), ("c", "***")), WordErrors(2, 0, 1, 1)),
-        UtteranceErrors("u2", (("a", "b"), ("***", "d"), ("e", "e")), WordErrors(2, 1, 0, 1)),
+        UtteranceErrors("u1", (("a", "b"), ("c", NOTHING)), WordErrors(2, 0, 1, 1)),
+        UtteranceErrors("u2", (("a", "b"), (NOTHING, "d"), ("e", "e")), WordErrors(2, 1, 0, 1)),
     ]
     text = "".join(sections.words(rows, "x %WER 50.00 [ 1 / 2, 0 ins, 0 del, 1 sub ]\n"))
     page = Page(text)

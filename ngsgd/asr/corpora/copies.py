@@ -1,0 +1,95 @@
+"""Augmented copies of utterances by their names.
+
+Forms: of ngsgd sp0.9-NAME, cp1-NAME, vc3x0.9124-NAME; of Kaldi rvb1_NAME, NAME-noise; of lhotse
+NAME_sp0.9, NAME_vp2.0.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from ngsgd.asr.corpora.data_dir import UtteranceEntry
+from ngsgd.config import AugmentConfig
+from ngsgd.errors import DataError
+
+_SPEED = r"[st]p\d+\.\d+"
+_OTHER = r"vp\d+\.\d+|cp\d+|(?:volume|vol|rvb|reverb|rev|noise|music|babble|aug)"
+_PREFIX = re.compile(rf"(?:vc\d+(?:x\d\.\d+)?|{_SPEED}|(?:{_OTHER}(?=\d))(?:\d+(?:\.\d+)?)?)[-_](?=.)")
+_SUFFIX = re.compile(rf"(?<=.)[-_](?:{_SPEED}|(?:{_OTHER})(?:\d+(?:\.\d+)?)?)$")
+_AT_OTHER_SPEED = re.compile(rf"(?:^|[-_])(?:{_SPEED}|vc\d+x\d\.\d+)(?:[-_]|$)")
+# option of the section `augment`: how its copies are named
+_OWN = {"speed": _AT_OTHER_SPEED, "num_copies": re.compile(r"(?:^|-)cp\d+-"), "voice": re.compile(r"^vc\d+x\d\.\d{4}-")}
+
+
+def original(name: str) -> str:
+    """Return the name of an utterance or a speaker without the marks of copies.
+
+    >>> original("cp1-sp0.9-anna"), original("anna_sp1.1_vp0.8"), original("anna")
+    ('anna', 'anna', 'anna')
+    """
+    while (short := _SUFFIX.sub("", _PREFIX.sub("", name, count=1))) != name:
+        name = short
+    return name
+
+
+def check_disjoint(listed: Mapping[str, Sequence[UtteranceEntry]]) -> None:
+    """Raise DataError for an utterance in two sets, also as a copy.
+
+    Args:
+        listed: the utterances of each set; those of "added" are training data.
+    """
+    names = list(listed)
+    set_U = np.repeat(np.arange(len(names)), [len(listed[name]) for name in names])
+    first_N = np.searchsorted(set_U, np.arange(len(names)))
+    is_training = [name in ("train", "added") for name in names]
+
+    def at(u: int) -> UtteranceEntry:
+        return listed[names[set_U[u]]][u - int(first_N[set_U[u]])]
+
+    for is_copied in (False, True):
+        hashes = array("q", (hash(original(one.utt_id) if is_copied else one.utt_id)
+                             for name in names for one in listed[name]))
+        for group in _equal(hashes):
+            for u, v in pairwise(group):
+                first, second = at(u), at(v)
+                is_apart = set_U[u] != set_U[v] and not (is_training[set_U[u]] and is_training[set_U[v]])
+                if is_copied and is_apart and _are_twins(first.utt_id, second.utt_id):
+                    raise DataError(f"{second.where}: {second.utt_id} and {first.utt_id} of another set ({first.where}) "
+                                    "are copies of one utterance, so a result would be too good; remove one of them.")
+                if not is_copied and first.utt_id == second.utt_id:
+                    raise DataError(f"{second.where}: {second.utt_id} is also in another set ({first.where}); give "
+                                    "every utterance a unique name, or remove it from one of them.")
+
+
+def _equal(hashes: array[int]) -> Iterable[list[int]]:
+    """Yield the positions of equal hashes, in their order."""
+    hash_N = np.array(hashes, np.int64)
+    order_N = np.argsort(hash_N, kind="stable")
+    begins = np.flatnonzero(np.diff(hash_N[order_N]) != 0) + 1
+    return (part.tolist() for part in np.split(order_N, begins) if len(part) > 1)
+
+
+def _are_twins(first: str, second: str) -> bool:
+    source = original(first)
+    is_marked = all(map(_AT_OTHER_SPEED.search, (first, second)))
+    return source == original(second) and (source in (first, second) or is_marked)
+
+
+def check_unchanged(listed: Sequence[UtteranceEntry], changes: AugmentConfig) -> None:
+    """Raise DataError for a copy of the kind that the settings make.
+
+    Args:
+        listed: the training utterances.
+        changes: the section `augment`.
+    """
+    is_used = {"speed": changes.speed != "none", "num_copies": changes.num_copies > 1, "voice": changes.voice}
+    for option, pattern in _OWN.items():
+        found = next((one for one in listed if pattern.search(one.utt_id)), None) if is_used[option] else None
+        if found:
+            raise DataError(f"{found.where}: {found.utt_id} is a copy, and augment.{option} would change it again; "
+                            "remove the copies, or set data.labels=one_step (data.labels=ladder has augment.speed=all).")
