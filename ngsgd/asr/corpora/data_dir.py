@@ -31,6 +31,7 @@ from ngsgd.asr.utterance import FramedUtterance, Utterance, num_frames, unaligne
 from ngsgd.config import FeatureConfig
 from ngsgd.data.columns import Column, Spool
 from ngsgd.errors import DataError
+from ngsgd.files import named_in
 
 Table = Mapping[str, Entry]
 
@@ -211,8 +212,7 @@ def _check_is_file(entry: Entry) -> None:
 
 
 def _file(entry: Entry, folder: Path) -> Piece:
-    path = Path(entry.value).expanduser()
-    return Piece(path if path.exists() or path.is_absolute() else folder / path, entry.where)
+    return Piece(named_in(folder, entry.value), entry.where)
 
 
 def _segment(utt_id: str, entry: Entry, recordings: Table, find: Callable[[str], Piece], folder: Path) -> Piece:

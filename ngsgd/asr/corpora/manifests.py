@@ -19,7 +19,7 @@ from ngsgd.asr.corpora.data_dir import Listing, UtteranceEntry
 from ngsgd.asr.features.audio import Piece
 from ngsgd.data.columns import Index
 from ngsgd.errors import DataError
-from ngsgd.files import parse_json, read_regular_bytes
+from ngsgd.files import named_in, parse_json, read_regular_bytes
 
 _NAMES = {"train": ("train",), "valid": ("valid", "dev"), "test": ("test",)}
 _MAX_MANIFEST_BYTES = 1 << 32
@@ -68,7 +68,7 @@ def _find(source: Path, kind: str, names: tuple[str, ...]) -> Path | None:
 
 
 def _read_set(recordings: Path, supervisions: Path) -> Sequence[UtteranceEntry]:
-    files = {str(item["id"]): _file(item, where) for where, item in _lines(recordings)}
+    files = {str(item["id"]): _file(item, where, recordings.parent) for where, item in _lines(recordings)}
     hashes = array("q")
 
     def every() -> Iterator[UtteranceEntry]:
@@ -86,7 +86,7 @@ def _read_set(recordings: Path, supervisions: Path) -> Sequence[UtteranceEntry]:
     return found
 
 
-def _file(item: dict[str, Any], where: str) -> Path:
+def _file(item: dict[str, Any], where: str, folder: Path) -> Path:
     try:
         (source,) = item["sources"]
         if source["type"] != "file":
@@ -94,7 +94,7 @@ def _file(item: dict[str, Any], where: str) -> Path:
                             "only files are supported.")
         if "\0" in source["source"]:
             raise ValueError("a zero byte in the name")
-        return Path(source["source"])
+        return named_in(folder, source["source"])
     except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise DataError(f"{where}: this is not a recording of lhotse with one source; write the "
                         "manifest again.") from error
@@ -112,10 +112,8 @@ def _utterance(item: dict[str, Any], where: str, files: dict[str, Path], recordi
                         "times from 0.")
     if recording not in files:
         raise DataError(f"{where}: the recording {recording} of {utt_id} is not in {recordings}; add it there.")
-    path = files[recording]
-    path = path if path.exists() or path.is_absolute() else recordings.parent / path
     return UtteranceEntry(utt_id, str(item.get("speaker") or utt_id), tuple(str(item.get("text") or "").split()),
-                  Piece(path, where, start_s, end_s), where)
+                  Piece(files[recording], where, start_s, end_s), where)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
