@@ -68,9 +68,10 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
 
 
 def fingerprint(data: DataConfig) -> dict[str, Any]:
-    """Identify the recordings by name and size."""
+    """Identify the recordings by name, size and time."""
     place = locate(data.source)
-    status = [(path.name, path.stat().st_size) for path in (sorted(place.glob("*.wav")) if place.is_dir() else [place])]
+    status = [(path.name, path.stat().st_size, path.stat().st_mtime_ns)
+              for path in (sorted(place.glob("*.wav")) if place.is_dir() else [place])]
     return {"files": status}
 
 

@@ -30,7 +30,7 @@ from ngsgd.asr.features import noise, voice
 from ngsgd.asr.features.noise import FULL_SCALE, LOUDEST_MIX, FisherSample
 from ngsgd.asr.features.voice import VoiceChange
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Audio, PdfIds, Samples, Utterance, num_frames
-from ngsgd.config import AugmentConfig, with_removed
+from ngsgd.config import AugmentConfig
 from ngsgd.errors import DataError
 
 _COPY = re.compile(r"(?:vc\d+x(?P<rate>\d\.\d{4})-)?(?:cp\d+-)?(?:sp(?P<factor>\d+(?:\.\d+)?)-)?(?P<utt_id>.*)", re.DOTALL)
@@ -115,15 +115,11 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
     """
     if not config.changes_audio:
         return {}
-    settings = {name: value for name, value in with_removed("augment", asdict(config)).items() if not name.startswith("spec")}
-    # data prepared before these options existed keep their name
-    added = {"voice": False, "clean_fraction": 0.0, "voice_fraction": 0.5, "voice_tilt_db": 0.0}
-    settings = {name: value for name, value in settings.items()
-                if name not in added or value != added[name]}
+    settings = {name: value for name, value in asdict(config).items() if not name.startswith("spec")}
     folders = [folder for folder in (config.rir_dir, config.noise_dir) if folder]
-    # names and sizes: collections of noises are too large to be hashed
-    files = [[str(path.relative_to(folder)), path.stat().st_size] for folder in folders
-             for path in sorted(Path(folder).rglob("*.wav"))]
+    # names, sizes and times: collections of noises are too large to be hashed
+    files = [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns]
+             for folder in folders for path in sorted(Path(folder).rglob("*.wav"))]
     return {"augment": {**settings, "files": files,
                         "soxr": metadata.version("soxr") if config.speed != "none" or config.voice else ""}}
 
