@@ -182,7 +182,7 @@ def _summarize(outcomes: Sequence[Outcome], rate_hz: int, elapsed_s: float, *, q
 def _stream(recognizer: Recognizer, options: argparse.Namespace) -> int:
     """Recognize stdin; text is printed at the end of each segment."""
     from ngsgd.asr import recording
-    from ngsgd.asr.features.audio import FULL_SCALE
+    from ngsgd.asr.recording import FULL_SCALE
     from ngsgd.asr.transcript import FORMATS, Partial, Segment, Transcript
 
     # a BufferedReader; typed as any binary stream

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr import extras, recording
+from ngsgd.asr import recording
 from ngsgd.asr.adapt.fmllr import FmllrStats
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode.streaming import StreamingDecoder
@@ -24,7 +24,7 @@ from ngsgd.asr.decode.words import Hypothesis, recognized
 from ngsgd.asr.features import cmvn, filterbank
 from ngsgd.asr.features.cmvn import CmnState, OnlineMean, Stats
 from ngsgd.asr.ivectors.online import IvectorStream, SpeakerState
-from ngsgd.asr.recording import Recording, Samples
+from ngsgd.asr.recording import Recording, Resampler, Samples
 from ngsgd.asr.segmentation import Segmenter, Stretch
 from ngsgd.asr.transcript import Partial, Segment, Transcript
 from ngsgd.data.frames import Side
@@ -226,12 +226,9 @@ class _Channel:
     ) -> None:
         self._bundle, self._number, self._num_best = recognizer.bundle, number, num_best
         self.segmenter = Segmenter(recognizer.sample_rate_hz)
-        self._resampler: Any = None
+        self._resampler: Resampler | None = None
         if sample_rate_hz != recognizer.sample_rate_hz:
-            soxr = extras.load("soxr", extra="asr", purpose="Resampling")
-            self._resampler = soxr.ResampleStream(
-                sample_rate_hz, recognizer.sample_rate_hz, 1, dtype="float32"
-            )
+            self._resampler = Resampler(sample_rate_hz, recognizer.sample_rate_hz)
         self.speaker = _Speaker()
 
     def accept(self, samples_N: Samples) -> Iterator[Segment]:
@@ -249,9 +246,7 @@ class _Channel:
     def _resampled(self, samples_N: Samples, *, is_last: bool = False) -> Samples:
         if self._resampler is None:
             return samples_N
-        return np.asarray(
-            self._resampler.resample_chunk(np.ascontiguousarray(samples_N), last=is_last)
-        )
+        return self._resampler.accept(samples_N, is_last=is_last)
 
     def _segment(self, stretch: Stretch) -> Segment:
         bundle = self._bundle

@@ -216,7 +216,7 @@ def write_latin_1(folder: Path) -> None:
     (say_it_twice, "train/text:3: train-s0-0.*train/text:1"),
     (lose_a_wav, r"test/wav\.scp:1.*test-s0-0\.wav"),
     (halve_the_rate, r"valid/wav\.scp:2.*valid-s1-1\.wav.*8000 Hz.*features\.sample_rate_hz.*16000"),
-    (cut_a_wav, r"train/wav\.scp:5.*train-s0-4\.wav.*truncated, \w+ \d+.*\d+ samples"),
+    (cut_a_wav, r"train/wav\.scp:5.*train-s0-4\.wav.*truncated.* \d+ .*\d+ .*samples"),
     (make_stereo, r"train/wav\.scp:5: .*train-s0-4\.wav has 2 channels"),
     (write_no_audio, r"train/wav\.scp:5.*train-s0-4\.wav"),
     (lose_a_speaker, "train/text:4: train-s1-3.*train/utt2spk"),
