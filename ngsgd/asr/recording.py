@@ -6,12 +6,12 @@ DataErrors with the name of the recording. Letters: N samples, C channels.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -85,7 +85,7 @@ class Recording:
             yield scaled(block_NC, self.name)
 
 
-@contextmanager
+@contextlib.contextmanager
 def opened(path: Path) -> Iterator[Recording]:
     """Open an audio file.
 
@@ -208,6 +208,21 @@ class AudioFile:
             f"{self.name} cannot be read as audio ({reason or type(error).__name__}); replace it, "
             "or convert it to wav."
         )
+
+
+def read_mono(name: str, file: BinaryIO) -> tuple[Samples, int]:
+    """Read all samples of a file of one channel, at 16-bit scale, and its sampling rate.
+
+    Raises:
+        DataError: it cannot be read, is truncated, or has several channels.
+    """
+    with file, contextlib.closing(AudioFile(name, file)) as audio:
+        if audio.num_channels != 1:
+            raise DataError(f"{name} has {audio.num_channels} channels; convert it to one channel.")
+        blocks = []
+        while len(block_NC := audio.read(1 << 20)):
+            blocks.append(scaled(block_NC[:, 0], name))
+        return np.concatenate(blocks), audio.sample_rate_hz
 
 
 def _for_libsndfile(file: BinaryIO, patches: dict[int, bytes]) -> tuple[Any, ...]:

@@ -84,9 +84,11 @@ def assert_equal(form: str, found: Samples, samples: Samples) -> None:
     np.testing.assert_allclose(found, samples, rtol=0.0, atol=tolerance)
 
 
-@pytest.mark.entry("Sp3", "you give a recording in any container on stdin", "works",
-                   "it is recognized by its first bytes and decoded as a file is; formats that are not read (m4a, webm, wma, ...) are a "
-                   "`DataError` that names ffmpeg; only bytes without a known header are raw samples.")
+@pytest.mark.entry("Sp5", "a recording has a length that its writer did not know (0xFFFFFFFF, 0x7FFFF000 or 0), is truncated, or comes "
+                   "on stdin as flac, ogg, mp3 or another container", "works",
+                   "training, files and stdin use one reader: samples of a stream end with the file, truncated recordings are a "
+                   "`DataError`, containers on stdin are decoded as files are, and formats that are not read (m4a, webm, wma, ...) are "
+                   "a `DataError` that names ffmpeg. Only bytes without a known header are raw samples.")
 @READER
 @FORM
 def test_every_reader_gives_the_samples_of_an_array(form: str, read: Callable[[bytes, Path], Samples], tmp_path: Path) -> None:
@@ -96,15 +98,14 @@ def test_every_reader_gives_the_samples_of_an_array(form: str, read: Callable[[b
     assert_equal(form, found, expected(content))
 
 
-@pytest.mark.entry("Sp3")
+@pytest.mark.entry("Sp5")
 @FORM
 def test_segments_are_parts_of_every_form(form: str, tmp_path: Path) -> None:
     content = FORMS[form]()
     assert_equal(form, by_segments(content, tmp_path), expected(content)[:6000])
 
 
-@pytest.mark.entry("Sp8", "you give a truncated recording of any format", "error",
-                   "`DataError` in training, for files and on stdin: the length in the header is compared with that of the file.")
+@pytest.mark.entry("Sp5")
 @READER
 @pytest.mark.parametrize("keep", [0.5, 0.999, 0.75, 0.03, 0.002])
 @FORM
@@ -115,8 +116,7 @@ def test_a_truncated_recording_is_refused(form: str, keep: float, read: Callable
         read(content[:int(keep * len(content))], tmp_path)
 
 
-@pytest.mark.entry("Sp5", "a recording comes from a pipe, with 0xFFFFFFFF, 0x7FFFF000 or 0 as its length", "works",
-                   "the samples end with the file, in training as in `transcribe`.")
+@pytest.mark.entry("Sp5")
 @READER
 @pytest.mark.parametrize("length", PLACEHOLDERS)
 @FORM
@@ -140,7 +140,7 @@ def test_a_recording_without_samples_is_refused(form: str, read: Callable[[bytes
         read(file.getvalue(), tmp_path)
 
 
-@pytest.mark.entry("Sp3")
+@pytest.mark.entry("Sp5")
 @READER
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_containers_are_refused_by_name(name: str, read: Callable[[bytes, Path], Samples], tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_other_containers_are_refused_by_name(name: str, read: Callable[[bytes, 
         read(OTHERS[name], tmp_path)
 
 
-@pytest.mark.entry("Sp3")
+@pytest.mark.entry("Sp5")
 @pytest.mark.parametrize("seed", range(20))
 def test_bytes_without_a_header_are_raw_samples_on_a_stream(seed: int) -> None:
     samples = noise(5000, seed)
@@ -158,7 +158,7 @@ def test_bytes_without_a_header_are_raw_samples_on_a_stream(seed: int) -> None:
     assert np.array_equal(np.concatenate(list(source.blocks()))[:, 0], samples)
 
 
-@pytest.mark.entry("Sp3")
+@pytest.mark.entry("Sp5")
 @READER
 def test_nothing_is_refused(read: Callable[[bytes, Path], Samples], tmp_path: Path) -> None:
     with pytest.raises(DataError):

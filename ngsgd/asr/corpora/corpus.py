@@ -211,7 +211,10 @@ def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, 
     if has_synthetic:
         settings["synthetic_minutes"] = data.synthetic_minutes
     made_with = ["numpy", "kaldi-native-fbank"]
-    made_with += ["espeakng-loader", "soxr"] if data.corpus == "digits" or has_synthetic else []
+    is_generated = data.corpus == "digits" or has_synthetic
+    made_with += ["espeakng-loader"] if is_generated else []
+    made_with += ["soxr"] if is_generated or feature_config.resample else []
+    made_with += ["soundfile"] if data.corpus in _SHARDED or data.added_dirs else []
     content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "lhotse": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "fsdd": lambda: {**_content_of_alignment(data), **added.fingerprint(data)},
