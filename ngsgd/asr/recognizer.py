@@ -194,7 +194,7 @@ class Recognizer:
         for chunk in chunks:
             chunk_N = _array(chunk, "the stream")
             peak, num_samples = max(peak, recording.peak_of_32_bits(chunk_N)), num_samples + chunk_N.size
-            # a quiet chunk alone says nothing about the scale
+            # the scale of a quiet chunk alone is unknown
             if num_samples >= _SCALE_S * rate_hz:
                 recording.check_peak_of_32_bits(peak, "the stream")
             samples_N = recording.scaled(chunk_N, "the stream")
@@ -209,7 +209,7 @@ class Recognizer:
         recording.check_peak_of_32_bits(peak, "the stream")
         yield from channel.finish()
 
-    def _rate(self, sample_rate_hz: int | None) -> int:
+    def _rate(self, sample_rate_hz: Any) -> int:
         """The sampling rate of samples; raises ArgumentError for another type than a number."""
         if sample_rate_hz is None:
             return self.sample_rate_hz
@@ -449,6 +449,6 @@ def _array(audio: npt.ArrayLike | Sequence[float], name: str) -> npt.NDArray[Any
         raise DataError(f"{name} cannot be converted to an array of samples ({first_line(error)}); pass numbers.") from error
 
 
-def _check_num_best(num_best: int) -> None:
+def _check_num_best(num_best: Any) -> None:
     if isinstance(num_best, bool) or not isinstance(num_best, numbers.Integral) or num_best < 1:
         raise ArgumentError(f"num_best is {num_best!r}; pass an integer from 1.")

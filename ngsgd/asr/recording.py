@@ -400,7 +400,7 @@ class _Stream:
 
 def _copied(source: _Stream) -> Recording:
     """Open a copy of the stream in an unnamed temporary file."""
-    copy: BinaryIO = tempfile.TemporaryFile()  # type: ignore[assignment]  # noqa: SIM115 - closed with the recording
+    copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the recording
     try:
         source.copy_to(copy)
         copy.seek(0)

@@ -7,13 +7,14 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import soundfile
 
-from ngsgd.asr import recording
+from ngsgd.asr import containers, recording
 from ngsgd.asr.features.audio import Piece, Reader
 from ngsgd.errors import DataError
 from tests.asr.audio_forms import FORMS, OTHERS, PLACEHOLDERS, RATE_HZ, noise, streamed
@@ -53,7 +54,7 @@ class Pipe(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def, override]
+    def readinto(self, buffer: Any) -> int:
         size = min(len(buffer), 700, len(self._left))
         buffer[:size], self._left = self._left[:size], self._left[size:]
         return size
@@ -84,11 +85,11 @@ def assert_equal(form: str, found: Samples, samples: Samples) -> None:
     np.testing.assert_allclose(found, samples, rtol=0.0, atol=tolerance)
 
 
-@pytest.mark.entry("Sp5", "a recording has a length that its writer did not know (0xFFFFFFFF, 0x7FFFF000 or 0), is truncated, or comes "
-                   "on stdin as flac, ogg, mp3 or another container", "works",
-                   "training, files and stdin use one reader: samples of a stream end with the file, truncated recordings are a "
-                   "`DataError`, containers on stdin are decoded as files are, and formats that are not read (m4a, webm, wma, ...) are "
-                   "a `DataError` that names ffmpeg. Only bytes without a known header are raw samples.")
+@pytest.mark.entry("Sp5", "a recording has a length that its writer did not know (0xFFFFFFFF, 0x7FFFF000 or 0), is truncated, or "
+                   "comes on stdin as flac, ogg, mp3 or another container", "works",
+                   "training, files and stdin use one reader. Samples of a stream end with the file; truncated recordings are a "
+                   "`DataError`. Containers on stdin are decoded as files are; formats that are not read (m4a, webm, wma, ...) "
+                   "are a `DataError` that names ffmpeg. Only bytes without a known header are raw samples.")
 @READER
 @FORM
 def test_every_reader_gives_the_samples_of_an_array(form: str, read: Callable[[bytes, Path], Samples], tmp_path: Path) -> None:
@@ -172,3 +173,18 @@ def test_a_wav_is_recognized_while_it_comes() -> None:
     blocks = recording.of_stream(io.BufferedReader(pipe, 700), 16000).blocks(0.05)
     first = next(blocks)
     assert len(first) == 400 and len(pipe._left) > len(content) - 2000
+
+
+@pytest.mark.entry("Sp5")
+@READER
+@pytest.mark.parametrize("keep", [0.3, 0.9, 1.0])
+def test_an_mp3_without_a_length_ends_with_a_complete_frame(
+        keep: float, read: Callable[[bytes, Path], Samples], tmp_path: Path) -> None:
+    content = FORMS["mp3"]()
+    # the first frame holds the length
+    content = content[containers.mp3_frame_bytes(content):]
+    if keep == 1.0:
+        assert len(read(content + b"TAG" + bytes(125), tmp_path)) > 4000
+        return
+    with pytest.raises(DataError):
+        read(content[:int(keep * len(content))], tmp_path)

@@ -1,4 +1,4 @@
-"""Samples of every type are scaled as their type says, or refused."""
+"""Samples of every type are scaled by their type, or refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SCALED: dict[str, Callable[[], Any]] = {
     "int16": lambda: SAMPLES,
     "int32": lambda: SAMPLES.astype(np.int32) << 16,
     "big endian": lambda: SAMPLES.astype(">i2"),
-    "float list": lambda: (SAMPLES / 32768).tolist(),
+    "float list": (SAMPLES / 32768).tolist,
     "float16": lambda: (SAMPLES / 32768).astype(np.float16),
     "float64": lambda: SAMPLES / 32768,
     "uint8": lambda: ((SAMPLES.astype(np.int32) >> 8) + 128).astype(np.uint8),
@@ -52,7 +52,7 @@ SCALED: dict[str, Callable[[], Any]] = {
     "memoryview": lambda: memoryview(array.array("h", SAMPLES.tolist())),
 }
 REFUSED: dict[str, Callable[[], Any]] = {
-    "list of integers": lambda: SAMPLES.tolist(),
+    "list of integers": SAMPLES.tolist,
     "int64": lambda: SAMPLES.astype(np.int64),
     "uint16": lambda: SAMPLES.astype(np.uint16),
     "uint64": lambda: SAMPLES.astype(np.uint64),
@@ -60,7 +60,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "int32 tensor with 16 bits": lambda: torch.from_numpy(SAMPLES).int(),
     "float with 16 bits": lambda: SAMPLES.astype(np.float32),
     "complex": lambda: SAMPLES.astype(np.complex64),
-    "bytes": lambda: SAMPLES.tobytes(),
+    "bytes": SAMPLES.tobytes,
     "bytearray": lambda: bytearray(SAMPLES.tobytes()),
     "memoryview of bytes": lambda: memoryview(SAMPLES.tobytes()),
     "ragged": lambda: [[1.0, 2.0], [1.0]],
@@ -74,8 +74,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.entry("Sp15", "you pass integers as samples, as an array, a list or chunks of a stream", "works",
-                   "8, 16 and 32 bits are scaled by their width. Lists of integers, 64 bits, bytes, and 32 bits with the peak of 16-bit "
-                   "samples are a `DataError` that names `numpy.asarray(samples, 'int16')`.")
+                   "8, 16 and 32 bits are scaled by their width. Lists of integers, 64 bits, bytes, and 32 bits with the peak of "
+                   "16-bit samples are a `DataError` that names `numpy.asarray(samples, 'int16')`.")
 @CALLS
 @pytest.mark.parametrize("name", SCALED)
 def test_every_type_with_a_scale_gives_the_words(recognizer: Recognizer, name: str, call: Callable[..., str]) -> None:
@@ -120,4 +120,5 @@ def test_a_number_of_hypotheses_that_is_none_is_refused(recognizer: Recognizer, 
 
 
 def test_integral_rates_of_other_types_are_accepted(recognizer: Recognizer) -> None:
-    assert recognizer.transcribe(SAMPLES, np.int64(8000)) == recognizer.transcribe(SAMPLES, 8000.0) == recognizer.transcribe(SAMPLES)
+    rates: list[Any] = [np.int64(8000), 8000.0]
+    assert all(recognizer.transcribe(SAMPLES, rate) == recognizer.transcribe(SAMPLES) for rate in rates)

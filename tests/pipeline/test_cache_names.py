@@ -1,5 +1,4 @@
-"""The name of every prepared file covers all that decides it: each cache against each changed input.
-"""
+"""The name of every prepared file covers all that decides it: each cache, each changed input."""
 
 from __future__ import annotations
 
@@ -21,6 +20,7 @@ from ngsgd.config import ObjectiveConfig, RunConfig
 from ngsgd.data import cache_names
 from ngsgd.data.archives import prepare_archives
 from ngsgd.errors import DataError
+from ngsgd.files import digest_of_json
 from ngsgd.pipeline import adaptation, align, ivectors, ladder
 from ngsgd.pipeline.recipes import recipe
 from ngsgd.pipeline.sequences import uniform_priors
@@ -49,7 +49,7 @@ def settings(source: Path) -> RunConfig:
 def names(config: RunConfig, cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
     """Prepare everything that has a cache; return the names by kind."""
     found: dict[str, list[str]] = {}
-    digest_of = cache_names.digest_of_json
+    digest_of = digest_of_json
 
     def recorded(tree: Any) -> str:
         digest = digest_of(tree)
@@ -166,7 +166,7 @@ def test_a_changed_input_changes_the_names_of_all_that_it_decides(
     after = names(changed, tmp_path / "cache", monkeypatch)
     same = {kind for kind in ALL if before[kind] == after[kind]}
     assert expected <= ALL - same
-    if expected == {"network"} or expected == {"adaptation", "network"}:
+    if expected in ({"network"}, {"adaptation", "network"}):
         assert same == ALL - expected
 
 

@@ -230,9 +230,8 @@ def _segment(utt_id: str, entry: Entry, recordings: Table, find: Callable[[str],
     try:
         recording, start, end, *channels = entry.value.split()
         start_s, end_s = float(start), float(end)
-        [channel] = [int(one) for one in channels] or [None]
-        if channel is not None and channel < 0:
-            raise ValueError("a channel below 0")
+        if len(channels) > 1 or any(int(one) < 0 for one in channels):
+            raise ValueError("several channels, or one below 0")
     except ValueError as error:
         raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording, two times and at most a channel from 0; "
                         "write \"utterance recording start end\", or \"utterance recording start end channel\".") from error
@@ -241,6 +240,7 @@ def _segment(utt_id: str, entry: Entry, recordings: Table, find: Callable[[str],
     if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
         raise DataError(f"{entry.where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write "
                         "increasing times from 0.")
+    channel = int(channels[0]) if channels else None
     return Piece(find(recording), entry.where, start_s, end_s, channel, sides.get(recording))
 
 

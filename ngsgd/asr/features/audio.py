@@ -1,4 +1,4 @@
-"""Samples of audio files or parts of them; each error message names the line that names the file."""
+"""Samples of audio files or parts of them; each error names the line of the table."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Reader:
 
         Raises:
             DataError: the file is missing, damaged or truncated, has another sampling rate or other
-                channels than the data say; the segment exceeds it.
+                channels than in the data; the segment exceeds it.
         """
         name = f"{piece.where}: {piece.path}"
         if piece.path != self._path or piece.end_s is None or self._file is None:
@@ -104,7 +104,7 @@ class Reader:
 
     def _check_rate(self, piece: Piece, file: AudioFile, name: str) -> None:
         if piece.rate_hz not in (None, file.sample_rate_hz):
-            raise DataError(f"{name} is sampled at {file.sample_rate_hz} Hz, but its manifest says {piece.rate_hz}; write the "
+            raise DataError(f"{name} is sampled at {file.sample_rate_hz} Hz, but at {piece.rate_hz} Hz in its manifest; write the "
                             "manifest again.")
         if file.sample_rate_hz != self._sample_rate_hz and not self._resample:
             raise DataError(f"{name} is sampled at {file.sample_rate_hz} "
@@ -122,7 +122,7 @@ def _opened(piece: Piece, name: str) -> AudioFile:
 def _channel(piece: Piece, file: AudioFile, name: str) -> int:
     """Number of the channel to read, from 0."""
     if piece.num_channels not in (None, file.num_channels):
-        raise DataError(f"{name} has {file.num_channels} channels, but its manifest says {piece.num_channels}; write the "
+        raise DataError(f"{name} has {file.num_channels} channels, but {piece.num_channels} in its manifest; write the "
                         "manifest again.")
     channel = piece.channel
     if channel is None:

@@ -75,7 +75,8 @@ def test_other_lines_of_reco2file_and_channel_name_none(folder: Path, content: s
 def write_manifests(folder: Path, recording: dict[str, Any], supervision: dict[str, Any]) -> None:
     found = {"id": "r", "sources": [{"type": "file", "channels": [0, 1], "source": "stereo.wav"}], "sampling_rate": RATE_HZ,
              "num_samples": 8000, "duration": 1.0, **recording}
-    said = {"id": "u", "recording_id": "r", "start": 0.25, "duration": 0.5, "channel": 1, "text": "A", "speaker": "s", **supervision}
+    said = {"id": "u", "recording_id": "r", "start": 0.25, "duration": 0.5, "channel": 1, "text": "A", "speaker": "s",
+            **supervision}
     for name, item in (("recordings", found), ("supervisions", said)):
         (folder / f"{name}.jsonl").write_text(json.dumps(item) + "\n")
 

@@ -364,11 +364,13 @@ def lengths(folder: Path) -> dict[str, int]:
 def paths(folder: Path, features: FeatureConfig) -> States:
     """Labels in equal parts, which are paths of the transcripts."""
     sets, language = kaldi_dirs.make(config(folder), features, AugmentConfig())
-    found = {}
+    found: States = {}
     for speech in sets.values():
         for u, utt_id in enumerate(speech.frames.utt_ids):
             num_frames = int(np.diff(speech.frames.offsets)[u])
-            found[utt_id] = forced_alignment.equal_parts(language.topology, speech.texts[u], num_frames)
+            labels = forced_alignment.equal_parts(language.topology, speech.texts[u], num_frames)
+            assert labels is not None
+            found[utt_id] = labels
     return found
 
 

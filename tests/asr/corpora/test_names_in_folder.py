@@ -13,6 +13,7 @@ import pytest
 import soundfile
 
 from ngsgd.asr.corpora import data_dir, manifests
+from ngsgd.asr.features.audio import Piece
 from ngsgd.asr.kaldi_io import tables
 from ngsgd.errors import DataError
 from ngsgd.files import named_in
@@ -30,7 +31,7 @@ def write_matrix(folder: Path, value: int) -> None:
 
 
 def audio_of(listed: data_dir.UtteranceEntry) -> float:
-    assert isinstance(listed.content, data_dir.Piece)
+    assert isinstance(listed.content, Piece)
     return float(soundfile.read(listed.content.path, dtype="int16")[0][0])
 
 
@@ -84,9 +85,9 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     return data, here
 
 
-@pytest.mark.entry("Sp9", "the working directory has a file with the relative name that a table or a manifest of a data folder gives",
-                   "works", "relative names start in the data folder, for `wav.scp`, `feats.scp`, `cmvn.scp` and lhotse manifests; "
-                   "the working directory is never searched.")
+@pytest.mark.entry("Sp9", "the working directory has a file with the relative name that a table or a manifest of a data folder "
+                   "gives", "works", "relative names start in the data folder, for `wav.scp`, `feats.scp`, `cmvn.scp` and lhotse "
+                   "manifests; the working directory is never searched.")
 @pytest.mark.parametrize("read", READERS)
 def test_a_relative_name_starts_in_the_data_folder(folders: tuple[Path, Path], read: Callable[[Path], float]) -> None:
     assert read(folders[0]) == 1.0

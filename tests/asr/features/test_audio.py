@@ -36,7 +36,12 @@ def test_segments_are_parts_of_the_file(tmp_path: Path, samples: np.ndarray, suf
 def test_a_recording_stays_open_for_its_segments(tmp_path: Path, samples: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []
     open_file = AudioFile.open
-    monkeypatch.setattr(AudioFile, "open", lambda path, name: opened.append(path) or open_file(path, name))
+
+    def counted(path: Path, name: str) -> AudioFile:
+        opened.append(path)
+        return open_file(path, name)
+
+    monkeypatch.setattr(AudioFile, "open", counted)
     paths = [tmp_path / "a.wav", tmp_path / "b.wav"]
     for path in paths:
         soundfile.write(path, samples, RATE_HZ)
