@@ -35,6 +35,18 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def named_in(folder: Path, name: str) -> Path:
+    """Path of a file that a table or a manifest in `folder` names.
+
+    Relative names start in the folder, and never in the working directory.
+    """
+    path = Path(name)
+    # expanduser raises for the name of an unknown user, which is a plain file name here
+    with contextlib.suppress(RuntimeError):
+        path = path.expanduser()
+    return folder / path
+
+
 def keep_digest(path: Path, digest: str = "") -> None:
     """Write the SHA-256 of a file, computed here unless given, to NAME.sha256 next to it."""
     write_text(path.with_suffix(".sha256"), (digest or sha256(path)) + "\n")

@@ -25,6 +25,8 @@ _STREAM = "-"
 _ENDINGS = {"text": ".txt", "json": ".json", "ctm": ".ctm", "srt": ".srt"}
 # chunk of a live stream; it delays the words
 _CHUNK_S = 0.2
+# in a line of the summary
+_MAX_NAMES = 5
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -32,7 +34,7 @@ def command(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     from ngsgd.pipeline import transcribe as service
 
-    audio = [] if options.audio == [_STREAM] else service.find_audio(options.audio)
+    audio, others = ([], []) if options.audio == [_STREAM] else service.find_audio(options.audio)
     if options.output:
         _require_different_names(audio)
     elif options.format == "srt" and len(audio) > 1:
@@ -53,6 +55,9 @@ def command(arguments: Sequence[str]) -> int:
             _write(outcome, options, is_alone=len(audio) == 1)
         finished.append(outcome)
     _summarize(finished, recognizer.sample_rate_hz, time.monotonic() - began, quiet=options.quiet)
+    if others and not options.quiet:
+        _say(f"{_files(len(others))} not read, because of the ending: {', '.join(map(str, others[:_MAX_NAMES]))}"
+             f"{' ...' if len(others) > _MAX_NAMES else ''}; convert audio: ffmpeg -i INPUT -ac 1 OUTPUT.wav")
     failed = sum(outcome.transcript is None for outcome in finished)
     return DataError.exit_code if failed else EXIT_OK
 
@@ -83,8 +88,8 @@ def _parser() -> Parser:
                         help="run folder, its name under runs/, or a file of ngsgd export "
                              "--format bundle")
     parser.add_argument("audio", metavar="AUDIO", nargs="+",
-                        help="files (wav, flac, ogg, mp3 and others), folders or patterns; -: a "
-                             "wav or raw 16-bit samples from stdin")
+                        help="files (wav, flac, ogg, mp3 and others), folders or patterns; -: "
+                             "stdin, one of these files or raw 16-bit samples")
     parser.add_argument("--format", choices=tuple(_ENDINGS), default="text",
                         help="format of the result (default: %(default)s)")
     parser.add_argument("--output", "-o", metavar="FOLDER",
@@ -171,7 +176,7 @@ def _summarize(outcomes: Sequence[Outcome], rate_hz: int, elapsed_s: float, *, q
         if empty:
             _say(
                 f"no words in {_files(len(empty))}: "
-                f"{', '.join(empty[:5])}{' ...' if len(empty) > 5 else ''}"
+                f"{', '.join(empty[:_MAX_NAMES])}{' ...' if len(empty) > _MAX_NAMES else ''}"
             )
     if failed and len(outcomes) > 1:
         _say(f"{_files(len(failed))} failed:")
@@ -182,7 +187,7 @@ def _summarize(outcomes: Sequence[Outcome], rate_hz: int, elapsed_s: float, *, q
 def _stream(recognizer: Recognizer, options: argparse.Namespace) -> int:
     """Recognize stdin; text is printed at the end of each segment."""
     from ngsgd.asr import recording
-    from ngsgd.asr.features.audio import FULL_SCALE
+    from ngsgd.asr.recording import FULL_SCALE
     from ngsgd.asr.transcript import FORMATS, Partial, Segment, Transcript
 
     # a BufferedReader; typed as any binary stream
@@ -222,7 +227,7 @@ def _stream(recognizer: Recognizer, options: argparse.Namespace) -> int:
             )
         segments.append(found)
     if not num_samples:
-        raise DataError("the stream on stdin holds no sample; send a wav or raw 16-bit samples.")
+        raise DataError("the stream on stdin holds no sample; send a recording or raw 16-bit samples.")
     if options.format != "text":
         transcript = Transcript(
             tuple(segments), num_samples / source.sample_rate_hz, source.sample_rate_hz, 1

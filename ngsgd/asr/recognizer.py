@@ -8,6 +8,7 @@ Letters: N samples, C channels, T frames, D features, S side values (i-vectors),
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from ngsgd.asr import extras, recording
+from ngsgd.asr import recording
 from ngsgd.asr.adapt.fmllr import FmllrStats
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode.streaming import StreamingDecoder
@@ -24,11 +26,12 @@ from ngsgd.asr.decode.words import Hypothesis, recognized
 from ngsgd.asr.features import cmvn, filterbank
 from ngsgd.asr.features.cmvn import CmnState, OnlineMean, Stats
 from ngsgd.asr.ivectors.online import IvectorStream, SpeakerState
-from ngsgd.asr.recording import Recording, Samples
+from ngsgd.asr.recording import Recording, Resampler, Samples
 from ngsgd.asr.segmentation import Segmenter, Stretch
 from ngsgd.asr.transcript import Partial, Segment, Transcript
 from ngsgd.data.frames import Side
-from ngsgd.errors import DataError
+from ngsgd.errors import ArgumentError, DataError
+from ngsgd.imports import first_line
 
 FRAME_S = 0.01
 # beam of the lattices for confidences and further hypotheses (nats); segments are long, and with
@@ -36,6 +39,8 @@ FRAME_S = 0.01
 LATTICE_BEAM = 4.0
 # block length for arrays
 _BLOCK_S = 5.0
+# length of a stream after which the scale of its integers is certain
+_SCALE_S = 10.0
 
 
 class Recognizer:
@@ -107,8 +112,9 @@ class Recognizer:
         """Recognize a complete recording.
 
         Args:
-            audio: a file, or samples: N, N x C or C x N (NumPy array, torch tensor). Integers are
-                scaled by their width; floating-point samples are in the range -1 to 1.
+            audio: a file, or samples: N, N x C or C x N (NumPy array, torch tensor). Integers of 8,
+                16 and 32 bits are scaled by their width; floating-point samples are in the range -1
+                to 1. Lists of integers and other types have no scale and are errors.
             sample_rate_hz: sampling rate of an array in Hz; None for the rate of the model. Not
                 allowed for files.
             num_best: maximum number of hypotheses per segment. Default: 1.
@@ -117,8 +123,10 @@ class Recognizer:
             Segments with words, times and confidences.
 
         Raises:
+            ArgumentError: the rate or the number of hypotheses is not a number.
             DataError: the audio cannot be read, or has invalid values.
         """
+        _check_num_best(num_best)
         if isinstance(audio, (str, Path)):
             if sample_rate_hz is not None:
                 raise DataError(
@@ -174,14 +182,22 @@ class Recognizer:
             Partial and final results, in order.
 
         Raises:
+            ArgumentError: the rate or the number of hypotheses is not a number.
             DataError: a chunk has a wrong shape or invalid values.
         """
-        rate_hz = self.sample_rate_hz if sample_rate_hz is None else sample_rate_hz
+        _check_num_best(num_best)
+        rate_hz = self._rate(sample_rate_hz)
         recording.check_rate("the stream", rate_hz)
         channel = _Channel(self, 1, rate_hz, num_best)
         drafts = _Drafts(self) if partial else None
+        peak = num_samples = 0
         for chunk in chunks:
-            samples_N = recording.scaled(_array(chunk), "the stream")
+            chunk_N = _array(chunk, "the stream")
+            peak, num_samples = max(peak, recording.peak_of_32_bits(chunk_N)), num_samples + chunk_N.size
+            # the scale of a quiet chunk alone is unknown
+            if num_samples >= _SCALE_S * rate_hz:
+                recording.check_peak_of_32_bits(peak, "the stream")
+            samples_N = recording.scaled(chunk_N, "the stream")
             if samples_N.ndim != 1:
                 raise DataError(
                     f"a chunk of the stream has the shape {samples_N.shape}; pass the samples of "
@@ -190,10 +206,20 @@ class Recognizer:
             yield from channel.accept(samples_N)
             if drafts is not None and (draft := drafts.update(channel)) is not None:
                 yield draft
+        recording.check_peak_of_32_bits(peak, "the stream")
         yield from channel.finish()
 
+    def _rate(self, sample_rate_hz: Any) -> int:
+        """The sampling rate of samples; raises ArgumentError for another type than a number."""
+        if sample_rate_hz is None:
+            return self.sample_rate_hz
+        is_number = isinstance(sample_rate_hz, numbers.Real) and not isinstance(sample_rate_hz, bool)
+        if not is_number or not float(sample_rate_hz).is_integer():
+            raise ArgumentError(f"sample_rate_hz is {sample_rate_hz!r}; pass an integer, such as 16000.")
+        return int(sample_rate_hz)
+
     def _recording(self, audio: npt.ArrayLike, sample_rate_hz: int | None) -> Recording:
-        samples = _array(audio)
+        samples = _array(audio, "the array")
         if samples.ndim not in (1, 2):
             raise DataError(
                 f"the samples have the shape {samples.shape}; pass one dimension, or samples and "
@@ -207,8 +233,11 @@ class Recognizer:
             if samples.shape[0] < samples.shape[1]
             else samples
         )
-        rate_hz = self.sample_rate_hz if sample_rate_hz is None else sample_rate_hz
+        rate_hz = self._rate(sample_rate_hz)
         recording.check_rate("the array", rate_hz, samples_NC.shape[1])
+        recording.check_peak_of_32_bits(recording.peak_of_32_bits(samples_NC), "the array")
+        # also for an array without samples
+        recording.scaled(samples_NC[:0], "the array")
         blocks = iter(range(0, len(samples_NC), round(_BLOCK_S * rate_hz)))
 
         def read(size: int) -> npt.NDArray[Any]:
@@ -226,12 +255,9 @@ class _Channel:
     ) -> None:
         self._bundle, self._number, self._num_best = recognizer.bundle, number, num_best
         self.segmenter = Segmenter(recognizer.sample_rate_hz)
-        self._resampler: Any = None
+        self._resampler: Resampler | None = None
         if sample_rate_hz != recognizer.sample_rate_hz:
-            soxr = extras.load("soxr", extra="asr", purpose="Resampling")
-            self._resampler = soxr.ResampleStream(
-                sample_rate_hz, recognizer.sample_rate_hz, 1, dtype="float32"
-            )
+            self._resampler = Resampler(sample_rate_hz, recognizer.sample_rate_hz)
         self.speaker = _Speaker()
 
     def accept(self, samples_N: Samples) -> Iterator[Segment]:
@@ -249,9 +275,7 @@ class _Channel:
     def _resampled(self, samples_N: Samples, *, is_last: bool = False) -> Samples:
         if self._resampler is None:
             return samples_N
-        return np.asarray(
-            self._resampler.resample_chunk(np.ascontiguousarray(samples_N), last=is_last)
-        )
+        return self._resampler.accept(samples_N, is_last=is_last)
 
     def _segment(self, stretch: Stretch) -> Segment:
         bundle = self._bundle
@@ -409,7 +433,22 @@ def _shifted(found: Hypothesis, start_s: float, end_s: float) -> Hypothesis:
     return replace(found, words=words)
 
 
-def _array(audio: npt.ArrayLike | Sequence[float]) -> npt.NDArray[Any]:
+def _array(audio: npt.ArrayLike | Sequence[float], name: str) -> npt.NDArray[Any]:
     """Convert a list, an array or a torch tensor to a NumPy array."""
-    detach = getattr(audio, "detach", None)
-    return np.asarray(audio if detach is None else detach().cpu().numpy())
+    if isinstance(audio, (bytes, bytearray)) or (isinstance(audio, memoryview) and audio.itemsize == 1):
+        raise DataError(
+            f"{name} consists of bytes, whose type is unknown; pass numpy.frombuffer(audio, 'int16') for raw samples of 16 bits."
+        )
+    try:
+        if isinstance(audio, torch.Tensor):
+            tensor = audio.detach().cpu()
+            # NumPy has no such type
+            return np.asarray((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
+        return np.asarray(audio)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise DataError(f"{name} cannot be converted to an array of samples ({first_line(error)}); pass numbers.") from error
+
+
+def _check_num_best(num_best: Any) -> None:
+    if isinstance(num_best, bool) or not isinstance(num_best, numbers.Integral) or num_best < 1:
+        raise ArgumentError(f"num_best is {num_best!r}; pass an integer from 1.")

@@ -1,15 +1,17 @@
-"""Block-wise reading of recordings in all formats of libsndfile.
+"""Block-wise reading of recordings: one function decides about files, streams and arrays.
 
-Errors are DataErrors with the name of the recording. Letters: N samples, C channels.
+Training and transcription read audio with it, so that both accept and refuse the same. Errors are
+DataErrors with the name of the recording. Letters: N samples, C channels.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
-import wave
+import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd import files
-from ngsgd.asr import extras
-from ngsgd.asr.features.audio import FULL_SCALE
+from ngsgd.asr import containers, extras
 from ngsgd.errors import DataError
 
 Samples = npt.NDArray[np.float32]
 
+# scale of 16-bit samples, as in Kaldi
+FULL_SCALE = 32768.0
 # file suffixes that a folder is searched for
 SUFFIXES = (
     ".wav",
@@ -45,10 +48,13 @@ SUFFIXES = (
 LOWEST_RATE_HZ, HIGHEST_RATE_HZ, MAX_CHANNELS = 2000, 768_000, 64
 # floating-point samples reach 1.0; a slightly higher peak is a loud recording, not another unit
 _LOUDEST = 8.0
+# a recording of 32 bits with a lower peak holds 16-bit samples: it would be below their lowest bit
+_QUIETEST_OF_32_BITS = 1 << 15
 _BLOCK_S = 5.0
-# placeholder for a size that the writer to a pipe could not determine
-_UNKNOWN_BYTES = 0x7FFF0000
-_MAX_CHUNKS = 1000
+# libsndfile's number of samples if the header has none
+_UNKNOWN = 1 << 62
+# header of a wav on a stream
+_MAX_HEADER_BYTES = 1 << 24
 # soundfile.LibsndfileError is a RuntimeError
 _UNREADABLE = (OSError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError)
 
@@ -79,79 +85,181 @@ class Recording:
             yield scaled(block_NC, self.name)
 
 
-@contextmanager
+@contextlib.contextmanager
 def opened(path: Path) -> Iterator[Recording]:
     """Open an audio file.
 
     Raises:
         DataError: the file is missing, not an audio file, damaged, empty or truncated.
     """
-    file = _File(path)
+    file = AudioFile.open(path)
     try:
-        yield Recording(str(path), file.audio.samplerate, file.audio.channels, file.read)
+        yield Recording(str(path), file.sample_rate_hz, file.num_channels, file.read)
     finally:
-        file.audio.close()
+        file.close()
 
 
-class _File:
-    """An open audio file, whose length is compared with its header."""
+class AudioFile:
+    """An open audio file, whose length is compared with its header.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        name: for messages.
+        file: its content; it stays open as long as this object.
+
+    Attributes:
+        name: as given; it may be changed.
+        sample_rate_hz: sampling rate.
+        num_channels: number of channels.
+        num_samples: samples of each channel; None if the header has no number.
+        subtype: encoding, as libsndfile names it.
+    """
+
+    def __init__(self, name: str, file: BinaryIO) -> None:
         soundfile: Any = extras.load("soundfile", extra="asr", purpose="Reading audio files")
-        self._path, self._num_read = path, 0
-        if not path.exists():
-            raise DataError(f"{path} does not exist; correct the path.")
+        self.name, self._file, self._num_read = name, file, 0
         try:
-            with files.open_regular(path) as file:
-                _check_is_whole(path, file)
-                # a descriptor: with a name, the suffix would determine the format
-                self.audio = soundfile.SoundFile(os.dup(file.fileno()), closefd=True)
+            head = file.read(containers.FRAME_BYTES)
+            if not head:
+                raise DataError(f"{name} is empty; replace or remove it.")
+            kind = containers.kind_of(head)
+            containers.require_readable(name, kind)
+            patches = containers.lengths(name, file, kind)
+            file.seek(0)
+            self._audio = soundfile.SoundFile(*_for_libsndfile(file, patches))
         except _UNREADABLE as error:
             raise self._error(error) from error
-        check_rate(str(path), self.audio.samplerate, self.audio.channels)
-        if self.audio.frames == 0:
-            raise DataError(f"{path} contains no samples; replace or remove it.")
+        self.sample_rate_hz: int = self._audio.samplerate
+        self.num_channels: int = self._audio.channels
+        self.subtype: str = self._audio.subtype
+        self.num_samples: int | None = self._audio.frames if self._audio.frames < _UNKNOWN else None
+        if self.num_samples is None:
+            # soundfile seeks after each read, which libFLAC cannot without a length
+            self._audio.seekable = lambda: False
+        try:
+            check_rate(name, self.sample_rate_hz, self.num_channels)
+            if self.num_samples == 0:
+                raise DataError(f"{name} contains no samples; replace or remove it.")
+        except DataError:
+            self._audio.close()
+            raise
+
+    @classmethod
+    def open(cls, path: Path, name: str = "") -> AudioFile:
+        """Open a file by its path.
+
+        Args:
+            path: the file.
+            name: for messages. Default: the path.
+        """
+        name = name or str(path)
+        if not path.exists():
+            raise DataError(f"{name} does not exist; correct the path.")
+        try:
+            file = files.open_regular(path)
+        except OSError as error:
+            raise DataError(f"{name} cannot be read ({error.strerror}); replace it.") from error
+        try:
+            return cls(name, file)
+        except BaseException:
+            file.close()
+            raise
 
     def read(self, size: int) -> Samples:
-        """Read up to `size` samples of each channel, N x C."""
+        """Read up to `size` samples of each channel, N x C, not scaled."""
         try:
-            block_NC: Samples = self.audio.read(size, dtype="float32", always_2d=True)
+            block_NC: Samples = self._audio.read(size, dtype="float32", always_2d=True)
         except _UNREADABLE as error:
             raise self._error(error) from error
         self._num_read += len(block_NC)
-        if not len(block_NC) and self._num_read < self.audio.frames:
+        if not len(block_NC):
+            self._check_end()
+        return block_NC
+
+    def part(self, first: int, end: int) -> Samples:
+        """Read the samples from `first` to `end` of each channel, N x C, not scaled."""
+        try:
+            self._audio.seek(first)
+            part_NC: Samples = self._audio.read(end - first, dtype="float32", always_2d=True)
+        except _UNREADABLE as error:
+            raise self._error(error) from error
+        if len(part_NC) < end - first:
+            raise DataError(f"{self.name} ends before sample {end} of the {self.num_samples} in its header; copy it again.")
+        return part_NC
+
+    def close(self) -> None:
+        """Close the file."""
+        self._audio.close()
+        self._file.close()
+
+    def _check_end(self) -> None:
+        if not self._num_read:
+            raise DataError(f"{self.name} contains no samples; replace or remove it.")
+        if self.num_samples is not None and self._num_read < self.num_samples:
             raise DataError(
-                f"{self._path} is truncated: {self._num_read} of the {self.audio.frames} samples "
+                f"{self.name} is truncated: {self._num_read} of the {self.num_samples} samples "
                 "in its header; copy it again."
             )
-        return block_NC
 
     def _error(self, error: Exception) -> DataError:
         reason = (
             str(getattr(error, "strerror", None) or error).rpartition(": ")[2].strip().rstrip(".")
         )
         return DataError(
-            f"{self._path} cannot be read as audio ({reason or type(error).__name__}); replace it, "
+            f"{self.name} cannot be read as audio ({reason or type(error).__name__}); replace it, "
             "or convert it to wav."
         )
+
+
+def read_mono(name: str, file: BinaryIO) -> tuple[Samples, int]:
+    """Read all samples of a file of one channel, at 16-bit scale, and its sampling rate.
+
+    Raises:
+        DataError: it cannot be read, is truncated, or has several channels.
+    """
+    with file, contextlib.closing(AudioFile(name, file)) as audio:
+        if audio.num_channels != 1:
+            raise DataError(f"{name} has {audio.num_channels} channels; convert it to one channel.")
+        blocks = []
+        while len(block_NC := audio.read(1 << 20)):
+            blocks.append(scaled(block_NC[:, 0], name))
+        return np.concatenate(blocks), audio.sample_rate_hz
+
+
+def _for_libsndfile(file: BinaryIO, patches: dict[int, bytes]) -> tuple[Any, ...]:
+    """Arguments of SoundFile: a descriptor where there is one, else the file."""
+    if patches:
+        return (containers.Patched(file, patches),)
+    try:
+        descriptor = os.dup(file.fileno())
+    except (OSError, AttributeError):
+        return (file,)
+    # the position of the descriptor, which a buffered seek may not change
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return (descriptor,)
 
 
 def scaled(samples: npt.NDArray[Any], name: str) -> Samples:
     """Convert samples to float32 at 16-bit scale.
 
-    Integers are scaled by their width, floating-point numbers from the range -1 to 1.
+    Integers of 8, 16 and 32 bits are scaled by their width, floating-point numbers from the range
+    -1 to 1.
 
     Raises:
-        DataError: samples are not finite, or beyond 8.
+        DataError: samples are not finite, or beyond 8, or of a type without a full scale.
     """
-    if samples.dtype.kind == "u" and samples.dtype.itemsize == 1:
+    kind, width = samples.dtype.kind, samples.dtype.itemsize
+    if kind == "u" and width == 1:
         return (samples.astype(np.float32) - 128.0) * 256.0
-    if samples.dtype.kind == "i":
+    if kind == "i" and width <= 4:
         return np.asarray(
-            samples.astype(np.float32)
-            * np.float32(FULL_SCALE / 2.0 ** (8 * samples.dtype.itemsize - 1))
+            samples.astype(np.float32) * np.float32(FULL_SCALE / 2.0 ** (8 * width - 1))
         )
-    if samples.dtype.kind != "f":
+    if kind in "iu":
+        raise DataError(
+            f"{name} has samples of the type {samples.dtype}, which no audio has, so their scale is unknown (a list of integers "
+            "has it, too); convert samples of 16 bits by numpy.asarray(samples, 'int16')."
+        )
+    if kind != "f":
         raise DataError(
             f"{name} has samples of the type {samples.dtype}; pass integers or floating-point "
             "numbers."
@@ -166,6 +274,22 @@ def scaled(samples: npt.NDArray[Any], name: str) -> Samples:
     return np.asarray(samples * FULL_SCALE, dtype=np.float32)
 
 
+def peak_of_32_bits(samples: npt.NDArray[Any]) -> int:
+    """Peak of integers of 32 bits; 0 for other types."""
+    if samples.dtype.kind != "i" or samples.dtype.itemsize != 4 or not samples.size:
+        return 0
+    return max(int(samples.max()), -int(samples.min()))
+
+
+def check_peak_of_32_bits(peak: int, name: str) -> None:
+    """Raise DataError for 16-bit samples in integers of 32 bits."""
+    if 0 < peak < _QUIETEST_OF_32_BITS:
+        raise DataError(
+            f"{name} has 32-bit integers with a peak of {peak}, below the lowest bit of 16-bit audio; convert samples of 16 bits "
+            "by numpy.asarray(samples, 'int16')."
+        )
+
+
 def check_rate(name: str, sample_rate_hz: int, num_channels: int = 1) -> None:
     """Raise DataError for an implausible sampling rate or number of channels."""
     if (
@@ -178,74 +302,161 @@ def check_rate(name: str, sample_rate_hz: int, num_channels: int = 1) -> None:
         )
 
 
-def _check_is_whole(path: Path, file: BinaryIO) -> None:
-    """Raise DataError for a truncated wav, which libsndfile reads as a shorter one.
+# Rates --------------------------------------------------------------------------------------------
 
-    The file is at its start afterwards.
+
+class Resampler:
+    """Changes the sampling rate of one channel, block by block.
+
+    Args:
+        from_hz: rate of the samples.
+        to_hz: rate of the result.
     """
-    size = os.fstat(file.fileno()).st_size
-    try:
-        if not size:
-            raise DataError(f"{path} is empty; replace or remove it.")
-        if file.read(4) != b"RIFF" or file.seek(8) != 8 or file.read(4) != b"WAVE":
-            return
-        for _ in range(_MAX_CHUNKS):
-            header = file.read(8)
-            length = int.from_bytes(header[4:], "little")
-            if len(header) < 8:
-                return
-            if header[:4] == b"data":
-                found = size - file.tell()
-                if found < length < _UNKNOWN_BYTES:
-                    raise DataError(
-                        f"{path} is truncated: {found} of the {length} bytes of samples in its "
-                        "header; copy it again."
-                    )
-                return
-            file.seek(length + length % 2, 1)
-    finally:
-        file.seek(0)
-        # the position of the descriptor, which a buffered seek may not change
-        os.lseek(file.fileno(), 0, os.SEEK_SET)
+
+    def __init__(self, from_hz: int, to_hz: int) -> None:
+        soxr: Any = extras.load("soxr", extra="asr", purpose="Resampling")
+        self._stream = soxr.ResampleStream(from_hz, to_hz, 1, dtype="float32")
+
+    def accept(self, samples_N: Samples, *, is_last: bool = False) -> Samples:
+        """Return the samples that are complete; after the last ones, all."""
+        return np.asarray(
+            self._stream.resample_chunk(np.ascontiguousarray(samples_N), last=is_last)
+        )
 
 
 # Streams ------------------------------------------------------------------------------------------
 
+_STREAM = "the stream on stdin"
+
 
 def of_stream(stream: io.BufferedReader, raw_rate_hz: int) -> Recording:
-    """Read a recording from a pipe: an integer wav, or raw single-channel 16-bit samples.
+    """Read a recording from a pipe: a file of a supported format, or raw samples.
 
-    Raw samples are little-endian.
+    A wav of integers or floating-point numbers is read while it comes. Other formats are copied to
+    a temporary file first. Without a header, samples are of one channel and 16 bits, little-endian.
 
     Args:
         stream: for example `sys.stdin.buffer`.
         raw_rate_hz: sampling rate of samples without a header.
+
+    Raises:
+        DataError: the format is not supported, or the header is damaged or incomplete.
     """
-    if stream.peek(4)[:4] != b"RIFF":
-        return Recording("-", raw_rate_hz, 1, lambda size: _integers(stream.read(2 * size), 2, 1))
+    source = _Stream(stream)
+    head = source.peek(containers.HEAD_BYTES)
+    if containers.may_be_frames(head):
+        head = source.peek(containers.FRAME_BYTES)
+    kind = containers.kind_of(head)
+    if not kind:
+        return Recording("-", raw_rate_hz, 1, lambda size: _numbers(source.read(2 * size), "<i2", 1))
+    containers.require_readable(_STREAM, kind)
+    live = _live_wav(source) if kind == "wav" and head[:4] == b"RIFF" else None
+    return live or _copied(source)
+
+
+class _Stream:
+    """A stream whose bytes so far can be read again until `release`."""
+
+    def __init__(self, stream: io.BufferedReader) -> None:
+        self._stream, self._seen, self._at, self._is_kept = stream, bytearray(), 0, True
+
+    def peek(self, size: int) -> bytes:
+        """Return the next bytes, which stay unread."""
+        content = self.read(size)
+        self._at -= len(content)
+        return content
+
+    def read(self, size: int) -> bytes:
+        """Read `size` bytes, or fewer at the end."""
+        content = bytes(self._seen[self._at:self._at + size])
+        if len(content) < size and (more := self._stream.read(size - len(content))):
+            content += more
+            if self._is_kept:
+                self._seen += more
+        self._at += len(content)
+        return content
+
+    def seek(self, offset: int) -> int:
+        """Skip to an offset of the header."""
+        if offset > _MAX_HEADER_BYTES:
+            raise ValueError("the header is too long")
+        if offset > self._at:
+            self.read(offset - self._at)
+        self._at = min(offset, len(self._seen))
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def release(self) -> None:
+        """Keep no more bytes."""
+        self._is_kept = False
+
+    def copy_to(self, file: BinaryIO) -> None:
+        """Write all bytes from the beginning."""
+        file.write(self._seen)
+        shutil.copyfileobj(self._stream, file)
+
+
+def _copied(source: _Stream) -> Recording:
+    """Open a copy of the stream in an unnamed temporary file."""
+    copy: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the recording
     try:
-        wav = wave.open(stream)  # noqa: SIM115 - the caller's stream stays open
-        width, num_channels, rate_hz = wav.getsampwidth(), wav.getnchannels(), wav.getframerate()
-    except (wave.Error, EOFError) as error:
-        raise DataError(
-            f"the stream has a wav header that cannot be read ({str(error) or 'it is truncated'}); "
-            "send an integer wav, or raw 16-bit samples."
-        ) from error
-    check_rate("the stream", rate_hz, num_channels)
-    return Recording(
-        "-",
-        rate_hz,
-        num_channels,
-        lambda size: _integers(wav.readframes(size), width, num_channels),
-    )
+        source.copy_to(copy)
+        copy.seek(0)
+    except OSError as error:
+        raise DataError(f"{_STREAM} cannot be copied to a temporary file ({error.strerror or error}); free disk space, or set "
+                        "TMPDIR to another folder.") from error
+    audio = AudioFile(_STREAM, copy)
+    return Recording(_STREAM, audio.sample_rate_hz, audio.num_channels, audio.read)
 
 
-def _integers(content: bytes, width: int, num_channels: int) -> npt.NDArray[Any]:
+def _live_wav(source: _Stream) -> Recording | None:
+    """Return a wav whose samples are plain numbers; None for others."""
+    try:
+        encoding = containers.wav_encoding(source)
+        source.seek(0)
+        found = containers.find_samples(source, "wav")
+    except ValueError:
+        return None
+    if encoding is None or found is None:
+        return None
+    check_rate(_STREAM, encoding.sample_rate_hz, encoding.num_channels)
+    source.seek(found.begin)
+    source.release()
+    samples = _LiveSamples(source, encoding, found.length)
+    return Recording(_STREAM, encoding.sample_rate_hz, encoding.num_channels, samples.read)
+
+
+class _LiveSamples:
+    """Samples of a wav on a stream; `left` bytes, or all if it is None."""
+
+    def __init__(self, source: _Stream, encoding: containers.Encoding, left: int | None) -> None:
+        self._source, self._encoding, self._left = source, encoding, left
+        self._is_cut = False
+
+    def read(self, size: int) -> npt.NDArray[Any]:
+        """Read up to `size` samples of each channel, N x C."""
+        if self._is_cut:
+            raise DataError(f"{_STREAM} is truncated: the last {self._left} bytes of samples in its header are missing; send it "
+                            "again.")
+        wanted = size * self._encoding.frame_bytes
+        content = self._source.read(wanted if self._left is None else min(wanted, self._left))
+        if self._left is not None:
+            self._is_cut = len(content) < min(wanted, self._left)
+            self._left -= len(content)
+        samples_NC = _numbers(content, self._encoding.dtype, self._encoding.num_channels)
+        # the samples before the end are recognized first
+        return samples_NC if len(samples_NC) or not self._is_cut else self.read(size)
+
+
+def _numbers(content: bytes, dtype: str, num_channels: int) -> npt.NDArray[Any]:
     """Convert bytes to N x C samples; an incomplete one at the end is dropped."""
-    content = content[: len(content) // (width * num_channels) * (width * num_channels)]
-    if width == 3:
+    frame_bytes = num_channels * int(dtype[-1])
+    content = content[:len(content) // frame_bytes * frame_bytes]
+    if dtype == "<i3":
         # the lowest of four bytes is 0
         padded = np.zeros((len(content) // 3, 4), np.uint8)
         padded[:, 1:] = np.frombuffer(content, np.uint8).reshape(-1, 3)
         return padded.view("<i4").reshape(-1, num_channels)
-    return np.frombuffer(content, {1: "u1", 2: "<i2", 4: "<i4"}[width]).reshape(-1, num_channels)
+    return np.frombuffer(content, dtype).reshape(-1, num_channels)

@@ -10,7 +10,6 @@ Letters: T frames, D feature dimension, N rows.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -24,6 +23,7 @@ import numpy.typing as npt
 
 from ngsgd.config import EgsConfig
 from ngsgd.data import columns, mapped
+from ngsgd.data.cache_names import cache_name
 from ngsgd.data.examples import NO_FRAME, ArchiveEntry, ExampleSource, shuffled, windows, write_archive
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
@@ -174,8 +174,8 @@ def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num
     content = {name: getattr(config, name) for name in ("left_context", "right_context",
                                                         "frames_per_eg", "samples_per_iter",
                                                         "num_diagnostic_frames", "silence_weight")}
-    key = [FORMAT_VERSION, content, num_classes, digest, list(silence_classes)]
-    directory = cache_root / f"egs-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]}"
+    directory = cache_root / cache_name("egs", version=FORMAT_VERSION, corpus=digest, settings=content,
+                                        num_classes=num_classes, silence_classes=list(silence_classes))
     if not _is_there(directory, (config.left_context, config.right_context, config.frames_per_eg,
                                  num_classes, list(silence_classes)), report):
         report(Phase("writing the archives of training examples"))

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.files import open_regular
+from ngsgd.files import named_in, open_regular
 
 Array = npt.NDArray[Any]
 
@@ -137,11 +137,8 @@ class Place:
     columns: tuple[int, int] | None = None
 
     def resolve(self, folder: Path) -> Path:
-        """Path of the file, relative to the working directory if it exists there, else to
-        `folder`.
-        """
-        path = Path(self.file)
-        return path if path.is_absolute() or path.exists() else folder / path
+        """Path of the file; a relative name starts in `folder`."""
+        return named_in(folder, self.file)
 
     def part(self, matrix: Array) -> Array:
         """Slice the ranges from the matrix."""

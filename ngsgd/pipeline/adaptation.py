@@ -16,16 +16,16 @@ from ngsgd.asr import arrays
 from ngsgd.asr.adapt import accumulation, fmllr, speakers
 from ngsgd.asr.adapt.speakers import Features, Matrix, NetworkScores, SpeakerAdaptation
 from ngsgd.asr.align.tied_states import with_tied_states
-from ngsgd.asr.corpora import cache
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AdaptationConfig, RunConfig
 from ngsgd.data import mapped
+from ngsgd.data.cache_names import cache_name
 from ngsgd.phase import Phase
 
 # raise it when the same settings would give other features
-_VERSION = 1
+_VERSION = 2
 _SETS = ("train", "valid", "test")
 # fewest training frames per spliced feature for LDA, whose covariance is singular with too few
 _FRAMES_PER_FEATURE = 10
@@ -41,10 +41,11 @@ def with_adaptation(config: RunConfig, corpus: Corpus, cache_root: Path,
 
     Training speakers are adapted with their labels, all others with a first pass of recognition.
     """
-    key = {"version": _VERSION, "digest": corpus.digest, "adaptation": asdict(config.adaptation),
-           "silence_prob": config.decode.silence_prob, "graph": config.decode.graph,
-           "arpa": hashlib.sha256(corpus.language.arpa.encode()).hexdigest()}
-    name = f"adaptation-{cache.short_hash(key)}"
+    # the first pass of recognition depends on the grammar, too
+    grammar = {of: hashlib.sha256(content).hexdigest() for of, content in corpus.language.files().items()}
+    name = cache_name("adaptation", version=_VERSION, corpus=corpus.digest, grammar=grammar,
+                      adaptation=asdict(config.adaptation), graph=config.decode.graph,
+                      silence_prob=config.decode.silence_prob)
     path = cache_root / f"{name}.safetensors"
     try:
         adaptation, transforms = read(path, corpus.num_pdfs), arrays.read(_of_speakers(path))
@@ -54,8 +55,8 @@ def with_adaptation(config: RunConfig, corpus: Corpus, cache_root: Path,
         arrays.write(path, adaptation.arrays())
         arrays.write(_of_speakers(path), transforms)
     sets: dict[str, Any] = {of: _applied(adaptation, getattr(corpus, of), transforms, of) for of in _SETS}
-    digest = hashlib.sha256((corpus.digest + name).encode()).hexdigest()
-    return replace(corpus, **sets, digest=digest), path
+    content = hashlib.sha256((corpus.digest + name).encode()).hexdigest()
+    return replace(corpus, **sets, content=content), path
 
 
 def _of_speakers(path: Path) -> Path:

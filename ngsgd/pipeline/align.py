@@ -20,13 +20,14 @@ import torch
 
 from ngsgd.asr.align import forced_alignment
 from ngsgd.asr.align.forced_alignment import Realigned, Scores, States
-from ngsgd.asr.corpora import alignments, cache, corpus
+from ngsgd.asr.corpora import alignments, corpus
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.utterance import UNALIGNED
 from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import ClusterConfig, DataConfig, ModelConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.data.archives import prepare_archives
+from ngsgd.data.cache_names import cache_name
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ConfigError
 from ngsgd.models import build_model
@@ -50,7 +51,7 @@ LR_INITIAL, LR_FINAL = 0.005, 0.0005
 # fraction of all frames; another pass would change as few
 FEW_CHANGES = 0.005
 # increase it if the same settings would give another alignment
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 
 Report = Callable[[str], None]
 
@@ -81,8 +82,8 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
                           "ali.*.gz of Kaldi with its final.mdl, or leave data.graph empty.")
     speech = corpus.prepare_unaligned(config.data, config.features, cache_root, report)
     settings = _settings(config)
-    key = {"version": RECIPE_VERSION, "digest": speech.digest, "settings": asdict(settings)}
-    path = cache_root / f"ali-{cache.short_hash(key)}.npz"
+    name = cache_name("ali", version=RECIPE_VERSION, corpus=speech.digest, settings=asdict(settings))
+    path = cache_root / f"{name}.npz"
     if not path.exists():
         watch = Stopwatch("flat start")
         with tempfile.TemporaryDirectory(prefix=".align-", dir=cache_root) as folder:
@@ -113,16 +114,17 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report,
     """
     a, oov = settings.align, settings.data.oov_word
     states: States = known
+    lost: tuple[str, ...] = ()
     if known:
         starts = forced_alignment.flat_start(speech, oov)
         unknown: States = {utt_id: starts[utt_id] for utt_id in starts if utt_id not in known}
     else:
-        states = unknown = _sorted_out(speech, settings, report)
+        moved = _sorted_out(speech, settings, report)
+        states, unknown, lost = moved.states, moved.states, moved.lost
     num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(known) - len(unknown)
     if num_short:
         report(f"align: {num_short} utterances are skipped, because they have fewer frames than "
                "their words have states")
-    lost: tuple[str, ...] = ()
     # equal parts alone would not use the known labels
     num_passes = max(a.num_passes, 1) if known else a.num_passes
     logliks: Scores = {}
@@ -139,7 +141,7 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report,
     return {utt_id: pdf_T for utt_id, pdf_T in unknown.items() if utt_id not in lost}, logliks
 
 
-def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> States:
+def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> Realigned:
     """Re-align two flat starts by Gaussians until they converge; return the more likely one."""
     found = []
     for name, start in (("equal parts", forced_alignment.flat_start), ("equal parts of speech", forced_alignment.silence_start)):
@@ -147,7 +149,7 @@ def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> States:
         moved = _moved_by_gaussians(speech, start(speech, settings.data.oov_word), settings)
         report(f"align: {name}, then Gaussians: log-likelihood {-moved.cost_per_frame:.3f} per frame")
         found.append(moved)
-    return min(found, key=lambda moved: moved.cost_per_frame).states
+    return min(found, key=lambda moved: moved.cost_per_frame)
 
 
 def _moved_by_gaussians(speech: Corpus, states: States, settings: RunConfig) -> Realigned:

@@ -16,24 +16,24 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd import files
-from ngsgd.asr.corpora import cache
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.ivectors import model as extractor_file
 from ngsgd.asr.ivectors.model import IvectorModel
 from ngsgd.asr.ivectors.training import TRAIN_UTTERANCES, extract_each, train
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.config import RunConfig, with_removed
+from ngsgd.config import RunConfig
 from ngsgd.data import mapped
+from ngsgd.data.cache_names import cache_name
 from ngsgd.data.frames import Side
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
 
 # increase it if the same settings would give other i-vectors
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 _SETS = ("train", "valid", "test")
 _INDEX = "index.json"
-_OF_TRAINING = ("dim", "num_gaussians", "context", "pca_dim", "ubm_frames", "max_utterances", "num_iters", "num_gselect",
-                "min_post", "posterior_scale", "train_utterances")
+# settings that do not change the extractor
+_OF_EXTRACTION = ("max_count", "period")
 # consecutive utterances that share the state of a speaker, as in nnet3 recipes; 0: all
 _UTTERANCES = {"train": TRAIN_UTTERANCES, "valid": 0, "test": 0}
 
@@ -46,9 +46,8 @@ def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Re
         return folder.ivectors
     if config.init_model and (given := folder_of_model(config.init_model) / "final" / RunFolder.IVECTORS).exists():
         return given
-    key = {"version": RECIPE_VERSION, "digest": corpus.digest, **with_removed("features", {}),
-           "ivectors": {name: value for name, value in _all_settings(config).items() if name in _OF_TRAINING}}
-    path = cache_root / f"ivectors-{cache.short_hash(key)}.safetensors"
+    settings = {name: value for name, value in asdict(config.ivectors).items() if name not in _OF_EXTRACTION}
+    path = cache_root / f"{cache_name('ivectors', version=RECIPE_VERSION, corpus=corpus.digest, settings=settings)}.safetensors"
     if path.exists() and not extractor_file.is_sound(path):
         report(f"{path} is damaged; training it again.")
         path.unlink()
@@ -58,16 +57,10 @@ def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Re
     return path
 
 
-def _all_settings(config: RunConfig) -> dict[str, Any]:
-    """Include settings of earlier versions, so that their prepared data are found."""
-    return with_removed("ivectors", asdict(config.ivectors))
-
-
 def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root: Path, report: Report = print) -> Corpus:
     """Add an i-vector to every frame of the corpus; its digest identifies the extractor."""
-    key = {"version": RECIPE_VERSION, "digest": corpus.digest, "extractor": extractor_file.digest(extractor),
-           **with_removed("features", {}), "ivectors": _all_settings(config)}
-    folder = cache_root / f"ivectors-{cache.short_hash(key)}"
+    folder = cache_root / cache_name("ivectors", version=RECIPE_VERSION, corpus=corpus.digest,
+                                     extractor=extractor_file.digest(extractor), settings=asdict(config.ivectors))
     if not _is_there(folder, corpus, config, report):
         # shared_directory keeps a directory that has an index
         (folder / _INDEX).unlink(missing_ok=True)
@@ -76,7 +69,7 @@ def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root
     sets: dict[str, Any] = {
         name: _with_rows(getattr(corpus, name), np.load(folder / f"{name}.npy", mmap_mode="r"), config.ivectors.period)
         for name in _SETS}
-    return replace(corpus, **sets, digest=hashlib.sha256((corpus.digest + folder.name).encode()).hexdigest())
+    return replace(corpus, **sets, content=hashlib.sha256((corpus.digest + folder.name).encode()).hexdigest())
 
 
 def _store(folder: Path, corpus: Corpus, model: IvectorModel) -> None:

@@ -11,6 +11,7 @@ continues at the rung that it reached, and runs that differ in later rungs share
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,11 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from ngsgd.asr.corpora import alignments, cache
+from ngsgd.asr.corpora import alignments
 from ngsgd.asr.corpora import corpus as corpora
 from ngsgd.asr.corpora.corpus import Corpus
-from ngsgd.config import DataConfig, ObjectiveConfig, RunConfig, SitesConfig
+from ngsgd.config import DataConfig, ModelConfig, ObjectiveConfig, RunConfig, SitesConfig
+from ngsgd.data.cache_names import cache_name
 from ngsgd.errors import RunInterrupted
+from ngsgd.files import sha256
+from ngsgd.models import custom
 from ngsgd.phase import Phase
 from ngsgd.pipeline.adaptation import network_input, read
 from ngsgd.pipeline.align import cache_folder, label, with_alignment
@@ -34,13 +38,13 @@ from ngsgd.training.records import FinalReport
 from ngsgd.training.tracking import Trackers
 
 # raise it when the same settings would give other labels
-_VERSION = 1
+_VERSION = 2
 # epochs of a network that realigns, relative to those of the final one
 _EPOCHS = 2 / 3
 _LDA_DIM = 40
 # sections that determine a network; its data are known by their digest
-_DECIDES = ("seed", "adaptation", "ivectors", "egs", "model", "optimizer", "schedule", "outer",
-            "combination")
+_DECIDES = ("seed", "adaptation", "augment", "ivectors", "egs", "model", "optimizer", "schedule",
+            "outer", "combination")
 
 BuildRun = Callable[..., BaseRun]
 
@@ -109,7 +113,7 @@ class Ladder:
             if not stored(adaptation):
                 watch.stored(adaptation, _errors_of_mixtures(config, corpus, adaptation))
             self._reached(adaptation)
-        name = f"network-{cache.short_hash(_what_decides(network, corpus.digest))}"
+        name = network_name(network, corpus)
         labels = cache_root / f"ali-{name}.npz"
         if not labels.exists():
             watch = Stopwatch("first network")
@@ -173,11 +177,18 @@ def _settings(config: RunConfig, data: DataConfig, cache_root: Path) -> RunConfi
         tracking=replace(config.tracking, kind="none"))
 
 
-def _what_decides(network: RunConfig, digest: str) -> dict[str, Any]:
-    """Everything that determines the labels of a network."""
+def network_name(network: RunConfig, corpus: Corpus) -> str:
+    """Name of a network that realigns the corpus, and of its labels."""
     settings = {name: value for name, value in asdict(network).items() if name in _DECIDES}
-    return {"version": _VERSION, "digest": digest, **settings,
-            "precision": network.cluster.precision, "compression": network.cluster.compression}
+    return cache_name("network", version=_VERSION, corpus=corpus.digest, settings=settings,
+                      oov_word=network.data.oov_word, code=_code(network.model),
+                      precision=network.cluster.precision, compression=network.cluster.compression)
+
+
+def _code(config: ModelConfig) -> str:
+    """Digest of the source file of a custom network; empty for a network of this package."""
+    path = inspect.getsourcefile(custom.find(config)) if config._target_ else None
+    return sha256(Path(path)) if path else ""
 
 
 class _WithoutResult(Trackers):

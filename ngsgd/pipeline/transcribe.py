@@ -38,24 +38,28 @@ def open_recognizer(model: str, *, trust: bool = False) -> Recognizer:
     return Recognizer(open_bundle(model, trust=trust))
 
 
-def find_audio(names: Sequence[str]) -> list[Path]:
+def find_audio(names: Sequence[str]) -> tuple[list[Path], list[Path]]:
     """Resolve names, folders and patterns to files.
 
     A folder is searched recursively for audio files, in order of their names.
+
+    Returns:
+        The audio files, and other files of the folders, without hidden ones.
     """
     found: list[Path] = []
+    others: list[Path] = []
     for name in names:
         path = Path(name)
         if path.is_dir():
-            inside = sorted(
-                one for one in path.rglob("*") if one.suffix.lower() in SUFFIXES and one.is_file()
-            )
-            if not inside:
+            inside = sorted(one for one in path.rglob("*") if one.is_file())
+            audio = [one for one in inside if one.suffix.lower() in SUFFIXES]
+            if not audio:
                 raise DataError(
                     f"{path} contains no audio file ({' '.join(SUFFIXES)}); choose another folder, "
-                    "or name the files."
+                    "name the files, or convert them: ffmpeg -i INPUT -ac 1 OUTPUT.wav"
                 )
-            found += inside
+            found += audio
+            others += [one for one in inside if one not in set(audio) and not _is_hidden(one.relative_to(path))]
         elif not path.exists() and glob.has_magic(name):
             matching = sorted(
                 Path(one) for one in glob.glob(name, recursive=True) if Path(one).is_file()
@@ -65,7 +69,11 @@ def find_audio(names: Sequence[str]) -> list[Path]:
             found += matching
         else:
             found.append(path)
-    return found
+    return found, others
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def transcribe_all(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.config import AugmentConfig
+from ngsgd.data.cache_names import cache_name
 from ngsgd.data.examples import windows
 from ngsgd.data.fetching.files import Files, LocalFiles
 from ngsgd.data.fetching.publishing import Offer, offer_of
@@ -110,10 +111,8 @@ def prepare_sequences(train: FrameSet, graph: StateGraph, *, samples_per_iter: i
     """
     content = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in graph.arrays().values())).hexdigest()
     outputs = outputs or Outputs()
-    # directories of all frames keep the names that they had before there were others
-    others = [list(outputs)] if outputs != Outputs() else []
-    key = json.dumps([FORMAT_VERSION, digest, content, samples_per_iter, chunk_frames, *others])
-    directory = cache_root / f"sequences-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    directory = cache_root / cache_name("sequences", version=FORMAT_VERSION, corpus=digest, graph=content,
+                                        samples_per_iter=samples_per_iter, chunk_frames=chunk_frames, outputs=list(outputs))
     if not _is_there(directory, report):
         report(Phase("writing the archives of training sequences"))
         try:

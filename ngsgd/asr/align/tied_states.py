@@ -25,11 +25,12 @@ from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import PdfIds
+from ngsgd.data.cache_names import cache_name
 from ngsgd.errors import DataError
 from ngsgd.phase import Phase
 
 # raise it when the same labels would give another tree
-_VERSION = 1
+_VERSION = 2
 
 
 def with_tied_states(corpus: Corpus, num_leaves: int, cache_root: Path,
@@ -48,7 +49,7 @@ def with_tied_states(corpus: Corpus, num_leaves: int, cache_root: Path,
         raise DataError("data.num_leaves ties the states of the lexicon's phones, and the labels "
                         "of this corpus are states of another graph; remove data.num_leaves.")
     report(Phase("building the decision tree"))
-    tree = _tree(corpus.train, topology, num_leaves, width, cache_root)
+    tree = _tree(corpus, num_leaves, width, cache_root)
     if tree.num_pdfs == topology.num_pdfs:
         report(f"decision tree: no split of the {tree.num_pdfs} states of single phones, because "
                f"data.num_leaves={num_leaves} is not larger or the training set is too small (a "
@@ -62,8 +63,8 @@ def with_tied_states(corpus: Corpus, num_leaves: int, cache_root: Path,
         speech: SpeechSet = getattr(corpus, name)
         sets[name] = with_tied_labels(speech, language) if speech.is_aligned else speech
     labels = b"".join(speech.frames.pdf_T.tobytes() for speech in sets.values())
-    digest = hashlib.sha256(corpus.digest.encode() + labels).hexdigest()
-    return replace(corpus, **sets, language=language, digest=digest)
+    content = hashlib.sha256(corpus.digest.encode() + labels).hexdigest()
+    return replace(corpus, **sets, language=language, content=content)
 
 
 def with_tied_labels(speech: SpeechSet, language: Language) -> SpeechSet:
@@ -83,15 +84,11 @@ def _contexts(pdf_T: PdfIds, topology: Topology) -> npt.NDArray[np.int64]:
     return contexts_of_frames(*phones_and_states(pdf_T, topology.num_silence_states))
 
 
-def _tree(train: SpeechSet, topology: Topology, num_leaves: int, width: int,
-          cache_root: Path) -> ContextTree:
+def _tree(corpus: Corpus, num_leaves: int, width: int, cache_root: Path) -> ContextTree:
     """The tree of the training set, from the cache if it is there."""
-    content = hashlib.sha256(f"{_VERSION} {num_leaves} {topology.to_json()}".encode())
-    # trees of triphones keep the names that they had before there were biphones
-    content.update(b"" if width == 3 else f"width {width}".encode())
-    content.update(train.frames.pdf_T.tobytes())
-    content.update(np.ascontiguousarray(train.frames.features_TD).tobytes())
-    path = cache_root / f"tree-{content.hexdigest()[:12]}.txt"
+    train, topology = corpus.train, corpus.language.topology
+    name = cache_name("tree", version=_VERSION, corpus=corpus.digest, num_leaves=num_leaves, width=width)
+    path = cache_root / f"{name}.txt"
     if path.exists():
         return ContextTree.from_text(files.read_regular_text(path))
     axes = Axes.of(train.frames.features_TD)

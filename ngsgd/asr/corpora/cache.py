@@ -46,11 +46,6 @@ class DamagedError(Exception):
     """A prepared folder is damaged; the message names the file. The caller prepares it again."""
 
 
-def short_hash(tree: Mapping[str, Any]) -> str:
-    """Twelve hex digits that identify the content of the tree."""
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
-
-
 def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, made_from: Mapping[str, Any]) -> None:
     """Write the sets atomically, unless another process has done so."""
     with files.shared_directory(folder, MANIFEST) as new:
@@ -120,9 +115,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise DamagedError(f"{folder / MANIFEST} is missing or damaged ({error})") from error
     if set(manifest) != {"made_from", "sets", "sha256", "language"} or not isinstance(manifest["sha256"], dict):
         raise DamagedError(f"{folder / MANIFEST} has missing or unknown entries")
-    # manifests of earlier versions had no digest; the name of their folder identifies their content
-    if not has_digest and not folder.name.endswith(short_hash(manifest["made_from"])):
-        raise DamagedError(f"{folder / MANIFEST} does not belong to this folder")
+    if not has_digest:
+        raise DamagedError(f"{folder / MANIFEST} has no digest of itself")
     return manifest
 
 

@@ -22,6 +22,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -34,7 +35,8 @@ import numpy.typing as npt
 
 from ngsgd import shared_work
 from ngsgd.asr import speech_set
-from ngsgd.asr.corpora import added, alignments, an4, cache, copies, kaldi_dirs, yesno
+from ngsgd.asr.corpora import added, alignments, an4, cache, copies, kaldi_dirs, label_paths, yesno
+from ngsgd.asr.corpora.alignments import Alignment
 from ngsgd.asr.corpora.digits import labels, synthesis, utterances
 from ngsgd.asr.corpora.fsdd import recordings, source, synthetic
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
@@ -46,8 +48,9 @@ from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
-from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig, with_removed
+from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.data import mapped
+from ngsgd.data.cache_names import cache_name
 from ngsgd.errors import DataError
 from ngsgd.phase import Phase
 
@@ -74,10 +77,6 @@ _DECIDES = {
 }
 
 
-# names of options in keys of the cache; other names would prepare the data of old runs again
-_KEY_OF = {"valid_fraction": "valid_share", "oov_word": "oov"}
-
-
 @dataclass(frozen=True)
 class Corpus:
     """The speech that training and decoding need."""
@@ -87,8 +86,20 @@ class Corpus:
     valid: SpeechSet
     test: SpeechSet
     language: Language
-    # SHA-256 over all prepared files
-    digest: str
+    # SHA-256 over the prepared files, or over all that features and labels are made from
+    content: str
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 over features, labels and texts, and over the words and states of the language.
+
+        It is a part of the name of all that is made from the corpus. A language model that is
+        estimated after the preparation is not covered: only decoding depends on it.
+        """
+        tree = hashlib.sha256(self.language.files().get("tree.txt", b"")).hexdigest()
+        # in the order of the lexicon, which numbers the words
+        about = json.dumps([self.content, self.language.to_json(), tree])
+        return hashlib.sha256(about.encode()).hexdigest()
 
     @property
     def num_pdfs(self) -> int:
@@ -143,10 +154,7 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
     check_source(data)
     changes = augment_config or AugmentConfig()
     key = {**_what_decides(data, feature_config), **augment.what_decides(changes)}
-    if data.corpus == "digits" and changes.voice:
-        # data prepared with noise before voices has the name without
-        key["noise"] = "after voices"
-    folder = cache_root / f"{data.corpus}-{cache.short_hash(key)}"
+    folder = cache_root / cache_name(data.corpus, **key)
     if folder.exists():
         report(Phase(f"reading the prepared {data.corpus} corpus"))
         try:
@@ -210,21 +218,21 @@ def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_roo
 def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, Any]:
     """Return everything that determines the content of the prepared files."""
     decides = _FSDD if data.corpus == "fsdd" and data.style == "isolated" else _DECIDES[data.corpus]
-    settings = {_KEY_OF.get(name, name): value for name, value in with_removed("data", asdict(data)).items() if name in decides}
+    settings = {name: value for name, value in asdict(data).items() if name in decides}
     has_synthetic = data.corpus == "fsdd" and data.synthetic_minutes > 0
     if has_synthetic:
         settings["synthetic_minutes"] = data.synthetic_minutes
     made_with = ["numpy", "kaldi-native-fbank"]
-    made_with += ["espeakng-loader", "soxr"] if data.corpus == "digits" or has_synthetic else []
+    is_generated = data.corpus == "digits" or has_synthetic
+    made_with += ["espeakng-loader"] if is_generated else []
+    made_with += ["soxr"] if is_generated or feature_config.resample else []
+    made_with += ["soundfile"] if data.corpus in _SHARDED or data.added_dirs else []
     content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "lhotse": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "fsdd": lambda: {**_content_of_alignment(data), **added.fingerprint(data)},
                "digits": lambda: {**added.fingerprint(data), **_content_of_alignment(data)} if data.added_dirs else {},
                }.get(data.corpus, dict)()
-    used = asdict(feature_config)
-    if feature_config.cmvn == "online":
-        used = with_removed("features", used)
-    return {"recipe_version": RECIPE_VERSION, "data": settings, "features": used, "content": content,
+    return {"version": RECIPE_VERSION, "data": settings, "features": asdict(feature_config), "content": content,
             "packages": {package: metadata.version(package) for package in made_with}}
 
 
@@ -238,11 +246,11 @@ def _content_of_alignment(data: DataConfig) -> dict[str, Any]:
 
 
 def _load(name: str, folder: Path) -> Corpus:
-    sets, language, digest = cache.load(folder)
+    sets, language, content = cache.load(folder)
     if language.given:
         # before training instead of at its end
         graphs.check(language.given)
-    return Corpus(name=name, language=language, digest=digest, **sets)
+    return Corpus(name=name, language=language, content=content, **sets)
 
 
 def _complete(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
@@ -298,11 +306,23 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
             report(f"{name}: {len(missing)} utterances are skipped, because {alignment.path} has "
                    "no states for them: "
                    f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
+    _check_paths(corpus, alignment, sets.values(), data)
     digest = hashlib.sha256(corpus.digest.encode())
     for speech in sets.values():
         for block_T in mapped.blocks(speech.frames.pdf_T):
             digest.update(np.ascontiguousarray(block_T).data)
-    return replace(corpus, **sets, digest=digest.hexdigest())
+    return replace(corpus, **sets, content=digest.hexdigest())
+
+
+def _check_paths(corpus: Corpus, alignment: Alignment, sets: Iterable[SpeechSet], data: DataConfig) -> None:
+    language = corpus.language
+    known = dict.fromkeys(language.given.words) if language.given else language.topology.lexicon
+    utterances = label_paths.labelled(alignment, sets, data.oov_word, known)
+    if language.given:
+        step = max(1, len(alignment.pdf_T) // label_paths.NUM_IN_GRAPH)
+        label_paths.check_in_graph(utterances, language.given, alignment.path, step=step)
+    else:
+        label_paths.check(utterances, language.topology, alignment.path)
 
 
 def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
@@ -341,6 +361,9 @@ def _added(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConf
     added.check_words(listed, topology, data.corpus)
     copies.check_unchanged(listed, changes)
     given = alignments.read(Path(data.alignment)) if data.alignment and listed else None
+    if given:
+        label_paths.check(((one.utt_id, one.words, given.pdf_T[one.utt_id]) for one in listed if one.utt_id in given.pdf_T),
+                          topology, given.path)
     return added.utterances(listed, data, feature_config, changes, mix=_noise_of(data), labels=given,
                             num_pdfs=topology.num_pdfs, silence_pdfs=topology.silence_pdfs)
 
@@ -352,6 +375,8 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
         given = alignments.read(Path(data.alignment))
         if not data.added_dirs or any(one.utt_id in given.pdf_T for one in catalogue.segments):
             catalogue = catalogue.realigned(given)
+            label_paths.check(((one.utt_id, [one.word], given.pdf_T[one.utt_id]) for one in catalogue.segments),
+                              catalogue.topology, given.path)
     pools = split(catalogue.segments, data.split, data.held_out)
     place = source.locate(data.source) if data.source else source.download(work.parent / "downloads", report)
     samples = source.read_recordings(place, catalogue.segments)

@@ -3,7 +3,8 @@
     text        utt word word ...         required
     utt2spk     utt speaker               required
     wav.scp     recording file            required, or feats.scp with features.kind=given
-    segments    utt recording start end   optional, seconds
+    segments    utt recording start end   optional, seconds; a fifth column is the channel, from 0
+    reco2file_and_channel   recording file A    optional; channel of recordings with several
     feats.scp   utt archive:offset
     cmvn.scp    speaker archive:offset, or utt archive:offset; for features.cmvn=given
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,7 @@ from ngsgd.asr.utterance import FramedUtterance, Utterance, num_frames, unaligne
 from ngsgd.config import FeatureConfig
 from ngsgd.data.columns import Column, Spool
 from ngsgd.errors import DataError
+from ngsgd.files import named_in
 
 Table = Mapping[str, Entry]
 
@@ -69,10 +72,9 @@ class Listing(Column[UtteranceEntry]):
 def to_json(one: UtteranceEntry) -> dict[str, Any]:
     """Return the utterance for a file or another process; `of_json` reads it."""
     content = one.content
-    kind = {"start_s": content.start_s, "end_s": content.end_s, "path": str(content.path)} if \
-        isinstance(content, Piece) else {"value": content.value}
+    kind = {"path": str(content.path)} if isinstance(content, Piece) else {}
     return {"utt_id": one.utt_id, "speaker": one.speaker, "words": one.words, "where": one.where,
-            "content": {"where": content.where, **kind}}
+            "content": {**vars(content), **kind}}
 
 
 def of_json(tree: Mapping[str, Any]) -> UtteranceEntry:
@@ -121,7 +123,8 @@ def identity(one: UtteranceEntry, folder: Path) -> str:
     Features are below `folder`.
     """
     if isinstance(one.content, Piece):
-        path, part = one.content.path, f"{one.content.start_s} {one.content.end_s}"
+        path = one.content.path
+        part = f"{one.content.start_s} {one.content.end_s} {one.content.channel} {one.content.side}"
     else:
         place = tables.place_of(one.content)
         path, part = place.resolve(folder), one.content.value.removeprefix(place.file).removeprefix(":")
@@ -175,7 +178,7 @@ def spoken(utterances: Sequence[UtteranceEntry], config: FeatureConfig,
         reader: keeps its last recording open. Default: a new one, which is closed at the end.
     """
     is_own = reader is None
-    reader = reader or audio.Reader(config.sample_rate_hz)
+    reader = reader or audio.Reader(config.sample_rate_hz, resample=config.resample)
     for one in utterances:
         assert isinstance(one.content, Piece)
         samples = reader.read(one.content)
@@ -195,11 +198,23 @@ def _contents(folder: Path, source: str, contents: Table) -> Callable[[str, Entr
     recordings = contents if source == "wav.scp" else tables.read_table(folder / "wav.scp")
     for entry in recordings.values():
         _check_is_file(entry)
+    sides = _sides(folder / "reco2file_and_channel")
     if source == "wav.scp":
-        return lambda _utt_id, entry: _file(entry, folder)
+        return lambda utt_id, entry: Piece(named_in(folder, entry.value), entry.where, side=sides.get(utt_id))
     # segments of a recording follow each other
-    find = functools.lru_cache(1)(lambda recording: _file(recordings[recording], folder))
-    return lambda utt_id, entry: _segment(utt_id, entry, recordings, find, folder)
+    find = functools.lru_cache(1)(lambda recording: named_in(folder, recordings[recording].value))
+    return lambda utt_id, entry: _segment(utt_id, entry, recordings, find, sides, folder)
+
+
+def _sides(path: Path) -> dict[str, int]:
+    """Channels of lines "recording file A" (or 1), from 0; others are ignored, as mono recordings
+    need none.
+    """
+    if not path.is_file():
+        return {}
+    lines = (line.split() for _, line in tables.read_lines(path))
+    return {words[0]: int(words[2]) - 1 if words[2].isdigit() else ord(words[2].upper()) - ord("A")
+            for words in lines if len(words) == 3 and re.fullmatch("[A-Za-z]|[1-9][0-9]?", words[2])}
 
 
 def _check_is_file(entry: Entry) -> None:
@@ -211,24 +226,23 @@ def _check_is_file(entry: Entry) -> None:
         raise DataError(f"{entry.where}: the file name has a zero byte; write the name of the audio file.")
 
 
-def _file(entry: Entry, folder: Path) -> Piece:
-    path = Path(entry.value).expanduser()
-    return Piece(path if path.exists() or path.is_absolute() else folder / path, entry.where)
-
-
-def _segment(utt_id: str, entry: Entry, recordings: Table, find: Callable[[str], Piece], folder: Path) -> Piece:
+def _segment(utt_id: str, entry: Entry, recordings: Table, find: Callable[[str], Path], sides: Mapping[str, int],
+             folder: Path) -> Piece:
     try:
-        recording, start, end = entry.value.split()
+        recording, start, end, *channels = entry.value.split()
         start_s, end_s = lines.as_float(start), lines.as_float(end)
+        if len(channels) > 1 or any(lines.as_int(one) < 0 for one in channels):
+            raise ValueError("several channels, or one below 0")
     except ValueError as error:
-        raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording and two "
-                        "times; write \"utterance recording start end\".") from error
+        raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording, two times and at most a channel from 0; "
+                        "write \"utterance recording start end\", or \"utterance recording start end channel\".") from error
     if recording not in recordings:
         raise DataError(f"{entry.where}: the recording {recording} of {utt_id} is not in {folder / 'wav.scp'}; add it there.")
     if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
         raise DataError(f"{entry.where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write "
                         "increasing times from 0.")
-    return Piece(find(recording).path, entry.where, start_s, end_s)
+    channel = int(channels[0]) if channels else None
+    return Piece(find(recording), entry.where, start_s, end_s, channel, sides.get(recording))
 
 
 def _same_keys(texts: Table, others: Table, path: Path) -> None:

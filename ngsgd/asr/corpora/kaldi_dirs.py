@@ -156,11 +156,11 @@ def fingerprint(data: DataConfig, feature_config: FeatureConfig) -> dict[str, An
     for name, utterances in sorted(read_sets(data, feature_config).items()):
         for one in utterances:
             seen.update(f"{name} {data_dir.identity(one, source / name)}\n".encode())
-    given = [lexicon.locate(data.lexicon, source), *([Path(data.lm)] if data.lm else [])]
+    given = [lexicon.locate(data.lexicon, source), *([Path(data.lm).expanduser()] if data.lm else [])]
     if feature_config.cmvn == "given":
         given += sorted(source.glob("*/cmvn.scp"))
     if data.graph:
-        folder = Path(data.graph)
+        folder = Path(data.graph).expanduser()
         given += [folder / "HCLG.fst", folder / "words.txt", alignments.transitions_file(folder)]
     return {"speech": seen.hexdigest(),
             **added.fingerprint(data),

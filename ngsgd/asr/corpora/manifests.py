@@ -9,8 +9,10 @@ contain "recordings" or "supervisions" and the name of the set, as in recipes of
 from __future__ import annotations
 
 import math
+import operator
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from ngsgd.asr.features.audio import Piece
 from ngsgd.asr.kaldi_io import lines
 from ngsgd.data.columns import Index
 from ngsgd.errors import DataError
-from ngsgd.files import parse_json
+from ngsgd.files import named_in, parse_json
 
 _NAMES = {"train": ("train",), "valid": ("valid", "dev"), "test": ("test",)}
 # strings of an item that become words and names
@@ -69,7 +71,7 @@ def _find(source: Path, kind: str, names: tuple[str, ...]) -> Path | None:
 
 
 def _read_set(recordings: Path, supervisions: Path) -> Sequence[UtteranceEntry]:
-    files = {str(item["id"]): _file(item, where) for where, item in _lines(recordings)}
+    files = {str(item["id"]): _recording(item, where, recordings.parent) for where, item in _lines(recordings)}
     hashes = array("q")
 
     def every() -> Iterator[UtteranceEntry]:
@@ -87,7 +89,21 @@ def _read_set(recordings: Path, supervisions: Path) -> Sequence[UtteranceEntry]:
     return found
 
 
-def _file(item: dict[str, Any], where: str) -> Path:
+@dataclass(frozen=True)
+class _Recording:
+    """A recording of a manifest: a file, and the names of its channels in their order."""
+
+    path: Path
+    channels: tuple[int, ...]
+    rate_hz: int | None
+
+
+def _recording(item: dict[str, Any], where: str, folder: Path) -> _Recording:
+    if transforms := item.get("transforms"):
+        names = [str(one.get("name", one) if isinstance(one, dict) else one)[:40] for one in
+                 (transforms if isinstance(transforms, list) else [transforms])]
+        raise DataError(f"{where}: the recording {item['id']} has the transform(s) {', '.join(names)}, which are not applied; "
+                        "write the changed audio with lhotse (save_audios), or remove them and use augment.")
     try:
         (source,) = item["sources"]
         if source["type"] != "file":
@@ -95,13 +111,18 @@ def _file(item: dict[str, Any], where: str) -> Path:
                             "only files are supported.")
         if "\0" in source["source"]:
             raise ValueError("a zero byte in the name")
-        return Path(source["source"])
+        channels = tuple(operator.index(channel) for channel in source.get("channels", [0]))
+        if not channels or len(set(channels)) < len(channels) or min(channels) < 0:
+            raise ValueError("channels that are not distinct numbers from 0")
+        rate_hz = operator.index(item["sampling_rate"]) if "sampling_rate" in item else None
+        return _Recording(named_in(folder, source["source"]), channels, rate_hz)
     except (KeyError, ValueError, TypeError, OverflowError) as error:
-        raise DataError(f"{where}: this is not a recording of lhotse with one source; write the "
-                        "manifest again.") from error
+        raise DataError(f"{where}: this is not a recording of lhotse with one source, its channels and a sampling rate; "
+                        "write the manifest again.") from error
 
 
-def _utterance(item: dict[str, Any], where: str, files: dict[str, Path], recordings: Path) -> UtteranceEntry:
+def _utterance(item: dict[str, Any], where: str, recorded: dict[str, _Recording],
+               recordings: Path) -> UtteranceEntry:
     try:
         utt_id, recording = str(item["id"]), str(item["recording_id"])
         start_s, end_s = float(item["start"]), float(item["start"]) + float(item["duration"])
@@ -111,12 +132,21 @@ def _utterance(item: dict[str, Any], where: str, files: dict[str, Path], recordi
     if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
         raise DataError(f"{where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write increasing "
                         "times from 0.")
-    if recording not in files:
+    if recording not in recorded:
         raise DataError(f"{where}: the recording {recording} of {utt_id} is not in {recordings}; add it there.")
-    path = files[recording]
-    path = path if path.exists() or path.is_absolute() else recordings.parent / path
-    return UtteranceEntry(utt_id, str(item.get("speaker") or utt_id), tuple(str(item.get("text") or "").split()),
-                  Piece(path, where, start_s, end_s), where)
+    of = recorded[recording]
+    piece = Piece(of.path, where, start_s, end_s, _channel(item, of, where), rate_hz=of.rate_hz, num_channels=len(of.channels))
+    return UtteranceEntry(utt_id, str(item.get("speaker") or utt_id), tuple(str(item.get("text") or "").split()), piece, where)
+
+
+def _channel(item: dict[str, Any], of: _Recording, where: str) -> int:
+    """Position in the file of the channel that a supervision names."""
+    named = item.get("channel", list(of.channels))
+    names = named if isinstance(named, list) else [named]
+    if len(names) != 1 or isinstance(names[0], bool) or names[0] not in of.channels:
+        raise DataError(f"{where}: {item['id']} has the channel {str(named)[:40]}, but its recording has {list(of.channels)}, of "
+                        "which one is needed; correct it, or write a supervision for each channel.")
+    return of.channels.index(names[0])
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

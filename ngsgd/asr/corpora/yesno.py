@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import io
 import re
-import wave
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from ngsgd.asr import speech_set
+from ngsgd.asr import recording, speech_set
 from ngsgd.asr.corpora.fsdd import source
 from ngsgd.asr.corpora.held_out import hold_out
 from ngsgd.asr.features import augment
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.asr.utterance import Samples, Utterance, num_frames, unaligned
+from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Samples, Utterance, num_frames, unaligned
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError
 
@@ -68,9 +67,10 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
 
 
 def fingerprint(data: DataConfig) -> dict[str, Any]:
-    """Identify the recordings by name and size."""
+    """Identify the recordings by name, size and time."""
     place = locate(data.source)
-    status = [(path.name, path.stat().st_size) for path in (sorted(place.glob("*.wav")) if place.is_dir() else [place])]
+    status = [(path.name, path.stat().st_size, path.stat().st_mtime_ns)
+              for path in (sorted(place.glob("*.wav")) if place.is_dir() else [place])]
     return {"files": status}
 
 
@@ -81,17 +81,10 @@ def _recordings(place: Path) -> Iterator[tuple[str, Samples]]:
 
 
 def _decode(name: str, content: bytes, place: Path) -> Samples:
-    try:
-        with wave.open(io.BytesIO(content)) as wav:
-            kind, promised = (wav.getnchannels(), wav.getsampwidth(), wav.getframerate()), wav.getnframes()
-            pcm = wav.readframes(promised)
-    except (wave.Error, EOFError) as error:
-        raise DataError(f"{place}: {name} is not a PCM wav file "
-                        f"({error or 'its header is truncated'}); download it again.") from error
-    if kind != (1, 2, 8000) or len(pcm) < 2 * promised:
-        raise DataError(f"{place}: {name} is not a complete file of one channel with 16 bits at "
-                        "8000 Hz; download it again.")
-    return np.frombuffer(pcm, dtype="<i2").astype(np.int16)
+    samples, rate_hz = recording.read_mono(f"{place}: {name}", io.BytesIO(content))
+    if rate_hz != SAMPLE_RATE_HZ:
+        raise DataError(f"{place}: {name} is sampled at {rate_hz} Hz, but yesno at {SAMPLE_RATE_HZ} Hz; download it again.")
+    return np.asarray(np.round(samples), np.int16)
 
 
 def _utterance(name: str, samples: Samples) -> Utterance:

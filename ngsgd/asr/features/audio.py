@@ -1,152 +1,151 @@
-"""Samples of audio files or parts of them; each error message names the file."""
+"""Samples of audio files or parts of them; each error names the line of the table."""
 
 from __future__ import annotations
 
-import wave
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from ngsgd.asr import extras, unpacking
+from ngsgd.asr import unpacking
+from ngsgd.asr.recording import AudioFile, Resampler, Samples, scaled
 from ngsgd.errors import DataError
 
-# scale of 16-bit samples, as in Kaldi
-FULL_SCALE = 32768.0
 # maximum excess of a segment over its recording: written times are rounded
 _END_TOLERANCE_S = 0.05
-# samples that are checked at once
-_BLOCK = 1 << 20
 # subtypes of libsndfile in which it finds a sample by its number; also those of flac
 _SEEKABLE = frozenset({"PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"})
+# samples of each channel that are read at once
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A file, or the part of it between two times."""
+    """A file, or the part of it between two times.
+
+    Attributes:
+        path: the file.
+        where: file:line that names it, for messages.
+        start_s: first time.
+        end_s: last time; None: to the end.
+        channel: number of the channel, from 0; None: the only one.
+        side: channel if the file has several, where a table names one for other files as well.
+        rate_hz: sampling rate that the data give for the file; None: unknown.
+        num_channels: number of channels that the data give for the file; None: unknown.
+    """
 
     path: Path
-    # the file:line that names it, for messages
     where: str
     start_s: float = 0.0
-    # None: to the end
     end_s: float | None = None
+    channel: int | None = None
+    side: int | None = None
+    rate_hz: int | None = None
+    num_channels: int | None = None
 
 
 class Reader:
-    """Reads mono files, or parts of them, as samples at 16-bit scale.
+    """Reads one channel of files, or parts of them, as samples at 16-bit scale.
 
     The recording that was read last stays open, so that the time of a segment does not depend on
     the length of its recording. Only formats in which no sample is found by its number are read
     completely, once for the segments that follow each other.
 
     Args:
-        sample_rate_hz: required sampling rate.
+        sample_rate_hz: sampling rate of the result.
+        resample: resample files of another rate. Default: they are errors.
     """
 
-    def __init__(self, sample_rate_hz: int) -> None:
-        self._sample_rate_hz = sample_rate_hz
+    def __init__(self, sample_rate_hz: int, *, resample: bool = False) -> None:
+        self._sample_rate_hz, self._resample = sample_rate_hz, resample
         self._path: Path | None = None
-        self._checked: set[Path] = set()
-        # an open SoundFile
-        self._file: Any = None
-        # of a file that is read completely
-        self._samples: npt.NDArray[np.float64] | None = None
+        self._file: AudioFile | None = None
+        # N x C of a file that is read completely
+        self._samples_NC: Samples | None = None
 
-    def read(self, piece: Piece) -> npt.NDArray[np.float32]:
+    def read(self, piece: Piece) -> Samples:
         """Return the samples of a file or segment.
 
         Raises:
-            DataError: the file is missing, damaged, not mono, or has another sampling rate; the
-                segment exceeds it.
+            DataError: the file is missing, damaged or truncated, has another sampling rate or other
+                channels than in the data; the segment exceeds it.
         """
-        if piece.path != self._path or piece.end_s is None:
+        name = f"{piece.where}: {piece.path}"
+        if piece.path != self._path or piece.end_s is None or self._file is None:
             self.close()
-            self._open(piece)
+            self._file = _opened(piece, name)
             self._path = piece.path
-        num, rate_hz = self._file.frames, self._sample_rate_hz
+        file = self._file
+        file.name = name
+        channel = _channel(piece, file, name)
+        self._check_rate(piece, file, name)
+        if self._samples_NC is None and (file.subtype not in _SEEKABLE or file.num_samples is None):
+            self._samples_NC = _all(piece, file, name)
+        num = file.num_samples if self._samples_NC is None else len(self._samples_NC)
+        assert num is not None
+        rate_hz = file.sample_rate_hz
         first = round(piece.start_s * rate_hz)
         end = num if piece.end_s is None else round(piece.end_s * rate_hz)
         if not 0 <= first < end <= num + _END_TOLERANCE_S * rate_hz:
             raise DataError(f"{piece.where}: the segment from {piece.start_s:g} to "
                             f"{piece.end_s:g} s exceeds {piece.path}, which lasts "
                             f"{num / rate_hz:g} s; correct the times.")
-        return (self._part(piece, first, min(end, num)) * FULL_SCALE).astype(np.float32)
+        part_NC = self._samples_NC[first:end] if self._samples_NC is not None else file.part(first, min(end, num))
+        samples_N = scaled(part_NC[:, channel], name)
+        if rate_hz == self._sample_rate_hz:
+            return samples_N
+        return Resampler(rate_hz, self._sample_rate_hz).accept(samples_N, is_last=True)
 
     def close(self) -> None:
         """Close the open recording."""
         if self._file is not None:
             self._file.close()
-        self._path = self._file = self._samples = None
+        self._path = self._file = self._samples_NC = None
 
-    def _open(self, piece: Piece) -> None:
-        soundfile: Any = extras.load("soundfile", extra="asr", purpose="Reading audio files")
-        if not piece.path.is_file():
-            raise DataError(f"{piece.where}: {piece.path} does not exist; correct the path, or "
-                            "remove the line.")
-        try:
-            if piece.path not in self._checked:
-                check_is_whole(piece)
-            self._checked.add(piece.path)
-            self._file = soundfile.SoundFile(str(piece.path))
-        except (OSError, RuntimeError) as error:
-            raise _unreadable(piece, error) from error
-        _check_size(piece, self._file.frames)
-        if self._file.channels != 1:
-            raise DataError(f"{piece.where}: {piece.path} has {self._file.channels} channels; "
-                            "convert it to one channel.")
-        if not self._file.frames:
-            raise DataError(f"{piece.where}: {piece.path} contains no samples; replace it, or "
-                            "remove the line.")
-        if self._file.samplerate != self._sample_rate_hz:
-            raise DataError(f"{piece.where}: {piece.path} is sampled at {self._file.samplerate} "
-                            f"Hz, but features.sample_rate_hz is {self._sample_rate_hz}; resample "
-                            "the audio, or set "
-                            f"features.sample_rate_hz={self._file.samplerate}.")
-
-    def _part(self, piece: Piece, first: int, end: int) -> npt.NDArray[np.float64]:
-        try:
-            if self._samples is None and self._file.subtype not in _SEEKABLE:
-                self._samples = self._file.read(dtype="float64")
-            if self._samples is not None:
-                found: npt.NDArray[np.float64] = self._samples[first:end]
-            else:
-                self._file.seek(first)
-                found = self._file.read(end - first, dtype="float64")
-        except (OSError, RuntimeError) as error:
-            raise _unreadable(piece, error) from error
-        if len(found) < end - first:
-            raise DataError(f"{piece.where}: {piece.path} ends before sample {end} of the "
-                            f"{self._file.frames} in its header; replace it.")
-        return found
+    def _check_rate(self, piece: Piece, file: AudioFile, name: str) -> None:
+        if piece.rate_hz not in (None, file.sample_rate_hz):
+            raise DataError(f"{name} is sampled at {file.sample_rate_hz} Hz, but at {piece.rate_hz} Hz in its manifest; write the "
+                            "manifest again.")
+        if file.sample_rate_hz != self._sample_rate_hz and not self._resample:
+            raise DataError(f"{name} is sampled at {file.sample_rate_hz} "
+                            f"Hz, but features.sample_rate_hz is {self._sample_rate_hz}; set features.resample=true, or "
+                            f"features.sample_rate_hz={file.sample_rate_hz}.")
 
 
-def _unreadable(piece: Piece, error: Exception) -> DataError:
-    # soundfile.LibsndfileError is a RuntimeError
-    reason = str(error).rpartition(": ")[2].strip().rstrip(".")
-    return DataError(f"{piece.where}: {piece.path} cannot be read as audio ({reason}); replace it.")
+def _opened(piece: Piece, name: str) -> AudioFile:
+    if not piece.path.is_file():
+        raise DataError(f"{name} does not exist; correct the path (relative names start in the folder of the table), or "
+                        "remove the line.")
+    return AudioFile.open(piece.path, name)
 
 
-def _check_size(piece: Piece, num_samples: int) -> None:
-    # a flac of silence expands 10000 times, and the header of a wav can contain any number
-    if not 0 <= 2 * num_samples <= unpacking.limit(piece.path.stat().st_size):
-        raise DataError(f"{piece.where}: the header of {piece.path} specifies {num_samples} "
-                        "samples, too many for its size; replace it.")
+def _channel(piece: Piece, file: AudioFile, name: str) -> int:
+    """Number of the channel to read, from 0."""
+    if piece.num_channels not in (None, file.num_channels):
+        raise DataError(f"{name} has {file.num_channels} channels, but {piece.num_channels} in its manifest; write the "
+                        "manifest again.")
+    channel = piece.channel
+    if channel is None:
+        channel = piece.side if file.num_channels > 1 else 0
+    if channel is None:
+        raise DataError(f"{name} has {file.num_channels} channels; convert it to one channel, or name the channel in the fifth "
+                        "column of segments (from 0) or in reco2file_and_channel.")
+    if channel >= file.num_channels:
+        raise DataError(f"{name} has {file.num_channels} channel(s), but the channel {channel} (from 0) is wanted; correct "
+                        "the channel.")
+    return channel
 
 
-def check_is_whole(piece: Piece) -> None:
-    """Raise DataError for a truncated wav, which libsndfile reads as a shorter one."""
-    try:
-        with wave.open(str(piece.path)) as wav:
-            promised, width = wav.getnframes(), wav.getsampwidth() * wav.getnchannels()
-            found = 0
-            while block := wav.readframes(_BLOCK):
-                found += len(block) // width
-    except (wave.Error, EOFError):
-        # not a PCM wav: flac, or floating point
-        return
-    if found < promised:
-        raise DataError(f"{piece.where}: {piece.path} is truncated, with {found} of the {promised} "
-                        "samples in its header; replace it.")
+def _all(piece: Piece, file: AudioFile, name: str) -> Samples:
+    """Read all samples of all channels."""
+    # a flac of silence expands 10000 times, and a header can contain any number
+    most = unpacking.limit(piece.path.stat().st_size) // 2
+    if (file.num_samples or 0) * file.num_channels > most:
+        raise DataError(f"{name} has a header with {file.num_samples} samples, too many for its size; replace it.")
+    blocks, num = [], 0
+    while len(block_NC := file.read(_BLOCK)):
+        blocks.append(block_NC)
+        num += block_NC.size
+        if num > most:
+            raise DataError(f"{name} expands to too many samples for its size; replace it.")
+    return np.concatenate(blocks)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import wave
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
@@ -25,13 +24,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr import extras
+from ngsgd.asr import extras, recording
 from ngsgd.asr.features import noise, voice
 from ngsgd.asr.features.noise import FULL_SCALE, LOUDEST_MIX, FisherSample
 from ngsgd.asr.features.voice import VoiceChange
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Audio, PdfIds, Samples, Utterance, num_frames
-from ngsgd.config import AugmentConfig, with_removed
+from ngsgd.config import AugmentConfig
 from ngsgd.errors import DataError
+from ngsgd.files import open_regular
 
 _COPY = re.compile(r"(?:vc\d+x(?P<rate>\d\.\d{4})-)?(?:cp\d+-)?(?:sp(?P<factor>\d+(?:\.\d+)?)-)?(?P<utt_id>.*)", re.DOTALL)
 # values of recipes of Kaldi: three speeds (utils/data/perturb_data_dir_speed_3way.sh), half of the
@@ -115,15 +115,11 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
     """
     if not config.changes_audio:
         return {}
-    settings = {name: value for name, value in with_removed("augment", asdict(config)).items() if not name.startswith("spec")}
-    # data prepared before these options existed keep their name
-    added = {"voice": False, "clean_fraction": 0.0, "voice_fraction": 0.5, "voice_tilt_db": 0.0}
-    settings = {name: value for name, value in settings.items()
-                if name not in added or value != added[name]}
+    settings = {name: value for name, value in asdict(config).items() if not name.startswith("spec")}
     folders = [folder for folder in (config.rir_dir, config.noise_dir) if folder]
-    # names and sizes: collections of noises are too large to be hashed
-    files = [[str(path.relative_to(folder)), path.stat().st_size] for folder in folders
-             for path in sorted(Path(folder).rglob("*.wav"))]
+    # names, sizes and times: collections of noises are too large to be hashed
+    files = [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns]
+             for folder in folders for path in sorted(Path(folder).rglob("*.wav"))]
     return {"augment": {**settings, "files": files,
                         "soxr": metadata.version("soxr") if config.speed != "none" or config.voice else ""}}
 
@@ -325,27 +321,21 @@ def _files_of(folder: str, knob: str) -> list[Path]:
     if not paths:
         raise DataError(f"{knob} is {folder}, which "
                         f"{'contains no wav file' if Path(folder).is_dir() else 'is not a folder'}; "
-                        "set it to a folder of mono 16-bit wav files, or leave it empty.")
+                        "set it to a folder of wav files of one channel, or leave it empty.")
     return paths
 
 
 def read_wav(path: Path, sample_rate_hz: int) -> FisherSample:
-    """Read a mono 16-bit file, resampled to the given rate.
+    """Read a file of one channel, resampled to the given rate.
 
     Raises:
         DataError: the file cannot be used.
     """
     try:
-        with wave.open(str(path)) as wav:
-            shape, rate_hz = (wav.getnchannels(), 8 * wav.getsampwidth()), wav.getframerate()
-            content = wav.readframes(wav.getnframes())
-    except (OSError, wave.Error, EOFError) as error:
-        raise DataError(f"{path} cannot be read as a PCM wav file "
-                        f"({error or 'its header is truncated'}); replace or remove it.") from error
-    if shape != (1, 16):
-        raise DataError(f"{path} has {shape[0]} channel(s) of {shape[1]} bits; convert it to mono, "
-                        "16 bits.")
-    samples = np.frombuffer(content[:len(content) // 2 * 2], "<i2").astype(np.float64)
+        samples_N, rate_hz = recording.read_mono(str(path), open_regular(path))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); replace or remove it.") from error
+    samples = samples_N.astype(np.float64)
     if not samples.any():
         raise DataError(f"{path} contains no sound; remove it.")
     if rate_hz == sample_rate_hz:

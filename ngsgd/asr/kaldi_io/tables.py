@@ -118,7 +118,7 @@ def place_of(entry: Entry) -> Place:
 def read_matrix(entry: Entry, folder: Path) -> npt.NDArray[np.float32]:
     """Read the frames of an entry of a .scp, "file:offset" or "file:offset[first:last]".
 
-    A relative path is resolved from the working directory, then from `folder`.
+    A relative name starts in `folder`.
     """
     matrix = _matrix(entry, folder)
     if not len(matrix):
@@ -140,7 +140,8 @@ def _matrix(entry: Entry, folder: Path) -> Array:
             raise KaldiFormatError("it is not a matrix")
         return place.part(found)
     except FileNotFoundError as error:
-        raise DataError(f"{entry.where}: {place.file} does not exist; correct the path.") from error
+        raise DataError(f"{entry.where}: {place.resolve(folder)} does not exist; correct "
+                        "the path (relative names start in the folder of the table).") from error
     except (OSError, KaldiFormatError, MemoryError) as error:
         raise DataError(f"{entry.where}: {entry.value} cannot be read as a matrix "
                         f"({_reason(error)}); create it again.") from error

@@ -16,8 +16,12 @@ class FeatureConfig:
         "fbank",
         "type of features; fbank: log mel filterbank; mfcc: cepstra; given: precomputed features "
         "of the corpus (feats.scp)")
-    sample_rate_hz: int = option(8000, "sampling rate of the audio; other rates are rejected",
-                                 unit="Hz", low=4000, high=192000)
+    sample_rate_hz: int = option(
+        8000, "sampling rate of the audio; other rates are rejected unless resample is true",
+        unit="Hz", low=4000, high=192000)
+    resample: bool = option(
+        False, "resampling of audio with another rate by soxr, as in ngsgd transcribe",
+        used="kind=fbank|mfcc")
     num_mel_bins: int = option(40, "number of mel filters", low=3, high=256, used="kind=fbank|mfcc")
     num_ceps: int = option(13, "number of cepstral coefficients, at most num_mel_bins", low=1,
                            high=80, used="kind=mfcc")

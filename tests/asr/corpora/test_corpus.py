@@ -141,7 +141,7 @@ def test_every_changed_leaf_of_a_manifest_is_refused_or_harmless(data: DataConfi
         assert at > 0
 
 
-def test_manifests_of_before_without_a_digest_are_read(data: DataConfig, tmp_path: Path) -> None:
+def test_a_manifest_without_a_digest_is_made_again(data: DataConfig, tmp_path: Path) -> None:
     whole = prepare(data, FEATURES, tmp_path / "cache", silent)
     (path,) = (tmp_path / "cache").glob("fsdd-*/manifest.json")
     manifest = json.loads(path.read_text())
@@ -149,7 +149,7 @@ def test_manifests_of_before_without_a_digest_are_read(data: DataConfig, tmp_pat
     path.write_text(json.dumps(manifest, indent=1))
     reports = Reported()
     assert prepare(data, FEATURES, tmp_path / "cache", reports.append).digest == whole.digest
-    assert reports == []
+    assert str(path) in reports[0]
 
 
 def test_files_that_the_manifest_does_not_list_are_not_read(data: DataConfig, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ngsgd.asr.corpora import data_dir, kaldi_dirs
 from ngsgd.asr.corpora.corpus import prepare
 from ngsgd.asr.corpora.shards import computing, plan, shard_file
 from ngsgd.asr.features import augment, cmvn
+from ngsgd.asr.recording import AudioFile
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.data.storage import write_arrays
@@ -250,17 +251,17 @@ def test_each_recording_is_opened_once_for_all_its_segments(
     (data / "train" / "segments").write_text(
         "".join(f"{name} {name[0]} {i // 2} {i // 2 + 0.9}\n" for i, name in enumerate(names)))
     (data / "train" / "wav.scp").write_text(f"a {tmp_path / 'a.wav'}\nb {tmp_path / 'b.wav'}\n")
-    opened: list[str] = []
-    real = soundfile.SoundFile
+    opened: list[Path] = []
+    open_file = AudioFile.open
 
-    def counted(path: str) -> object:
+    def counted(path: Path, name: str) -> AudioFile:
         opened.append(path)
-        return real(path)
+        return open_file(path, name)
 
-    monkeypatch.setattr(soundfile, "SoundFile", counted)
+    monkeypatch.setattr(AudioFile, "open", counted)
     kaldi_dirs.make(config(data), FEATURES, AugmentConfig(), tmp_path, num_processes=1)
     assert len(list(tmp_path.glob("train-*.safetensors"))) > 8
-    assert sorted(Path(path).name for path in opened if "data" not in Path(path).parts) == ["a.wav", "b.wav"]
+    assert sorted(path.name for path in opened if "data" not in path.parts) == ["a.wav", "b.wav"]
 
 
 # memory

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import soundfile
 
-from ngsgd.asr.features import audio
 from ngsgd.asr.features.audio import Piece, Reader
+from ngsgd.asr.recording import AudioFile
 from ngsgd.errors import DataError
 
 RATE_HZ = 8000
@@ -33,16 +33,22 @@ def test_segments_are_parts_of_the_file(tmp_path: Path, samples: np.ndarray, suf
         assert np.array_equal(part, whole[number][first:end])
 
 
-def test_a_recording_is_checked_once(tmp_path: Path, samples: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[Path] = []
-    monkeypatch.setattr(audio, "check_is_whole", lambda piece: checked.append(piece.path))
+def test_a_recording_stays_open_for_its_segments(tmp_path: Path, samples: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+    open_file = AudioFile.open
+
+    def counted(path: Path, name: str) -> AudioFile:
+        opened.append(path)
+        return open_file(path, name)
+
+    monkeypatch.setattr(AudioFile, "open", counted)
     paths = [tmp_path / "a.wav", tmp_path / "b.wav"]
     for path in paths:
         soundfile.write(path, samples, RATE_HZ)
     reader = Reader(RATE_HZ)
     for number in range(20):
-        reader.read(Piece(paths[number % 2], "segments:1", 0.05 * number, 0.05 * number + 0.1))
-    assert checked == paths
+        reader.read(Piece(paths[number // 10], "segments:1", 0.05 * number, 0.05 * number + 0.1))
+    assert opened == paths
 
 
 def test_a_flac_that_was_cut_names_the_segment(tmp_path: Path, samples: np.ndarray) -> None:

@@ -202,8 +202,8 @@ def test_noises_and_rooms_come_from_the_users_folders(tmp_path: Path) -> None:
     (lambda folder: None, "folder"),
     (lambda folder: folder.mkdir(), "wav"),
     (lambda folder: write_wav(folder / "a.wav", [0] * 100), r"a\.wav"),
-    (lambda folder: write_wav(folder / "a.wav", [1] * 100, channels=2), r"a\.wav.*2 channel\(s\).*16 bits"),
-    (lambda folder: write_wav(folder / "a.wav", [1] * 100).write_bytes(b"RIFF"), r"a\.wav.*PCM"),
+    (lambda folder: write_wav(folder / "a.wav", [1] * 100, channels=2), r"a\.wav.*2 channels"),
+    (lambda folder: write_wav(folder / "a.wav", [1] * 100).write_bytes(b"RIFF"), r"a\.wav.*audio"),
 ])
 def test_folders_that_cannot_be_used_are_named_before_anything_is_made(tmp_path: Path, prepare: Any, says: str) -> None:
     prepare(tmp_path / "noises")

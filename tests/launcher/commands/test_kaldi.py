@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ngsgd.asr import speech_set
+from ngsgd.asr.align.forced_alignment import equal_parts
 from ngsgd.asr.corpora import alignments
 from ngsgd.asr.corpora.corpus import Corpus, prepare
 from ngsgd.asr.features import cmvn
@@ -167,9 +168,11 @@ TOPOLOGY = Topology(("b", "a"), {"b": (("b",),), "a": (("a",), ("a", "b"))}, 2)
 
 
 def speech(prefix: str, side: Side | None = None) -> SpeechSet:
-    """Three utterances of 12 frames with random labels."""
+    """Three utterances of 12 frames, labeled in equal parts."""
     rng = np.random.default_rng(sum(map(ord, prefix)))
-    frames = FrameSet(rng.normal(3.0, 2.0, size=(36, 3)).astype(np.float32), rng.integers(8, size=36).astype(np.int32),
+    parts = [equal_parts(TOPOLOGY, words, 12) for words in TEXTS]
+    labels = np.concatenate([one for one in parts if one is not None])
+    frames = FrameSet(rng.normal(3.0, 2.0, size=(36, 3)).astype(np.float32), labels,
                       np.array([0, 12, 24, 36]), tuple(f"{prefix}-{number}" for number in range(3)), side=side)
     return SpeechSet(frames, TEXTS, ("s0", "s1", "s0"), CmvnStats({}, ()))
 

@@ -15,6 +15,7 @@ import soundfile
 from ngsgd.launcher.cli import main
 from ngsgd.training.storage.lock import RunLock
 from tests.asr import tiny_recognizer
+from tests.asr.audio_forms import OTHERS as OTHERS_BY_NAME
 
 WORDS = ["NO", "YES", "YES", "NO"]
 OTHERS = ["YES", "NO"]
@@ -90,6 +91,27 @@ def test_a_damaged_file_is_a_line_and_the_others_stay(
     assert len(out.splitlines()) == 2
     messages = [line for line in err.splitlines() if line.startswith("ngsgd: ")]
     assert len(messages) == 2 and "bad.wav" in messages[0] and "missing.wav" in messages[1]
+
+
+@pytest.mark.entry("Sp13", "you transcribe a folder in which some files are not audio that is read, such as m4a", "works",
+                   "the others are recognized, and the summary names the files that were not read, with the command of ffmpeg; an "
+                   "m4a that you name is a `DataError` with it.")
+def test_files_of_a_folder_that_were_not_read_are_named(
+    model: str, audio: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (audio / "deep" / "c.m4a").write_bytes(OTHERS_BY_NAME["m4a"])
+    (audio / ".hidden").write_text("")
+    assert main(["transcribe", model, str(audio)]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2
+    [line] = [line for line in err.splitlines() if "ffmpeg" in line]
+    assert "c.m4a" in line and "notes.txt" in line and ".hidden" not in line
+    assert main(["transcribe", model, str(audio / "deep" / "c.m4a")]) == 3
+    assert "ffmpeg" in capsys.readouterr().err
+    for path in (*audio.glob("*.wav"), *audio.glob("deep/*.flac")):
+        path.unlink()
+    assert main(["transcribe", model, str(audio)]) == 3
+    assert "ffmpeg" in capsys.readouterr().err
 
 
 def test_forms(model: str, audio: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,9 +197,9 @@ class _Stdin:
         self.buffer = io.BufferedReader(_Pipe(content))
 
 
-def wav_bytes(samples: np.ndarray, rate_hz: int, subtype: str = "PCM_16") -> bytes:
+def wav_bytes(samples: np.ndarray, rate_hz: int, subtype: str = "PCM_16", container: str = "WAV") -> bytes:
     file = io.BytesIO()
-    soundfile.write(file, samples, rate_hz, format="WAV", subtype=subtype)
+    soundfile.write(file, samples, rate_hz, format=container, subtype=subtype)
     return file.getvalue()
 
 
@@ -189,9 +211,13 @@ def wav_bytes(samples: np.ndarray, rate_hz: int, subtype: str = "PCM_16") -> byt
         (wav_bytes(tiny_recognizer.say(WORDS, rate_hz=16000), 16000), []),
         (wav_bytes(tiny_recognizer.say(WORDS), 8000, "PCM_U8"), []),
         (wav_bytes(tiny_recognizer.say(WORDS), 8000, "PCM_24"), []),
+        (wav_bytes(tiny_recognizer.say(WORDS, rate_hz=16000), 16000, "PCM_16", "FLAC"), []),
+        (wav_bytes(tiny_recognizer.say(WORDS), 8000, "VORBIS", "OGG"), []),
+        (wav_bytes(tiny_recognizer.say(WORDS), 8000, "ULAW", "AU"), []),
     ],
-    ids=["raw", "raw 16000", "wav", "8 bit", "24 bit"],
+    ids=["raw", "raw 16000", "wav", "8 bit", "24 bit", "flac", "ogg", "au"],
 )
+@pytest.mark.entry("Sp5")
 def test_a_stream(
     model: str,
     content: bytes,
@@ -205,8 +231,10 @@ def test_a_stream(
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"RIFF", wav_bytes(np.zeros(0, np.int16), 8000), b"RIFF" + bytes(range(100))]
+    "content", [b"", b"RIFF", wav_bytes(np.zeros(0, np.int16), 8000), b"RIFF" + bytes(range(100)), OTHERS_BY_NAME["m4a"],
+                OTHERS_BY_NAME["html"], wav_bytes(tiny_recognizer.say(WORDS), 8000, "PCM_16", "FLAC")[:-2000]]
 )
+@pytest.mark.entry("Sp5")
 def test_a_stream_that_is_no_audio_is_one_message(
     model: str, content: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

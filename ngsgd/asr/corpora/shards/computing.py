@@ -95,7 +95,7 @@ def _left(pending: Sequence[Shard], answers: Sequence[Answer], config: FeatureCo
           folder: Path) -> list[Shard]:
     """Compute the failed shards in this process, for the error; return the busy ones."""
     left = []
-    with contextlib.closing(Reader(config.sample_rate_hz)) as reader:
+    with contextlib.closing(Reader(config.sample_rate_hz, resample=config.resample)) as reader:
         for shard, answer in zip(pending, answers, strict=True):
             if answer is Answer.FAILED and shard_file.compute(shard, config, folder, reader):
                 continue

@@ -37,7 +37,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     about = json.loads(sys.stdin.readline())
     config, folder = FeatureConfig(**about["features"]), Path(about["folder"])
-    reader = Reader(config.sample_rate_hz)
+    reader = Reader(config.sample_rate_hz, resample=config.resample)
     for line in sys.stdin:
         try:
             is_done = shard_file.compute(Shard.of_json(json.loads(line)), config, folder, reader)
