@@ -94,8 +94,8 @@ def _process(folder: RunFolder) -> dict[str, Any]:
         return _as_identity(held.get("holder"))
     if stored_run.url_of(folder.path):
         # a holder that died without a release writes no more renewals
-        holder, silent_s = stored_run.holder(folder.path)
-        return _as_identity(dict(holder)) if silent_s < _ALIVE_S else {}
+        holder, silent_s, purpose = stored_run.holder(folder.path)
+        return _as_identity(dict(holder)) if silent_s < _ALIVE_S and purpose != "decode" else {}
     try:
         return _as_identity(read_json(folder.process))
     except (OSError, ValueError):

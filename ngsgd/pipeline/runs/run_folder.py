@@ -424,20 +424,21 @@ def run_to_continue(config: RunConfig) -> Path | None:
     stamped = re.compile(rf"{re.escape(config.name)}-\d{{8}}-\d{{6}}(-\d+)?")
     if is_url(config.output_dir):
         names = [name for name in stored_run.names_of_runs(config.output_dir) if stamped.fullmatch(name)]
-        return find_run(f"{config.output_dir.rstrip('/')}/{max(names)}") if names else None
+        return find_run(f"{config.output_dir.rstrip('/')}/{max(names)}", to_write=True) if names else None
     found = [file.parent for file in Path(config.output_dir).glob("*/config.yaml")
              if stamped.fullmatch(file.parent.name)]
     return max(found, default=None, key=lambda folder: folder.name)
 
 
-def known_run(run: str, *, with_models: bool = True) -> Path | None:
+def known_run(run: str, *, with_models: bool = True, to_write: bool = False) -> Path | None:
     """Folder of a run by path, folder name under runs/, or name=; the newest of several.
 
-    Files of a run in object storage are fetched, those of models only if `with_models`. None if
-    there is no such run.
+    Files of a run in object storage are fetched, those of models only if `with_models`: into the
+    folder that training works in for a command that continues or decodes the run (`to_write`), else
+    into a copy for this process. None if there is no such run.
     """
     if is_url(run):
-        return stored_run.fetched(run, with_models=with_models)
+        return stored_run.fetched_to_write(run) if to_write else stored_run.fetched(run, with_models=with_models)
     named = sorted(Path("runs").glob(f"{glob.escape(run)}-[0-9]*/config.yaml"), reverse=True) if run and "/" not in run else []
     folders = (Path(run), Path("runs") / run, *(config.parent for config in named))
     return next((folder.resolve() for folder in folders if (folder / "config.yaml").is_file()),
@@ -449,13 +450,14 @@ def folder_of_model(init_model: str) -> Path:
     return Path(init_model) if (Path(init_model) / "final" / "model.json").is_file() else find_run(init_model)
 
 
-def find_run(run: str, *, with_models: bool = True) -> Path:
-    """Return the folder of a run given as a path, or by its name under runs/.
+def find_run(run: str, *, with_models: bool = True, to_write: bool = False) -> Path:
+    """Return the folder of a run given as a path, or by its name under runs/; see `known_run`.
 
     Raises:
         ConfigError: there is no such run; the message names a similar one, or the newest runs.
+        RunLockedError: with `to_write`, a process of this machine writes to the run.
     """
-    found = known_run(run, with_models=with_models)
+    found = known_run(run, with_models=with_models, to_write=to_write)
     if found:
         return found
     if is_url(run):
