@@ -41,11 +41,10 @@ def keep_digest(path: Path, digest: str = "") -> None:
 
 
 def matches_digest(path: Path) -> bool:
-    """Whether a file matches the SHA-256 of `keep_digest`; True for earlier versions without
-    one.
+    """Whether a file matches the SHA-256 of `keep_digest`; False without one, as in a partial copy.
     """
     kept = path.with_suffix(".sha256")
-    return not kept.exists() or read_regular_text(kept, max_bytes=1024).strip() == sha256(path)
+    return kept.exists() and read_regular_text(kept, max_bytes=1024).strip() == sha256(path)
 
 
 def make_directories(path: Path) -> None:
@@ -370,9 +369,7 @@ def sealed(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(tree: Any) -> tuple[dict[str, Any], bool]:
-    """Return (content without the digest, whether there was a digest).
-
-    Files of earlier versions have no digest.
+    """Return (content without the digest, whether there was a digest); `verified` requires one.
 
     Raises:
         ValueError: the tree is not a JSON object, or does not match its digest.
@@ -383,6 +380,14 @@ def unsealed(tree: Any) -> tuple[dict[str, Any], bool]:
     if DIGEST in tree and digest_of_json(content) != tree[DIGEST]:
         raise ValueError("does not match its digest")
     return content, DIGEST in tree
+
+
+def verified(tree: Any) -> dict[str, Any]:
+    """Return the content of an index whose digest is there and matches; else raise ValueError."""
+    content, has_digest = unsealed(tree)
+    if not has_digest:
+        raise ValueError("has no digest")
+    return content
 
 
 def digest_of_arrays(arrays: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ from ngsgd.files import (
     read_regular_text,
     remove_abandoned,
     sealed,
-    unsealed,
+    verified,
     write_errors_named,
     write_text,
 )
@@ -242,10 +242,7 @@ class RunFolder:
             raise
 
     def last_error(self) -> dict[str, Any]:
-        """Content of error.json (`failure_record.describe`); empty where there is none.
-
-        Files of earlier versions have only exit_code and message.
-        """
+        """Content of error.json (`failure_record.describe`); empty where there is none."""
         return read_record(self.error)
 
     @property
@@ -323,8 +320,7 @@ class RunFolder:
 
     def _known_data(self) -> dict[str, Any]:
         try:
-            # files of earlier versions have no digest
-            about, _ = unsealed(read_json(self.data))
+            about = verified(read_json(self.data))
             if not isinstance(about.get("digest"), str):
                 raise ValueError("it names no data")
         except (OSError, ValueError) as error:
