@@ -131,7 +131,7 @@ def read_manifest(store: ObjectStore, key: str, digest: str) -> Manifest:
         files = {_checked(path): _part(part) for path, part in about["files"].items()}
         logs = {_checked(path): [_part(part) for part in parts] for path, parts in about["logs"].items()}
         return Manifest(int(about["number"]), files, logs)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{store.url}/{key} is damaged ({error}); restore it from a backup, or start a new run.") from error
 
 
