@@ -252,7 +252,41 @@ class JsonLines:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read all objects of an append-only log; incomplete and other lines are skipped."""
-    return parse_json_lines(read_log(path))
+    return [found for line in log_lines(path) for found in parse_json_lines(line)]
+
+
+def log_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of an append-only log in constant memory; cuts lines above `MAX_LINE_BYTES`.
+    """
+    with open_regular(path) as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            yield line.removesuffix(b"\n").decode("utf-8", errors="replace")
+
+
+def lines_from_end(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield (line, bytes from its start to the end of the log) from the last to the first line.
+
+    The first one is what follows the last newline: empty unless a line is incomplete. Memory is
+    constant, and only the blocks that a caller asks for are read. Of a line above `MAX_LINE_BYTES`
+    only an end is left, which is no JSON.
+    """
+    with open_regular(path) as file:
+        size = start = os.fstat(file.fileno()).st_size
+        ends, length = list[bytes](), 0
+        while start:
+            stop, start = start, max(0, start - _BLOCK_BYTES)
+            file.seek(start)
+            first, *lines = file.read(stop - start).split(b"\n")
+            place = stop
+            for line in reversed(lines):
+                place -= len(line) + 1
+                text = line + b"".join(reversed(ends))
+                ends, length = [], 0
+                yield text.decode("utf-8", errors="replace"), size - place - 1
+            if length + len(first) <= MAX_LINE_BYTES:
+                ends.append(first)
+                length += len(first)
+        yield b"".join(reversed(ends)).decode("utf-8", errors="replace"), size
 
 
 def read_log(path: Path) -> str:
@@ -294,6 +328,10 @@ def fsync(path: Path) -> None:
 
 # default limit of a file that is read into memory at once
 MAX_TEXT_BYTES = 256 << 20
+# a record of an outer iteration has about 1 kB for each job
+MAX_LINE_BYTES = 64 << 20
+# of a log that is read from its end
+_BLOCK_BYTES = 1 << 16
 # key of the digest in an index file
 DIGEST = "sha256_of_index"
 

@@ -42,7 +42,7 @@ from ngsgd.object_storage.urls import local_root
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command, what_is_trained
 from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
-from ngsgd.training.storage.event_log import read_events
+from ngsgd.training.storage.event_log import events_of
 
 # saving the final model takes some 5 of them
 CLOSE_TIMEOUT_S = 30.0
@@ -404,7 +404,7 @@ def _records(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:
     log = run_dir / "events.jsonl"
     if not log.is_file():
         return []
-    events = [event for event in read_events(log) if event.get("event") == "outer_iteration"]
+    events = (event for event in events_of(log) if event.get("event") == "outer_iteration")
     latest = {record.outer_iter: record for record in map(OuterIterationRecord.from_json, events)}
     # the log has no clock: the file's time, and before it a millisecond an outer iteration, which
     # keeps them in order

@@ -14,7 +14,7 @@ from typing import Any
 from ngsgd.asr.decode.scoring import UtteranceErrors, read_per_utterance
 from ngsgd.config.build import flatten
 from ngsgd.errors import ConfigError
-from ngsgd.files import parse_json, read_json, read_log
+from ngsgd.files import log_lines, parse_json, read_json, read_log
 from ngsgd.launcher.reports.checks import PLACES, flat_defaults
 from ngsgd.launcher.text import masked
 from ngsgd.pipeline.runs.run_folder import RunFolder
@@ -152,7 +152,7 @@ def read(folder: RunFolder) -> ComparedRun:
         ConfigError: The run has no outer iteration.
     """
     points, end = dict[int, Point](), dict[str, Any]()
-    for line in read_log(folder.events).split("\n") if folder.events.is_file() else ():
+    for line in log_lines(folder.events) if folder.events.is_file() else ():
         try:
             event = _without_jobs(line)
             if event["event"] == "outer_iteration":

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ngsgd import process_identity
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, ClusterError, ConfigError
-from ngsgd.files import parse_json_lines, read_log
+from ngsgd.files import MAX_LINE_BYTES, open_regular, parse_json_lines
 from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.commands.info import describe_run, end_lines, progress_line
 from ngsgd.launcher.ray import jobs
@@ -178,10 +179,7 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
         # before reading, so that no event between reading and this check is lost
         _current(folder.path)
         is_over = state_of(folder.path)["state"] in (*ENDED, "LOST")
-        text = read_log(folder.events)[read:] if folder.events.is_file() else ""
-        complete = text[:text.rfind("\n") + 1]
-        read += len(complete)
-        for event in valid_events(parse_json_lines(complete)):
+        for event, read in _events_after(folder.events, read):
             for line in _lines_of(event, is_speech=is_speech):
                 progress.report(line)
         if is_over or not follow:
@@ -194,6 +192,15 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
     if not follow:
         return EXIT_OK
     return EXIT_INTERRUPTED if end["state"] == "STOPPED" else exit_code(end["state"])
+
+
+def _events_after(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield (event, byte after its line) of the complete lines after the first bytes of a log."""
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        file.seek(start)
+        while (line := file.readline(MAX_LINE_BYTES)).endswith(b"\n"):
+            start += len(line)
+            yield from ((event, start) for event in valid_events(parse_json_lines(line.decode("utf-8", errors="replace"))))
 
 
 def _lines_of(event: dict[str, Any], *, is_speech: bool) -> list[str]:

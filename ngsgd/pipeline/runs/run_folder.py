@@ -21,10 +21,11 @@ from ngsgd import process_identity
 from ngsgd.errors import CheckpointError, ConfigChangedError, ConfigError
 from ngsgd.files import (
     fsync,
+    lines_from_end,
     make_directories,
     new_file,
+    parse_json_lines,
     read_json,
-    read_json_lines,
     read_log,
     read_regular_text,
     remove_abandoned,
@@ -257,10 +258,7 @@ class RunFolder:
         Raises:
             RunLockedError: another process holds the lock.
         """
-        lines = read_json_lines(self.ledger) if self.ledger.is_file() else []
-        fences = [line["fence"] for line in lines if type(line.get("fence")) is int]
-        last_fence = max(fences, default=0)
-        with RunLock(self.lock, purpose, last_fence, warn) as lock:
+        with RunLock(self.lock, purpose, self._last_fence(), warn) as lock:
             for directory in (self.path, self.checkpoints, self.models):
                 remove_abandoned(directory)
             if not stored_run.url_of(self.path):
@@ -268,6 +266,18 @@ class RunFolder:
                 return
             with stored_run.locked(self.path, lock, warn) as stored:
                 yield stored
+
+    def _last_fence(self) -> int:
+        """The fencing number of the last process that wrote to the ledger; 0 without one.
+
+        It replaces that of a lock file that was removed. The numbers increase, so that the end of
+        the ledger is read.
+        """
+        for line, _ in lines_from_end(self.ledger) if self.ledger.is_file() else ():
+            for found in parse_json_lines(line):
+                if type(fence := found.get("fence")) is int:
+                    return fence
+        return 0
 
     @contextlib.contextmanager
     def marked_as_running(self) -> Iterator[None]:
