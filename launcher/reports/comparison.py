@@ -329,8 +329,16 @@ def verdict(groups: Sequence[Group], measure: str) -> tuple[str, str]:
         values = best.values(measure)
         if len(values) == 1:
             return "one run", f"{measure} {values[0]:.4g}; name a second run to compare it with."
+        num_seeds = len({run.settings["seed"] for run in best.runs})
+        seeds = (
+            "equal, and so are their seeds: they are no independent runs"
+            if num_seeds == 1
+            else "equal but for the seed"
+            if num_seeds == len(values)
+            else f"equal but for the seed, of which there are {num_seeds}"
+        )
         return "no difference", (
-            f"The settings of these {len(values)} runs are equal but for the seed: {measure} mean "
+            f"The settings of these {len(values)} runs are {seeds}: {measure} mean "
             f"{statistics.fmean(values):.4g}, {min(values):.4g} to {max(values):.4g}."
         )
     second = groups[1]
