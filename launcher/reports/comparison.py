@@ -19,7 +19,7 @@ from ngsgd.launcher.reports.checks import PLACES, flat_defaults
 from ngsgd.launcher.text import masked
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.runs.saved_config import read_config
-from ngsgd.pipeline.runs.yaml_text import read_yaml_text
+from ngsgd.pipeline.runs.yaml_text import load_yaml, read_yaml_text
 
 # settings of places and names, or that follow from others
 _NO_DIFFERENCE = (*PLACES, "tracking.uri", "tracking.experiment_name", "schedule.num_jobs_initial")
@@ -242,8 +242,6 @@ def _plain(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _section(text: str) -> dict[str, Any]:
-    import yaml
-
     def leaves(node: Any, prefix: str) -> dict[str, Any]:
         if not isinstance(node, dict):
             return {prefix: _plain(node)}
@@ -253,7 +251,7 @@ def _section(text: str) -> dict[str, Any]:
             for path, value in leaves(inner, f"{prefix}.{name}" if prefix else name).items()
         }
 
-    return leaves(yaml.safe_load(text), "")
+    return leaves(load_yaml(text), "")
 
 
 # Differences --------------------------------------------------------------------------------------
