@@ -21,6 +21,9 @@ _PLAIN = {
 _TAG = "tag:yaml.org,2002:"
 # kinds of YAML 1.1 that no setting has
 _OTHERS = ("timestamp", "binary", "omap", "pairs", "set")
+# the deepest config.yaml has 4
+_MAX_DEPTH = 100
+_BRACKETS = re.compile(r"[\[\]{}]")
 # after expansion; the largest config.yaml has about 600
 _MAX_NODES = 200_000
 
@@ -45,6 +48,8 @@ def read_yaml_text(path: Path) -> NamedText:
     import yaml
 
     text = read_regular_text(path, _MAX_BYTES)
+    if _depth(text) > _MAX_DEPTH:
+        raise yaml.YAMLError("it is nested too deeply")
     try:
         # nothing expands without an anchor and an alias
         if "&" in text and "*" in text and _expanded(yaml.compose(NamedText(text, str(path)), yaml.SafeLoader), {}) > _MAX_NODES:
@@ -52,6 +57,15 @@ def read_yaml_text(path: Path) -> NamedText:
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
     return NamedText(text, str(path))
+
+
+def _depth(text: str) -> int:
+    """The most brackets that are open at a place; PyYAML takes the cube of their number in time."""
+    depth = most = 0
+    for found in _BRACKETS.finditer(text):
+        depth = depth + 1 if found[0] in "[{" else max(0, depth - 1)
+        most = max(most, depth)
+    return most
 
 
 def load_yaml(text: NamedText | str) -> Any:
