@@ -92,7 +92,9 @@ def replace_closed_streams() -> None:
     if closed:
         os.close(null)
     for name in closed:
-        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))
+        # for the rest of the process
+        stream = open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8")  # noqa: SIM115
+        setattr(sys, name, stream)
 
 
 def _is_of_output(error: OSError) -> bool:

@@ -170,9 +170,8 @@ def _without_old_jobs(path: Path) -> list[dict[str, Any]]:
     left = path.stat().st_size if path.is_file() else 0
     for text in log_lines(path) if path.is_file() else ():
         for event in valid_events(parse_json_lines(text)):
-            if left > _JOBS_BYTES and event["event"] == "outer_iteration":
-                event = {**event, "jobs": [], "relative_change": {}, "without_jobs": True}
-            found.append(event)
+            is_old = left > _JOBS_BYTES and event["event"] == "outer_iteration"
+            found.append({**event, "jobs": [], "relative_change": {}, "without_jobs": True} if is_old else event)
         left -= len(text) + 1
     return found
 

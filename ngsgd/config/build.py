@@ -107,7 +107,8 @@ def _build_section(kind: type[Any], values: Any, prefix: str, problems: list[Pro
         return kind()
     known = [spec.name for spec in fields(kind)]
     unknown = [str(name) for name in values if name not in known]
-    problems += [_unknown(f"{prefix}{name}"[:_LONGEST_SHOWN], name[:_LONGEST_SHOWN], prefix, known) for name in unknown[:_MOST_UNKNOWN]]
+    problems += [_unknown(f"{prefix}{name}"[:_LONGEST_SHOWN], name[:_LONGEST_SHOWN], prefix, known)
+                 for name in unknown[:_MOST_UNKNOWN]]
     if more := unknown[_MOST_UNKNOWN:]:
         problems.append(Problem(f"{prefix}{more[0]}"[:_LONGEST_SHOWN], f"{len(more)} more names after these are no settings."))
     # cannot come from the command line, where the schema has every option

@@ -210,7 +210,8 @@ def archive(members: list[tuple[str, bytes]], *, overlap: bool = False, twice: b
     entries = [entry[:42] + struct.pack("<I", len(body) - struct.unpack("<I", entry[42:46])[0]) + entry[46:] for entry in entries]
     entries = entries * (2 if twice else 1)
     directory = b"".join(entries)
-    return body + directory + struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, len(entries), len(entries), len(directory), len(body), 0)
+    end = struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, len(entries), len(entries), len(directory), len(body), 0)
+    return body + directory + end
 
 
 NAMES = [bundle_files.INDEX, *bundle_files.MODEL_FILES, *bundle_files.LANGUAGE_FILES]
@@ -238,5 +239,5 @@ def test_an_archive_takes_no_more_memory_than_its_size(tmp_path: Path, made: Cal
 
 
 def test_the_archive_of_this_test_is_read_like_one_of_the_library(tmp_path: Path, content: dict[str, bytes]) -> None:
-    (tmp_path / "bundle").write_bytes(archive(list(content.items()) + [("another", b"x")]))
+    (tmp_path / "bundle").write_bytes(archive([*content.items(), ("another", b"x")]))
     assert bundle_files.read_files(tmp_path / "bundle") == {name: content[name] for name in content}

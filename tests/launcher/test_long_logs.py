@@ -105,8 +105,8 @@ def command(*words: str) -> Callable[[RunFolder], None]:
 
 
 @pytest.mark.entry("At3", "look at or resume a run whose logs have gigabytes (50,000 outer iterations of 64 jobs)", "works",
-                   "`status`, `info`, `why` and `resume` read the ends of the logs; `report` reads line by line, and notes which jobs "
-                   "it contains.")
+                   "`status`, `info`, `why` and `resume` read the ends of the logs; `report` reads line by line, and notes "
+                   "which jobs it contains.")
 @pytest.mark.parametrize("use", [command("status"), command("info"), command("why"), event_log, locked])
 def test_the_end_of_a_long_log_is_read(folder: RunFolder, num_read: Callable[[], int], use: Callable[[RunFolder], None]) -> None:
     write_logs(folder, 120)
@@ -163,7 +163,8 @@ def test_a_report_of_a_long_log_has_all_scores(folder: RunFolder, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_page_of_a_long_log_reports_which_jobs_it_contains(folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_of_a_long_log_reports_which_jobs_it_contains(
+        folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_logs(folder, 30, num_jobs=4)
     monkeypatch.setattr(report, "_JOBS_BYTES", folder.events.stat().st_size // 3)
     with_jobs = [event["outer_iter"] for event in report.history_of(folder).iterations if event["jobs"]]

@@ -16,8 +16,9 @@ CODE = "import sys; from ngsgd.launcher.cli import main; sys.exit(main(sys.argv[
 
 def run(words: str, streams: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command line in a shell, with these redirections."""
-    return subprocess.run(f'"{sys.executable}" -c "{CODE}" {words} {streams}', shell=True, cwd=folder, capture_output=True, text=True,
-                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder)}, check=False)
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder)}
+    return subprocess.run(f'"{sys.executable}" -c "{CODE}" {words} {streams}', shell=True, cwd=folder, capture_output=True,
+                          text=True, env=environment, check=False)
 
 
 @pytest.mark.entry("Lo2", "run a command with closed standard streams (`ngsgd COMMAND >&-`, also all three)", "works",

@@ -160,7 +160,8 @@ def is_complete(training: Training, bucket: Bucket) -> bool:
 
 @pytest.mark.entry("H1", "look at a run in object storage (`status`, `report`, `info`, `why`, `decode --frames` ...) while this "
                    "machine begins to train it", "works",
-                   "A command that only reads has its own copy below `~/.cache/ngsgd/object-storage-copies`: it can undo no commit.")
+                   "A command that only reads has its own copy below `~/.cache/ngsgd/object-storage-copies`: it can undo no "
+                   "commit.")
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_a_command_that_reads_changes_nothing_while_training_goes_on_at_its_requests(

@@ -179,7 +179,8 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
         # before reading, so that no event between reading and this check is lost
         _current(folder.path)
         is_over = state_of(folder.path)["state"] in (*ENDED, "LOST")
-        for event, read in _events_after(folder.events, read):
+        for event, end_of_line in _events_after(folder.events, read):
+            read = end_of_line
             for line in _lines_of(event, is_speech=is_speech):
                 progress.report(line)
         if is_over or not follow:

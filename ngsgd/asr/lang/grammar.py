@@ -28,7 +28,7 @@ _MAX_BYTES = 1 << 24
 _MAX_STATES = 1_000_000
 # maximum nesting of groups and rules
 _MAX_DEPTH = 200
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_COMMENT = re.compile(r"//[^\n]*|/\*")
 _TOKEN = re.compile(r"\s*(<[^<>\s]+>|[|()\[\]*+;=]|[^\s|()\[\]*+;=<>]+|\S)")
 
 
@@ -80,7 +80,7 @@ def read(path: Path) -> Grammar:
         raise DataError(
             f"the grammar {path} cannot be read ({error}); use a text file."
         ) from error
-    tokens = _TOKEN.findall(_COMMENT.sub(" ", text))
+    tokens = _TOKEN.findall(_without_comments(text).rstrip())
     return _Parser(path, tokens).grammar()
 
 
@@ -227,3 +227,17 @@ def _words(node: _Node) -> Iterator[str]:
         yield node.name
     for part in node.parts:
         yield from _words(part)
+
+
+def _without_comments(text: str) -> str:
+    """Replace comments by spaces; a comment without an end is none, and is searched for it once."""
+    parts, start, at, last = list[str](), 0, 0, text.rfind("*/")
+    while found := _COMMENT.search(text, at):
+        at = found.end()
+        if found[0] == "/*":
+            if at > last:
+                continue
+            at = text.index("*/", at) + 2
+        parts.append(text[start:found.start()])
+        start = at
+    return " ".join([*parts, text[start:]])

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-import math
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -141,7 +141,8 @@ _FIELDS = {"input-node": ("name", "dim"), "output-node": ("name", "input"), "com
 
 def _config_line(line: str, number: int) -> dict[str, str]:
     """Return the fields of a line by name; its first word has the name ""."""
-    found = dict(re.findall(r"(?<![a-z-])([a-z-]+)=((?:[^=\s]|\s(?![a-z-]+=))+)", line)) | {"": line.split(maxsplit=1)[0], "line": str(number)}
+    found = dict(re.findall(r"(?<![a-z-])([a-z-]+)=((?:[^=\s]|\s(?![a-z-]+=))+)", line))
+    found |= {"": line.split(maxsplit=1)[0], "line": str(number)}
     if missing := [name for name in _FIELDS.get(found[""], ()) if name not in found]:
         raise DataError(f"Line {number} of the nnet3 model, {line.strip()[:40]!r}, has no {missing[0]}; export the model again.")
     return found

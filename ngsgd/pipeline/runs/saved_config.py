@@ -10,6 +10,7 @@ from ngsgd.config.build import defaults, leaves, with_defaults
 from ngsgd.errors import ConfigError
 from ngsgd.pipeline.runs.yaml_text import load_yaml, read_yaml_text
 
+
 def read_config(path: Path) -> RunConfig:
     """Read config.yaml of a run folder; options of later versions have their defaults.
 

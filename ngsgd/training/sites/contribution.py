@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from ngsgd.files import parse_json
@@ -63,10 +62,10 @@ def from_bytes(content: bytes, layout: FlatLayout) -> tuple[Vector, About]:
         move = _decoded(arrays, fields["codec"], layout)
     # a damaged file can raise anything in a parser, and must not end the runs of the other sites
     except Exception as error:
-        raise ValueError(f"it is no contribution of a site ({str(error):.200})") from error
+        raise ValueError(f"it is no contribution of a site ({error!s:.200})") from error
     if any(type(getattr(about, name)) is not kind for name, kind in
            (("site", str), ("run", str), ("round", int), ("outer_iter", int))):
-        raise ValueError(f"its header is {str(about):.200}")
+        raise ValueError(f"its header is {about!s:.200}")
     # the mean of the sites has a finite norm, too
     with np.errstate(over="ignore", invalid="ignore"):
         if not np.isfinite(np.vdot(move, move)):
@@ -99,4 +98,4 @@ def _require(arrays: Mapping[str, Array], wanted: Mapping[str, tuple[str, int]])
     found = {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
     needed = {name: (kind, (size,)) for name, (kind, size) in wanted.items()}
     if found != needed:
-        raise ValueError(f"it holds {str(found):.200}, and this model needs {needed}")
+        raise ValueError(f"it holds {found!s:.200}, and this model needs {needed}")

@@ -263,8 +263,8 @@ class SiteAverage:
             found = from_bytes(stored, self.layout)[1]
             about = found if (found.site, found.round) == (about.site, number) else about
         if about.run != self.run:
-            raise RunLockedError(f"site {self.sites.name} in {self.rounds.store.url} is the run {about.run:.200}; end one of the two "
-                                 "runs, and give the other one another sites.exchange.")
+            raise RunLockedError(f"site {self.sites.name} in {self.rounds.store.url} is the run {about.run:.200}; end one of the "
+                                 "two runs, and give the other one another sites.exchange.")
 
     def _step(self, closed: Closed, parameters: Vector, lr: float) -> int | None:
         """Step B; return the outer iteration of this site's delta, None if it is not counted."""
@@ -276,8 +276,8 @@ class SiteAverage:
                 weights.append(float(self.sites.counts[site]))
             except (ValueError, KeyError) as error:
                 # an earlier version closed it; a closed round is never changed
-                raise DataError(f"round {number} of the sites in {self.rounds.store.url} is closed with a delta of site {site} that "
-                                f"cannot be used ({error}); start a new exchange with another sites.exchange.") from error
+                raise DataError(f"round {number} of the sites in {self.rounds.store.url} is closed with a delta of site {site} "
+                                f"that cannot be used ({error}); start a new exchange with another sites.exchange.") from error
             deltas.append(delta)
             if site == self.sites.name:
                 own, ended_at = delta, about.outer_iter

@@ -86,9 +86,9 @@ def test_a_file_of_a_run_without_its_checksum_is_damaged(folder: RunFolder) -> N
         path.write_text(json.dumps(content))
     model.with_suffix(".sha256").unlink()
     assert not folder.last_error() and not matches_digest(model)
-    with pytest.raises(CheckpointError, match="data.json"):
+    with pytest.raises(CheckpointError, match=r"data\.json"):
         folder.remember_data("d1", Path("egs"), None)
-    with pytest.raises(CheckpointError, match="fingerprint.json"):
+    with pytest.raises(CheckpointError, match=r"fingerprint\.json"):
         FingerprintFile(folder.fingerprint).newest()
 
 
