@@ -67,7 +67,7 @@ def lines_of(path: Path) -> list[Line]:
     """Well-formed lines of a log in order; empty without a file.
 
     Of a long log, which has gigabytes, the end is read, and lines are counted from there: -1 is the
-    last one. Lines of jobs and outer iterations without a fault are left out.
+    last one. Lines of jobs and outer iterations without a fault are skipped.
     """
     end = list[tuple[int, str]]()
     try:

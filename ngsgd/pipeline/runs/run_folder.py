@@ -439,9 +439,9 @@ def run_to_continue(config: RunConfig) -> Path | None:
 def known_run(run: str, *, with_models: bool = True, to_write: bool = False) -> Path | None:
     """Folder of a run by path, folder name under runs/, or name=; the newest of several.
 
-    Files of a run in object storage are fetched, those of models only if `with_models`: into the
-    folder that training works in for a command that continues or decodes the run (`to_write`), else
-    into a copy for this process. None if there is no such run.
+    Files of a run in object storage are fetched, those of models only if `with_models`. With
+    `to_write`, for a command that continues or decodes the run, the result is the folder that
+    training works in, else a copy for this process. None if there is no such run.
     """
     if is_url(run):
         return stored_run.fetched_to_write(run) if to_write else stored_run.fetched(run, with_models=with_models)

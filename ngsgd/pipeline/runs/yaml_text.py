@@ -71,8 +71,8 @@ def _depth(text: str) -> int:
 def load_yaml(text: NamedText | str) -> Any:
     """Load plain values by the rules of YAML 1.2; duplicate keys are errors.
 
-    PyYAML reads YAML 1.1, in which 1:59 is 119, 0777 is 511, `yes` is true and 2026-01-01 a date. Here
-    these are texts, which no option for numbers or switches accepts.
+    PyYAML reads YAML 1.1, in which 1:59 is 119, 0777 is 511, `yes` is true and 2026-01-01 a date.
+    Here these are texts, which no option for numbers or switches accepts.
 
     Raises:
         yaml.YAMLError, ValueError, RecursionError: it is not YAML, or nested too deeply.

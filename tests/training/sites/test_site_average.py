@@ -193,7 +193,8 @@ def test_a_delta_that_cannot_be_used_is_left_out(content: bytes) -> None:
 def with_header(site: str = "b", about: str = "", **arrays: Any) -> bytes:
     """A file of a site, with any arrays and any text about it."""
     about = about or json.dumps({"site": site, "run": "run", "round": 1, "outer_iter": 0})
-    return save({"values": np.zeros(LAYOUT.size, np.float32), **arrays}, {"about": about, "codec": ""})
+    content: bytes = save({"values": np.zeros(LAYOUT.size, np.float32), **arrays}, {"about": about, "codec": ""})
+    return content
 
 
 def of_shape(*shape: int, kind: Any = np.float32) -> Any:
