@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
 
 from ngsgd.errors import EXIT_OK, ConfigError
-from ngsgd.launcher.console import run_guarded, version
+from ngsgd.launcher.console import drop, replace_closed_streams, report_lost_output, run_guarded, version
 from ngsgd.launcher.screen import SCREEN
 
 # 128 + SIGPIPE, the shell's own convention
@@ -34,6 +33,7 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
+    replace_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     # words after -- belong to another command
     own = arguments[:arguments.index("--")] if "--" in arguments else arguments
@@ -48,9 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         # the reader of a pipe ended (`| head`); flushing at exit must not raise again
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop(sys.stdout)
         return _EXIT_BROKEN_PIPE
+    except OSError as error:
+        # a full disk behind `> FILE`, or a terminal that is gone
+        return report_lost_output(error)
     return code
 
 

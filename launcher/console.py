@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from ngsgd.errors import (
     EXIT_INTERRUPTED,
@@ -61,6 +62,8 @@ def run_guarded(action: Callable[[], int], *, debug: bool = False,
     except BrokenPipeError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and _is_of_output(error):
+            return report_lost_output(error)
         if debug:
             print(printable(masked(traceback.format_exc())), file=sys.stderr, end="")
         known = _as_ngsgd_error(error)
@@ -75,6 +78,47 @@ def run_guarded(action: Callable[[], int], *, debug: bool = False,
             return EXIT_RUN_FAILED
         _say(known.problems if isinstance(known, ConfigError) else str(known).splitlines())
         return known.exit_code
+
+
+def replace_closed_streams() -> None:
+    """Use /dev/null for the standard streams that are closed (`>&-`), and for their descriptors.
+
+    The next file that is opened would otherwise get the descriptor of the standard output.
+    """
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    # the lowest free descriptor each time
+    while closed and (null := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    if closed:
+        os.close(null)
+    for name in closed:
+        # for the rest of the process
+        stream = open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8")  # noqa: SIM115
+        setattr(sys, name, stream)
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether the standard output cannot be written, so that a newline fails in the same way."""
+    if error.filename is not None or error.errno not in _DISK:
+        return False
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError as again:
+        return again.errno == error.errno
+    except ValueError:
+        # closed by the command, or without a descriptor
+        return False
+    return False
+
+
+def report_lost_output(error: OSError) -> int:
+    """Report that the standard output cannot be written, and drop the rest of it."""
+    SCREEN.close()
+    drop(sys.stdout)
+    _say([f"the standard output cannot be written ({error.strerror or error}); give the output of the command another place. "
+          "No run is affected."])
+    return EXIT_RUN_FAILED
 
 
 def _as_ngsgd_error(error: Exception) -> NgsgdError | None:
@@ -124,8 +168,21 @@ def _first_line(error: Exception) -> str:
 
 def _say(problems: Sequence[str]) -> None:
     SCREEN.close()
-    for problem in problems:
-        print(f"ngsgd: {printable(masked(problem))}", file=sys.stderr)
+    try:
+        for problem in problems:
+            print(f"ngsgd: {printable(masked(problem))}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        # nobody reads; flushing at exit must not raise again
+        drop(sys.stderr)
+
+
+def drop(stream: TextIO) -> None:
+    """Send the rest of a stream to /dev/null."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+        stream.flush()
 
 
 def version(package: str) -> str:

@@ -5,36 +5,36 @@ from __future__ import annotations
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ngsgd import process_identity
 from ngsgd.config import TaskConfig
-from ngsgd.files import read_json, read_regular_text, unsealed
+from ngsgd.files import read_json, read_regular_text, verified
 from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command
-from ngsgd.training.storage.event_log import read_events
+from ngsgd.training.storage.event_log import newest_events
 from ngsgd.training.storage.lock import holder_of
 
 # MLflow's state of a run -> that of a Ray job
 _STATES = {"FINISHED": "SUCCEEDED", "FAILED": "FAILED", "KILLED": "STOPPED"}
 # a run of another machine counts as lost after this time without an event
 _ALIVE_S = 600.0
+# of the end of an event log: some outer iterations of 64 jobs, or all of a short run
+_END_BYTES = 1 << 20
+_NUM_INCIDENTS = 5
 
 
 def state_of(run_dir: Path) -> dict[str, Any]:
     """Return state and progress of a run from the files in its folder; unknown figures are None."""
     folder = RunFolder(run_dir)
-    events = read_events(folder.events)
-    nothing: dict[str, Any] = {}
-    last = next((event for event in reversed(events) if event.get("event") == "outer_iteration"),
-                nothing)
-    end = next((event for event in reversed(events) if event.get("event") == "finished"), nothing)
-    incidents = [str(event.get("message")) for event in events if event.get("event") == "incident"]
+    log = _LogEnd.of(folder.events)
+    last, end = log.outer_iteration, log.finished
     valid, task = last.get("valid", {}), _task_of(folder)
     return {
-        "run": folder.address, "state": _state(folder, events), "process": _process(folder),
+        "run": folder.address, "state": _state(folder, log), "process": _process(folder),
         "silent_s": _silent_s(folder),
         "outer_iter": last["outer_iter"] + 1 if last else 0,
         "num_outer_iters": last.get("num_outer_iters"),
@@ -48,7 +48,43 @@ def state_of(run_dir: Path) -> dict[str, Any]:
         "fingerprint": _fingerprint(folder),
         "error": _error_of(folder), "resume": resume_command(task, run_dir),
         "is_finished": bool(end), "examples": _examples_of(folder),
-        "num_incidents": len(incidents), "incidents": incidents[-5:]}
+        "num_incidents": log.num_incidents, "incidents": log.incidents[::-1],
+        # those of a long log are counted in its end only
+        "incidents_since_outer_iter": log.since}
+
+
+@dataclass
+class _LogEnd:
+    """The end of an event log: the newest events of each kind, and the incidents of that part."""
+
+    newest: dict[str, Any] = field(default_factory=dict)
+    outer_iteration: dict[str, Any] = field(default_factory=dict)
+    finished: dict[str, Any] = field(default_factory=dict)
+    # whether there is an event after those of the start
+    has_begun: bool = False
+    num_incidents: int = 0
+    # messages, newest first
+    incidents: list[str] = field(default_factory=list)
+    # the first outer iteration of the part that was read, 0-based
+    since: int = 0
+
+    @classmethod
+    def of(cls, path: Path) -> _LogEnd:
+        found = cls()
+        for event, num_bytes in newest_events(path):
+            kind, found.newest = event["event"], found.newest or event
+            found.has_begun |= kind != "opened"
+            if kind == "outer_iteration":
+                found.outer_iteration, found.since = found.outer_iteration or event, event["outer_iter"]
+                if num_bytes > _END_BYTES:
+                    return found
+            elif kind == "finished":
+                found.finished = found.finished or event
+            elif kind == "incident":
+                found.num_incidents += 1
+                found.incidents += [str(event.get("message"))] if found.num_incidents <= _NUM_INCIDENTS else []
+        found.since = 0
+        return found
 
 
 def _error_of(folder: RunFolder) -> dict[str, Any] | None:
@@ -67,16 +103,15 @@ def _task_of(folder: RunFolder) -> TaskConfig:
     return TaskConfig(_target_=found[1] or "") if found else TaskConfig()
 
 
-def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:
+def _state(folder: RunFolder, log: _LogEnd) -> str:
     """The state in Ray's terms; LOST: the process ended without a final event; UNKNOWN: unclear."""
     process = _process(folder)
     if process_identity.is_alive(process):
-        has_begun = any(event["event"] != "opened" for event in events)
-        return "RUNNING" if has_begun else "PENDING"
-    if not events:
+        return "RUNNING" if log.has_begun else "PENDING"
+    if not log.newest:
         return ("UNKNOWN"
                 if may_be_alive(process) else "LOST") if folder.process.exists() else "PENDING"
-    status = events[-1].get("status")
+    status = log.newest.get("status")
     if status in _STATES:
         return _STATES[status]
     if _silent_s(folder) <= _ALIVE_S:
@@ -94,8 +129,8 @@ def _process(folder: RunFolder) -> dict[str, Any]:
         return _as_identity(held.get("holder"))
     if stored_run.url_of(folder.path):
         # a holder that died without a release writes no more renewals
-        holder, silent_s = stored_run.holder(folder.path)
-        return _as_identity(dict(holder)) if silent_s < _ALIVE_S else {}
+        holder, silent_s, purpose = stored_run.holder(folder.path)
+        return _as_identity(dict(holder)) if silent_s < _ALIVE_S and purpose != "decode" else {}
     try:
         return _as_identity(read_json(folder.process))
     except (OSError, ValueError):
@@ -144,7 +179,7 @@ def _examples_of(folder: RunFolder) -> str | None:
 def _fingerprint(folder: RunFolder) -> dict[str, Any] | None:
     """The stored numeric fingerprint; the module that compares it imports torch."""
     try:
-        return dict(unsealed(read_json(folder.fingerprint))[0]["history"][-1]["fingerprint"])
+        return dict(verified(read_json(folder.fingerprint))["history"][-1]["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):
-        # the run has not started, or is of an earlier version
+        # the run has not started, or the file is damaged
         return None

@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM: the first one requests a stop after the outer iteration, the second one or a
-timeout stops at once.
+"""Ctrl-C, SIGTERM and SIGHUP (a closed terminal): the first one requests a stop after the outer
+iteration, the second one or a timeout stops at once.
 """
 
 from __future__ import annotations
@@ -65,21 +65,22 @@ class StopFlag:
 
 @contextmanager
 def signals_to(stop: SignalStop | StopFlag) -> Iterator[None]:
-    """Route SIGINT and SIGTERM to `stop` while the block runs."""
+    """Route SIGINT, SIGTERM and SIGHUP to `stop` while the block runs."""
     with _handled_by(stop.handle):
         yield
 
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Ignore SIGINT and SIGTERM while the block runs; processes that it starts always do."""
+    """Ignore SIGINT, SIGTERM and SIGHUP while the block runs; processes that it starts always do.
+    """
     with _handled_by(signal.SIG_IGN):
         yield
 
 
 @contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    old = {number: signal.signal(number, handler) for number in (signal.SIGINT, *_requests())}
     try:
         yield
     finally:
@@ -87,9 +88,16 @@ def _handled_by(handler: Callable[[int, FrameType | None], None] | signal.Handle
             signal.signal(number, before)
 
 
+def _requests() -> tuple[signal.Signals, ...]:
+    """Signals besides Ctrl-C that request an end; nohup ignores SIGHUP, which stays so."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM,) if is_ignored else (signal.SIGTERM, signal.SIGHUP)
+
+
 @contextmanager
 def sigterm_interrupts() -> Iterator[Callable[[], None]]:
-    """Raise KeyboardInterrupt on SIGTERM while the block runs, in the main thread of this process.
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP while the block runs, in the main thread of this
+    process.
 
     Yields:
         A function that sets the handler again, for after a library has replaced it.
@@ -102,12 +110,15 @@ def sigterm_interrupts() -> Iterator[Callable[[], None]]:
             os._exit(128 + signum)
         raise KeyboardInterrupt(signal.Signals(signum).name)
 
-    def install() -> None:
-        signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.getsignal(number) for number in _requests()}
 
-    before = signal.getsignal(signal.SIGTERM)
+    def install() -> None:
+        for number in before:
+            signal.signal(number, interrupt)
+
     install()
     try:
         yield install
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -53,11 +53,10 @@ def keep_digest(path: Path, digest: str = "") -> None:
 
 
 def matches_digest(path: Path) -> bool:
-    """Whether a file matches the SHA-256 of `keep_digest`; True for earlier versions without
-    one.
+    """Whether a file matches the SHA-256 of `keep_digest`; False without one, as in a partial copy.
     """
     kept = path.with_suffix(".sha256")
-    return not kept.exists() or read_regular_text(kept, max_bytes=1024).strip() == sha256(path)
+    return kept.exists() and read_regular_text(kept, max_bytes=1024).strip() == sha256(path)
 
 
 def make_directories(path: Path) -> None:
@@ -265,7 +264,41 @@ class JsonLines:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read all objects of an append-only log; incomplete and other lines are skipped."""
-    return parse_json_lines(read_log(path))
+    return [found for line in log_lines(path) for found in parse_json_lines(line)]
+
+
+def log_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of an append-only log in constant memory; cuts lines above `MAX_LINE_BYTES`.
+    """
+    with open_regular(path) as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            yield line.removesuffix(b"\n").decode("utf-8", errors="replace")
+
+
+def lines_from_end(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield (line, bytes from its start to the end of the log) from the last to the first line.
+
+    The first one is what follows the last newline: empty unless a line is incomplete. Memory is
+    constant, and only the blocks that a caller asks for are read. Of a line above `MAX_LINE_BYTES`
+    only an end is left, which is no JSON.
+    """
+    with open_regular(path) as file:
+        size = start = os.fstat(file.fileno()).st_size
+        ends, length = list[bytes](), 0
+        while start:
+            stop, start = start, max(0, start - _BLOCK_BYTES)
+            file.seek(start)
+            first, *lines = file.read(stop - start).split(b"\n")
+            place = stop
+            for line in reversed(lines):
+                place -= len(line) + 1
+                text = line + b"".join(reversed(ends))
+                ends, length = [], 0
+                yield text.decode("utf-8", errors="replace"), size - place - 1
+            if length + len(first) <= MAX_LINE_BYTES:
+                ends.append(first)
+                length += len(first)
+        yield b"".join(reversed(ends)).decode("utf-8", errors="replace"), size
 
 
 def read_log(path: Path) -> str:
@@ -307,6 +340,10 @@ def fsync(path: Path) -> None:
 
 # default limit of a file that is read into memory at once
 MAX_TEXT_BYTES = 256 << 20
+# a record of an outer iteration has about 1 kB for each job
+MAX_LINE_BYTES = 64 << 20
+# of a log that is read from its end
+_BLOCK_BYTES = 1 << 16
 # key of the digest in an index file
 DIGEST = "sha256_of_index"
 
@@ -382,9 +419,7 @@ def sealed(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(tree: Any) -> tuple[dict[str, Any], bool]:
-    """Return (content without the digest, whether there was a digest).
-
-    Files of earlier versions have no digest.
+    """Return (content without the digest, whether there was a digest); `verified` requires one.
 
     Raises:
         ValueError: the tree is not a JSON object, or does not match its digest.
@@ -395,6 +430,14 @@ def unsealed(tree: Any) -> tuple[dict[str, Any], bool]:
     if DIGEST in tree and digest_of_json(content) != tree[DIGEST]:
         raise ValueError("does not match its digest")
     return content, DIGEST in tree
+
+
+def verified(tree: Any) -> dict[str, Any]:
+    """Return the content of an index whose digest is there and matches; else raise ValueError."""
+    content, has_digest = unsealed(tree)
+    if not has_digest:
+        raise ValueError("has no digest")
+    return content
 
 
 def digest_of_arrays(arrays: Mapping[str, Any]) -> str:

@@ -29,7 +29,8 @@ def decode(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     if options.data is not None:
         return _decode_data(options)
-    run = find_run(options.model)
+    reads_only = options.frames or options.outer_iter is not None or options.streaming
+    run = find_run(options.model, to_write=not reads_only)
     if options.frames or options.outer_iter is not None:
         return _frame_scores(run, options)
     if options.streaming:

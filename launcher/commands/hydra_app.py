@@ -79,9 +79,9 @@ def resume(arguments: Sequence[str]) -> int:
                         help="compare predicted with measured times at the end")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     options = parser.parse_args(list(arguments))
-    run = find_run(options.run)
     if options.workers is not None and options.workers < 1:
         raise ConfigError(f"--workers is {options.workers}; it must be at least 1.")
+    run = find_run(options.run, to_write=True)
     if SCREEN.is_terminal and not options.quiet:
         SCREEN.phase("loading ngsgd")
     from ngsgd.launcher.commands import train as service

@@ -57,7 +57,8 @@ def describe_run(state: Mapping[str, Any]) -> list[str]:
         lines.append(f"examples   {state['examples']}")
     if state["fingerprint"]:
         lines += _fingerprint_lines(state["fingerprint"])
-    lines += [f"incidents  {state['num_incidents']}"] + [f"  ! {message}"
+    since = f" since outer iteration {state['incidents_since_outer_iter'] + 1}" if state["incidents_since_outer_iter"] else ""
+    lines += [f"incidents  {state['num_incidents']}{since}"] + [f"  ! {message}"
                                                          for message in state["incidents"]]
     return lines
 

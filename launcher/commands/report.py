@@ -6,14 +6,14 @@ import json
 from argparse import SUPPRESS
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ngsgd.errors import EXIT_OK, ConfigError, NgsgdError
-from ngsgd.files import read_json, read_json_lines, read_log, write_text
+from ngsgd.files import log_lines, parse_json_lines, read_json, read_log, write_text
 from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.console import version
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
-from ngsgd.training.storage.event_log import read_events
+from ngsgd.training.storage.event_log import read_events, valid_events
 
 if TYPE_CHECKING:
     from ngsgd.launcher.reports.charts import Chart
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ngsgd.launcher.reports.history import RunHistory
 
 _DPI = 130
+# of the end of an event log whose jobs are in the page: in memory they take six times as much
+_JOBS_BYTES = 64 << 20
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -142,7 +144,7 @@ def history_of(folder: RunFolder) -> RunHistory:
     from ngsgd.launcher.run_state import state_of
     from ngsgd.pipeline.runs.saved_config import read_config
 
-    config, events = read_config(folder.config), read_events(folder.events)
+    config, events = read_config(folder.config), _without_old_jobs(folder.events)
     if all(event["event"] == "opened" for event in events):
         raise ConfigError(
             f"{folder.path} has no event yet, so there is nothing to report; wait for its first "
@@ -153,8 +155,25 @@ def history_of(folder: RunFolder) -> RunHistory:
     # not decoded, or damaged
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         interval = None
-    ledger = read_json_lines(folder.ledger) if folder.ledger.is_file() else []
+    # a long ledger is read line by line
+    ledger = [line for text in (log_lines(folder.ledger) if folder.ledger.is_file() else ())
+              if text.startswith('{"event": "started"') for line in parse_json_lines(text)]
     return RunHistory(folder.path.name, config, events, state_of(folder.path), ledger, interval)
+
+
+def _without_old_jobs(path: Path) -> list[dict[str, Any]]:
+    """The events of a run; of a long log, the old outer iterations have no records of jobs.
+
+    Scores, rates and times are complete, and the page reports which jobs are not counted.
+    """
+    found = list[dict[str, Any]]()
+    left = path.stat().st_size if path.is_file() else 0
+    for text in log_lines(path) if path.is_file() else ():
+        for event in valid_events(parse_json_lines(text)):
+            is_old = left > _JOBS_BYTES and event["event"] == "outer_iteration"
+            found.append({**event, "jobs": [], "relative_change": {}, "without_jobs": True} if is_old else event)
+        left -= len(text) + 1
+    return found
 
 
 def _spectra(
@@ -186,7 +205,10 @@ def _page(
     from ngsgd.pipeline.runs.config_file import to_yaml
 
     utterances = read_per_utterance(_text_of(folder.decode / "test.per_utt.txt"))
+    without = [event["outer_iter"] + 1 for event in run.iterations if event.get("without_jobs")]
     body = [
+        *([html.note(f"The log of this run has {folder.events.stat().st_size / 1e6:,.0f} MB. Jobs, workers and layers are those "
+                     f"after outer iteration {without[-1]}; scores, rates and times are complete.")] if without else []),
         *sections.summary(run, verdict, checks),
         *sections.quality(run, charts.get("learning", []), _word_errors(folder)),
         *_decoding_weights(folder),

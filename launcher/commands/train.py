@@ -28,7 +28,7 @@ from ngsgd.pipeline.runs.run_folder import SIMULATION, RunFolder, require_unchan
 from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.services import PoolRequest, Services, local_pool
 from ngsgd.training.records import FinalReport
-from ngsgd.training.storage.event_log import read_events
+from ngsgd.training.storage.event_log import events_of
 from ngsgd.training.tracking import Tracker
 from ngsgd.training.worker_pool import WorkerPool
 
@@ -182,7 +182,7 @@ def services_of(config: RunConfig, quiet: bool, *, verbose: bool = False) -> Ser
 
     return Services(progress.report, progress.warn, make_pool=_pool, make_trackers=trackers, stop=stop,
                     catch_signals=partial(signals_to, stop),
-                    plot=lambda events, picture: draw(read_events(events), picture, is_speech=not config.task._target_))
+                    plot=lambda events, picture: draw(events_of(events), picture, is_speech=not config.task._target_))
 
 
 def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:

@@ -17,7 +17,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +26,7 @@ from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.mlflow.metrics import COLUMNS
 from ngsgd.launcher.mlflow.store import read_tracking, sqlite_uri
 from ngsgd.launcher.mlflow.ui_app import MARK, MARK_HEADER
+from ngsgd.launcher.signals import sigterm_interrupts
 from ngsgd.object_storage.urls import local_root
 
 # MLflow with our check of origins around it
@@ -61,7 +62,7 @@ def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: C
     """Serve until Ctrl-C or SIGTERM, and end all processes of the server."""
     require_usable(output_dir, host, port)
     say(f"starting MLflow on {output_dir.absolute() / 'mlflow.db'} ...")
-    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="ngsgd-ui-") as plugin, _terminate_like_interrupt():
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="ngsgd-ui-") as plugin, sigterm_interrupts():
         _write_plugin(Path(plugin))
         mark = secrets.token_hex(8)
         server = _start(server_command(output_dir, host, port), log, plugin, mark)
@@ -215,19 +216,6 @@ def _end(server: subprocess.Popen[bytes]) -> None:
             os.killpg(server.pid, sign)
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(_STOP_TIMEOUT_S)
-
-
-@contextlib.contextmanager
-def _terminate_like_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM, so that it ends the server, too."""
-    def interrupt(_number: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _last_line(log: IO[bytes]) -> str:

@@ -27,7 +27,7 @@ def command(arguments: Sequence[str]) -> int:
     parser.add_argument("--quiet", "-q", action="store_true", help="print the result only")
     parser.add_argument("--json", action="store_true", help=JSON)
     options = parser.parse_args(list(arguments))
-    run = find_run(options.run)
+    run = find_run(options.run, to_write=True)
     from ngsgd.launcher.commands import train as service
     from ngsgd.pipeline.verification.run import Request
     from ngsgd.pipeline.verification.verification import Sample

@@ -8,7 +8,7 @@ from typing import Any
 
 from ngsgd.errors import ConfigError
 from ngsgd.files import write_text
-from ngsgd.pipeline.runs.yaml_text import read_yaml_text
+from ngsgd.pipeline.runs.yaml_text import load_yaml, read_yaml_text
 
 _WORDS = ("+tuned=", "tuned=")
 
@@ -30,11 +30,11 @@ def _read(override: str) -> list[str]:
 
     path = Path(override.partition("=")[2])
     try:
-        content = yaml.safe_load(read_yaml_text(path))
+        content = load_yaml(read_yaml_text(path))
     except OSError as error:
         raise ConfigError(f"{override}: {path} cannot be read ({error.strerror}); give the "
                           "tuned.yaml written by ngsgd tune.") from None
-    except (yaml.YAMLError, UnicodeError, RecursionError):
+    except (yaml.YAMLError, UnicodeError, ValueError, RecursionError):
         raise ConfigError(f"{override}: {path} is not valid YAML; tune again, or restore it.") from None
     if not isinstance(content, dict) or not all(isinstance(part, dict) for part in content.values()):
         raise ConfigError(f"{override}: {path} holds no settings; give the tuned.yaml written by "

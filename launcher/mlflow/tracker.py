@@ -21,7 +21,7 @@ from typing import Any
 from ngsgd.config import RunConfig
 from ngsgd.config.build import flatten
 from ngsgd.config.unused import of_speech
-from ngsgd.files import read_json, unsealed, write_text
+from ngsgd.files import read_json, verified, write_text
 from ngsgd.launcher.machine_load import load_of_machine
 from ngsgd.launcher.mlflow.metrics import SystemMetrics, run_metrics, storable, worker_metrics
 from ngsgd.launcher.mlflow.store import (
@@ -42,7 +42,7 @@ from ngsgd.object_storage.urls import local_root
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command, what_is_trained
 from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
-from ngsgd.training.storage.event_log import read_events
+from ngsgd.training.storage.event_log import events_of
 
 # saving the final model takes some 5 of them
 CLOSE_TIMEOUT_S = 30.0
@@ -316,7 +316,7 @@ class _MlflowRun:
     def _log_dataset(self, run_id: str) -> None:
         """The prepared data of a speech recipe; a custom task has none that could be named."""
         try:
-            about, _ = unsealed(read_json(RunFolder(self.run_dir).data))
+            about = verified(read_json(RunFolder(self.run_dir).data))
             digest, source = str(about["digest"]), str(about["egs"])
         except (OSError, ValueError, KeyError):
             return
@@ -404,7 +404,7 @@ def _records(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:
     log = run_dir / "events.jsonl"
     if not log.is_file():
         return []
-    events = [event for event in read_events(log) if event.get("event") == "outer_iteration"]
+    events = (event for event in events_of(log) if event.get("event") == "outer_iteration")
     latest = {record.outer_iter: record for record in map(OuterIterationRecord.from_json, events)}
     # the log has no clock: the file's time, and before it a millisecond an outer iteration, which
     # keeps them in order

@@ -14,12 +14,12 @@ from typing import Any
 from ngsgd.asr.decode.scoring import UtteranceErrors, read_per_utterance
 from ngsgd.config.build import flatten
 from ngsgd.errors import ConfigError
-from ngsgd.files import parse_json, read_json, read_log
+from ngsgd.files import log_lines, parse_json, read_json, read_log
 from ngsgd.launcher.reports.checks import PLACES, flat_defaults
 from ngsgd.launcher.text import masked
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.runs.saved_config import read_config
-from ngsgd.pipeline.runs.yaml_text import read_yaml_text
+from ngsgd.pipeline.runs.yaml_text import load_yaml, read_yaml_text
 
 # settings of places and names, or that follow from others
 _NO_DIFFERENCE = (*PLACES, "tracking.uri", "tracking.experiment_name", "schedule.num_jobs_initial")
@@ -152,7 +152,7 @@ def read(folder: RunFolder) -> ComparedRun:
         ConfigError: The run has no outer iteration.
     """
     points, end = dict[int, Point](), dict[str, Any]()
-    for line in read_log(folder.events).split("\n") if folder.events.is_file() else ():
+    for line in log_lines(folder.events) if folder.events.is_file() else ():
         try:
             event = _without_jobs(line)
             if event["event"] == "outer_iteration":
@@ -242,8 +242,6 @@ def _plain(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _section(text: str) -> dict[str, Any]:
-    import yaml
-
     def leaves(node: Any, prefix: str) -> dict[str, Any]:
         if not isinstance(node, dict):
             return {prefix: _plain(node)}
@@ -253,7 +251,7 @@ def _section(text: str) -> dict[str, Any]:
             for path, value in leaves(inner, f"{prefix}.{name}" if prefix else name).items()
         }
 
-    return leaves(yaml.safe_load(text), "")
+    return leaves(load_yaml(text), "")
 
 
 # Differences --------------------------------------------------------------------------------------
@@ -329,8 +327,16 @@ def verdict(groups: Sequence[Group], measure: str) -> tuple[str, str]:
         values = best.values(measure)
         if len(values) == 1:
             return "one run", f"{measure} {values[0]:.4g}; name a second run to compare it with."
+        num_seeds = len({run.settings["seed"] for run in best.runs})
+        seeds = (
+            "equal, and so are their seeds: they are no independent runs"
+            if num_seeds == 1
+            else "equal but for the seed"
+            if num_seeds == len(values)
+            else f"equal but for the seed, of which there are {num_seeds}"
+        )
         return "no difference", (
-            f"The settings of these {len(values)} runs are equal but for the seed: {measure} mean "
+            f"The settings of these {len(values)} runs are {seeds}: {measure} mean "
             f"{statistics.fmean(values):.4g}, {min(values):.4g} to {max(values):.4g}."
         )
     second = groups[1]

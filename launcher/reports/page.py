@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ngsgd.launcher.reports import svg
 from ngsgd.launcher.reports.charts import Chart
+from ngsgd.launcher.text import printable
 
 _STYLE = """
 * { box-sizing: border-box; }
@@ -103,7 +104,8 @@ def page(title: str, lead: str, body: Iterable[str], footer: str) -> str:
             f"<footer>{html.escape(footer)}</footer>",
         ]
     )
-    return (
+    # names from logs may contain control characters, which `cat` and `less -R` would execute
+    return printable(
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n'
         f"<body>\n<main>\n{main}\n</main>\n</body>\n</html>\n"
     )

@@ -7,9 +7,9 @@ import contextlib
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from ngsgd.errors import NgsgdError
 from ngsgd.launcher.screen import SCREEN, Screen, Status
@@ -22,7 +22,7 @@ from ngsgd.phase import Phase
 from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
-from ngsgd.training.storage.event_log import read_events
+from ngsgd.training.storage.event_log import events_of
 
 # examples with a non-finite loss or gradient in the summary
 _MOST_BAD = 5
@@ -185,8 +185,10 @@ def final_lines(report: FinalReport, output_dir: Path | str | None = None) -> li
 
 def _of_events(path: Path, *, is_speech: bool) -> list[str]:
     """Efficiency, cost and bad examples of a run, from its event log."""
-    events = read_events(path)
-    efficiency, bad = efficiency_of(events), bad_examples(events)
+    events = list[dict[str, Any]]()
+    # in one pass: the records of jobs of a long run do not fit into memory
+    efficiency = efficiency_of(_without_jobs(path, events))
+    bad = bad_examples(events)
     lines = [f"       {efficiency.text}"] if efficiency.num_possible else []
     sites = sites_of(events)
     lines += [f"sites  {sites.text}"] if sites.num_rounds else []
@@ -195,6 +197,15 @@ def _of_events(path: Path, *, is_speech: bool) -> list[str]:
     shown = [f"{name} ({reason})" for name, reason in [*bad.items()][:_MOST_BAD]]
     more = f" and {len(bad) - _MOST_BAD} more (ngsgd why)" if len(bad) > _MOST_BAD else ""
     return [*lines, *([f"bad    {', '.join(shown)}{more}"] if bad else [])]
+
+
+def _without_jobs(path: Path, kept: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the events of a log; keep those of averages over sites and of bad examples."""
+    for event in events_of(path):
+        bad = [job for job in event.get("jobs", ()) if job.get("bad_examples")] if event["event"] == "outer_iteration" else []
+        if bad or event.get("sites"):
+            kept.append({"event": event["event"], "jobs": bad, "sites": event.get("sites")})
+        yield event
 
 
 def _price_of(run: Path) -> float:

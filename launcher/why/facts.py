@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ngsgd.files import last_lines, parse_json_lines, read_log, read_regular_text
+from ngsgd.files import last_lines, lines_from_end, parse_json_lines, read_regular_text
 from ngsgd.pipeline.runs.run_folder import RunFolder
 
 # characters of one piece of evidence
 _WIDEST = 300
+# of the end of a log
+_MAX_BYTES = 16 << 20
 _SETTLED = ("accepted", "rejected", "dropped", "deferred", "quarantined")
 # incidents that repeat a line of the ledger
 IN_LEDGER = ("worker_died", "job_failed", "job_dropped", "job_rejected", "shard_quarantined", "job_continued")
@@ -62,13 +64,31 @@ class JobFailures:
 
 
 def lines_of(path: Path) -> list[Line]:
-    """All well-formed lines of a log; empty without a file."""
+    """Well-formed lines of a log in order; empty without a file.
+
+    Of a long log, which has gigabytes, the end is read, and lines are counted from there: -1 is the
+    last one. Lines of jobs and outer iterations without a fault are skipped.
+    """
+    end = list[tuple[int, str]]()
     try:
-        text = read_log(path) if path.is_file() else ""
+        for number, (line, num_bytes) in enumerate(lines_from_end(path) if path.is_file() else ()):
+            if num_bytes > _MAX_BYTES:
+                break
+            if number <= 1 or not _is_calm(line):
+                end.append((number, line))
     except OSError:
         return []
-    return [Line(f"{path.name}:{number}", found) for number, line in enumerate(text.split("\n"), 1)
+    is_complete = not end or num_bytes <= _MAX_BYTES
+    total = number + 1 if end and is_complete else 0
+    return [Line(f"{path.name}:{total - back if is_complete else -back}", found) for back, line in reversed(end)
             for found in parse_json_lines(line)]
+
+
+def _is_calm(line: str) -> bool:
+    """Whether a line is one of many that report no fault."""
+    start = line[:80]
+    return (start.startswith('{"event": "submitted"') or (start.startswith('{"event": "planned"') and '"job": 0,' not in start)
+            or (start.startswith('{"event": "outer_iteration"') and '"bad_examples": {"' not in line))
 
 
 def failures_of(ledger: Sequence[Line]) -> list[JobFailures]:

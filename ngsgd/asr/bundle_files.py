@@ -13,10 +13,11 @@ unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -177,22 +178,15 @@ def _reader(path: Path) -> Callable[[str], bytes]:
 
 
 def _zip_reader(path: Path) -> Callable[[str], bytes]:
-    """Read members of an uncompressed archive, so that none is larger than the file."""
+    """Read files of a model from an uncompressed archive; together they are not larger than it."""
     content = files.read_regular_bytes(path, _MAX_BYTES)
     members: dict[str, bytes] = {}
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            for info in archive.infolist():
-                if (
-                    info.filename in members
-                    or info.compress_type != zipfile.ZIP_STORED
-                    or info.file_size > len(content)
-                    or info.flag_bits & 1
-                ):
-                    raise ValueError(
-                        f"its member {info.filename[:40]!r} is compressed, encrypted or duplicated"
-                    )
-                members[info.filename] = archive.read(info)
+            _require_plain(archive.infolist(), len(content))
+            for name in (INDEX, *MODEL_FILES, *LANGUAGE_FILES):
+                with contextlib.suppress(KeyError):
+                    members[name] = archive.read(name)
     except (
         zipfile.BadZipFile,
         NotImplementedError,
@@ -209,6 +203,23 @@ def _zip_reader(path: Path) -> Callable[[str], bytes]:
         return members[name]
 
     return read
+
+
+def _require_plain(members: Sequence[zipfile.ZipInfo], size: int) -> None:
+    """Raise ValueError unless all members have their own bytes of the file, uncompressed."""
+    names: set[str] = set()
+    end = size
+    for info in sorted(members, key=lambda one: -one.header_offset):
+        is_plain = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
+        if info.filename in names or not is_plain or info.flag_bits & 1:
+            raise ValueError(
+                f"its member {info.filename[:40]!r} is compressed, encrypted or duplicated"
+            )
+        # the header of a member in the file has at least 30 bytes and the name
+        if info.header_offset + 30 + len(info.filename) + info.file_size > end:
+            raise ValueError(f"its member {info.filename[:40]!r} overlaps another one, or is cut")
+        names.add(info.filename)
+        end = info.header_offset
 
 
 def _reason(error: Exception) -> str:

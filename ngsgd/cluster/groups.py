@@ -196,6 +196,7 @@ def serve_rank(connection: socket.socket) -> None:
     """Receive a setup and then jobs from rank 0, until it closes the connection."""
     die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     messages = Messages(connection)
     try:
         setup = messages.receive()

@@ -79,8 +79,9 @@ def serve(connection: socket.socket) -> None:
     # that another program started has not loaded `newborn`, so this is set again
     _let_fork_server_go()
     die_with_parent(os.getppid())
-    # Ctrl-C signals all processes of the terminal; the coordinator decides
+    # Ctrl-C, and the end of a terminal, signal all its processes; the coordinator decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     messages = Messages(connection)
     try:
         # not an argument: arguments of a process pass through a pipe, and a large one would block

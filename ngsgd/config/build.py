@@ -18,6 +18,8 @@ from ngsgd.config.run import RunConfig
 
 # characters of a value in a message
 _LONGEST_SHOWN = 200
+# names of a section that are no settings, of which each is searched for a similar one
+_MOST_UNKNOWN = 20
 
 
 def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
@@ -157,8 +159,11 @@ def _build_section(kind: type[Any], values: Any, prefix: str, problems: list[Pro
             (prefix.rstrip("."),), f"{prefix[:-1]} is {values!r}; it must be a section of settings."))
         return kind()
     known = [spec.name for spec in fields(kind)]
-    problems += [_unknown(f"{prefix}{name}", str(name), prefix, known)
-                 for name in values if name not in known]
+    unknown = [str(name) for name in values if name not in known]
+    problems += [_unknown(f"{prefix}{name}"[:_LONGEST_SHOWN], name[:_LONGEST_SHOWN], prefix, known)
+                 for name in unknown[:_MOST_UNKNOWN]]
+    if more := unknown[_MOST_UNKNOWN:]:
+        problems.append(Problem(f"{prefix}{more[0]}"[:_LONGEST_SHOWN], f"{len(more)} more names after these are no settings."))
     # cannot come from the command line, where the schema has every option
     if missing := [f"{prefix}{name}" for name in known if name not in values]:
         problems.append(Problem((missing[0],), f"no value for {', '.join(missing)}; the file is "

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ngsgd.errors import ConfigError, ObjectStorageError
 from ngsgd.object_storage.urls import check_url
@@ -121,10 +121,10 @@ class ObjectStore:
         with self._typed("written", key):
             _library().put(self._store, key, content)
 
-    def upload(self, key: str, path: Path) -> None:
+    def upload(self, key: str, file: Path | BinaryIO) -> None:
         """Write the content of a file, in parts if it is large."""
         with self._typed("written", key):
-            _library().put(self._store, key, path, chunk_size=_PART_BYTES, max_concurrency=4)
+            _library().put(self._store, key, file, chunk_size=_PART_BYTES, max_concurrency=4)
 
     def upload_new(self, key: str, path: Path) -> None:
         """Write the content of a file unless the object exists; the key must name the content.

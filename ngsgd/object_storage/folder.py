@@ -12,6 +12,7 @@ later holder wrote.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,11 +22,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ngsgd.errors import CheckpointError, ObjectStorageError
-from ngsgd.files import make_directories, new_file, open_regular, parse_json, sealed, sha256, unsealed
+from ngsgd.files import make_directories, new_file, open_regular, parse_json, sealed, sha256, verified
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.lease import Lease, read_head
 
@@ -39,6 +41,8 @@ _GROWTH = 2
 # the end of the stored part of a log, which must not have changed
 _TAIL_BYTES = 4096
 _NUM_CONNECTIONS = 4
+# of a file that changes while it is stored
+_TRIES = 3
 _KEY = re.compile(rf"(?:{OBJECTS}|{MANIFESTS})/(\d+)-[0-9a-f]+(?:\.json)?")
 
 
@@ -121,20 +125,29 @@ def read_manifest(store: ObjectStore, key: str, digest: str) -> Manifest:
             raise ValueError("it does not exist")
         if hashlib.sha256(found[0]).hexdigest() != digest:
             raise ValueError("its checksum does not match")
-        about, _ = unsealed(parse_json(found[0].decode("utf-8")))
+        about = verified(parse_json(found[0].decode("utf-8")))
         if about["format"] != _FORMAT:
             raise ValueError(f"format {about['format']} is not supported by this version")
         files = {_checked(path): _part(part) for path, part in about["files"].items()}
         logs = {_checked(path): [_part(part) for part in parts] for path, parts in about["logs"].items()}
         return Manifest(int(about["number"]), files, logs)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{store.url}/{key} is damaged ({error}); restore it from a backup, or start a new run.") from error
 
 
 def newest_manifest(store: ObjectStore) -> Manifest | None:
-    """The manifest that head.json names; None if nothing was committed."""
+    """The manifest that head.json names; None if nothing was committed; raises as `read_manifest`.
+    """
     head = read_head(store)
-    return read_manifest(store, head.manifest, head.manifest_sha256) if head and head.manifest else None
+    while head and head.manifest:
+        try:
+            return read_manifest(store, head.manifest, head.manifest_sha256)
+        except CheckpointError:
+            before, head = head, read_head(store)
+            # two later commits removed it
+            if head is None or head.manifest == before.manifest:
+                raise
+    return None
 
 
 class StoredFolder:
@@ -174,9 +187,11 @@ class StoredFolder:
         self.store.put(key, content)
         before = self.lease.head.manifest
         self.lease.commit(key, hashlib.sha256(content).hexdigest())
-        # one commit later, so that a process that reads the previous manifest finds its objects
-        self.store.delete(self._unused)
-        self._unused = [*sorted(self.manifest.keys() - manifest.keys()), *([before] if before else [])]
+        # one commit later, so that a process that reads the previous manifest finds its objects;
+        # a file may have an earlier content again
+        used = manifest.keys()
+        self.store.delete([key for key in self._unused if key not in used])
+        self._unused = [*sorted(self.manifest.keys() - used), *([before] if before else [])]
         self.manifest = manifest
 
     def remove_abandoned(self) -> None:
@@ -187,26 +202,44 @@ class StoredFolder:
                            if key not in used and (match := _KEY.fullmatch(key)) and int(match[1]) < self.lease.fence])
 
     def _store_files(self, names: Sequence[str], connections: Executor) -> dict[str, Part]:
-        """Store the files that changed; equal files are stored once."""
-        stored = {part.sha256: part for part in self.manifest.files.values()}
-        found: dict[str, tuple[_State, Part]] = {}
-        for name in names:
-            path = self.path / name
-            state = _state(path)
-            if name in self._known and self._known[name][0] == state:
-                found[name] = self._known[name]
-                continue
-            digest = sha256(path)
-            found[name] = (state, stored.get(digest) or Part(self._key(digest), digest, state.num_bytes))
-        new = {part.key: name for name, (_, part) in found.items()
-               if part.sha256 not in stored and self._known.get(name, (None, None))[1] != part}
-        list(connections.map(lambda key: self.store.upload(key, self.path / new[key]), new))
-        for name in new.values():
-            if _state(self.path / name) != found[name][0]:
-                raise CheckpointError(f"{self.path / name} changed while it was written to {self.store.url}; run the command "
-                                      "again.")
-        self._known = found
-        return {name: part for name, (_, part) in found.items()}
+        """Store the files that changed; equal files are stored once.
+
+        A file that another thread writes at this time is read again. If that does not help, the
+        commit contains its stored content, and the next commit the new one.
+        """
+        known, self._known = self._known, {}
+        by_digest = {part.sha256: part for part in (*self.manifest.files.values(), *(part for _, part in known.values()))}
+        stored = {part.key for part in by_digest.values()}
+        changing = list(names)
+        for _ in range(_TRIES):
+            read = {name: one for name in changing if (one := self._read(name, known.get(name), by_digest)) is not None}
+            new = {part.key: name for name, (_, part) in read.items() if part.key not in stored}
+            uploads = connections.map(self._upload, new, new.values(), [read[name][0] for name in new.values()])
+            is_stored = dict(zip(new, uploads, strict=True))
+            changing = [name for name, (_, part) in read.items() if not is_stored.get(part.key, True)]
+            self._known |= {name: one for name, one in read.items() if name not in changing}
+            if not changing:
+                break
+        earlier = {name: self.manifest.files[name] for name in changing if name in self.manifest.files}
+        return {**earlier, **{name: part for name, (_, part) in self._known.items()}}
+
+    def _read(self, name: str, known: tuple[_State, Part] | None, by_digest: Mapping[str, Part]) -> tuple[_State, Part] | None:
+        """The state and the part of a file; None if it was removed."""
+        with contextlib.suppress(FileNotFoundError), open_regular(self.path / name) as file:
+            state = _state(file)
+            if known and known[0] == state:
+                return known
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return state, by_digest.get(digest) or Part(self._key(digest), digest, state.num_bytes)
+        return None
+
+    def _upload(self, key: str, name: str, state: _State) -> bool:
+        """Store a file; False if it is not the one that was read, or changed meanwhile."""
+        with contextlib.suppress(FileNotFoundError), open_regular(self.path / name) as file:
+            if _state(file) == state:
+                self.store.upload(key, file)
+                return _state(file) == state
+        return False
 
     def _store_logs(self, names: Sequence[str], connections: Executor) -> dict[str, Sequence[Part]]:
         """Store the lines that were added."""
@@ -254,6 +287,10 @@ def fetch(store: ObjectStore, manifest: Manifest, path: Path,
     for name in _files_in(path) if remove_others else ():
         if name not in contents:
             (path / name).unlink()
+            # a checkpoint without files would be a damaged one
+            if (path / name).parent.parent not in (path, path.parent):
+                with contextlib.suppress(OSError):
+                    (path / name).parent.rmdir()
     for name, parts in contents.items():
         if wanted(name):
             _fetch_file(store, parts, path / name)
@@ -293,8 +330,8 @@ def _is_log(name: str) -> bool:
     return name.endswith(_LOG_SUFFIXES)
 
 
-def _state(path: Path) -> _State:
-    about = path.stat()
+def _state(file: BufferedReader) -> _State:
+    about = os.fstat(file.fileno())
     return _State(about.st_size, about.st_mtime_ns, about.st_ino)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 import threading
 import time
@@ -81,6 +82,9 @@ def read_head(store: ObjectStore) -> Head | None:
         head = Head(**about, version=version)
         if type(head.fence) is not int or head.fence < 0 or not isinstance(head.holder, dict):
             raise ValueError("it has no valid fencing number or holder")
+        if not (type(head.lease_s) in (int, float) and math.isfinite(head.lease_s) and type(head.renewal) is int
+                and isinstance(head.manifest, str) and isinstance(head.manifest_sha256, str)):
+            raise ValueError("an entry has another type")
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{store.url}/{HEAD} is damaged ({error}); restore an earlier version of this object, or start "
                               "a new run.") from error

@@ -120,7 +120,7 @@ def load(run: str | Path, task: TaskOrFunction | None = None) -> BaseRun:
 
 
 def _open(run: str | Path, task: TaskOrFunction, services: Services | None, num_workers: int, quiet: bool) -> TaskRun:
-    folder = RunFolder.open(find_run(str(run)))
+    folder = RunFolder.open(find_run(str(run), to_write=True))
     config = read_config(folder.config)
     if not config.task._target_:
         raise ConfigError(f"{folder.path} trained a speech model; continue it with ngsgd resume {folder.path}.")

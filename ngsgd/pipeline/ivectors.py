@@ -95,14 +95,11 @@ def _is_there(folder: Path, corpus: Corpus, config: RunConfig, report: Report) -
 
 
 def _check(folder: Path, corpus: Corpus, config: RunConfig) -> None:
-    """Raise for files that do not match their digests (missing in earlier versions) or the
-    corpus.
-    """
-    if (folder / _INDEX).exists():
-        digests = files.unsealed(files.read_json(folder / _INDEX))[0]["sha256"]
-        for name in _SETS:
-            if files.sha256(folder / f"{name}.npy") != digests[name]:
-                raise ValueError(f"{name}.npy does not match its checksum")
+    """Raise for files that do not match their digests or the corpus."""
+    digests = files.verified(files.read_json(folder / _INDEX))["sha256"]
+    for name in _SETS:
+        if files.sha256(folder / f"{name}.npy") != digests[name]:
+            raise ValueError(f"{name}.npy does not match its checksum")
     for name in _SETS:
         lengths = np.diff(getattr(corpus, name).frames.offsets)
         rows_RS = np.load(folder / f"{name}.npy", mmap_mode="r")

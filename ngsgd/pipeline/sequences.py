@@ -21,7 +21,7 @@ from ngsgd.asr import denominators
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
-from ngsgd.files import keep_digest, matches_digest, new_directory, new_file
+from ngsgd.files import keep_digest, matches_digest, new_directory, new_file, sha256
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs.final_model import open_final
 from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
@@ -89,7 +89,8 @@ def sequence_data(config: RunConfig, folder: RunFolder, corpus: Corpus, cache_ro
         with new_file(folder.denominator) as temporary:
             save_file({name: np.ascontiguousarray(array)
                        for name, array in denominator.arrays().items()}, temporary)
-        keep_digest(folder.denominator)
+            # first: a process may be killed between the two
+            keep_digest(folder.denominator, sha256(temporary))
     graph = denominator.graph
     directory = prepare_sequences(corpus.train.frames, graph,
                                   samples_per_iter=config.egs.samples_per_iter,

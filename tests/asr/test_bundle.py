@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import struct
+import tracemalloc
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,3 +191,53 @@ def test_a_compressed_archive_is_refused(tmp_path: Path, content: dict[str, byte
             archive.writestr(name, data)
     with pytest.raises(CheckpointError, match="compressed"):
         Bundle.load(tmp_path / "a")
+
+
+# Archives that claim more than they hold ----------------------------------------------------------
+
+
+def archive(members: list[tuple[str, bytes]], *, overlap: bool = False, twice: bool = False) -> bytes:
+    """A zip file; members that overlap contain all members after them."""
+    body, entries = b"", list[bytes]()
+    for name, data in reversed(members):
+        inside = data + body if overlap else data
+        crc = zlib.crc32(inside)
+        fields = struct.pack("<HHHHHIIIHH", 20, 0, 0, 0, 33, crc, len(inside), len(inside), len(name), 0)
+        body = b"PK\x03\x04" + fields + name.encode() + data + body
+        entries.append(struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", 20, 20, 0, 0, 0, 33, crc, len(inside), len(inside),
+                                   len(name), 0, 0, 0, 0, 0, len(body)) + name.encode())
+    # offsets count from the start
+    entries = [entry[:42] + struct.pack("<I", len(body) - struct.unpack("<I", entry[42:46])[0]) + entry[46:] for entry in entries]
+    entries = entries * (2 if twice else 1)
+    directory = b"".join(entries)
+    end = struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, len(entries), len(entries), len(directory), len(body), 0)
+    return body + directory + end
+
+
+NAMES = [bundle_files.INDEX, *bundle_files.MODEL_FILES, *bundle_files.LANGUAGE_FILES]
+
+
+@pytest.mark.entry("At2", "read a bundle whose zip archive has overlapping, duplicate or many other members", "error",
+                   "`CheckpointError`; only the files of a model are read, and together they are not larger than the file.")
+@pytest.mark.parametrize("made", [
+    lambda: archive([(f"{number}", b"") for number in range(60)] + [("last", bytes(1 << 20))], overlap=True),
+    lambda: archive([(name, b"") for name in NAMES] + [("last", bytes(1 << 20))], overlap=True),
+    lambda: archive([(bundle_files.INDEX, b"{}"), ("other", bytes(1 << 20))], twice=True),
+    lambda: archive([(f"{number}", bytes(1 << 14)) for number in range(64)])],
+    ids=["overlapping", "overlapping files of a model", "duplicates", "others"])
+def test_an_archive_takes_no_more_memory_than_its_size(tmp_path: Path, made: Callable[[], bytes]) -> None:
+    path = tmp_path / "bundle"
+    path.write_bytes(made())
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError):
+            bundle_files.read_index(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.5 * path.stat().st_size
+
+
+def test_the_archive_of_this_test_is_read_like_one_of_the_library(tmp_path: Path, content: dict[str, bytes]) -> None:
+    (tmp_path / "bundle").write_bytes(archive([*content.items(), ("another", b"x")]))
+    assert bundle_files.read_files(tmp_path / "bundle") == {name: content[name] for name in content}

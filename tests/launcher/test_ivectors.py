@@ -91,12 +91,15 @@ def test_damaged_ivectors_are_extracted_again_with_one_line(corpus: Corpus, tmp_
     assert path.read_bytes() == before
 
 
-def test_ivectors_of_before_without_an_index_are_read(corpus: Corpus, tmp_path: Path) -> None:
+def test_ivectors_without_an_index_are_prepared_again_with_one_line(corpus: Corpus, tmp_path: Path) -> None:
     extractor = extractor_of(CONFIG, corpus, tmp_path, silent, None)
     with_ivectors(CONFIG, corpus, extractor, tmp_path)
     (path,) = tmp_path.glob("ivectors-*/index.json")
+    before = path.read_bytes()
     path.unlink()
-    with_ivectors(CONFIG, corpus, extractor, tmp_path, nothing)
+    reports = Reported()
+    with_ivectors(CONFIG, corpus, extractor, tmp_path, reports.append)
+    assert len(reports) == 1 and "damaged" in reports[0] and path.read_bytes() == before
 
 
 def test_a_damaged_extractor_in_the_cache_is_trained_again_with_one_line(corpus: Corpus, tmp_path: Path) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ngsgd import process_identity
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, ClusterError, ConfigError
-from ngsgd.files import parse_json_lines, read_log
+from ngsgd.files import MAX_LINE_BYTES, open_regular, parse_json_lines
 from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.commands.info import describe_run, end_lines, progress_line
 from ngsgd.launcher.ray import jobs
@@ -176,13 +177,10 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
     is_speech = bool(state_of(folder.path)["is_speech"])
     while True:
         # before reading, so that no event between reading and this check is lost
-        if stored_run.url_of(folder.path):
-            find_run(folder.address, with_models=False)
+        _current(folder.path)
         is_over = state_of(folder.path)["state"] in (*ENDED, "LOST")
-        text = read_log(folder.events)[read:] if folder.events.is_file() else ""
-        complete = text[:text.rfind("\n") + 1]
-        read += len(complete)
-        for event in valid_events(parse_json_lines(complete)):
+        for event, end_of_line in _events_after(folder.events, read):
+            read = end_of_line
             for line in _lines_of(event, is_speech=is_speech):
                 progress.report(line)
         if is_over or not follow:
@@ -195,6 +193,15 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
     if not follow:
         return EXIT_OK
     return EXIT_INTERRUPTED if end["state"] == "STOPPED" else exit_code(end["state"])
+
+
+def _events_after(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield (event, byte after its line) of the complete lines after the first bytes of a log."""
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
+        file.seek(start)
+        while (line := file.readline(MAX_LINE_BYTES)).endswith(b"\n"):
+            start += len(line)
+            yield from ((event, start) for event in valid_events(parse_json_lines(line.decode("utf-8", errors="replace"))))
 
 
 def _lines_of(event: dict[str, Any], *, is_speech: bool) -> list[str]:
@@ -227,7 +234,7 @@ def _stop_run(run: Path, timeout_s: float) -> int:
     if process_identity.is_alive(process):
         raise ClusterError(f"process {process['process_id']} of {run} did not end within "
                            f"{timeout_s:g} s; wait longer with --timeout.")
-    end = state_of(run)
+    end = state_of(_current(run))
     print(f"{run} {end['state']}" if end["state"] == "SUCCEEDED"
           else f"{run} {end['state']}; continue with: {end['resume']}")
     return EXIT_OK
@@ -243,16 +250,22 @@ def _stop_stored_run(run: Path, timeout_s: float) -> int:
             raise ClusterError(f"{url} was asked to stop after its outer iteration, and did not end within {timeout_s:g} s; wait "
                                "longer with --timeout.")
         time.sleep(1.0)
-    end = state_of(find_run(url, with_models=False))
+    end = state_of(_current(run))
     print(f"{url} {end['state']}; continue with: {end['resume']}")
     return EXIT_OK
+
+
+def _current(run: Path) -> Path:
+    """Make the copy of a run in object storage current; the folders of other runs always are."""
+    url = stored_run.url_of(run)
+    return find_run(url, with_models=False) if url else run
 
 
 def _ask_to_end(run: Path, process: dict[str, Any]) -> None:
     lock = RunFolder(run).lock
     held = holder_of(lock)
-    # runs of an earlier version have no lock
-    if lock.exists() and (held is None or held.get("holder") != process):
+    # runs of an earlier version have no lock; that of a run in object storage is its lease
+    if not stored_run.url_of(run) and lock.exists() and (held is None or held.get("holder") != process):
         raise ConfigError(f"process {process['process_id']}, which process.json of {run} names, "
                           "does not hold the lock of the run, and got no signal. If no process "
                           "trains the run, remove process.json.")

@@ -31,7 +31,7 @@ _MAX_GROWTH, _SMALL = 10, 10_000
 _TOO_LARGE = "is too large, or repeats alternatives of the same words with other probabilities; make it smaller."
 # maximum nesting of groups and rules
 _MAX_DEPTH = 200
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_COMMENT = re.compile(r"//[^\n]*|/\*")
 _TOKEN = re.compile(r"\s*(<[^<>\s]+>|[|()\[\]*+;=]|[^\s|()\[\]*+;=<>]+|\S)")
 
 
@@ -81,8 +81,9 @@ def read(path: Path) -> Grammar:
     Raises:
         DataError: the file cannot be read, or its syntax is not supported.
     """
-    text = "\n".join(line for _, line in lines.read(path, max_bytes=_MAX_BYTES))
-    tokens = _TOKEN.findall(_COMMENT.sub(" ", text))
+    text = "
+".join(line for _, line in lines.read(path, max_bytes=_MAX_BYTES))
+    tokens = _TOKEN.findall(_without_comments(text).rstrip())
     return _Parser(path, tokens).grammar()
 
 
@@ -229,3 +230,17 @@ def _words(node: _Node) -> Iterator[str]:
         yield node.name
     for part in node.parts:
         yield from _words(part)
+
+
+def _without_comments(text: str) -> str:
+    """Replace comments by spaces; a comment without an end is none, and is searched for it once."""
+    parts, start, at, last = list[str](), 0, 0, text.rfind("*/")
+    while found := _COMMENT.search(text, at):
+        at = found.end()
+        if found[0] == "/*":
+            if at > last:
+                continue
+            at = text.index("*/", at) + 2
+        parts.append(text[start:found.start()])
+        start = at
+    return " ".join([*parts, text[start:]])

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -140,7 +141,8 @@ _FIELDS = {"input-node": ("name", "dim"), "output-node": ("name", "input"), "com
 
 def _config_line(line: str, number: int) -> dict[str, str]:
     """Return the fields of a line by name; its first word has the name ""."""
-    found = dict(re.findall(r"([a-z-]+)=((?:[^=\s]|\s(?![a-z-]+=))+)", line)) | {"": line.split(maxsplit=1)[0], "line": str(number)}
+    found = dict(re.findall(r"(?<![a-z-])([a-z-]+)=((?:[^=\s]|\s(?![a-z-]+=))+)", line))
+    found |= {"": line.split(maxsplit=1)[0], "line": str(number)}
     if missing := [name for name in _FIELDS.get(found[""], ()) if name not in found]:
         raise DataError(f"Line {number} of the nnet3 model, {line.strip()[:40]!r}, has no {missing[0]}; export the model again.")
     return found
@@ -160,18 +162,28 @@ def _node(name: str, component: str, descriptor: str) -> _Node:
     return _Node(name, component, *_spliced(rest), has_ivector=rest != descriptor)
 
 
+def _arguments(text: str) -> list[str]:
+    """Split at the commas outside of parentheses."""
+    commas, depth = [-1], 0
+    for place, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if character == "," and not depth:
+            commas.append(place)
+    return [text[first + 1:last] for first, last in itertools.pairwise([*commas, len(text)])]
+
+
 def _spliced(descriptor: str) -> tuple[str, tuple[int, ...]]:
     """Return (node, offsets) of a descriptor such as Append(Offset(input, -1), input)."""
     inside = re.fullmatch(r"Append\((.*)\)", descriptor)
-    parts = re.split(r",\s*(?![^(]*\))", inside[1] if inside else descriptor)
+    parts = _arguments(inside[1] if inside else descriptor)
     found = [re.fullmatch(r"Offset\(\s*([\w.-]+)\s*,\s*(-?\d{1,4})\s*\)|([\w.-]+)", part.strip()) for part in parts]
     names = {match[1] or match[3] for match in found if match}
     if not all(found) or len(names) != 1:
-        raise DataError(f"The descriptor {descriptor} of the nnet3 model is not supported; use "
+        raise DataError(f"The descriptor {descriptor:.200} of the nnet3 model is not supported; use "
                         "only Append and Offset of one node.")
     offsets = tuple(int(match[2] or 0) for match in found if match)
     if list(offsets) != sorted(set(offsets)):
-        raise DataError(f"The descriptor {descriptor} of the nnet3 model has offsets that are not "
+        raise DataError(f"The descriptor {descriptor:.200} of the nnet3 model has offsets that are not "
                         "ascending; only ascending ones are supported.")
     return names.pop(), offsets
 

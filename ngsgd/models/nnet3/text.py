@@ -18,6 +18,7 @@ Numbers are written with nine digits, so that float32 is read back exactly.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -194,8 +195,11 @@ def vector_from_text(text: str) -> Array:
 def _parsed(text: str, begin: int) -> Iterator[Component]:
     """Yield the components from position `begin` on."""
     line, counted = 1, 0
-    for match in re.compile(r"<ComponentName>\s+(\S+)\s+<(\w+)>(.*?)</\2>", re.DOTALL).finditer(text, begin):
+    begins = [found.start() for found in re.compile("<ComponentName>").finditer(text, begin)]
+    component = re.compile(r"<ComponentName>\s+(\S+)\s+<(\w+)>(.*?)</\2>", re.DOTALL)
+    # each one ends before the next one: the rest is not searched for the end of each
+    for match in filter(None, (component.match(text, *part) for part in itertools.pairwise([*begins, len(text)]))):
         line, counted = line + text.count("\n", counted, match.start()), match.start()
-        found = re.finditer(r"<(\w+)>\s*(?:\[([^\]]*)\]|([^\s<\[]+))", match[3])
+        found = re.finditer(r"<(\w+)>\s*(?:\[([^\[\]]*)\]|([^\s<\[]+))", match[3])
         values = {token: numbers if numbers is not None else word for token, numbers, word in (m.groups() for m in found)}
         yield Component(match[1], match[2], values, f"line {line}")

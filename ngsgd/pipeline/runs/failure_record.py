@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.errors import EXIT_RUN_FAILED, DamagedArchiveError
-from ngsgd.files import make_directories, read_json, sealed, unsealed, write_text
+from ngsgd.files import make_directories, read_json, sealed, verified, write_text
 from ngsgd.masking import masked
+from ngsgd.pipeline.runs import stored_run
 
 # environment variable of a scheduler's job -> name of the scheduler
 _SCHEDULERS = {"SLURM_JOB_ID": "Slurm job", "KUBERNETES_SERVICE_HOST": "Kubernetes, API at"}
@@ -73,12 +74,9 @@ def write_record(path: Path, about: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a record; empty if it is missing or damaged.
-
-    Records of earlier versions have neither a checksum nor a kind.
-    """
+    """Read a record; empty if it is missing or damaged."""
     try:
-        about, _ = unsealed(read_json(path))
+        about = verified(read_json(path))
     except (OSError, ValueError):
         return {}
     is_valid = type(about.get("exit_code")) is int and isinstance(about.get("message"), str)
@@ -96,7 +94,8 @@ def state_folder() -> Path:
 
 def failed_command_path(about: Path) -> Path:
     """File of the last failed command about a run, or about a folder of runs."""
-    name = hashlib.sha256(os.fsencode(about.absolute())).hexdigest()[:32]
+    # a run in object storage has one record, although commands use several folders for it
+    name = hashlib.sha256(os.fsencode(stored_run.address(about.absolute()))).hexdigest()[:32]
     return state_folder() / "failed" / f"{name}.json"
 
 

@@ -81,15 +81,22 @@ def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transfor
 
 
 def check_final(path: Path) -> None:
-    """Raise CheckpointError unless all files match their digests, which earlier versions lack."""
+    """Raise CheckpointError unless all files of a model match their digests.
+
+    Raises:
+        CheckpointError: a file differs, or `digests.json` is missing, as in a partial copy.
+        FileNotFoundError: a file of the digests is missing.
+    """
     if not (path / DIGESTS).exists():
-        return
+        raise CheckpointError(f"{path} has no {DIGESTS}, so its files cannot be verified; {_AGAIN}")
     try:
         digests = read_json(path / DIGESTS)
         # plain names only: a malicious file must not make this function read a device
         wrong = [name for name, digest in digests.items() if Path(name).name != name
                  or sha256(path / name) != digest]
         wrong += [name for name in ("model.json", "model.safetensors") if name not in digests]
+        wrong += [name for name in (_TRANSFORM, RunFolder.IVECTORS, RunFolder.ADAPTATION)
+                  if name not in digests and (path / name).exists()]
     except FileNotFoundError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:

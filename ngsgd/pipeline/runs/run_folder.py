@@ -22,15 +22,16 @@ from ngsgd import process_identity
 from ngsgd.errors import CheckpointError, ConfigChangedError, ConfigError
 from ngsgd.files import (
     fsync,
+    lines_from_end,
     make_directories,
     new_file,
+    parse_json_lines,
     read_json,
-    read_json_lines,
     read_log,
     read_regular_text,
     remove_abandoned,
     sealed,
-    unsealed,
+    verified,
     write_errors_named,
     write_text,
 )
@@ -243,10 +244,7 @@ class RunFolder:
             raise
 
     def last_error(self) -> dict[str, Any]:
-        """Content of error.json (`failure_record.describe`); empty where there is none.
-
-        Files of earlier versions have only exit_code and message.
-        """
+        """Content of error.json (`failure_record.describe`); empty where there is none."""
         return read_record(self.error)
 
     @property
@@ -261,10 +259,7 @@ class RunFolder:
         Raises:
             RunLockedError: another process holds the lock.
         """
-        lines = read_json_lines(self.ledger) if self.ledger.is_file() else []
-        fences = [line["fence"] for line in lines if type(line.get("fence")) is int]
-        last_fence = max(fences, default=0)
-        with RunLock(self.lock, purpose, last_fence, warn) as lock:
+        with RunLock(self.lock, purpose, self._last_fence(), warn) as lock:
             for directory in (self.path, self.checkpoints, self.models):
                 remove_abandoned(directory)
             if not stored_run.url_of(self.path):
@@ -272,6 +267,18 @@ class RunFolder:
                 return
             with stored_run.locked(self.path, lock, warn) as stored:
                 yield stored
+
+    def _last_fence(self) -> int:
+        """The fencing number of the last process that wrote to the ledger; 0 without one.
+
+        It replaces that of a lock file that was removed. The numbers increase, so that the end of
+        the ledger is read.
+        """
+        for line, _ in lines_from_end(self.ledger) if self.ledger.is_file() else ():
+            for found in parse_json_lines(line):
+                if type(fence := found.get("fence")) is int:
+                    return fence
+        return 0
 
     @contextlib.contextmanager
     def marked_as_running(self) -> Iterator[None]:
@@ -324,8 +331,7 @@ class RunFolder:
 
     def _known_data(self) -> dict[str, Any]:
         try:
-            # files of earlier versions have no digest
-            about, _ = unsealed(read_json(self.data))
+            about = verified(read_json(self.data))
             if not isinstance(about.get("digest"), str):
                 raise ValueError("it names no data")
         except (OSError, ValueError) as error:
@@ -426,20 +432,21 @@ def run_to_continue(config: RunConfig) -> Path | None:
     stamped = re.compile(rf"{re.escape(config.name)}-\d{{8}}-\d{{6}}(-\d+)?")
     if is_url(config.output_dir):
         names = [name for name in stored_run.names_of_runs(config.output_dir) if stamped.fullmatch(name)]
-        return find_run(f"{config.output_dir.rstrip('/')}/{max(names)}") if names else None
+        return find_run(f"{config.output_dir.rstrip('/')}/{max(names)}", to_write=True) if names else None
     found = [file.parent for file in Path(config.output_dir).glob("*/config.yaml")
              if stamped.fullmatch(file.parent.name)]
     return max(found, default=None, key=lambda folder: folder.name)
 
 
-def known_run(run: str, *, with_models: bool = True) -> Path | None:
+def known_run(run: str, *, with_models: bool = True, to_write: bool = False) -> Path | None:
     """Folder of a run by path, folder name under runs/, or name=; the newest of several.
 
-    Files of a run in object storage are fetched, those of models only if `with_models`. None if
-    there is no such run.
+    Files of a run in object storage are fetched, those of models only if `with_models`. With
+    `to_write`, for a command that continues or decodes the run, the result is the folder that
+    training works in, else a copy for this process. None if there is no such run.
     """
     if is_url(run):
-        return stored_run.fetched(run, with_models=with_models)
+        return stored_run.fetched_to_write(run) if to_write else stored_run.fetched(run, with_models=with_models)
     named = sorted(Path("runs").glob(f"{glob.escape(run)}-[0-9]*/config.yaml"), reverse=True) if run and "/" not in run else []
     folders = (Path(run), Path("runs") / run, *(config.parent for config in named))
     return next((folder.resolve() for folder in folders if (folder / "config.yaml").is_file()),
@@ -451,13 +458,14 @@ def folder_of_model(init_model: str) -> Path:
     return Path(init_model) if (Path(init_model) / "final" / "model.json").is_file() else find_run(init_model)
 
 
-def find_run(run: str, *, with_models: bool = True) -> Path:
-    """Return the folder of a run given as a path, or by its name under runs/.
+def find_run(run: str, *, with_models: bool = True, to_write: bool = False) -> Path:
+    """Return the folder of a run given as a path, or by its name under runs/; see `known_run`.
 
     Raises:
         ConfigError: there is no such run; the message names a similar one, or the newest runs.
+        RunLockedError: with `to_write`, a process of this machine writes to the run.
     """
-    found = known_run(run, with_models=with_models)
+    found = known_run(run, with_models=with_models, to_write=to_write)
     if found:
         return found
     if is_url(run):

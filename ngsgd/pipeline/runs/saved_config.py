@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, cast
 
 from ngsgd.config import RunConfig, build, problems_of, with_new_names
 from ngsgd.config.build import defaults, leaves, with_defaults
 from ngsgd.errors import ConfigError
-from ngsgd.pipeline.runs.yaml_text import read_yaml_text
-
-# PyYAML reads common numbers such as 1e-3 as strings
-_FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?([eE][-+]?\d+)$")
+from ngsgd.pipeline.runs.yaml_text import load_yaml, read_yaml_text
 
 
 def read_config(path: Path) -> RunConfig:
@@ -26,8 +22,7 @@ def read_config(path: Path) -> RunConfig:
     try:
         text = read_yaml_text(path)
         has_end_mark = "..." in text.getvalue().splitlines()
-        # a subclass of SafeLoader
-        values = yaml.load(text, _loader())
+        values = load_yaml(text)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; use a run folder of ngsgd train.") from None
     except yaml.YAMLError as error:
@@ -51,19 +46,3 @@ def yaml_problem(error: Any, path: Path) -> str:
     where = f"{mark.name}:{mark.line + 1}" if mark else str(path)
     said = getattr(error, "problem", None) or str(error).partition("\n")[0]
     return f"{where.strip()}: this is not valid YAML: {said}."
-
-
-def _loader() -> Any:
-    """The safe loader of PyYAML; duplicate keys are errors."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
-            twice = next((key for key in keys if keys.count(key) > 1), None)
-            if twice is not None:
-                raise yaml.constructor.ConstructorError(None, None, f"found duplicate key {twice}", node.start_mark)
-            return super().construct_mapping(node, deep=deep)
-
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
-    return Loader

@@ -1,10 +1,19 @@
-"""Runs in object storage: a working folder on this machine, published after each commit."""
+"""Runs in object storage: a working folder on this machine, published after each commit.
+
+Only a process that holds the lock of the working folder changes it. A command that only reads has a
+copy: a folder that no other process uses while it lives. So it can undo no commit of a process that
+trains the run on this machine.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import itertools
 import math
 import os
+import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,13 +24,19 @@ from ngsgd.files import make_directories, read_regular_text, write_text
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.folder import StoredFolder, fetch, newest_manifest
 from ngsgd.object_storage.lease import Lease, read_head, request_stop, reserve
-from ngsgd.object_storage.urls import local_root
-from ngsgd.training.storage.lock import RunLock, holder_of
+from ngsgd.object_storage.urls import cache_root, local_root
+from ngsgd.training.storage.lock import RunLock
 
-# file of a working folder that contains the URL of the run
+# file of a working folder, or of a copy, that contains the URL of the run
 _URL = ".object-storage"
 # files that only training and decoding need
 _MODELS = ".safetensors"
+# a commit may remove the objects of the one before the previous one while they are read
+_TRIES = 10
+_COPIES = "object-storage-copies"
+# the folders of this process for copies, by the folder of all of them
+_folders: dict[Path, Path] = {}
+_copying = threading.Lock()
 
 
 class StoredLock(RunLock):
@@ -71,16 +86,17 @@ def stop(folder: Path) -> bool:
     return request_stop(ObjectStore(url_of(folder)))
 
 
-def holder(folder: Path) -> tuple[Mapping[str, Any], float]:
-    """The process that holds the lease of a run, and seconds since its last sign of life.
+def holder(folder: Path) -> tuple[Mapping[str, Any], float, str]:
+    """The process that holds the lease of a run, seconds since its last sign of life, and its
+    command.
 
     The process is empty if the lease was released. The time is approximate: it compares the clock
     of this machine with that of the service.
     """
     head = read_head(ObjectStore(url_of(folder)))
     if head is None or head.version is None:
-        return {}, math.inf
-    return head.holder, max(0.0, time.time() - head.version.written_s)
+        return {}, math.inf, ""
+    return head.holder, max(0.0, time.time() - head.version.written_s), head.purpose
 
 
 def check_output_url(url: str) -> None:
@@ -138,7 +154,7 @@ def locked(folder: Path, lock: RunLock, report: Callable[[str], None]) -> Iterat
 
 
 def fetched(url: str, *, with_models: bool = True) -> Path | None:
-    """Return the working folder of a run, with the files of its newest commit.
+    """Return a copy of a run with the files of its newest commit, which only this process uses.
 
     Args:
         url: URL of the run.
@@ -152,28 +168,101 @@ def fetched(url: str, *, with_models: bool = True) -> Path | None:
         CheckpointError: an object is damaged, or the disk of this machine is full.
         ObjectStorageError: the store cannot be used.
     """
-    folder = _working_folder(url)
-    if holder_of(folder / "lock"):
-        # a process of this machine writes to it
-        return folder
     store = ObjectStore(url)
-    manifest = newest_manifest(store)
-    if manifest is None:
+    if newest_manifest(store) is None:
         return None
-    try:
+    output_url, _, name = store.url.rpartition("/")
+    with _copying, _disk_errors_named(store.url):
+        folder = _copies_of(output_url) / name
         make_directories(folder)
-        write_text(folder / _URL, store.url + "\n")
-        fetch(store, manifest, folder, lambda file: with_models or not file.endswith(_MODELS), remove_others=True)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or folder} could not be written ({error.strerror}); free disk space, or set "
-                              "XDG_CACHE_HOME to another folder.") from error
+        _fill(store, folder, lambda file: with_models or not file.endswith(_MODELS))
     return folder
 
 
+def fetched_to_write(url: str) -> Path | None:
+    """Return the working folder of a run, for a command that continues or decodes it.
+
+    Raises:
+        RunLockedError: a process of this machine uses the folder.
+        ConfigError, CheckpointError, ObjectStorageError: as `fetched`.
+    """
+    store, folder = ObjectStore(url), _working_folder(url)
+    if newest_manifest(store) is None:
+        return None
+    with _disk_errors_named(store.url):
+        make_directories(folder)
+        with RunLock(folder / "lock", "resume"):
+            _fill(store, folder)
+    return folder
+
+
+def _fill(store: ObjectStore, folder: Path, wanted: Callable[[str], bool] = lambda file: True) -> None:
+    """Make a folder equal to the newest commit; no other process uses it."""
+    write_text(folder / _URL, store.url + "\n")
+    for last in (*(False,) * (_TRIES - 1), True):
+        manifest = newest_manifest(store)
+        if manifest is None:
+            return
+        try:
+            fetch(store, manifest, folder, wanted, remove_others=True)
+            return
+        except ObjectStorageError:
+            if last or newest_manifest(store) == manifest:
+                raise
+
+
+def _copies_of(output_url: str) -> Path:
+    """Return a folder for copies of the runs below a URL that is locked until this process ends.
+
+    The first folder is kept, so that the next command copies only changes. The others are emptied
+    once their processes have ended.
+    """
+    root = cache_root(_COPIES, output_url)
+    if root not in _folders:
+        for number in itertools.count():
+            folder = root / str(number)
+            make_directories(folder)
+            if _locked(folder) is not None:
+                break
+        for other in root.iterdir():
+            if other.name != "0" and other != folder and (descriptor := _locked(other)) is not None:
+                for copy in filter(Path.is_dir, other.iterdir()):
+                    shutil.rmtree(copy, ignore_errors=True)
+                os.close(descriptor)
+        _folders[root] = folder
+    return _folders[root]
+
+
+def _locked(folder: Path) -> int | None:
+    """Lock a folder of copies; return the descriptor, None if another process uses the folder."""
+    # the file is never removed: two processes could lock two files of this name
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        # a file system without locks: two readers may disturb each other, but no training
+        pass
+    return descriptor
+
+
+@contextlib.contextmanager
+def _disk_errors_named(url: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or url} could not be written ({error.strerror}); free disk space, or set "
+                              "XDG_CACHE_HOME to another folder.") from error
+
+
 def known_folder(url: str) -> Path | None:
-    """Return the working folder of a run as it is on this machine; None if there is none."""
-    folder = _working_folder(url)
-    return folder if (folder / _URL).is_file() else None
+    """Return the copy of this process, or the working folder of a run; None if there is neither."""
+    output_url, _, name = url.rstrip("/").rpartition("/")
+    copies = _folders.get(cache_root(_COPIES, output_url))
+    folders = (*([copies / name] if copies else []), _working_folder(url))
+    return next((folder for folder in folders if (folder / _URL).is_file()), None)
 
 
 def names_of_runs(output_url: str) -> list[str]:
@@ -182,7 +271,7 @@ def names_of_runs(output_url: str) -> list[str]:
 
 
 def fetched_runs(output_url: str) -> list[Path]:
-    """Return the working folders of all runs below a URL, without models."""
+    """Return copies of all runs below a URL, without models."""
     found = [fetched(f"{output_url.rstrip('/')}/{name}", with_models=False) for name in names_of_runs(output_url)]
     return [folder for folder in found if folder is not None]
 

@@ -86,13 +86,15 @@ class Rounds:
             ConfigError: another run of this site takes part, or another site has other settings.
         """
         first = self._once(f"sites/{site}.json", {"run": run})
-        if first["run"] != run:
-            raise _taken(site, self.store.url, first["run"])
+        if first.get("run") != run:
+            raise _taken(site, self.store.url, first.get("run"))
         agreed = self._once(_SETTINGS, {"settings": settings, "site": site})
+        if not isinstance(agreed.get("settings"), dict):
+            raise ObjectStorageError(f"{self.store.url}/{_SETTINGS} has no settings; start a new exchange.")
         given = json.loads(json.dumps(settings))
         for name, value in agreed["settings"].items():
             if given.get(name) != value:
-                raise ConfigError(f"{name} is {given.get(name)!r} here, but {value!r} at site {agreed['site']}; all sites need "
+                raise ConfigError(f"{name} is {given.get(name)!r} here, but {value!r} at site {agreed.get('site')}; all sites need "
                                   "the same value.")
 
     def initial(self, content: bytes) -> bytes:

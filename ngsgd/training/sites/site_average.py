@@ -13,6 +13,7 @@ and no delta is lost or counted twice.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ngsgd.errors import ObjectStorageError, RunInterrupted, RunLockedError
+from ngsgd.errors import DataError, ObjectStorageError, RunInterrupted, RunLockedError
 from ngsgd.files import digest_of_json
 from ngsgd.ops.compression import Codec
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
@@ -114,7 +115,11 @@ class SiteAverage:
             self.rounds.join(self.sites.name, self.run, self._agreed())
             about = About(self.sites.name, self.run, 0, -1)
             stored = self.rounds.initial(to_bytes(start.parameters, about, None, self.layout))
-            initial, _ = self._read(stored, "the initial parameters")
+            try:
+                initial, _ = from_bytes(stored, self.layout)
+            except ValueError as error:
+                raise ObjectStorageError(f"the initial parameters in {self.rounds.store.url} cannot be used: {error}; start a new "
+                                         "exchange with another sites.exchange.") from error
             start = Checkpoint(start.progress, initial, "")
         self._base = OuterOptimizer(make_rule(self.settings.outer), start.parameters,
                                     num_threads=self.settings.num_averaging_threads)
@@ -253,20 +258,27 @@ class SiteAverage:
         delta = np.subtract(parameters, self._base.broadcast())
         about = About(self.sites.name, self.run, number, outer_iter)
         stored = self.rounds.publish(number, self.sites.name, to_bytes(delta, about, codec, self.layout))
-        # a process that was killed may have written it
-        _, found = self._read(stored, f"the delta of site {self.sites.name} in round {number}")
-        if found.run != self.run:
-            raise RunLockedError(f"site {self.sites.name} in {self.rounds.store.url} is the run {found.run}; end one of the two "
-                                 "runs, and give the other one another sites.exchange.")
+        # a process that was killed may have written it; one that cannot be used is skipped later
+        with contextlib.suppress(ValueError):
+            found = from_bytes(stored, self.layout)[1]
+            about = found if (found.site, found.round) == (about.site, number) else about
+        if about.run != self.run:
+            raise RunLockedError(f"site {self.sites.name} in {self.rounds.store.url} is the run {about.run:.200}; end one of the "
+                                 "two runs, and give the other one another sites.exchange.")
 
     def _step(self, closed: Closed, parameters: Vector, lr: float) -> int | None:
         """Step B; return the outer iteration of this site's delta, None if it is not counted."""
         number, ended_at, own = self.round + 1, None, None
         deltas, weights = [], []
         for site, digest in closed.digests.items():
-            delta, about = self._read(self.rounds.contribution(number, site, digest), f"the delta of site {site}")
+            try:
+                delta, about = from_bytes(self.rounds.contribution(number, site, digest), self.layout)
+                weights.append(float(self.sites.counts[site]))
+            except (ValueError, KeyError) as error:
+                # an earlier version closed it; a closed round is never changed
+                raise DataError(f"round {number} of the sites in {self.rounds.store.url} is closed with a delta of site {site} "
+                                f"that cannot be used ({error}); start a new exchange with another sites.exchange.") from error
             deltas.append(delta)
-            weights.append(float(self.sites.counts[site]))
             if site == self.sites.name:
                 own, ended_at = delta, about.outer_iter
         before = self._base.broadcast()
@@ -306,13 +318,6 @@ class SiteAverage:
         except ObjectStorageError as error:
             self.report(Event("site_alone", f"the other sites will wait for {self.sites.name}, although it has finished: "
                                                    f"{error}"))
-
-    def _read(self, content: bytes, what: str) -> tuple[Vector, About]:
-        try:
-            return from_bytes(content, self.layout)
-        except ValueError as error:
-            raise ObjectStorageError(f"{what} in {self.rounds.store.url} cannot be used: {error}; start a new exchange with "
-                                     "another sites.exchange.") from error
 
     def _is_last(self, outer_iter: int) -> bool:
         return outer_iter + 1 >= self.num_outer_iters

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngsgd.files import parse_json_lines, read_log
+from ngsgd.files import log_lines, parse_json_lines
 
 _SETTLED = ("accepted", "rejected", "dropped", "deferred", "quarantined")
 # (first minibatch, index after the last)
@@ -67,7 +67,7 @@ def _checked_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the well-formed lines of a ledger, and one finding for each other line."""
     lines: list[dict[str, Any]] = []
     problems: list[str] = []
-    for number, text in enumerate(read_log(path).split("\n"), 1):
+    for number, text in enumerate(log_lines(path), 1):
         # earlier versions kept an incomplete line of a killed process
         if not text or (text.startswith("{") and not text.endswith("}")):
             continue
@@ -137,6 +137,7 @@ def _is_piece(piece: object) -> bool:
 def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
     under_way: dict[int, OuterIterationLines] = {}
     done: list[OuterIterationLines] = []
+    numbers: set[int] = set()
     min_accepted_fraction = 0.0
 
     def of(outer_iter: int) -> OuterIterationLines:
@@ -150,6 +151,7 @@ def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
                 # are repeated
                 min_accepted_fraction = line["min_accepted_fraction"]
                 done = [one for one in done if one.outer_iter <= line["after"]]
+                numbers = {one.outer_iter for one in done}
                 under_way = {o: one for o, one in under_way.items() if o <= line["after"]}
             case "planned":
                 if line["job"] == 0:
@@ -161,7 +163,8 @@ def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
                 under_way.pop(outer_iter, None)
             case "committed":
                 # repeated after a crash between commit and ledger
-                if outer_iter not in [one.outer_iter for one in done]:
+                if outer_iter not in numbers:
+                    numbers.add(outer_iter)
                     done.append(under_way.pop(outer_iter,
                                               OuterIterationLines(outer_iter,
                                                                   min_accepted_fraction)))

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ngsgd.files import JsonLines, parse_json_lines, read_json_lines, read_log, write_text
+from ngsgd.files import MAX_LINE_BYTES, JsonLines, lines_from_end, log_lines, new_file, open_regular, parse_json_lines
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from ngsgd.training.storage.lock import RunLock
 
 _DERIVED = ("objf", "accuracy", "skew", "max_change_share", "max_param_change_share")
 _SUPERSEDED = "superseded_outer_iteration"
+# of a log that is copied
+_PART_BYTES = 1 << 20
 # names of speech runs -> names in the log of a task
 _OF_TASK = {"frames_processed": "examples_processed", "num_frames": "num_examples", "objf": "loss"}
 _OF_SPEECH = {name: own for own, name in _OF_TASK.items()}
@@ -47,19 +50,12 @@ class EventLog:
                  lock: RunLock | None = None) -> None:
         self._is_speech, self._lock = is_speech, lock
         # read first: an error leaves no open file
-        text = read_log(path) if path.is_file() else ""
-        # JsonLines removes an incomplete last line, which may be valid
-        text = text[:text.rfind("\n") + 1]
-        reported = {event["outer_iter"] for event in valid_events(parse_json_lines(text)) if event["event"] == "outer_iteration"}
-        if after is not None and any(outer_iter > after for outer_iter in reported):
-            write_text(path, _superseded(text, after))
-            reported = {outer_iter for outer_iter in reported if outer_iter <= after}
+        self._last = _newest_line(path, after) if path.is_file() else -1
         self._lines = JsonLines(path)
-        self._reported = reported
 
     def has(self, outer_iter: int) -> bool:
-        """Whether the line of an outer iteration is written."""
-        return outer_iter in self._reported
+        """Whether the line of an outer iteration is written; lines are in their order."""
+        return outer_iter <= self._last
 
     def outer_iteration(self, record: OuterIterationRecord) -> None:
         """Write the line and fsync it, before the checkpoint that could restore it is removed."""
@@ -71,7 +67,7 @@ class EventLog:
         derived = {name: getattr(record, name) for name in _DERIVED}
         self._write("outer_iteration", {**asdict(record), **derived})
         self._lines.sync()
-        self._reported.add(record.outer_iter)
+        self._last = record.outer_iter
 
     def opened(self, purpose: str) -> None:
         """Record that a process begins to train or resumes; one without "closed" was killed."""
@@ -100,9 +96,22 @@ class EventLog:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Return the valid events of a run in order, skipping damaged lines; empty without a file."""
-    if not path.is_file():
-        return []
-    return valid_events(read_json_lines(path))
+    return list(events_of(path))
+
+
+def events_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of `read_events` in constant memory."""
+    for line in log_lines(path) if path.is_file() else ():
+        yield from valid_events(parse_json_lines(line))
+
+
+def newest_events(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield (event, bytes from its line to the end of the log), the newest event first.
+
+    Only the part of the log that the caller asks for is read. Nothing without a file.
+    """
+    for line, num_bytes in lines_from_end(path) if path.is_file() else ():
+        yield from ((event, num_bytes) for event in valid_events(parse_json_lines(line)))
 
 
 def valid_events(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -131,14 +140,47 @@ def is_valid(event: dict[str, Any]) -> bool:
     return True
 
 
-def _superseded(text: str, after: int) -> str:
-    """Rename the lines of outer iterations later than `after`."""
-    def renamed(line: str) -> str:
-        parsed = list(parse_json_lines(line))
-        if any(event["event"] == "outer_iteration" and event["outer_iter"] > after for event in valid_events(parsed)):
-            return json.dumps({**parsed[0], "event": _SUPERSEDED}) + "\n"
-        return line
-    return "".join(map(renamed, text.splitlines(keepends=True)))
+def _newest_line(path: Path, after: int | None) -> int:
+    """Return the newest outer iteration with a line, -1 without one; later lines are renamed.
+
+    The log is read from its end to the line of `after`. Lines of outer iterations are in order,
+    since those after a lost commit are renamed.
+    """
+    lines = lines_from_end(path)
+    # JsonLines removes an incomplete last line, which may be valid
+    next(lines)
+    newest, changed_bytes = -1, 0
+    for line, num_bytes in lines:
+        outer_iter = _outer_iter_of(line)
+        if outer_iter is None:
+            continue
+        if after is None or outer_iter <= after:
+            newest = outer_iter
+            break
+        changed_bytes = num_bytes
+    if changed_bytes:
+        _rename_lines(path, changed_bytes)
+    return newest
+
+
+def _outer_iter_of(line: str) -> int | None:
+    """The outer iteration that a line reports; None for other lines."""
+    return next((event["outer_iter"] for event in valid_events(parse_json_lines(line)) if event["event"] == "outer_iteration"),
+                None)
+
+
+def _rename_lines(path: Path, num_bytes: int) -> None:
+    """Rename the lines of outer iterations in the last bytes of a log, in constant memory."""
+    with new_file(path) as temporary, temporary.open("wb") as new, open_regular(path) as old:
+        left = os.fstat(old.fileno()).st_size - num_bytes
+        while left and (part := old.read(min(left, _PART_BYTES))):
+            new.write(part)
+            left -= len(part)
+        while line := old.readline(MAX_LINE_BYTES):
+            text = line.decode("utf-8", errors="replace")
+            if _outer_iter_of(text) is not None:
+                line = (json.dumps({**parse_json_lines(text)[0], "event": _SUPERSEDED}) + "\n").encode()
+            new.write(line)
 
 
 def _in_words_of_task(kind: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.launcher.config import tuned_file
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.saved_config import read_config
+from ngsgd.pipeline.runs.yaml_text import load_yaml
 
 
 def expand_aliases(path: Path) -> None:
@@ -65,3 +66,50 @@ def test_a_configuration_comes_back_and_a_few_aliases_are_read(tmp_path: Path) -
     assert "&seed" in text
     (tmp_path / "config.yaml").write_text(text)
     assert read_config(tmp_path / "config.yaml") == RunConfig()
+
+
+@pytest.mark.entry("At4", "read a `config.yaml` with values that only YAML 1.1 has (`seed: 1:59`, `0777`, `yes`, dates), or with "
+                   "10,000 unknown names", "error",
+                   "Values are read by YAML 1.2, so these are texts, and `ConfigError` names the option; the time grows with the "
+                   "size.")
+@pytest.mark.parametrize("line", [
+    "seed: 1:59", "seed: 0777", "seed: 1_000", "seed: 0b11", "seed: 0x1F", "seed: 2026-01-01", "seed: yes", "seed: !!int 1:59",
+    "seed: !!int '0777'", "seed: !!timestamp 2026-01-01", "seed: 1:59:59.5", "seed: " + "1:" * 1000 + "1", "seed: " + "9" * 5000,
+    "seed: !!binary aGVsbG8=", "seed: !!float 1:30.5"])
+def test_values_of_an_earlier_yaml_are_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(config_file.to_yaml(RunConfig()).replace("seed: 0", line, 1))
+    with pytest.raises(ConfigError, match=r"config\.yaml") as error:
+        read_config(path)
+    assert "seed" in str(error.value) or "YAML" in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("1", 1), ("-12", -12), ("0", 0), ("1e-3", 1e-3), ("1.0e-05", 1e-5), (".5", 0.5), ("3.", 3.0), ("+1.5E+3", 1500.0),
+    ("true", True), ("False", False), ("null", None), ("~", None), ("", None), (".inf", float("inf")), ("yes", "yes"),
+    ("on", "on"), ("1:59", "1:59"),
+    ("0777", "0777"), ("1_000", "1_000"), ("2026-01-01", "2026-01-01"), ("'1'", "1"), ("trueish", "trueish"), ("nullx", "nullx"),
+    ("=", "="), ("1e5x", "1e5x")])
+def test_plain_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    assert load_yaml(f"a: {text}\n") == {"a": value}
+
+
+def test_the_default_configuration_comes_back(tmp_path: Path) -> None:
+    config = RunConfig(name="yes", seed=3)
+    (tmp_path / "config.yaml").write_text(config_file.to_yaml(config))
+    assert read_config(tmp_path / "config.yaml") == config
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: 1\nb:\n  c: 1\n  c: 2\n...\n")
+    with pytest.raises(ConfigError, match="duplicate key c"):
+        read_config(tmp_path / "config.yaml")
+
+
+@pytest.mark.entry("At4")
+def test_many_unknown_names_give_a_short_error(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("".join(f"some_name_{number}: 1\n" for number in range(500)) + "...\n")
+    with pytest.raises(ConfigError, match="480 more names") as error:
+        read_config(path)
+    assert len(error.value.problems) < 40

@@ -125,21 +125,47 @@ def test_a_missing_file_of_a_final_model_is_found(final: Path, name: str) -> Non
                                     lambda data: data.replace(b'"kind"', b'"kin"'),
                                     lambda data: data.replace(b'"priors": [', b'"priors": [NaN, '),
                                     lambda data: data.replace(b'"num_inputs": ', b'"num_inputs": -')])
-def test_a_damaged_description_of_an_earlier_version_is_found(final: Path, damage: Callable[[bytes], bytes]) -> None:
-    (final / DIGESTS).unlink()
+def test_a_wrong_description_with_its_digest_is_found(final: Path, damage: Callable[[bytes], bytes]) -> None:
     (final / "model.json").write_bytes(damage((final / "model.json").read_bytes()))
+    write_digests(final)
     with pytest.raises((CheckpointError, ConfigError)):
         load_final(RunFolder(final.parent))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_model_that_is_not_finite_is_refused_without_digests_too(final: Path, value: float) -> None:
-    (final / DIGESTS).unlink()
+def test_a_model_that_is_not_finite_is_refused_with_its_digest_too(final: Path, value: float) -> None:
     state = load_file(final / "model.safetensors")
     load_final(RunFolder(final.parent))
     next(iter(state.values())).view(-1)[0] = value
     save_file(state, final / "model.safetensors")
+    write_digests(final)
     with pytest.raises(CheckpointError, match="not finite"):
+        load_final(RunFolder(final.parent))
+
+
+def write_digests(final: Path) -> None:
+    digests = {path.name: sha256(path) for path in final.iterdir() if path.name != DIGESTS}
+    (final / DIGESTS).write_text(json.dumps(digests))
+
+
+@pytest.mark.entry("C2", "use a final model without its `digests.json`, or a file of a run without its checksum", "error",
+                   "`CheckpointError` names the file: a partial copy of a run does not look complete.")
+def test_a_final_model_without_digests_is_refused(final: Path) -> None:
+    state = load_file(final / "model.safetensors")
+    load_final(RunFolder(final.parent))
+    save_file({name: 1.5 * tensor for name, tensor in state.items()}, final / "model.safetensors")
+    (final / DIGESTS).unlink()
+    with pytest.raises(CheckpointError, match=DIGESTS):
+        load_final(RunFolder(final.parent))
+
+
+@pytest.mark.entry("C2")
+@pytest.mark.parametrize("name", ["input_transform.safetensors", RunFolder.IVECTORS, RunFolder.ADAPTATION])
+def test_a_file_of_a_model_that_no_digest_covers_is_refused(final: Path, name: str) -> None:
+    digests = json.loads((final / DIGESTS).read_text())
+    (final / name).write_bytes(b"added")
+    (final / DIGESTS).write_text(json.dumps({key: value for key, value in digests.items() if key != name}))
+    with pytest.raises(CheckpointError, match=name):
         load_final(RunFolder(final.parent))
 
 

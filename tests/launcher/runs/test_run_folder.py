@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from ngsgd.cluster.fingerprint import Fingerprint, FingerprintFile
 from ngsgd.config import OptimizerConfig, OuterConfig, RunConfig
 from ngsgd.errors import CheckpointError, DataError, RunLockedError
+from ngsgd.files import DIGEST, keep_digest, matches_digest
 from ngsgd.launcher.console import run_guarded
 from ngsgd.pipeline.runs import config_file
+from ngsgd.pipeline.runs.failure_record import write_record
 from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged, run_name
 from ngsgd.pipeline.runs.saved_config import read_config
 
@@ -65,6 +69,27 @@ def test_a_damaged_note_of_the_data_is_one_typed_error(folder: RunFolder, conten
     folder.data.write_text(content)
     with pytest.raises(CheckpointError, match=r"data\.json"):
         folder.remember_data("d1", Path("egs"), None)
+
+
+@pytest.mark.entry("C2")
+def test_a_file_of_a_run_without_its_checksum_is_damaged(folder: RunFolder) -> None:
+    folder.remember_data("d1", Path("egs"), None)
+    FingerprintFile(folder.fingerprint).append(Fingerprint(), 0)
+    write_record(folder.error, {"exit_code": 4, "message": "m"})
+    model = folder.path / "model.safetensors"
+    model.write_bytes(b"model")
+    keep_digest(model)
+    assert folder.last_error() and FingerprintFile(folder.fingerprint).newest() and matches_digest(model)
+    for path in (folder.data, folder.fingerprint, folder.error):
+        content = json.loads(path.read_text())
+        del content[DIGEST]
+        path.write_text(json.dumps(content))
+    model.with_suffix(".sha256").unlink()
+    assert not folder.last_error() and not matches_digest(model)
+    with pytest.raises(CheckpointError, match=r"data\.json"):
+        folder.remember_data("d1", Path("egs"), None)
+    with pytest.raises(CheckpointError, match=r"fingerprint\.json"):
+        FingerprintFile(folder.fingerprint).newest()
 
 
 def test_a_full_disk_is_an_error_with_the_folder_and_leaves_none_behind(

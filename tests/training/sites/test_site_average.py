@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 pytest.importorskip("obstore")
 
 from ngsgd.config import OuterConfig
-from ngsgd.errors import ConfigError, ObjectStorageError, RunInterrupted, RunLockedError
+from ngsgd.errors import ConfigError, DataError, ObjectStorageError, RunInterrupted, RunLockedError
 from ngsgd.training.sites.contribution import About, from_bytes, to_bytes
+from ngsgd.training.sites.rounds import digest_of
 from tests.reference.sites import Sites
 from tests.training.sites.world import LAYOUT, Site, Vector, World, delta
 
@@ -186,6 +188,79 @@ def test_a_delta_that_cannot_be_used_is_left_out(content: bytes) -> None:
     a.average()
     assert a.events() == ["site_rejected"] and a.figures["counted"] == 1
     np.testing.assert_allclose(a.parameters, world.initial + delta(0), **CLOSE)
+
+
+def with_header(site: str = "b", about: str = "", **arrays: Any) -> bytes:
+    """A file of a site, with any arrays and any text about it."""
+    about = about or json.dumps({"site": site, "run": "run", "round": 1, "outer_iter": 0})
+    content: bytes = save({"values": np.zeros(LAYOUT.size, np.float32), **arrays}, {"about": about, "codec": ""})
+    return content
+
+
+def of_shape(*shape: int, kind: Any = np.float32) -> Any:
+    return np.zeros(shape, kind)
+
+
+SIZE = LAYOUT.size
+BAD = {
+    "two dimensions": with_header(values=of_shape(SIZE // 5, 5)), "a row": with_header(values=of_shape(1, SIZE)),
+    "a column": with_header(values=of_shape(SIZE, 1)), "too short": with_header(values=of_shape(SIZE - 1)),
+    "empty": with_header(values=of_shape(0)), "a number": with_header(values=of_shape()),
+    "float64": with_header(values=of_shape(SIZE, kind=np.float64)),
+    "float16": with_header(values=of_shape(SIZE, kind=np.float16)), "integers": with_header(values=of_shape(SIZE, kind=np.int32)),
+    "one more array": with_header(more=of_shape(3)), "infinite": with_header(values=np.full(SIZE, np.inf, np.float32)),
+    "too large": with_header(values=np.full(SIZE, 3e38, np.float32)),
+    "minus infinite": with_header(values=np.full(SIZE, -np.inf, np.float32)),
+    "deep": with_header(about="[" * 100_000), "deep object": with_header(about='{"a":' * 100_000),
+    "deep and closed": with_header(about="[" * 100_000 + "]" * 100_000), "a list": with_header(about="[]"),
+    "a text": with_header(about='"x"'),
+    "no JSON": with_header(about="{"), "not UTF-8": b"\x08" + bytes(7) + b'{"\xff": 1' + b"}",
+    "long integer": with_header(about="9" * 10_000),
+    "another site": with_header("a"), "no site": with_header(about="{}"),
+    "one field more": with_header(about='{"site": "b", "run": "run", "round": 1, "outer_iter": 0, "more": 1}'),
+    "a round of another type": with_header(about='{"site": "b", "run": "run", "round": true, "outer_iter": 0}'),
+    "another round": with_header(about='{"site": "b", "run": "run", "round": 2, "outer_iter": 0}'),
+    "other codes": save({"codes": of_shape(2, SIZE, kind=np.uint8), "peaks": of_shape(1), "statistics": of_shape(0)},
+                        {"about": json.dumps({"site": "b", "run": "r", "round": 1, "outer_iter": 0}), "codec": "int8"}),
+    "codec of another type": save({"values": of_shape(SIZE)}, {"about": "{}", "codec": "[]"})}
+
+
+@pytest.mark.entry("At1", "average over sites, and one site writes a damaged delta: other shapes, types, names, numbers that are "
+                   "not finite, deep JSON", "works",
+                   "The delta is checked before the round is closed, and skipped with the incident `site_rejected`.")
+@pytest.mark.parametrize("what", BAD)
+def test_a_damaged_contribution_is_skipped_before_the_round_is_closed(what: str) -> None:
+    world = World("a", "b")
+    a = world.sites["a"]
+    world.sites["b"].link.create("rounds/000001/b.safetensors", BAD[what])
+    a.train(delta(0))
+    a.average()
+    assert a.events() == ["site_rejected"] and a.figures["counted"] == 1
+    np.testing.assert_allclose(a.parameters, world.initial + delta(0), **CLOSE)
+    # the site itself continues, and is part of the next round
+    b = world.sites["b"]
+    b.train(delta(1))
+    b.average()
+    for number, site in enumerate((b, a)):
+        site.train(delta(2 + number))
+    world.average("b", "a")
+    assert b.figures["counted"] == 2 and np.array_equal(a.parameters, b.parameters)
+
+
+@pytest.mark.entry("At1")
+@pytest.mark.parametrize("site", ["b", "unknown"])
+def test_a_round_that_is_closed_with_a_damaged_contribution_is_one_error(site: str) -> None:
+    """As an earlier version closed it."""
+    world = World("a", "b")
+    a, content = world.sites["a"], BAD["two dimensions"] if site == "b" else with_header("unknown")
+    a.link.create(f"rounds/000001/{site}.safetensors", content)
+    a.average_.rounds.close(1, {site: digest_of(content)}, {})
+    before = a.average_.state_dict()["arrays"]["model"].copy()
+    a.begin(a.checkpoint())
+    a.train(delta(0))
+    with pytest.raises(DataError, match=f"site {site} "):
+        a.average()
+    assert np.array_equal(a.average_.state_dict()["arrays"]["model"], before) and a.average_.round == 0
 
 
 @pytest.mark.parametrize("key", ["rounds/000001/closed.json", "rounds/000001/b.safetensors"])
