@@ -84,10 +84,10 @@ def _require_right(kind: str, name: str) -> None:
     """Rows are those of the gradient; other methods use gradients and Hessians only."""
     options = {"products": "hessian"} if kind == "hessian_free" else {}
     if kind in ROWS:
-        wanted = _directions(kind, LINEARIZED[name], **options)
+        wanted = _directions(kind, LINEARIZED[name], options)
     else:
-        wanted = _directions(kind, FUNCTIONS[name], hidden=True, **options)
-    found = _directions(kind, FUNCTIONS[name], **options)
+        wanted = _directions(kind, FUNCTIONS[name], options, hidden=True)
+    found = _directions(kind, FUNCTIONS[name], options)
     assert any(float(value.abs().sum()) > 0.0 for value in found.values())
     for key, value in wanted.items():
         close(found[key], value)
