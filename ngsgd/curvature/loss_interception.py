@@ -129,7 +129,7 @@ def require_linear(roots: Iterable[Node], values: Iterable[Node], layers: set[No
     return leading & ends
 
 
-# what is right for every objective
+# quantities that are defined for every objective
 _WAY_OUT = ("request first-order quantities (of a preconditioner: fisher=\"empirical\", with num_rows= "
             "for other losses, or products=\"hessian\" of HessianFree).")
 # by which a backward pass starts

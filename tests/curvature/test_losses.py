@@ -359,7 +359,8 @@ def test_linear_functions_of_a_loss_are_exact(name: str) -> None:
     "you differentiate a function of a loss: its square root, exponential, product with another loss, weights "
     "that depend on the parameters, or a sum with another function of the output",
     "error",
-    "`ConfigError` in the backward pass, before second-order quantities are stored. Sums, means, multiples, selections "
+    "`ConfigError` in the backward pass, before second-order quantities are stored; also of preconditioners with "
+    '`fisher="mc"` or `"exact"`, and of `HessianFree` with `products="ggn"`. Sums, means, multiples, selections '
     "and maxima of losses are exact.",
 )
 @pytest.mark.parametrize("name", NONLINEAR)

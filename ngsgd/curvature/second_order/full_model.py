@@ -117,7 +117,8 @@ class FullModelProducts(LossWeight):
         self._expanded.__exit__(kind, error, trace)
 
     def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._layers.extend(get_gradient_edge(part) for part in tree_leaves(output) if isinstance(part, Tensor) and part.requires_grad)
+        self._layers.extend(get_gradient_edge(part) for part in tree_leaves(output)
+                            if isinstance(part, Tensor) and part.requires_grad)
 
     @property
     def is_differentiated(self) -> bool:
