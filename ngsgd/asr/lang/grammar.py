@@ -81,8 +81,7 @@ def read(path: Path) -> Grammar:
     Raises:
         DataError: the file cannot be read, or its syntax is not supported.
     """
-    text = "
-".join(line for _, line in lines.read(path, max_bytes=_MAX_BYTES))
+    text = "\n".join(line for _, line in lines.read(path, max_bytes=_MAX_BYTES))
     tokens = _TOKEN.findall(_without_comments(text).rstrip())
     return _Parser(path, tokens).grammar()
 
