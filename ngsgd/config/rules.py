@@ -155,8 +155,9 @@ def _features(c: RunConfig) -> Iterator[Problem]:
                        f"features.sample_rate_hz is {features.sample_rate_hz}, and {corpus} is sampled at "
                f"{_RATE_HZ} Hz; set {_RATE_HZ}.")
     if features.resample and corpus not in ("kaldi", "lhotse") and not c.data.added_dirs:
-        yield (f"features.resample is true, but it has no effect with data.corpus={corpus}, whose audio is sampled at "
-               f"{_RATE_HZ} Hz; remove it, or add audio with data.added_dirs.")
+        yield Problem(("features.resample", "data.corpus"),
+                      f"features.resample is true, but it has no effect with data.corpus={corpus}, whose audio is sampled at "
+                      f"{_RATE_HZ} Hz; remove it, or add audio with data.added_dirs.")
     if corpus == "an4" and features.kind != "given":
         yield Problem(("features.kind", "data.corpus"),
                        f"features.kind is {features.kind}, and data.corpus=an4 comes as cepstra, without "

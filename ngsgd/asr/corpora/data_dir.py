@@ -212,9 +212,9 @@ def _sides(path: Path) -> dict[str, int]:
     """
     if not path.is_file():
         return {}
-    lines = (line.split() for _, line in tables.read_lines(path))
+    rows = (line.split() for _, line in lines.read(path))
     return {words[0]: int(words[2]) - 1 if words[2].isdigit() else ord(words[2].upper()) - ord("A")
-            for words in lines if len(words) == 3 and re.fullmatch("[A-Za-z]|[1-9][0-9]?", words[2])}
+            for words in rows if len(words) == 3 and re.fullmatch("[A-Za-z]|[1-9][0-9]?", words[2])}
 
 
 def _check_is_file(entry: Entry) -> None:

@@ -55,6 +55,8 @@ def test_unchanged_models(text: str) -> None:
     assert masked(text) == text
 
 
+@pytest.mark.entry("At5", "a worker prints a line of 1 MB and dies", "works",
+                   "its last words are cut at 4 kB, and passwords are masked in linear time")
 @pytest.mark.parametrize("part", [
     "a", "ab", "@", "?", "://", "?key", "?keykey", "://u:p", "a://", "a://b:1", ";a", "token=", "Bearer ", "password", "a.", "x@://u:p"])
 @pytest.mark.parametrize("end", ["", "@", "://", "="])
