@@ -131,8 +131,9 @@ def _terms(roots: list[_Edge]) -> tuple[list[tuple[int | None, _Edge]] | None, l
 def _is_factor(node: Any) -> bool:
     """Return whether the operation multiplies a number: a weight, or a mean of losses."""
     if node.name().startswith("Mean"):
-        return node.next_functions[0][0] is not None and node.next_functions[0][0].name().startswith(("Stack", "Cat"))
-    return node.name().startswith(("Mul", "Div"))
+        below = node.next_functions[0][0]
+        return below is not None and bool(below.name().startswith(("Stack", "Cat")))
+    return bool(node.name().startswith(("Mul", "Div")))
 
 
 def _are_of_one_minibatch(edges: Sequence[_Edge | None]) -> bool:
@@ -414,7 +415,7 @@ class LossRows:
         if not parameters:
             return None, None
         allowed = {id(p) for p in done.inputs} if done.inputs else None
-        nodes = [output.grad_fn for output in done.outputs if output.grad_fn is not None]
+        nodes: list[Any] = [output.grad_fn for output in done.outputs if output.grad_fn is not None]
         seen, hides_layers = set[Any](), False
         # The list grows in the loop: breadth first.
         for node in nodes:
