@@ -258,7 +258,7 @@ def _is_of_weights(node: Any) -> bool:
 
 
 def _leaf(node: Any) -> Any:
-    """Return the node of the parameter of which the node is a view or function; None without one."""
+    """Return the node of the parameter of which the node is a function; None without one."""
     while node is not None and node.name() != _LEAF and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
     return node if node is not None and node.name() == _LEAF else None
