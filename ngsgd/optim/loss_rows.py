@@ -86,7 +86,7 @@ def loss_shape(outputs: Sequence[Tensor]) -> LossShape:
 
 
 def _terms(roots: list[_Edge]) -> tuple[list[tuple[int | None, _Edge]] | None, list[_Edge | None], bool]:
-    """Return ((rows, input) of each known loss function, inputs of other reductions to numbers, ...).
+    """Return ((rows, input) of each known loss, inputs of other reductions to numbers, ...).
 
     None for an input with positions of a custom Function, whose samples it may choose; and instead
     of the known ones if the graph is too large. The last value is whether all losses have factors.
@@ -131,12 +131,13 @@ def _terms(roots: list[_Edge]) -> tuple[list[tuple[int | None, _Edge]] | None, l
 def _is_factor(node: Any) -> bool:
     """Return whether the operation multiplies a number: a weight, or a mean of losses."""
     if node.name().startswith("Mean"):
-        return node.next_functions[0][0] is not None and node.next_functions[0][0].name().startswith(("Stack", "Cat"))
-    return node.name().startswith(("Mul", "Div"))
+        below = node.next_functions[0][0]
+        return below is not None and bool(below.name().startswith(("Stack", "Cat")))
+    return bool(node.name().startswith(("Mul", "Div")))
 
 
 def _are_of_one_minibatch(edges: Sequence[_Edge | None]) -> bool:
-    """Return whether losses are of the same samples: of one call of a layer, or of calls that share a layer below."""
+    """Return whether losses are of one call of a layer, or of calls that share a layer below."""
     heads = {head for edge in edges if edge is not None and (head := _head(edge)) is not None}
     if len(heads) < 2:
         return True
@@ -257,7 +258,7 @@ def _is_of_weights(node: Any) -> bool:
 
 
 def _leaf(node: Any) -> Any:
-    """Return the node of a parameter of which the node is a function of one input, such as a view; None if it is none."""
+    """Return the node of the parameter of which the node is a function; None without one."""
     while node is not None and node.name() != _LEAF and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
     return node if node is not None and node.name() == _LEAF else None
@@ -367,7 +368,7 @@ class LossRows:
         return int(self._context.num_passes)
 
     def after_pass(self, num_passes: int, done: _Pass) -> Any:
-        """Count a pass that has added to gradients of the optimizer; return the operation next to the loss."""
+        """Count a pass that has added to gradients; return the operation next to the loss."""
         parameter, user = self._nearest(done, self._context.num_passes != num_passes)
         if parameter is None or (grad := parameter.grad) is None:
             return None
@@ -414,7 +415,7 @@ class LossRows:
         if not parameters:
             return None, None
         allowed = {id(p) for p in done.inputs} if done.inputs else None
-        nodes = [output.grad_fn for output in done.outputs if output.grad_fn is not None]
+        nodes: list[Any] = [output.grad_fn for output in done.outputs if output.grad_fn is not None]
         seen, hides_layers = set[Any](), False
         # The list grows in the loop: breadth first.
         for node in nodes:
@@ -432,7 +433,8 @@ class LossRows:
         return (self._context.last_weight if hides_layers and has_reached else None), None
 
 
-# Keys of marks in the metadata of operations: the last pass through them, and the passes whose next parameter they use.
+# Keys of marks in the metadata of operations: the last pass through them, and the passes whose
+# next parameter they use.
 _PASS, _HEAD = "ngsgd.pass", "ngsgd.head"
 _numbers = itertools.count(1)
 
