@@ -67,8 +67,9 @@ def _update(store: ObjectStore, folder: Path, wanted: dict[str, State], report: 
     finally:
         # a later process continues with the others
         write_text(folder / _INDEX, json.dumps(here))
+    kept = {*wanted, _INDEX, _LOCK}
     for path in [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]:
-        if path.relative_to(folder).as_posix() not in (*wanted, _INDEX, _LOCK):
+        if path.relative_to(folder).as_posix() not in kept:
             path.unlink()
 
 
