@@ -67,8 +67,8 @@ def _made(kind: str, case: Problem, **options: object) -> Preconditioner:
     return METHODS[kind](case.model, damping=0.1, **options)
 
 
-def _directions(kind: str, function: Callable[[Tensor, Tensor], Tensor], *, hidden: bool = False,
-                **options: object) -> dict[str, Tensor]:
+def _directions(kind: str, function: Callable[[Tensor, Tensor], Tensor], options: dict[str, str],
+                *, hidden: bool = False) -> dict[str, Tensor]:
     """After two steps, so that methods that evaluate a minibatch twice have done so."""
     case = problem("linear")
     preconditioner = _made(kind, case, **options)
