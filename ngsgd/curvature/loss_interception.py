@@ -157,7 +157,7 @@ class LossCalls(TorchFunctionMode):
         self._num_losses = 0
         # the last backward pass whose objective was checked, and its losses
         self._checked = -1
-        self._terms: set[int] = set()
+        self._terms: dict[int, Node] = {}
 
     @property
     def is_differentiating(self) -> bool:
@@ -187,10 +187,12 @@ class LossCalls(TorchFunctionMode):
             if not self._roots:
                 raise ConfigError("the objective of the backward pass is unknown: start it inside of the context, by "
                                   "loss.backward() or torch.autograd.grad().")
-            terms = require_linear(self._roots, self._losses.values(), {edge.node for edge in layers})
-            self._terms = {place for place, node in self._losses.items() if node in terms}
+            # A graph may be differentiated again.
+            known = {**self._terms, **self._losses}
+            terms = require_linear(self._roots, known.values(), {edge.node for edge in layers})
+            self._terms = {place: node for place, node in known.items() if node in terms}
             for place in self._terms:
-                del self._losses[place]
+                self._losses.pop(place, None)
             self._checked = number
         if loss not in self._terms:
             raise ConfigError("the input of a loss depends on another loss, so the curvature of the "
@@ -206,6 +208,7 @@ class LossCalls(TorchFunctionMode):
     def forget(self) -> None:
         """Free the graphs of losses that were not differentiated."""
         self._losses.clear()
+        self._terms.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}

@@ -8,8 +8,10 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ngsgd.asr.decode import decoding
 from ngsgd.asr.lang import arpa, grammar, graphs, ngram, vocabulary
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
@@ -198,8 +200,10 @@ def test_a_graph_of_the_data_without_a_path_is_one_error(text: str, tmp_path: Pa
 
 
 @pytest.mark.entry("Sp10")
-def test_a_transcript_without_a_path_in_the_graph_is_one_error() -> None:
+def test_a_transcript_without_a_path_in_the_graph_has_no_path() -> None:
     graph = graphs.build(Language(TOPOLOGY, is_one_word=True), silence_prob=0.2)
-    assert graphs.within(graph, ["ab"]).fst.num_states
-    with pytest.raises(DataError, match="ab ab"):
-        graphs.within(graph, ["ab", "ab"])
+    loglik_TP = np.zeros((20, TOPOLOGY.num_pdfs), np.float32)
+    for words, is_complete in ((["ab"], True), (["ab", "ab"], False)):
+        path = decoding.best_path(graphs.within(graph, words), loglik_TP, acoustic_scale=1.0, beam=100.0, max_active=1000)
+        assert path.is_complete == is_complete
+        assert path.words == tuple(words if is_complete else ())

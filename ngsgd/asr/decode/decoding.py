@@ -35,16 +35,21 @@ class Path:
     is_complete: bool
 
 
+_NO_PATH = Path((), np.zeros(0, np.int32), math.inf, is_complete=False)
+
+
 def best_path(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float, max_active: int) -> Path:
     """Return the best path through `graph`.
 
     Args:
-        graph: the decoding graph.
+        graph: the decoding graph; one without states has no path.
         loglik_TP: log posterior minus log prior of each pdf.
         acoustic_scale: factor of the acoustic scores.
         beam: search beam, in the unit of the scaled costs.
         max_active: maximum number of active states.
     """
+    if not graph.fst.num_states:
+        return _NO_PATH
     return path_of(_searched(graph, loglik_TP, acoustic_scale, beam, max_active), graph)
 
 
@@ -79,7 +84,7 @@ def path_of(decoder: Any, graph: Graph, *, use_final: bool = True) -> Path:
     kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")
     found, path = decoder.get_best_path(use_final)
     if not found:
-        return Path((), np.zeros(0, np.int32), math.inf, is_complete=False)
+        return _NO_PATH
     _, pdf_labels, word_labels, weight = kaldifst.get_linear_symbol_sequence(path)
     return Path(tuple(graph.words[label - 1] for label in word_labels), np.array(pdf_labels, np.int32) - 1,
                 weight.value1 + weight.value2, is_complete=decoder.reached_final())

@@ -94,7 +94,7 @@ def _without_probabilities(entries: Sequence[Entry], path: Path, report: Callabl
         while entries and _is_probability([phones[num_columns:] for _, _, phones in entries]):
             num_columns += 1
     if num_columns:
-        report(f"{path}: the first {num_columns} fields after each word are numbers, and are not "
+        report(f"{path}: the first {num_columns} field(s) after each word are numbers, and are not "
                "used: all pronunciations of a word have the same probability")
     kept = [(where, word, phones[num_columns:]) for where, word, phones in entries]
     for where, word, phones in kept:
