@@ -96,8 +96,8 @@ def _requests() -> tuple[signal.Signals, ...]:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[Callable[[], None]]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP while the block runs, in the main thread of this
-    process.
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP while the block runs, in the main thread of
+    this process.
 
     Yields:
         A function that sets the handler again, for after a library has replaced it.

@@ -156,7 +156,7 @@ def _selects_samples(node: Any) -> bool:
 
 
 def _head(edge: _Edge) -> tuple[Any, int] | None:
-    """Return (next node with a parameter, id of the parameter); None if no node has data and one."""
+    """Return (next node with a parameter, id of the parameter); None without data and one."""
     nodes, seen = deque[Any]([edge[0]]), set[Any]()
     while nodes and len(seen) < _MOST_OPERATIONS:
         node = nodes.popleft()

@@ -150,7 +150,7 @@ def test_options_that_exclude_each_other_are_an_error(options: list[str], capsys
 def test_utterances_without_words_are_a_group(model: Path, data: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(data / "test", tmp_path / "test"))
     texts = (folder / "text").read_text().splitlines()
-    # the second speaker says nothing, by the text
+    # no words of the second speaker
     (folder / "text").write_text("".join(f"{line.split()[0] if '-s1-' in line else line}\n" for line in texts))
     result = decode(model, DecodeRequest(folder, confidences=True))
     assert decode_data.by_length(result.rows)["0"] == WordErrors(0, 9, 0, 0)
