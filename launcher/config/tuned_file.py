@@ -8,15 +8,13 @@ from typing import Any
 
 from ngsgd.errors import ConfigError
 from ngsgd.files import write_text
-from ngsgd.pipeline.runs.yaml_text import load_yaml, read_yaml_text
+from ngsgd.pipeline.runs.yaml_text import dump_yaml, load_yaml, read_yaml_text
 
 _WORDS = ("+tuned=", "tuned=")
 
 
 def write(path: Path, settings: Mapping[str, Any], comments: Sequence[str]) -> None:
-    import yaml
-
-    text = "".join(f"# {line}\n" for line in comments) + str(yaml.safe_dump(dict(settings), sort_keys=False))
+    text = "".join(f"# {line}\n" for line in comments) + dump_yaml(dict(settings))
     write_text(path, text)
 
 

@@ -90,6 +90,7 @@ REGISTRY = [
     Table("utt2spk", "u1 s1\nu2 s2\n", _directory, _tables),
     Table("wav.scp", "u1 a.wav\nu2 b.wav\n", _directory, _tables),
     Table("segments", "u1 r1 0 1\nu2 r1 1 2\n", _directory, lambda folder: _tables(folder, wav_scp="r1 a.wav\n")),
+    Table("reco2file_and_channel", "u1 a A\nu2 b B\n", _directory, _tables),
     Table("feats.scp", "u1 a.ark:3\nu2 a.ark:9\n", _directory, _tables),
     Table("cmvn.scp", "s1 a.ark:3\ns2 a.ark:9\n", lambda folder: [(key, one.value) for key, one in
                                                                  tables.read_table(folder / "cmvn.scp").items()]),
@@ -256,7 +257,7 @@ def test_a_table_is_in_the_registry_for_every_call_of_the_reader() -> None:
     calls = {path.relative_to(ROOT / "ngsgd").as_posix(): len(call.findall(path.read_text()))
              for path in sorted((ROOT / "ngsgd").rglob("*.py"))}
     assert {name: count for name, count in calls.items() if count} == {
-        "asr/corpora/alignments.py": 2, "asr/corpora/an4.py": 2, "asr/corpora/corpus.py": 1, "asr/corpora/data_dir.py": 5,
+        "asr/corpora/alignments.py": 2, "asr/corpora/an4.py": 2, "asr/corpora/corpus.py": 1, "asr/corpora/data_dir.py": 6,
         "asr/corpora/kaldi_dirs.py": 1, "asr/corpora/manifests.py": 1, "asr/kaldi_io/tables.py": 3, "asr/lang/arpa.py": 1,
         "asr/lang/grammar.py": 1, "asr/lang/lexicon.py": 1, "asr/lang/vocabulary.py": 1}
 

@@ -86,13 +86,11 @@ def check_in_graph(utterances: Iterable[Labelled], given: GivenGraph, path: Path
     graph = graphs.read(given)
     num, without = 0, []
     for utt_id, words, pdf_T in itertools.islice(utterances, 0, None, step):
-        try:
-            within = graphs.within(graph, words)
-        except DataError:
-            continue
-        num += 1
-        if not _is_in(within, pdf_T, 1 + max(given.tid2pdf)):
-            without.append(utt_id)
+        within = graphs.within(graph, words) if set(words) <= set(graph.words) else None
+        if within is not None and within.fst.num_states:
+            num += 1
+            if not _is_in(within, pdf_T, 1 + max(given.tid2pdf)):
+                without.append(utt_id)
     if len(without) > _MOST_WITHOUT * num:
         raise DataError(f"{path} has labels that are no path through data.graph with the words of the transcript, for "
                         f"{len(without)} of {num} compared utterances, the first is {without[0]}; give the alignment and the "

@@ -8,6 +8,7 @@ from typing import Any
 from ngsgd.config import RunConfig
 from ngsgd.config.unused import of_speech
 from ngsgd.masking import masked
+from ngsgd.pipeline.runs.yaml_text import dump_yaml
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -15,12 +16,10 @@ def to_yaml(config: RunConfig) -> str:
 
     A custom task has no settings of speech.
     """
-    import yaml
-
     settings = _plain(asdict(config))
     if config.task._target_:
         settings = _without_speech(settings, "")
-    return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, explicit_end=True))
+    return dump_yaml(settings, allow_unicode=True, explicit_end=True)
 
 
 def _without_speech(settings: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -68,6 +68,23 @@ def _depth(text: str) -> int:
     return most
 
 
+def dump_yaml(tree: Any, **options: Any) -> str:
+    """Return YAML that `load_yaml`, and readers of YAML 1.1, read as the same tree.
+
+    Args:
+        tree: mappings, lists and plain values.
+        options: options of `yaml.safe_dump`.
+    """
+    import yaml
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        """Quotes texts that are other values by either version, such as 1e5."""
+
+    for kind, (pattern, first) in _PLAIN.items():
+        Dumper.add_implicit_resolver(f"{_TAG}{kind}", pattern, first)
+    return str(yaml.dump(tree, Dumper=Dumper, sort_keys=False, **options))
+
+
 def load_yaml(text: NamedText | str) -> Any:
     """Load plain values by the rules of YAML 1.2; duplicate keys are errors.
 

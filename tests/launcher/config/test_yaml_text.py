@@ -13,7 +13,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.launcher.config import tuned_file
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.saved_config import read_config
-from ngsgd.pipeline.runs.yaml_text import load_yaml
+from ngsgd.pipeline.runs.yaml_text import dump_yaml, load_yaml
 
 
 def expand_aliases(path: Path) -> None:
@@ -113,3 +113,11 @@ def test_many_unknown_names_give_a_short_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="480 more names") as error:
         read_config(path)
     assert len(error.value.problems) < 40
+
+
+@pytest.mark.entry("At4")
+@pytest.mark.parametrize("text", ["1e5", "012", "yes", "1:59", "0x1F", "2026-01-01", "null", "~", "", ".5", "1.", "-1", "nan",
+                                  ".nan", "true"])
+def test_a_text_that_looks_like_another_value_is_read_as_it_was_written(text: str) -> None:
+    tree = {"name": text, "list": [text, 1, 0.5, None, True], text: "key"}
+    assert load_yaml(dump_yaml(tree)) == tree
