@@ -103,7 +103,7 @@ def network(config: ModelConfig) -> nn.Module:
                        statistics=DataStatistics(counts, transform))
 
 
-TDNN = ModelConfig(kind="tdnn", hidden_dim=32, tdnn_offsets="-1,0,1 -1,1 -2,2 0 0")
+TDNN = ModelConfig(kind="tdnn", hidden_dim=32, tdnn_offsets="-1,0,1 -1,1 -2,2 0 0", normalize="renormalize")
 NETWORKS = {
     "relu": ModelConfig(num_layers=2, hidden_dim=32),
     "pnorm": ModelConfig(kind="pnorm", num_layers=2, hidden_dim=40),

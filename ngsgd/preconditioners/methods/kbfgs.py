@@ -156,11 +156,10 @@ class KBFGS(TwoPassMethod):
         (z_O, e_O), (z_after_O, e_after_O) = before, after
         H_g = self.statistics[name]["H_g"]
         s_O, y_O = z_after_O - z_O, e_after_O - e_O
-        # Without a path to the loss there is no pair of this step.
-        if not bool(y_O.any()):
-            return
+        change_O = y_O
         s_O, y_O = doubly_damped(s_O, y_O, H_g @ y_O, least=self.options.min_curvature, damping=self.option(name, "damping") ** 0.5)
-        if not bfgs_inverse(H_g, s_O, y_O):
+        # Without a path to the loss there is no pair of this step.
+        if not bfgs_inverse(H_g, s_O, y_O) and bool(change_O.any()):
             self.note_skipped()
 
     def invert(self, name: str, known: State) -> State:

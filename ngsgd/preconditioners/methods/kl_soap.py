@@ -56,14 +56,15 @@ class KLSOAP(SOAP):
             keys = [f"{index}.{k}" for k in range(block.ndim)]
             # As in SOAP, square the first gradient in float64.
             own = self._rotated(block, index, bases, transpose=True) if bases else block.double()
-            # Earlier gradients of zeros have nothing to whiten by, either.
-            if bases and all(bool(known[key].any()) for key in keys):
-                roots = [_inverse_roots(known[key], bases[key]) for key in keys]
-            else:
-                # The root of a smaller number is infinite in this dtype, and 0 * inf is NaN.
-                tiny = torch.finfo(own.dtype).tiny
-                scale = own.double().square().mean().clamp(min=tiny).pow(-0.5 / own.ndim).to(own)
-                roots = [scale.expand(length) for length in own.shape]
+            # The root of a smaller number is infinite in this dtype, and 0 * inf is NaN.
+            tiny = torch.finfo(own.dtype).tiny
+            scale = own.double().square().mean().clamp(min=tiny).pow(-0.5 / own.ndim).to(own)
+            roots = [scale.expand(length) for length in own.shape]
+            if bases:
+                # Earlier gradients of zeros have nothing to whiten by, either.
+                is_known = torch.stack([known[key].any() for key in keys]).all()
+                roots = [torch.where(is_known, _inverse_roots(known[key], bases[key]), root)
+                         for key, root in zip(keys, roots, strict=True)]
             for k, key in enumerate(keys):
                 G_DX = _whitened(own, roots, k)
                 G_DX = gemm.mm(bases[key], G_DX) if bases else G_DX

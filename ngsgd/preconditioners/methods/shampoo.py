@@ -124,7 +124,8 @@ class Shampoo(Preconditioner):
         find = inverse_root if self.options.root_method == "eigen" else inverse_root_newton
         order = 1 + max(int(key.rpartition(".")[2]) for key in known)
         # A block that had zero gradients only waits for the next update.
-        return {key: find(L_DD, 2 * order, self.option(name, "damping")) if bool(L_DD.any()) else torch.zeros_like(L_DD)
+        # No value is read on the host.
+        return {key: torch.where(L_DD.any(), find(L_DD, 2 * order, self.option(name, "damping")), 0.0)
                 for key, L_DD in known.items()}
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
