@@ -24,7 +24,7 @@ import obstore
 from ngsgd import files
 from ngsgd.asr import bundle_files
 from ngsgd.asr.decode.scoring import read_per_utterance
-from ngsgd.asr.kaldi_io import tables
+from ngsgd.asr.kaldi_io import lines, tables
 from ngsgd.asr.lang import grammar, lexicon, ngram
 from ngsgd.cluster.fingerprint import FingerprintFile
 from ngsgd.errors import NgsgdError
@@ -65,7 +65,7 @@ OF_FILES: dict[str, Callable[[Path], object]] = {
     "last lines": lambda path: files.last_lines(path, 50),
     "lexicon": lambda path: lexicon.read(path, 3),
     "grammar": grammar.read,
-    "Kaldi table": lambda path: list(tables.read_lines(path)),
+    "Kaldi table": lambda path: list(lines.read(path)),
     "alignments": tables.read_int_vectors,
 }
 OF_TEXTS: dict[str, Callable[[str], object]] = {

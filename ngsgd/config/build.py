@@ -163,7 +163,7 @@ def _build_section(kind: type[Any], values: Any, prefix: str, problems: list[Pro
     problems += [_unknown(f"{prefix}{name}"[:_LONGEST_SHOWN], name[:_LONGEST_SHOWN], prefix, known)
                  for name in unknown[:_MOST_UNKNOWN]]
     if more := unknown[_MOST_UNKNOWN:]:
-        problems.append(Problem(f"{prefix}{more[0]}"[:_LONGEST_SHOWN], f"{len(more)} more names after these are no settings."))
+        problems.append(Problem((f"{prefix}{more[0]}"[:_LONGEST_SHOWN],), f"{len(more)} more names after these are no settings."))
     # cannot come from the command line, where the schema has every option
     if missing := [f"{prefix}{name}" for name in known if name not in values]:
         problems.append(Problem((missing[0],), f"no value for {', '.join(missing)}; the file is "

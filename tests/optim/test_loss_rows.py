@@ -61,7 +61,8 @@ class Experts(nn.Module):
         self.trunk, self.experts = nn.Linear(5, 8), nn.ModuleList([last(8, 3), last(8, 3)])
 
     def forward(self, x: Tensor, expert: int) -> Tensor:
-        return self.experts[expert](self.trunk(x).tanh())
+        y: Tensor = self.experts[expert](self.trunk(x).tanh())
+        return y
 
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.trunk(x).tanh()
@@ -327,7 +328,7 @@ def test_passes_with_plain_gradients_count(case: str) -> None:
 
 def test_passes_of_adamw_layers_alone_do_not_count() -> None:
     torch.manual_seed(0)
-    models = [affine(Head), affine(Head)]
+    models: list[Any] = [affine(Head), affine(Head)]
     models[1].load_state_dict(models[0].state_dict())
     for model, num_samples in zip(models, (None, NUM), strict=True):
         optimizer = NGSGD(model, 1e-3, loss_reduction="mean", fallback="adamw")
@@ -411,7 +412,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object]]
                                                                           for i in range(2)]),
     "a mean of two experts": (Experts, lambda m: (sum(ce(m(X, i), Y) for i in range(2)) / 2).backward()),
     "a mean of experts with half of the samples": (
-        Experts, lambda m: torch.stack([ce(one, Y[:8]) for one in m.halves(X)]).mean().backward()),
+        Experts, lambda m: torch.stack([ce(one, Y[:8]) for one in m.halves(X)]).mean().backward()),  # type: ignore[operator]
     "a mean of two calls": (affine, lambda m: ((ce(m(X), Y) + ce(m(X + 1), Y)) / 2).backward()),
     "weights of two calls": (
         affine, lambda m: (0.5 * (m(X) - T).square().mean() + 0.5 * (m(X + 1) - T).square().mean()).backward()),

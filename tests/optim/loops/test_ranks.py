@@ -135,7 +135,7 @@ def _with_unequal_plain_ranks(rank: int) -> None:
             model = build()
             start = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
             wrapped, optimizer = _wrapped(model, make, order)
-            assert not optimizer.preconditioned
+            assert isinstance(optimizer, NGSGD) and not optimizer.preconditioned
             for x, y in minibatches(8)[rank::2]:
                 num = 16 - 7 * rank
                 train(wrapped, optimizer, [(x[:num], y[:num])])
