@@ -158,7 +158,7 @@ def is_complete(training: Training, bucket: Bucket) -> bool:
     return {name for name in content(training.folder.path) if not name.startswith(".")} == wanted == set(stored)
 
 
-@pytest.mark.entry("H1", "look at a run in object storage (`status`, `report`, `info`, `why`, `decode --frames` ...) while this "
+@pytest.mark.entry("At6", "look at a run in object storage (`status`, `report`, `info`, `why`, `decode --frames` ...) while this "
                    "machine begins to train it", "works",
                    "A command that only reads has its own copy below `~/.cache/ngsgd/object-storage-copies`: it can undo no "
                    "commit.")
@@ -174,7 +174,7 @@ def test_a_command_that_reads_changes_nothing_while_training_goes_on_at_its_requ
     assert [_is_harmless_at(number, bucket, tmp_path / "out", command) for number in range(8)][:3] == [True] * 3
 
 
-@pytest.mark.entry("H1")
+@pytest.mark.entry("At6")
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_status_changes_nothing_while_training_goes_on(bucket: Bucket, tmp_path: Path, number: int) -> None:
     assert _is_harmless_at(number, bucket, tmp_path / "out", COMMANDS[0])
@@ -213,7 +213,7 @@ def _nothing() -> None:
     pass
 
 
-@pytest.mark.entry("H1")
+@pytest.mark.entry("At6")
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS[:5], ids=" ".join)
 def test_a_command_that_reads_changes_nothing_between_any_two_requests_of_training(
