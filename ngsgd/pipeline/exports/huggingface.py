@@ -9,9 +9,10 @@ import json
 from pathlib import Path
 
 from ngsgd.asr.bundle_files import read_files
-from ngsgd.files import new_directory, parse_json, write_text
+from ngsgd.files import new_directory, parse_json, sha256, write_text
 from ngsgd.pipeline.exports.model_card import model_card
 from ngsgd.pipeline.exports.source import Source, write_graph, write_words
+from ngsgd.pipeline.runs.final_model import DIGESTS
 
 
 def write(source: Source, output: Path) -> list[Path]:
@@ -34,4 +35,6 @@ def write(source: Source, output: Path) -> list[Path]:
         write_graph(source.bundle.graph, temporary / "graph.fst")
         write_words(source.bundle.graph, temporary / "words.txt")
         write_text(temporary / "README.md", model_card(source, num_parameters))
+        digests = {file.name: sha256(file) for file in sorted(temporary.iterdir())}
+        write_text(temporary / DIGESTS, json.dumps(digests, indent=1))
     return [output]
