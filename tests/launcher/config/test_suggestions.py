@@ -96,8 +96,8 @@ def _is_accepted(word: str) -> bool:
     try:
         compose.compose([TASK, word])
     except ConfigError as error:
-        # speech options have no effect with a task, and some need other options
-        others = ("task._target_", "does not use", "no effect")
+        # speech options have no effect with a task, some need other options, and 1 is below another
+        others = ("task._target_", "does not use", "no effect", "schedule.lr_initial", "schedule.num_jobs_initial")
         return not any(problem.startswith(f"{key} is") and not any(word in problem for word in others)
                        for problem in error.problems)
     return True
