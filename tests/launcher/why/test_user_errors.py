@@ -264,18 +264,6 @@ def test_a_later_start_makes_a_failed_command_irrelevant(user: User, capsys: pyt
 
 
 @pytest.mark.slow
-def test_errors_of_earlier_versions_are_explained_by_their_exit_code(user: User, capsys: pytest.CaptureFixture[str]) -> None:
-    diverging(user)
-    run = user.run()
-    about = read_json(run / "error.json")
-    (run / "error.json").write_text(json.dumps({name: about[name] for name in ("exit_code", "message")}))
-    events = run / "events.jsonl"
-    events.write_text("".join(line for line in events.read_text().splitlines(keepends=True)
-                              if json.loads(line)["event"] not in ("opened", "error")))
-    assert answer(capsys, str(run))["culprit"] == "learning rate"
-
-
-@pytest.mark.slow
 def test_a_damaged_record_is_not_believed(user: User, capsys: pytest.CaptureFixture[str]) -> None:
     full_disk(user)
     run = user.run()
