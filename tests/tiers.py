@@ -62,14 +62,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # last: after `-m` has deselected tests
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if any(item.get_closest_marker(name) for name in ("slow", "faults", "services")):
-            # A run in this process reports faults itself; an error would end it instead.
-            item.add_marker(pytest.mark.filterwarnings("default::ngsgd.errors.NgsgdWarning"), append=False)
     if config.getoption("--quick"):
         fast = [item for item in items if _weight(item) <= _QUICK_S]
         _keep(config, items, {cases[0] for cases in _cases(fast).values()})
     elif config.getoption("--first-cases"):
+        # A test that expects a warning asserts it. Slow tests have complete runs, which report the
+        # same faults.
+        config.addinivalue_line("filterwarnings", "error::ngsgd.errors.NgsgdWarning")
         _keep(config, items, {item for cases in _cases(items).values()
                               for item in (cases[:1] if len(cases) > _MANY_CASES else cases)})
 
