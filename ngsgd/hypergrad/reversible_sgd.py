@@ -16,6 +16,7 @@ from ngsgd.arguments import checks_arguments, hints_of, require_state
 from ngsgd.errors import ArgumentError, ConfigError, OptimizerStateError, ReversalError
 from ngsgd.hypergrad.exact_momentum import ExactMomentum
 from ngsgd.hypergrad.step_limits import Shortened, shorten
+from ngsgd.ops.tensors import dense
 from ngsgd.optim.sgd import components, require_non_negative, set_options
 
 # Elements checked per parameter in each step; checking all would cost a tenth of the step.
@@ -259,8 +260,7 @@ class ReversibleSGD(torch.optim.Optimizer):
     def _direction(self, decay_G: list[float]) -> Tensor:
         """Return g + weight_decay w, P; the same operations in both directions."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
-        # Those of nn.Embedding(sparse=True) are sparse.
-        grad_P = torch.cat([(g if g.layout is torch.strided else g.to_dense()).reshape(-1) for g in grads])
+        grad_P = torch.cat([dense(g).reshape(-1) for g in grads])
         w_P = self.exact.weights()
         for group, decay in zip(self.exact.groups, decay_G, strict=True):
             if decay:

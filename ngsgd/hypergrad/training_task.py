@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.errors import ArgumentError, ConfigError
+from ngsgd.ops.tensors import dense
 
 
 class MinibatchIndex(NamedTuple):
@@ -176,8 +177,7 @@ class Flat:
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         r"""Concatenate tensors to a vector."""
-        # Gradients of nn.Embedding(sparse=True) are sparse.
-        return torch.cat([(tensor if tensor.layout is torch.strided else tensor.to_dense()).reshape(-1) for tensor in tensors])
+        return torch.cat([dense(tensor).reshape(-1) for tensor in tensors])
 
     def unflatten(self, vector_P: Tensor) -> list[Tensor]:
         """Return views of the vector in the shapes of the parameters."""

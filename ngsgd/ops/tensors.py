@@ -1,6 +1,6 @@
-"""Checks of the tensors that public functions get from users.
+"""Checks and layouts of the tensors that users give.
 
-They read no values and wait for no device.
+The checks read no values and wait for no device.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from ngsgd.errors import ArgumentError
 HALF = (torch.bfloat16, torch.float16)
 FULL = (torch.float32, torch.float64)
 _DIMENSIONS = {0: "a number", 1: "a vector", 2: "a matrix, one row per sample"}
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a tensor as a dense one; gradients of nn.Embedding(sparse=True) are sparse."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def require_real(value: Any, name: str, owner: str, ndim: int | None = None, dtypes: tuple[torch.dtype, ...] = FULL + HALF) -> None:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ngsgd.optim.updates import COMPLEX, HALF, accumulator, accumulator_dtype, all_finite, as_real, laid_out_gradient, replace
+from ngsgd.ops.tensors import HALF
+from ngsgd.optim.updates import COMPLEX, accumulator, accumulator_dtype, all_finite, as_real, laid_out_gradient, replace
 
 # Keys in `state` of a parameter. torch.optim.AdamW names the last one "step", a key that `SGD` uses
 # itself.

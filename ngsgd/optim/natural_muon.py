@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ngsgd.arguments import checks_arguments
 from ngsgd.errors import ConfigError
 from ngsgd.ops.newton_schulz import orthogonalized
+from ngsgd.ops.tensors import HALF
 from ngsgd.optim import adamw, updates
 from ngsgd.optim.layers.common import mean_over_ranks
 from ngsgd.optim.ngsgd import NGSGD
@@ -199,7 +200,7 @@ def _is_matrix(p: Tensor) -> bool:
 def _may_overflow(p: Tensor, group: Mapping[str, Any]) -> bool:
     """Return whether new values are computed apart: in half precision, and with a huge rate."""
     lr = group["lr"] * group["lr_factor"]
-    return p.dtype in updates.HALF or lr * group["weight_decay"] > adamw.MAX_DECAY or lr > adamw.MAX_LR
+    return p.dtype in HALF or lr * group["weight_decay"] > adamw.MAX_DECAY or lr > adamw.MAX_LR
 
 
 def _decayed(p: Tensor, direction: Tensor, group: Mapping[str, Any]) -> Tensor:

@@ -26,6 +26,7 @@ from ngsgd.arguments import checked, checks_arguments, hints_of, require_state
 from ngsgd.errors import ArgumentError, ConfigError, DivergenceError, OptimizerStateError
 from ngsgd.ops.max_change import Limits, max_change_limits
 from ngsgd.ops.orthonormal import constrain_orthonormal
+from ngsgd.ops.tensors import dense
 from ngsgd.optim import adamw, updates
 from ngsgd.optim.layers.fast_linear import attach_fast_linear, detach_fast_linear
 from ngsgd.user_warnings import has_grown, warn
@@ -459,7 +460,8 @@ class SGD(torch.optim.Optimizer):
 
         With momentum, the velocity itself.
         """
-        gradient = updates.dense_gradient(p)
+        assert p.grad is not None
+        gradient = dense(p.grad)
         if not momentum:
             return torch.add(gradient.to(updates.accumulator_dtype(p)) * -lr, p, alpha=-decay)
         velocity = updates.accumulator(self.state[p], "velocity", p)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HALF = (torch.float16, torch.bfloat16)
+from ngsgd.ops.tensors import HALF
+
 # The fused kernel of SGD updates these on all devices.
 FUSED = frozenset((torch.float32, torch.float64))
 COMPLEX = frozenset((torch.complex64, torch.complex128))
@@ -48,13 +49,6 @@ def accumulator(state: dict[str, Any], key: str, p: Tensor) -> Tensor:
 def as_real(tensor: Tensor) -> Tensor:
     """Return complex numbers as a view with a last dimension of 2; others unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def dense_gradient(p: Tensor) -> Tensor:
-    """Return `p.grad`, dense."""
-    grad = p.grad
-    assert grad is not None
-    return grad.to_dense() if grad.is_sparse else grad
 
 
 def laid_out_gradient(p: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from ngsgd.curvature.layers import has_transposed_weight, upcast, without_autocast
 from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.ops import gemm
+from ngsgd.ops.tensors import dense
 from ngsgd.preconditioners import states, step_limits
 from ngsgd.preconditioners.closures import differentiate
 from ngsgd.preconditioners.distributed import ProcessGroupComm
@@ -941,11 +942,6 @@ def refuse_sharded(model: nn.Module, method: str) -> None:
         raise ConfigError(f"{method} needs complete parameters, and those of this model are "
                           "sharded over ranks (FSDP or DTensor); use DistributedDataParallel, or "
                           "a torch optimizer without a preconditioner.")
-
-
-def dense(grad: Tensor) -> Tensor:
-    """Return a gradient as a dense tensor; that of nn.Embedding(sparse=True) is sparse."""
-    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _give(p: nn.Parameter, direction: Tensor) -> None:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
-from ngsgd.preconditioners.base import Preconditioner, dense, require_parameters
+from ngsgd.ops.tensors import dense
+from ngsgd.preconditioners.base import Preconditioner, require_parameters
 
 
 class DummyObject:

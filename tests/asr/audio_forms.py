@@ -5,12 +5,29 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import soundfile
 
 RATE_HZ = 8000
+
+
+class Pipe(io.RawIOBase):
+    """A stream that gives some bytes at once, and cannot be read again."""
+
+    def __init__(self, content: bytes, at_once: int = 700) -> None:
+        super().__init__()
+        self._left, self._at_once = content, at_once
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        size = min(len(buffer), self._at_once, len(self._left))
+        buffer[:size], self._left = self._left[:size], self._left[size:]
+        return size
 
 
 def noise(num_samples: int = 6000, seed: int = 0) -> npt.NDArray[np.int16]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ import soundfile
 from ngsgd.asr import containers, recording
 from ngsgd.asr.features.audio import Piece, Reader
 from ngsgd.errors import DataError
-from tests.asr.audio_forms import FORMS, OTHERS, PLACEHOLDERS, RATE_HZ, noise, streamed
+from tests.asr.audio_forms import FORMS, OTHERS, PLACEHOLDERS, RATE_HZ, Pipe, noise, streamed
 
 Samples = npt.NDArray[np.float32]
 
@@ -42,22 +41,6 @@ def by_file(content: bytes, folder: Path) -> Samples:
     with recording.opened(path) as source:
         assert source.sample_rate_hz == RATE_HZ and source.num_channels == 1
         return np.concatenate(list(source.blocks(0.13)))[:, 0]
-
-
-class Pipe(io.RawIOBase):
-    """A stream that gives some bytes at once, and cannot be read again."""
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__()
-        self._left = content
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        size = min(len(buffer), 700, len(self._left))
-        buffer[:size], self._left = self._left[:size], self._left[size:]
-        return size
 
 
 def by_stream(content: bytes, folder: Path) -> Samples:

@@ -6,7 +6,6 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from ngsgd.launcher.cli import main
 from ngsgd.training.storage.lock import RunLock
 from tests.asr import tiny_recognizer
 from tests.asr.audio_forms import OTHERS as OTHERS_BY_NAME
+from tests.asr.audio_forms import Pipe
 
 WORDS = ["NO", "YES", "YES", "NO"]
 OTHERS = ["YES", "NO"]
@@ -174,27 +174,11 @@ def test_invalid_models(audio: Path, tmp_path: Path) -> None:
     assert main(["transcribe", str(tmp_path / "nothing"), str(audio / "a.wav")]) == 2
 
 
-class _Pipe(io.RawIOBase):
-    """A stream that gives the available bytes, and cannot be read again."""
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__()
-        self._left = content
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        size = min(len(buffer), 1000, len(self._left))
-        buffer[:size], self._left = self._left[:size], self._left[size:]
-        return size
-
-
 class _Stdin:
     """Instead of sys.stdin."""
 
     def __init__(self, content: bytes) -> None:
-        self.buffer = io.BufferedReader(_Pipe(content))
+        self.buffer = io.BufferedReader(Pipe(content, 1000))
 
 
 def wav_bytes(samples: np.ndarray, rate_hz: int, subtype: str = "PCM_16", container: str = "WAV") -> bytes:
