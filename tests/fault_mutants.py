@@ -70,7 +70,7 @@ MUTANTS = [
                 "            temporary.rename(final)", "50c59f64"),
     FaultMutant("half_written_line_stays", FILES, "            self._remove_unfinished_line()\n", "", "50c59f64"),
     FaultMutant("temporary_files_stay", FOLDER, "                remove_abandoned(directory)", "                pass", "838ce709"),
-    FaultMutant("event_not_synced", EVENTS, "        self._lines.sync()\n        self._reported", "        self._reported",
+    FaultMutant("event_not_synced", EVENTS, "        self._lines.sync()\n        self._last", "        self._last",
                 "50c59f64"),
     FaultMutant("estimates_lost_on_resume", COORDINATOR, "        self._job_init.fisher.update(start.fisher)\n", "", "3e0fe4f9"),
     FaultMutant("output_dir_not_synced", FOLDER, "make_directories(Path(config.output_dir))",

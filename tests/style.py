@@ -30,7 +30,7 @@ _PRIVATE = re.compile(r"^_[A-Za-z]\w*$")
 # names of the standard library, of Hydra's configuration files and of torch; they have no other
 # name
 _PUBLIC_IN_PRACTICE = {"_replace", "_asdict", "_fields", "_make", "_value_", "_name_", "_exit", "_target_",
-                       "_forward_hooks", "_forward_pre_hooks", "_C", "_functorch"}
+                       "_forward_hooks", "_forward_pre_hooks", "_C", "_functorch", "_Loss", "_conv_forward"}
 
 # Private names that a test may use, and why
 ALLOWED_PRIVATE = {
@@ -63,6 +63,11 @@ ALLOWED_PRIVATE = {
     "_rows": "how many of its frames a stream has used so far",
     "_join": "the call that connects to a cluster, which the test has not",
     "_known": "secrets of other tests are forgotten",
+    "_END_BYTES": "a short log is above the limit",
+    "_MAX_BYTES": "a short log is above the limit",
+    "_JOBS_BYTES": "a short log is above the limit",
+    "_typed": "the moment before a request to the store",
+    "_config": "the configuration that ngsgd.train makes, without a run",
     "_DummyWork": "torchft returns it",
 }
 

@@ -169,12 +169,12 @@ def _decode_data(options: argparse.Namespace) -> int:
     print(
         json.dumps(service.as_json(result), indent=1)
         if options.json
-        else printable(_as_text(result, quiet=options.quiet))
+        else printable(as_text(result, quiet=options.quiet))
     )
     return EXIT_OK
 
 
-def _as_text(result: DataResult, *, quiet: bool) -> str:
+def as_text(result: DataResult, *, quiet: bool) -> str:
     from ngsgd.asr.decode.calibration import expected_calibration_error
     from ngsgd.pipeline.decode_data import by_length, by_speaker
 

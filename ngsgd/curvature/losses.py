@@ -39,7 +39,7 @@ OTHERS = frozenset({
 })
 # arguments whose effect on the second derivative is known
 _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing", "pos_weight")
-_DEFAULTS = {function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+DEFAULTS = {function: {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
              for function in FUNCTIONS}
 
 
@@ -235,7 +235,7 @@ def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         ConfigError: an argument has an unknown effect, such as one that a later version of torch
             adds, and is not at its default.
     """
-    defaults = _DEFAULTS[function]
+    defaults = DEFAULTS[function]
     settings = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
     for name, value in settings.items():
         if name not in _ARGUMENTS and (isinstance(value, Tensor) or value != defaults[name]):

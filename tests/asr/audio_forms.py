@@ -19,14 +19,14 @@ class Pipe(io.RawIOBase):
 
     def __init__(self, content: bytes, at_once: int = 700) -> None:
         super().__init__()
-        self._left, self._at_once = content, at_once
+        self.left, self._at_once = content, at_once
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        size = min(len(buffer), self._at_once, len(self._left))
-        buffer[:size], self._left = self._left[:size], self._left[size:]
+        size = min(len(buffer), self._at_once, len(self.left))
+        buffer[:size], self.left = self.left[:size], self.left[size:]
         return size
 
 

@@ -155,7 +155,7 @@ def test_a_wav_is_recognized_while_it_comes() -> None:
     pipe = Pipe(streamed("extensible", content, 0xFFFFFFFF))
     blocks = recording.of_stream(io.BufferedReader(pipe, 700), 16000).blocks(0.05)
     first = next(blocks)
-    assert len(first) == 400 and len(pipe._left) > len(content) - 2000
+    assert len(first) == 400 and len(pipe.left) > len(content) - 2000
 
 
 @pytest.mark.entry("Sp5")

@@ -176,7 +176,7 @@ def test_the_values_cover_the_signatures() -> None:
 
 @pytest.mark.entry("F19")
 def test_an_argument_of_a_later_torch_is_refused_unless_it_is_at_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(losses._DEFAULTS, F.mse_loss, {**losses._DEFAULTS[F.mse_loss], "scale": 1.0})
+    monkeypatch.setitem(losses.DEFAULTS, F.mse_loss, {**losses.DEFAULTS[F.mse_loss], "scale": 1.0})
     output = torch.zeros(N, C, requires_grad=True)
     assert losses.arguments(F.mse_loss, (output, output), {"scale": 1.0})[2]["reduction"] == "mean"
     with pytest.raises(ConfigError, match="scale"):

@@ -208,11 +208,11 @@ def test_new_lines_of_a_followed_log_are_read_once(folder: RunFolder) -> None:
     record = replace(outer_iteration(0), jobs=())
     log = EventLog(folder.events)
     log.opened("train")
-    found = list(jobs._events_after(folder.events, 0))
+    found = list(jobs.events_after(folder.events, 0))
     assert [event["event"] for event, _ in found] == ["opened"]
     log.outer_iteration(record)
     with folder.events.open("a") as file:
         file.write('{"event": "inci')
-    more = list(jobs._events_after(folder.events, found[-1][1]))
+    more = list(jobs.events_after(folder.events, found[-1][1]))
     assert [event["event"] for event, _ in more] == ["outer_iteration"]
-    assert list(jobs._events_after(folder.events, more[-1][1])) == []
+    assert list(jobs.events_after(folder.events, more[-1][1])) == []

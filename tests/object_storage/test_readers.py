@@ -256,17 +256,19 @@ def test_a_command_that_continues_a_run_does_not_change_the_folder_of_another_pr
 def test_two_processes_that_read_have_different_folders_while_they_live(bucket: Bucket, tmp_path: Path) -> None:
     training = Training()
     training.end()
-    copies = stored_run._copies_of(URL)
+    copies = stored_run.copies_of(URL)
     code = ("import sys; from pathlib import Path; from ngsgd.pipeline.runs import stored_run; "
-            "folder = stored_run._copies_of(sys.argv[1]); (folder / 'one').mkdir(); print(folder)")
-    other = Path(subprocess.run([sys.executable, "-c", code, URL], check=True, capture_output=True, text=True).stdout.strip())
+            "folder = stored_run.copies_of(sys.argv[1]); (folder / 'one').mkdir(exist_ok=True); print(folder)")
+
+    def of_another_process() -> Path:
+        done = subprocess.run([sys.executable, "-c", code, URL], check=True, capture_output=True, text=True)
+        return Path(done.stdout.strip())
+
+    other = of_another_process()
     assert other != copies and other.parent == copies.parent and (other / "one").is_dir()
-    # another process
-    stored_run._folders.clear()
-    third = stored_run._copies_of(URL)
-    # the lock of the first folder is still held by this process
-    assert third == other
-    assert find_run(training.url).parent == third
+    # that process has ended; the lock of the first folder is still held by this one
+    assert of_another_process() == other
+    assert find_run(training.url).parent == copies
 
 
 def test_a_reader_finds_the_objects_of_a_commit_although_training_removes_them(bucket: Bucket) -> None:

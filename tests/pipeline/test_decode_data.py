@@ -156,7 +156,7 @@ def test_utterances_without_words_are_a_group(model: Path, data: Path, tmp_path:
     assert decode_data.by_length(result.rows)["0"] == WordErrors(0, 9, 0, 0)
     assert decode_data.by_speaker(result)["test-s1"].num_words == 0
     assert "0" in json.dumps(decode_data.as_json(result), allow_nan=False)
-    assert "(no words)" in command._as_text(result, quiet=False)
+    assert "(no words)" in command.as_text(result, quiet=False)
     decode_data.write(tmp_path / "out", result)
     (folder / "text").write_text("".join(f"{line.split()[0]}\n" for line in texts))
     with pytest.raises(DataError, match="no words"):

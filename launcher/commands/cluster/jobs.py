@@ -179,7 +179,7 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
         # before reading, so that no event between reading and this check is lost
         _current(folder.path)
         is_over = state_of(folder.path)["state"] in (*ENDED, "LOST")
-        for event, end_of_line in _events_after(folder.events, read):
+        for event, end_of_line in events_after(folder.events, read):
             read = end_of_line
             for line in _lines_of(event, is_speech=is_speech):
                 progress.report(line)
@@ -195,7 +195,7 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
     return EXIT_INTERRUPTED if end["state"] == "STOPPED" else exit_code(end["state"])
 
 
-def _events_after(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]:
+def events_after(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield (event, byte after its line) of the complete lines after the first bytes of a log."""
     with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
         file.seek(start)

@@ -268,13 +268,13 @@ def _with_ngrams(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
     if language.num_pdfs != language.topology.num_pdfs:
         raise DataError("data.lm_order needs a graph made of the lexicon, and the states of this "
                         "corpus are those of a graph that came with it; remove data.lm_order.")
-    model, about = _ngrams(corpus, data)
+    model, about = ngrams_of(corpus, data)
     report(f"language model: {data.lm_order}-gram of {about}, {len(model.entries)} n-grams")
     return replace(corpus, language=replace(language, arpa=model.to_arpa(), given=None))
 
 
-def _ngrams(corpus: Corpus, data: DataConfig) -> tuple[ngram.NgramModel, str]:
-    """The model, and the texts that it is estimated from."""
+def ngrams_of(corpus: Corpus, data: DataConfig) -> tuple[ngram.NgramModel, str]:
+    """Return the n-gram model of these settings, and a name of the texts that it is estimated from."""
     estimate = functools.partial(ngram.estimate, order=data.lm_order, vocabulary=corpus.language.topology.words)
     of_transcripts = f"{len(corpus.train.texts)} training transcripts"
     if not data.lm_text:

@@ -57,7 +57,7 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
     source = locate(data)
     topology = lexicon.read(lexicon.locate(data.lexicon, source), data.num_silence_states, report)
     text = arpa.read(Path(data.lm).expanduser(), topology.words, report) if data.lm else ""
-    graph = _given_graph(Path(data.graph).expanduser()) if data.graph else None
+    graph = given_graph(Path(data.graph).expanduser()) if data.graph else None
     if graph:
         lexicon.require_shared(topology.words, set(graph.words), f"words.txt of {data.graph}", report)
     language = Language(topology, arpa=text, given=graph)
@@ -181,7 +181,8 @@ def _with_known_words(utterances: Sequence[UtteranceEntry], data: DataConfig, to
     return utterances
 
 
-def _given_graph(folder: Path) -> GivenGraph:
+def given_graph(folder: Path) -> GivenGraph:
+    """Read the graph of `data.graph`; raises DataError if a file is missing or damaged."""
     transitions = alignments.transitions_file(folder)
     missing = [path.name for path in (folder / "HCLG.fst", folder / "words.txt", transitions)
                if not path.is_file()]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ngsgd.config.option import Section, option
 
 _OURS = "!_target_"
+_TDNN_OFFSETS = "-2,-1,0,1,2 -1,1 -2,2 0"
 # prefix of the name of a task from a Python program, instead of module:function
 FROM_PYTHON = "python:"
 
@@ -25,7 +26,9 @@ class ModelConfig(Section):
         choices={"pnorm": "P-norm network, p = 2, as in the paper; each group of pnorm_group values has one output",
                  "tdnn": "Time-delay network: each layer reads frames at several offsets",
                  "tdnnf": "Factored time-delay network with semi-orthogonal bottlenecks and bypass connections"})
-    num_layers: int = option(4, "number of hidden layers", low=1, high=64, used=_OURS)
+    # tdnn and tdnnf: their offsets are for 4 layers, also where a recipe has other numbers
+    num_layers: int = option(4, "number of hidden layers", low=1, high=64, used=_OURS,
+                             default_of_kind={"tdnn": 4, "tdnnf": 4})
     hidden_dim: int = option(256, "output dimension of each hidden affine layer", low=2,
                              used=_OURS, default_of_kind={"pnorm": 1000})
     pnorm_group: int = option(
@@ -41,10 +44,11 @@ class ModelConfig(Section):
         "dropout probability over the fraction of data processed, in Kaldi's notation, such as "
         "0,0@0.2,0.3@0.5,0; empty: no dropout")
     tdnn_offsets: str = option(
-        "-2,-1,0,1,2 -1,1 -2,2 0",
+        _TDNN_OFFSETS,
         "frame offsets of the input of each layer, separated by commas, and by a space between "
         "layers; their sums must fit into the context of the examples",
-        used=f"{_OURS} & kind=tdnn|tdnnf", default_of_kind={"tdnnf": "-2,-1,0,1,2 -1,0,1 -1,0,1 -1,0,1"})
+        used=f"{_OURS} & kind=tdnn|tdnnf",
+        default_of_kind={"tdnn": _TDNN_OFFSETS, "tdnnf": "-2,-1,0,1,2 -1,0,1 -1,0,1 -1,0,1"})
     bottleneck_dim: int = option(
         64, "number of rows of the semi-orthogonal factors",
         low=1, used=f"{_OURS} & kind=tdnnf")

@@ -269,16 +269,19 @@ class RunFolder:
                 yield stored
 
     def _last_fence(self) -> int:
-        """The fencing number of the last process that wrote to the ledger; 0 without one.
+        """The largest fencing number in the ledger, for a lock file that was removed; 0 without one.
 
-        It replaces that of a lock file that was removed. The numbers increase, so that the end of
-        the ledger is read.
+        The ledger is read from its end to the first line of its last process, whose number is the
+        largest: that process may repeat a commit with the number of an earlier one.
         """
+        largest = 0
         for line, _ in lines_from_end(self.ledger) if self.ledger.is_file() else ():
             for found in parse_json_lines(line):
                 if type(fence := found.get("fence")) is int:
-                    return fence
-        return 0
+                    largest = max(largest, fence)
+                    if found.get("event") == "started":
+                        return largest
+        return largest
 
     @contextlib.contextmanager
     def marked_as_running(self) -> Iterator[None]:

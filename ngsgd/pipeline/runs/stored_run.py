@@ -173,7 +173,7 @@ def fetched(url: str, *, with_models: bool = True) -> Path | None:
         return None
     output_url, _, name = store.url.rpartition("/")
     with _copying, _disk_errors_named(store.url):
-        folder = _copies_of(output_url) / name
+        folder = copies_of(output_url) / name
         make_directories(folder)
         _fill(store, folder, lambda file: with_models or not file.endswith(_MODELS))
     return folder
@@ -211,7 +211,7 @@ def _fill(store: ObjectStore, folder: Path, wanted: Callable[[str], bool] = lamb
                 raise
 
 
-def _copies_of(output_url: str) -> Path:
+def copies_of(output_url: str) -> Path:
     """Return a folder for copies of the runs below a URL that is locked until this process ends.
 
     The first folder is kept, so that the next command copies only changes. The others are emptied

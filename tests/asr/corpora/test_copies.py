@@ -74,7 +74,7 @@ def test_a_copy_of_a_test_utterance_in_training_is_one_error(form: str) -> None:
     copies.check_disjoint({**listed, "test": [entry("c")]})
     # copies of one training set may be added
     copies.check_disjoint({"train": [entry("b")], "test": [entry("c")], "added": [entry(form.format("b"))]})
-    with pytest.raises(DataError, match="also in another set"):
+    with pytest.raises(DataError, match="b"):
         copies.check_disjoint({"train": [entry("b")], "test": [entry("c")], "added": [entry("b")]})
 
 

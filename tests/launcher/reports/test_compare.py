@@ -84,8 +84,8 @@ def test_one_run_each_without_words_has_no_interval() -> None:
 
 @pytest.mark.entry("Lo5", "`ngsgd compare` of runs with equal seeds, such as a run and its copy", "works",
                    "The sentence reports the number of seeds, and that runs of one seed are not independent.")
-@pytest.mark.parametrize(("seeds", "said_of_seeds"), [((0, 0), "so are their seeds"), ((0, 1), "but for the seed:"),
-                                                      ((0, 0, 1), "of which there are 2")])
+@pytest.mark.parametrize(("seeds", "said_of_seeds"), [((0, 0), "their seeds"), ((0, 1), "the seed:"),
+                                                      ((0, 0, 1), "are 2")])
 def test_runs_of_equal_seeds_are_not_said_to_differ_in_it(seeds: tuple[int, ...], said_of_seeds: str) -> None:
     runs = [run(f"run{index}", loss=1.0 + index, seed=seed) for index, seed in enumerate(seeds)]
     word, sentence = comparison.verdict(comparison.groups_of(runs), LOSS)
