@@ -139,7 +139,9 @@ class Gpt(nn.Module):
         self.blocks = nn.Sequential(*blocks, nn.LayerNorm(dim), nn.Linear(dim, 100))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.blocks(self.tokens(x) + self.positions.weight)
+        # through the layer, sample by sample: K-FAC refuses a weight that is used outside it
+        positions = torch.arange(x.shape[1], device=x.device).expand_as(x)
+        logits: Tensor = self.blocks(self.tokens(x) + self.positions(positions))
         return logits.flatten(0, 1)
 
 
