@@ -68,7 +68,8 @@ def max_change_limits(norms_C: Tensor, max_changes_C: Tensor, max_param_change: 
     factors_C = ratios_C.clamp(max=1.0)
     # An Inf norm has the factor 0, or NaN without a limit; 0 * Inf = NaN.
     total = torch.linalg.vector_norm(factors_C * size_C)
-    model_ratio = (max_param_change * max_change_scale or math.inf) / total
+    # the arithmetic of number / tensor, which torch does in Python
+    model_ratio = total.reciprocal() * (max_param_change * max_change_scale or math.inf)
     factors_C = factors_C * model_ratio.clamp(max=1.0)
     return Limits(factors_C if scale == 1.0 else factors_C * scale, ratios_C, model_ratio, total)
 

@@ -428,8 +428,7 @@ class LossRows:
                 elif ((p := parameters.get(id(child.variable))) is not None and p.numel()
                       and (allowed is None or id(p) in allowed)):
                     return p, node
-            if node.name().startswith("CheckpointFunction"):
-                hides_layers = True
+            hides_layers = hides_layers or type(node).__name__.startswith("CheckpointFunction")
         return (self._context.last_weight if hides_layers and has_reached else None), None
 
 

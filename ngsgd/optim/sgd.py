@@ -236,8 +236,13 @@ class SGD(torch.optim.Optimizer):
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients as torch does."""
-        _zero_grad(self, set_to_none)
+        """Clear the gradients as torch does, without its label for profilers: a tenth of a small step."""
+        if not set_to_none:
+            _zero_grad(self, set_to_none)
+            return
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
 
     def _prepare_state(self) -> None:
         """Create the keys in `state` of each parameter that `state_dict` fills.
@@ -473,8 +478,10 @@ class SGD(torch.optim.Optimizer):
         norms = iter(_norms([d for ds in moving.directions for d in ds], moving.dtypes))
         most = max(map(len, moving.directions))
         rows = [[next(norms) for _ in ds] for ds in moving.directions]
-        zero = self._constant(rows[0][0], 0.0)[0]
-        norms_P = torch.stack([norm for row in rows for norm in row + [zero] * (most - len(row))])
+        if any(len(row) < most for row in rows):
+            zero = self._constant(rows[0][0], 0.0)[0]
+            rows = [row + [zero] * (most - len(row)) for row in rows]
+        norms_P = torch.stack([norm for row in rows for norm in row])
         norms_C = norms_P if most == 1 else norms_P.square().view(-1, most).sum(dim=1).sqrt()
         return norms_C * self._constant(norms_P, *map(abs, moving.rates))
 
