@@ -377,8 +377,8 @@ class Capture:
         for name, module in self.model.named_modules():
             # In one search, because every search of the modules takes time in every step.
             self._is_plain = self._is_plain and "preconditioner" not in vars(module)
-            own = {key: p for key, p in module.named_parameters(recurse=False) if id(p) in self._name_of}
-            if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+            own = {key: p for key, p in module._parameters.items() if id(p) in self._name_of}
+            if getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules:
                 raise ConfigError(f"{name or 'the model'} is compiled, and hooks do not run in "
                                   "compiled code; pass and call the original module of "
                                   "torch.compile for minibatches with curvature.")
