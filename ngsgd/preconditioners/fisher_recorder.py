@@ -228,10 +228,10 @@ class FisherRecorder:
                         target: Tensor, upstream: Tensor) -> None:
         if self._capture.is_paused or not self._capture.open_calls:
             return
-        # A function of a loss has the gradients of the loss times a factor, and other curvature.
-        # Other parts of the objective are allowed: layers without curvature are warned of.
+        # A function of a loss has the gradients of the loss times a factor, and other curvature;
+        # another function of the outputs has curvature that is not known.
         if number is not None:
-            self._mode.require_term(number, ())
+            self._mode.require_term(number, self._capture.open_calls.values())
         with torch.no_grad(), without_autocast(output.device.type):
             self._begin(output, target)
             if self._given_now:
@@ -322,6 +322,9 @@ class FisherRecorder:
             task = torch._C._current_graph_task_id()
             self._group(task, call.forward)
             self._records[(task, call.forward), 0].append(self._capture.record(call, e_M[None]))
+        else:
+            # Another part of the objective may come before the loss.
+            self._mode.require_known()
 
 
 def _reached(outputs: list[GradientEdge],

@@ -398,13 +398,30 @@ class _TwoHeads(nn.Module):
         self.trunk, self.head, self.other = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 30)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = self.trunk(x).tanh()
-        loss: Tensor = nn.functional.cross_entropy(self.head(hidden), y) + self.other(hidden).abs().mean()
+        loss: Tensor = nn.functional.cross_entropy(self.head(self.trunk(x).tanh()), y)
+        return loss
+
+    def second(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.other(self.trunk(x).tanh()).abs().mean()
         return loss
 
 
-@pytest.mark.parametrize(("options", "warns"), [({"fisher": "exact"}, True), ({"fisher": "exact", "skip": ("other",)}, False),
-                                                ({}, False)])
+@pytest.mark.entry("F21")
+@pytest.mark.parametrize("fisher", ["exact", "mc"])
+def test_another_function_of_the_outputs_has_no_known_curvature(fisher: str) -> None:
+    model, x, y = _TwoHeads(), torch.randn(6, 5), torch.arange(6) % 3
+    preconditioner = KFAC(model, damping=0.1, fisher=fisher)
+    before = [p.detach().clone() for p in model.parameters()]
+    for loss in (lambda: model(x, y) + 0.01 * model.second(x), lambda: 0.01 * model.second(x) + model(x, y)):
+        with pytest.raises(ConfigError, match="empirical"):
+            preconditioner.evaluate(loss)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    # a penalty on weights has no rows
+    preconditioner.evaluate(lambda: model(x, y) + model.head.weight.square().sum())
+    preconditioner.step()
+
+
+@pytest.mark.parametrize(("options", "warns"), [({"fisher": "exact"}, True), ({"fisher": "exact", "skip": ("other",)}, False)])
 def test_parameters_without_curvature_are_warned_of_once(options: dict[str, Any], warns: bool) -> None:
     torch.manual_seed(0)
     model, x, y = _TwoHeads(), torch.randn(6, 5), torch.arange(6) % 3
@@ -414,6 +431,7 @@ def test_parameters_without_curvature_are_warned_of_once(options: dict[str, Any]
         for _ in range(3):
             model.zero_grad()
             preconditioner.evaluate(partial(model, x, y))
+            model.second(x).backward()
             preconditioner.step()
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == warns
