@@ -121,6 +121,16 @@ def test_a_run_folder_is_locked_once_and_cleaned(folder: RunFolder) -> None:
         assert lock.fence == 6
 
 
+def test_a_repeated_commit_of_an_earlier_process_does_not_lower_the_fencing_number(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    lines = [{"event": "started", "fence": 1}, {"event": "committed", "outer_iter": 0, "fence": 1},
+             {"event": "started", "fence": 2}, {"event": "committed", "outer_iter": 0, "fence": 1}]
+    folder.ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with folder.locked("resume", print) as lock:
+        assert lock.fence == 3
+
+
 def test_files_needed_by_a_resume_are_synced_with_their_folder_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     fsync = os.fsync
