@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from ngsgd.errors import DataError
@@ -19,13 +20,16 @@ _INDEX, _LOCK = ".objects.json", ".lock"
 
 # size in bytes, and ETag
 State = tuple[int, str]
+# descriptors of the locks of folders that this process reads
+_held: dict[Path, int] = {}
 
 
 def mirrored(store: ObjectStore, report: Callable[[str], object]) -> Path:
     """Return a folder with a copy of all objects; only those that changed are copied.
 
     The list of keys, the sizes and the ETags are compared with the last copy. Files without an
-    object are removed.
+    object are removed. This process may read the folder until it ends: others copy objects that
+    change into another folder.
 
     Args:
         store: the objects below a URL.
@@ -35,7 +39,7 @@ def mirrored(store: ObjectStore, report: Callable[[str], object]) -> Path:
         DataError: there are no objects, a key is no path, or the folder cannot be written.
         ObjectStorageError: the objects cannot be read.
     """
-    folder = cache_root("sources", store.url)
+    root = cache_root("sources", store.url)
     found = store.states()
     # consoles write empty objects for folders
     folders = {parent.as_posix() for key in found for parent in PurePosixPath(key).parents}
@@ -45,17 +49,63 @@ def mirrored(store: ObjectStore, report: Callable[[str], object]) -> Path:
     for key in wanted:
         _check(key, store.url)
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _locked(folder / _LOCK):
-            _update(store, folder, wanted, report)
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = next(one for one in _candidates(root, wanted) if _is_current(store, one, wanted, report))
+        _clear_others(folder)
     except OSError as error:
-        raise DataError(f"the copy of {store.url} in {folder} could not be written ({error.strerror or error}); free disk space, "
+        raise DataError(f"the copy of {store.url} in {root} could not be written ({error.strerror or error}); free disk space, "
                         "or set XDG_CACHE_HOME to a folder on another disk.") from error
     return folder
 
 
+def _candidates(root: Path, wanted: dict[str, State]) -> Iterator[Path]:
+    """Yield numbered folders: first those that are a copy already."""
+    existing = sorted(int(path.name) for path in root.iterdir() if path.name.isdecimal())
+    yield from sorted((root / str(number) for number in existing), key=lambda folder: _known(folder) != wanted)
+    yield from (root / str(number) for number in itertools.count() if number not in existing)
+
+
+def _is_current(store: ObjectStore, folder: Path, wanted: dict[str, State], report: Callable[[str], object]) -> bool:
+    """Update a folder that no other process reads; lock it if it is a copy of the objects then."""
+    folder.mkdir(exist_ok=True, mode=0o700)
+    if folder not in _held:
+        _held[folder] = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    is_current = False
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(_held[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _update(store, folder, wanted, report)
+        # waits for a process that copies; it may have copied other objects
+        fcntl.flock(_held[folder], fcntl.LOCK_SH)
+        is_current = _known(folder) == wanted
+    finally:
+        if not is_current:
+            os.close(_held.pop(folder))
+    return is_current
+
+
+def _clear_others(folder: Path) -> None:
+    """Remove the copies in folders that no process reads."""
+    for other in folder.parent.iterdir():
+        if other == folder or other in _held or not other.is_dir():
+            continue
+        descriptor = os.open(other / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in other.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                # another process may wait for this lock
+                elif path.name != _LOCK:
+                    path.unlink()
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(descriptor)
+
+
 def _update(store: ObjectStore, folder: Path, wanted: dict[str, State], report: Callable[[str], object]) -> None:
-    here = {key: state for key, state in _known(folder).items() if _size(folder / key) == state[0]}
+    here = {key: state for key, state in _known(folder).items() if key in wanted}
     missing = [key for key, state in wanted.items() if here.get(key) != state]
     if missing:
         total = sum(wanted[key][0] for key in missing)
@@ -83,9 +133,10 @@ def _copy(store: ObjectStore, key: str, path: Path, size: int) -> None:
 
 
 def _known(folder: Path) -> dict[str, State]:
-    """The objects of the last copy; empty if that is not known."""
+    """The objects whose copies are complete; empty if that is not known."""
     try:
-        return {str(key): (int(size), str(e_tag)) for key, (size, e_tag) in read_json(folder / _INDEX).items()}
+        found = {str(key): (int(size), str(e_tag)) for key, (size, e_tag) in read_json(folder / _INDEX).items()}
+        return {key: state for key, state in found.items() if _size(folder / key) == state[0]}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
@@ -102,13 +153,3 @@ def _size(path: Path) -> int:
     with contextlib.suppress(OSError):
         return path.lstat().st_size
     return -1
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

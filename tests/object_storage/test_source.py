@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +65,28 @@ def test_only_changed_objects_are_copied(store: ObjectStore) -> None:
     assert all(path.stat().st_ino != inode for path, inode in times.items())
     mirrored(store, lines.append)
     assert len(lines) == 2
+
+
+@pytest.mark.entry("H1")
+def test_a_copy_that_another_process_reads_does_not_change(store: ObjectStore) -> None:
+    store.put("text", b"a")
+    code = ("import sys; from ngsgd.object_storage.client import ObjectStore; from ngsgd.object_storage.mirror import mirrored; "
+            "print(mirrored(ObjectStore(sys.argv[1]), lambda line: None), flush=True); sys.stdin.read()")
+    command = [sys.executable, "-c", code, store.url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        read = Path(reader.stdout.readline().strip())
+        assert mirrored(store, silent) == read
+        store.put("text", b"changed")
+        store.put("more", b"b")
+        other = mirrored(store, silent)
+        assert other != read and (other / "text").read_bytes() == b"changed" and (other / "more").exists()
+        assert (read / "text").read_bytes() == b"a" and not (read / "more").exists()
+        reader.communicate("")
+    assert mirrored(store, silent) == other and not (read / "text").exists()
+    # the next process uses the copy that is there
+    done = subprocess.run(command, input="", capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()) == other
 
 
 def test_no_objects_and_an_interrupted_copy_are_errors(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:

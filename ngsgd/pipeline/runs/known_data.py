@@ -22,7 +22,7 @@ from ngsgd.config import DataConfig, RunConfig
 from ngsgd.data.archives import read_index
 from ngsgd.data.storage import FormatError
 from ngsgd.errors import CheckpointError
-from ngsgd.files import digest_of_json
+from ngsgd.files import digest_of_json, named_in
 from ngsgd.pipeline.runs.run_folder import RunFolder
 
 # sections that change no prepared data
@@ -113,7 +113,7 @@ def _named_in(table: Path) -> Iterable[Path]:
         lines = [_line_at(file, size * number // _NUM_PLACES) for number in range(_NUM_PLACES)]
     words = [line.split() for line in dict.fromkeys(lines)]
     # the place of a matrix is `archive:offset`
-    return [table.parent / os.fsdecode(re.sub(rb":\d+$", b"", pair[1])) for pair in words if len(pair) == 2]
+    return [named_in(table.parent, os.fsdecode(re.sub(rb":\d+$", b"", pair[1]))) for pair in words if len(pair) == 2]
 
 
 def _line_at(file: BinaryIO, offset: int) -> bytes:
