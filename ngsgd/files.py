@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -275,12 +275,12 @@ def log_lines(path: Path) -> Iterator[str]:
             yield line.removesuffix(b"\n").decode("utf-8", errors="replace")
 
 
-def lines_from_end(path: Path) -> Iterator[tuple[str, int]]:
+def lines_from_end(path: Path) -> Generator[tuple[str, int], None, None]:
     """Yield (line, bytes from its start to the end of the log) from the last to the first line.
 
     The first one is what follows the last newline: empty unless a line is incomplete. Memory is
     constant, and only the blocks that a caller asks for are read. Of a line above `MAX_LINE_BYTES`
-    only an end is left, which is no JSON.
+    only an end is left, which is no JSON. Close the generator if you do not read all lines.
     """
     with open_regular(path) as file:
         size = start = os.fstat(file.fileno()).st_size

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import glob
 import hashlib
+import itertools
 import json
 import re
 import secrets
@@ -274,13 +275,15 @@ class RunFolder:
         The ledger is read from its end to the first line of its last process, whose number is the
         largest: that process may repeat a commit with the number of an earlier one.
         """
+        if not self.ledger.is_file():
+            return 0
         largest = 0
-        for line, _ in lines_from_end(self.ledger) if self.ledger.is_file() else ():
-            for found in parse_json_lines(line):
+        with contextlib.closing(lines_from_end(self.ledger)) as lines:
+            for found in itertools.chain.from_iterable(parse_json_lines(line) for line, _ in lines):
                 if type(fence := found.get("fence")) is int:
                     largest = max(largest, fence)
                     if found.get("event") == "started":
-                        return largest
+                        break
         return largest
 
     @contextlib.contextmanager

@@ -146,18 +146,19 @@ def _newest_line(path: Path, after: int | None) -> int:
     The log is read from its end to the line of `after`. Lines of outer iterations are in order,
     since those after a lost commit are renamed.
     """
-    lines = lines_from_end(path)
-    # JsonLines removes an incomplete last line, which may be valid
-    next(lines)
     newest, changed_bytes = -1, 0
-    for line, num_bytes in lines:
-        outer_iter = _outer_iter_of(line)
-        if outer_iter is None:
-            continue
-        if after is None or outer_iter <= after:
-            newest = outer_iter
-            break
-        changed_bytes = num_bytes
+    # closed here: the traceback of a full disk would keep the file open
+    with contextlib.closing(lines_from_end(path)) as lines:
+        # JsonLines removes an incomplete last line, which may be valid
+        next(lines)
+        for line, num_bytes in lines:
+            outer_iter = _outer_iter_of(line)
+            if outer_iter is None:
+                continue
+            if after is None or outer_iter <= after:
+                newest = outer_iter
+                break
+            changed_bytes = num_bytes
     if changed_bytes:
         _rename_lines(path, changed_bytes)
     return newest
