@@ -13,7 +13,6 @@ for float64 and complex128; all others in float64. Complex numbers count as pair
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from ngsgd.errors import ConfigError
 from ngsgd.ops.averaging import DTYPES_WITH_MEAN
+from ngsgd.ops.tensors import refuse_sharded
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # bytes broadcast at a time
@@ -73,6 +73,7 @@ def planned(model: nn.Module, trained: Collection[int] = (), known: Collection[i
     Raises:
         ConfigError: a tensor cannot be exchanged; it lists all of them.
     """
+    refuse_sharded(model, "LocalSGD", "use DistributedDataParallel inside of a replica")
     found, problems = list[Exchanged](), list[str]()
     for name, p in model.named_parameters():
         is_trained = p.requires_grad or id(p) in trained
@@ -88,9 +89,6 @@ def planned(model: nn.Module, trained: Collection[int] = (), known: Collection[i
     for name, buffer in model.named_buffers():
         problems += _misfits(f"the buffer {name}", buffer, needs_mean=False)
         found.append(Exchanged(name, buffer, "followed" if buffer.dtype in DTYPES_WITH_MEAN else "fixed", "buffer"))
-    problems += [f"LocalSGD does not support FSDP ({name or 'the model'}): it needs complete parameters; use "
-                 "DistributedDataParallel inside of a replica." for name, module in model.named_modules()
-                 if type(module).__name__ == "FullyShardedDataParallel"]
     devices = {str(one.tensor.device): one.name for one in reversed(found) if isinstance(one.tensor, nn.Parameter)}
     if len(devices) > 1 and not problems:
         problems = ["the parameters are on several devices: "
@@ -104,11 +102,7 @@ def planned(model: nn.Module, trained: Collection[int] = (), known: Collection[i
 
 def _misfits(what: str, tensor: Tensor, *, needs_mean: bool) -> Iterator[str]:
     """Yield the reason why a tensor cannot be exchanged, if there is one."""
-    sharded = sys.modules.get("torch.distributed.tensor")
-    if sharded is not None and isinstance(tensor, sharded.DTensor):
-        yield (f"LocalSGD does not support FSDP2 and other DTensor parameters ({what}): it needs complete parameters; use "
-               "DistributedDataParallel inside of a replica.")
-    elif is_lazy(tensor):
+    if is_lazy(tensor):
         yield f"{what} is not initialized; run the model once before creating LocalSGD."
     elif tensor.is_meta:
         yield f"{what} is on the meta device and has no values; call to_empty(device=...) and initialize it."

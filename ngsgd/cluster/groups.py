@@ -29,6 +29,7 @@ from ngsgd.cluster.messages import Disconnected, Messages
 from ngsgd.cluster.newborn import die_with_parent
 from ngsgd.cluster.process import configure_process
 from ngsgd.errors import ClusterError, NgsgdError
+from ngsgd.ops.tensors import dense
 from ngsgd.training.job import Job, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.ranks import Ranks
@@ -72,7 +73,7 @@ class GroupRanks(Ranks):
 
     def sum_gradients(self, model: nn.Module, num_examples: int) -> int:
         params = [p for p in model.parameters() if p.requires_grad]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
+        gradients = [torch.zeros_like(p) if p.grad is None else dense(p.grad) for p in params]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         self._sum(flat)
         for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):

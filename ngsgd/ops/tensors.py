@@ -5,12 +5,13 @@ The checks read no values and wait for no device.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ngsgd.errors import ArgumentError
+from ngsgd.errors import ArgumentError, ConfigError
 
 HALF = (torch.bfloat16, torch.float16)
 FULL = (torch.float32, torch.float64)
@@ -20,6 +21,25 @@ _DIMENSIONS = {0: "a number", 1: "a vector", 2: "a matrix, one row per sample"}
 def dense(tensor: Tensor) -> Tensor:
     """Return a tensor as a dense one; gradients of nn.Embedding(sparse=True) are sparse."""
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def refuse_sharded(model: nn.Module, owner: str, advice: str = "use DistributedDataParallel") -> None:
+    """Raise ConfigError if parameters or buffers are sharded over ranks: FSDP, FSDP2, DTensor.
+
+    Args:
+        model: the module.
+        owner: class that needs complete tensors, for messages.
+        advice: what to do instead.
+    """
+    sharded = sys.modules.get("torch.distributed.tensor")
+    for name, module in model.named_modules():
+        kind = "FSDP" if type(module).__name__ == "FullyShardedDataParallel" else ""
+        if sharded is not None and any(isinstance(one, sharded.DTensor) for one in (*module._parameters.values(),
+                                                                                     *module._buffers.values())):
+            kind = "FSDP2 and other DTensor parameters"
+        if kind:
+            raise ConfigError(f"{owner} does not support {kind} ({name or 'the model'}): it needs the complete parameters of a "
+                              f"layer; {advice}.")
 
 
 def require_real(value: Any, name: str, owner: str, ndim: int | None = None, dtypes: tuple[torch.dtype, ...] = FULL + HALF) -> None:

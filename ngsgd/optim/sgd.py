@@ -12,7 +12,6 @@ import inspect
 import itertools
 import math
 import statistics
-import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from ngsgd.arguments import checked, checks_arguments, hints_of, require_state
 from ngsgd.errors import ArgumentError, ConfigError, DivergenceError, OptimizerStateError
 from ngsgd.ops.max_change import Limits, max_change_limits
 from ngsgd.ops.orthonormal import constrain_orthonormal
-from ngsgd.ops.tensors import dense
+from ngsgd.ops.tensors import dense, refuse_sharded
 from ngsgd.optim import adamw, updates
 from ngsgd.optim.layers.fast_linear import attach_fast_linear, detach_fast_linear
 from ngsgd.user_warnings import has_grown, warn
@@ -734,15 +733,9 @@ class SGD(torch.optim.Optimizer):
 def _require_whole_parameters(model: nn.Module, kind: str) -> None:
     """Reject sharded and uninitialized parameters: limits and rows of a layer need complete ones.
     """
-    sharded = sys.modules.get("torch.distributed.tensor")
+    refuse_sharded(model, kind)
     for name, module in model.named_modules():
-        if type(module).__name__ == "FullyShardedDataParallel":
-            raise ConfigError(f"{kind} does not support FSDP ({name or 'the model'}): it needs the complete parameters of a "
-                              "layer; use DistributedDataParallel.")
         for p in module._parameters.values():
-            if sharded is not None and isinstance(p, sharded.DTensor):
-                raise ConfigError(f"{kind} does not support FSDP2 and other DTensor parameters ({name or 'the model'}): it needs "
-                                  "the complete parameters of a layer; use DistributedDataParallel.")
             if p is not None and nn.parameter.is_lazy(p):
                 raise ConfigError(f"{name or 'the model'} has an uninitialized parameter; run the "
                                   f"model once before creating {kind}.")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.ops.tensors import HALF
+from ngsgd.ops.tensors import HALF, dense
 
 # The fused kernel of SGD updates these on all devices.
 FUSED = frozenset((torch.float32, torch.float64))
@@ -53,11 +53,9 @@ def as_real(tensor: Tensor) -> Tensor:
 
 def laid_out_gradient(p: Tensor) -> Tensor:
     """Return the gradient with the strides of the parameter; without a copy if they are equal."""
-    grad = p.grad
-    assert grad is not None
-    if grad.is_sparse or grad.stride() != p.stride():
-        return torch.empty_like(p).copy_(grad.to_dense())
-    return grad
+    assert p.grad is not None
+    grad = dense(p.grad)
+    return grad if grad.stride() == p.stride() else torch.empty_like(p).copy_(grad)
 
 
 def gradients_are_finite(params: Iterable[Tensor]) -> Tensor | None:

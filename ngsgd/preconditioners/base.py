@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ngsgd.curvature.layers import has_transposed_weight, upcast, without_autocast
 from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.ops import gemm
-from ngsgd.ops.tensors import dense
+from ngsgd.ops.tensors import dense, refuse_sharded
 from ngsgd.preconditioners import states, step_limits
 from ngsgd.preconditioners.closures import differentiate
 from ngsgd.preconditioners.distributed import ProcessGroupComm
@@ -933,15 +933,6 @@ def require_supported(model: nn.Module, skipped: Collection[str], method: str) -
                             f"skip=({name.rpartition('.')[0] or name!r},).")
     if problems:
         raise ConfigError(problems)
-
-
-def refuse_sharded(model: nn.Module, method: str) -> None:
-    """Raise ConfigError for parameters that are sharded over ranks (FSDP, tensor parallelism)."""
-    wrapped = [type(module).__name__ for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
-    if wrapped or any(type(p).__name__ == "DTensor" for p in model.parameters()):
-        raise ConfigError(f"{method} needs complete parameters, and those of this model are "
-                          "sharded over ranks (FSDP or DTensor); use DistributedDataParallel, or "
-                          "a torch optimizer without a preconditioner.")
 
 
 def _give(p: nn.Parameter, direction: Tensor) -> None:

@@ -159,7 +159,7 @@ def test_sharded_parameters_are_refused() -> None:
     for found in _found():
         for when in ("before", "after"):
             for kind in ("kfac", "shampoo", "adam", "psgd"):
-                assert "sharded" in found["fsdp", kind, when], (kind, when)
+                assert "DTensor" in found["fsdp", kind, when], (kind, when)
 
 
 def _refusal_of_fsdp(kind: str, when: str) -> str:
