@@ -59,7 +59,7 @@ Help = Callable[[str], object]
 
 def command(arguments: list[str], print_help: Help) -> int:
     """`ngsgd completion SHELL`, and the query of the shells' scripts."""
-    # install=bash and query=bash: the notation of earlier versions and of Hydra
+    # install=bash and query=bash: the notation of Hydra
     word = arguments[0].removeprefix("install=") if arguments else ""
     if word in ("-h", "--help"):
         print(f"usage: ngsgd completion {{{','.join(_SCRIPTS)}}}\n\nPrint the completion script "

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ngsgd import errors
-from ngsgd.config import REMOVED, RENAMED
 from ngsgd.launcher import cli, python_reference
 from ngsgd.launcher import help as texts
 from ngsgd.launcher.config import compose, describe
@@ -58,21 +57,6 @@ def settings() -> Iterator[str]:
         for one in found:
             yield (f"| `{one.path}` | `{one.default}` | {_cell(one.values)} | {_cell(one.used)} | "
                    f'<a id="{one.path}"></a>{_cell(one.about)} |')
-    yield from _old_names()
-
-
-def _old_names() -> Iterator[str]:
-    yield "\n## Old names\n"
-    yield "Settings of earlier versions. An old name still works and is reported.\n"
-    yield "| old | new |\n|---|---|"
-    for old, new in RENAMED.items():
-        if new not in REMOVED:
-            yield f"| `{old}` | `{new}` |"
-    yield "\n## Removed settings\n"
-    yield "These are constants now. Files with the constant still load; another value is an error.\n"
-    yield "| setting | constant |\n|---|---|"
-    for path, removed in REMOVED.items():
-        yield f"| `{path}` | `{str(removed.value).lower()}` |"
     yield ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ngsgd import process_identity
 from ngsgd.config import TaskConfig
-from ngsgd.files import read_json, read_regular_text, verified
+from ngsgd.files import read_json, read_regular_text, unsealed
 from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command
 from ngsgd.training.storage.event_log import newest_events
@@ -179,7 +179,7 @@ def _examples_of(folder: RunFolder) -> str | None:
 def _fingerprint(folder: RunFolder) -> dict[str, Any] | None:
     """The stored numeric fingerprint; the module that compares it imports torch."""
     try:
-        return dict(verified(read_json(folder.fingerprint))["history"][-1]["fingerprint"])
+        return dict(unsealed(read_json(folder.fingerprint))["history"][-1]["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         # the run has not started, or the file is damaged
         return None

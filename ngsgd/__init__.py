@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ngsgd import moved
-
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
@@ -51,15 +49,13 @@ _HOME_OF = {
 _MODULES = ("asr", "cluster", "config", "curvature", "data", "hypergrad", "models", "object_storage", "ops", "optim",
             "pipeline", "preconditioners", "sequence", "tasks", "training")
 
-moved.install()
-
 __all__ = ["NGSGD", "LocalSGD", "NaturalMuon", "OnlineNaturalGradient", "asr", "average_parameters", "cluster", "config",
            "curvature", "data", "hypergrad", "load", "models", "ops", "optim", "pipeline",
            "precondition_simple", "preconditioners", "sequence", "tasks", "train", "training"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES or f"ngsgd.{name}" in moved.MOVED:
+    if name in _MODULES:
         return importlib.import_module(f"ngsgd.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ngsgd' has no attribute {name!r}")

@@ -418,25 +418,17 @@ def sealed(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, DIGEST: digest_of_json(content)}
 
 
-def unsealed(tree: Any) -> tuple[dict[str, Any], bool]:
-    """Return (content without the digest, whether there was a digest); `verified` requires one.
+def unsealed(tree: Any) -> dict[str, Any]:
+    """Return the content of an index.
 
     Raises:
-        ValueError: the tree is not a JSON object, or does not match its digest.
+        ValueError: the tree is not a JSON object, or has no digest or another one.
     """
     if not isinstance(tree, dict):
         raise ValueError("not a JSON object")
     content = {key: value for key, value in tree.items() if key != DIGEST}
-    if DIGEST in tree and digest_of_json(content) != tree[DIGEST]:
-        raise ValueError("does not match its digest")
-    return content, DIGEST in tree
-
-
-def verified(tree: Any) -> dict[str, Any]:
-    """Return the content of an index whose digest is there and matches; else raise ValueError."""
-    content, has_digest = unsealed(tree)
-    if not has_digest:
-        raise ValueError("has no digest")
+    if digest_of_json(content) != tree.get(DIGEST):
+        raise ValueError("has no digest" if DIGEST not in tree else "does not match its digest")
     return content
 
 

@@ -31,9 +31,7 @@ def current() -> dict[str, Any]:
 
 
 def is_complete(identity: Mapping[str, Any]) -> bool:
-    """Whether all fields are present; files of earlier versions have only a host and a process
-    id.
-    """
+    """Whether all fields are present and of the right type."""
     return (all(identity.get(name) is not None for name in _FIELDS)
             and all(type(identity[name]) is int for name in ("process_id", "start_time", "user"))
             and identity["process_id"] > 1)

@@ -34,7 +34,7 @@ def train(arguments: list[str], *, debug: bool) -> int:
     if SCREEN.is_terminal and not (options.quiet or options.cfg or options.info or options.multirun or options.hydra_help):
         # imports take seconds; a log needs no line for them
         SCREEN.phase("loading ngsgd")
-    options.overrides = compose.with_current_names(expanded(options.overrides))
+    options.overrides = compose.as_settings(expanded(options.overrides))
     if not (options.hydra_help or options.info):
         sweep = options.multirun or any(text.upper() == "HYDRA.MODE=MULTIRUN"
                                         for text in options.overrides)

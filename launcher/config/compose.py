@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import functools
 import itertools
-import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from ngsgd.config import RunConfig, choices_of, default_with, types_of, with_kinds
 from ngsgd.config.build import defaults, kinds_in, leaves, options_of_kinds, paths, plain, section_names
 from ngsgd.config.other_names import did_you_mean, instead_of
-from ngsgd.config.renamed import REMOVED, Rename, removed_sentence, with_new_names_in
 from ngsgd.config.sections.sites import total_jobs
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.config import suggestions
@@ -68,20 +66,9 @@ def about_choice(group: str, choice: str) -> str:
     return text.partition(". ")[0].rstrip(".")
 
 
-def with_current_names(overrides: Sequence[str]) -> list[str]:
-    """Return overrides with the names of this version; old names are reported once on stderr."""
-    # a section with one value that matters is chosen like a group
-    overrides = [f"task._target_{line.removeprefix('task')}" if line.startswith("task=") else line for line in overrides]
-    lines, found = with_new_names_in(overrides)
-    lines = list(map(_as_group, lines))
-    for rename in found:
-        if rename not in _reported:
-            _reported.add(rename)
-            print(f"ngsgd: {rename.sentence}", file=sys.stderr)
-    return lines
-
-
-_reported = set[Rename]()
+def as_settings(overrides: Sequence[str]) -> list[str]:
+    """Return overrides that name a kind or a task like a group, such as task=X, as settings."""
+    return [_as_group(f"task._target_{line.removeprefix('task')}" if line.startswith("task=") else line) for line in overrides]
 
 
 def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> RunConfig:
@@ -196,7 +183,7 @@ def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[
     parser, choices = OverridesParser.create(), groups(config_dir)
     good: list[Override] = []
     problems: list[str] = []
-    for text in with_current_names(overrides):
+    for text in as_settings(overrides):
         if text.startswith("--"):
             problems.append(_flag_problem(text, choices))
             continue
@@ -266,8 +253,6 @@ def _override_problems(override: Override, choices: dict[str, list[str]]) -> Ite
                 near = difflib.get_close_matches(value.lower(), choices[key], n=1, cutoff=0.7)
                 hint = f" Did you mean {key}={near[0]}?" if near else ""
                 yield f"{key}={value} is not a choice; choose one of {', '.join(choices[key])}.{hint}"
-    elif key in REMOVED:
-        yield removed_sentence(key)
     elif key not in paths() and key not in section_names():
         value = _line(override).partition("=")[2]
         hint = _unknown_hint(key, choices, value) or f" Search for it with: ngsgd settings {key.rpartition('.')[2]}"

@@ -21,7 +21,7 @@ from typing import Any
 from ngsgd.config import RunConfig
 from ngsgd.config.build import flatten
 from ngsgd.config.unused import of_speech
-from ngsgd.files import read_json, verified, write_text
+from ngsgd.files import read_json, unsealed, write_text
 from ngsgd.launcher.machine_load import load_of_machine
 from ngsgd.launcher.mlflow.metrics import SystemMetrics, run_metrics, storable, worker_metrics
 from ngsgd.launcher.mlflow.store import (
@@ -316,7 +316,7 @@ class _MlflowRun:
     def _log_dataset(self, run_id: str) -> None:
         """The prepared data of a speech recipe; a custom task has none that could be named."""
         try:
-            about = verified(read_json(RunFolder(self.run_dir).data))
+            about = unsealed(read_json(RunFolder(self.run_dir).data))
             digest, source = str(about["digest"]), str(about["egs"])
         except (OSError, ValueError, KeyError):
             return

@@ -228,7 +228,7 @@ def _settings(folder: RunFolder) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError, RecursionError, AttributeError):
         found = {}
     if not found or found.keys() - flat_defaults().keys():
-        # old names, custom arguments, or damage: read with all checks
+        # custom arguments, or damage: read with all checks
         found = {path: _plain(value) for path, value in flatten(read_config(folder.config)).items()}
     return {**flat_defaults(), **found}
 

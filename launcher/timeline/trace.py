@@ -48,9 +48,6 @@ def _of_coordinator(event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _of_jobs(event: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for job in event["jobs"]:
-        # earlier versions did not record when a result arrived
-        if not job.get("ended_s"):
-            continue
         about = {"outer_iter": event["outer_iter"], "job": job["job"], "attempt": job["attempt"], "num_frames": job["num_frames"],
                  "accepted": job["accepted"], **({"reason": job["reason"]} if job["reason"] else {})}
         yield _span(f"job {job['job']}", _track(job["worker"]), job["ended_s"] - job["seconds"], job["seconds"], about)

@@ -24,12 +24,11 @@ def write(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         temporary.write_bytes(content)
 
 
-def read(path: Path, *, requires_digest: bool = True) -> dict[str, npt.NDArray[Any]]:
+def read(path: Path) -> dict[str, npt.NDArray[Any]]:
     """Read the arrays of a file.
 
     Args:
         path: file that `write` wrote.
-        requires_digest: reject files without a digest.
 
     Raises:
         OSError: the file cannot be read.
@@ -41,6 +40,6 @@ def read(path: Path, *, requires_digest: bool = True) -> dict[str, npt.NDArray[A
             expected = (file.metadata() or {}).get(DIGEST)
     except SafetensorError as error:
         raise ValueError(str(error)) from error
-    if (expected is not None or requires_digest) and expected != digest_of_arrays(arrays):
+    if expected != digest_of_arrays(arrays):
         raise ValueError("it does not match its digest")
     return arrays

@@ -56,7 +56,6 @@ from ngsgd.config import (
     RunConfig,
     build,
     check_values,
-    without_removed,
 )
 from ngsgd.config.build import with_defaults
 from ngsgd.data.archives import spliced_utterances
@@ -261,7 +260,7 @@ def _config(index: Mapping[str, Any], about: Mapping[str, Any]) -> RunConfig:
         "ivectors": about.get("ivectors", {}),
     }
     config, problems = build(
-        with_defaults({name: without_removed(name, values) for name, values in sections.items()})
+        with_defaults(sections)
     )
     wrong = [one.message for one in problems] or check_values(config)
     if wrong:
@@ -270,7 +269,7 @@ def _config(index: Mapping[str, Any], about: Mapping[str, Any]) -> RunConfig:
 
 
 def _calibration(values: Mapping[str, Any] | None) -> Calibration:
-    """Parse the calibration, which models of earlier versions lack."""
+    """Parse the calibration; a model that was not calibrated has none."""
     if values is None:
         return Calibration()
     found = Calibration(float(values["slope"]), float(values["offset"]))

@@ -116,17 +116,17 @@ def read_index(path: Path) -> dict[str, Any]:
     """Return the index, with the content of the listed files under "files", all verified."""
     try:
         read = _reader(path)
-        index, has_digest = files.unsealed(files.parse_json(read(INDEX).decode("utf-8")))
+        index = files.unsealed(files.parse_json(read(INDEX).decode("utf-8")))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read as a model ({_reason(error)}); {AGAIN}."
         ) from error
-    if not has_digest or index.get("kind") != _KIND or type(index.get("version")) is not int:
+    if index.get("kind") != _KIND or type(index.get("version")) is not int:
         raise CheckpointError(f"{path} is not a model exported by ngsgd; {AGAIN}.")
-    if index["version"] > VERSION:
+    if index["version"] != VERSION:
         raise CheckpointError(
-            f"{path} was written by a newer version of ngsgd (format {index['version']}, but this "
-            f"version reads up to {VERSION}); install a newer ngsgd."
+            f"{path} was written by another version of ngsgd (format {index['version']}; this "
+            f"version reads {VERSION}); export the model again."
         )
     listed = index.get("sha256")
     if not isinstance(listed, dict) or not set(listed) <= {*MODEL_FILES, *LANGUAGE_FILES}:
@@ -163,15 +163,10 @@ def _reader(path: Path) -> Callable[[str], bytes]:
             raise CheckpointError(
                 f"{path} has no final model; finish the run with: ngsgd resume {path}."
             )
-        if not (folder / INDEX).is_file() and not (path / "decode" / "wer.json").is_file():
+        if not (folder / INDEX).is_file():
             raise CheckpointError(
                 f"{path} was not decoded to its end, so final/ has no {INDEX}; finish the run "
                 f"with: ngsgd resume {path}."
-            )
-        if not (folder / INDEX).is_file():
-            raise CheckpointError(
-                f"{path} was written by an earlier version of ngsgd, whose final/ has no {INDEX}; "
-                f"create a bundle with: ngsgd export --format bundle {path} FILE, and use FILE."
             )
         return lambda name: files.read_regular_bytes(folder / name, _MAX_BYTES)
     return _zip_reader(path)

@@ -11,7 +11,6 @@ objective function summed over the minibatch (Kaldi's convention).
 
 from ngsgd.config.build import build, default_with, with_kinds
 from ngsgd.config.option import Problem, choices_of, option, types_of
-from ngsgd.config.renamed import REMOVED, RENAMED, Rename, with_new_names, with_removed, without_removed
 from ngsgd.config.rules import check, check_values, problems_of
 from ngsgd.config.run import RunConfig
 from ngsgd.config.sections.augmentation import AugmentConfig
@@ -32,8 +31,6 @@ from ngsgd.config.unused import Unused, unused, unused_in
 
 __all__ = [
     "METHODS",
-    "REMOVED",
-    "RENAMED",
     "AdaptationConfig",
     "AlignConfig",
     "AugmentConfig",
@@ -52,7 +49,6 @@ __all__ = [
     "OuterConfig",
     "Problem",
     "ProxyConfig",
-    "Rename",
     "RunConfig",
     "ScheduleConfig",
     "SitesConfig",
@@ -71,7 +67,4 @@ __all__ = [
     "unused",
     "unused_in",
     "with_kinds",
-    "with_new_names",
-    "with_removed",
-    "without_removed",
 ]

@@ -13,7 +13,6 @@ from typing import Any
 
 from ngsgd.config.option import Problem, default_of, types_of
 from ngsgd.config.other_names import did_you_mean
-from ngsgd.config.renamed import REMOVED, RENAMED, removed_sentence
 from ngsgd.config.run import RunConfig
 
 # characters of a value in a message
@@ -192,13 +191,6 @@ def _build_section(kind: type[Any], values: Any, prefix: str, problems: list[Pro
 
 
 def _unknown(path: str, name: str, prefix: str, known: Sequence[str]) -> Problem:
-    if path in RENAMED:
-        return Problem((path,), f"{path} is now called {RENAMED[path]}; rename it in the file.")
-    if path in REMOVED:
-        return Problem((path,), removed_sentence(path))
-    if path == "preconditioner":
-        return Problem((path,), "preconditioner is now part of the section optimizer, such as "
-                             "optimizer.kind=kfac; move its options there in the file.")
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {prefix}{near[0]}?" if near else did_you_mean(name, paths(), name)
     return Problem((path,), f"{path} is not a setting.{hint}")

@@ -26,7 +26,7 @@ from ngsgd.data import columns, mapped
 from ngsgd.data.cache_names import cache_name
 from ngsgd.data.examples import NO_FRAME, ArchiveEntry, ExampleSource, shuffled, windows, write_archive
 from ngsgd.data.frames import FrameSet
-from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
+from ngsgd.data.storage import FormatError, write_arrays
 from ngsgd.data.write_process import Target, write_in_processes
 from ngsgd.errors import DataError
 from ngsgd.files import new_file, read_json, sealed, sha256, shared_directory, unsealed, write_text
@@ -81,23 +81,20 @@ class EgsInfo:
 def read_index(directory: Path) -> EgsInfo:
     """Read the index of a directory of archives, and check its checksum and consistency.
 
-    Indexes of earlier versions without a checksum are accepted if counts and shapes are consistent.
-
     Args:
         directory: the directory.
 
     Raises:
         FormatError: it is missing, damaged or of another format; the message is the reason.
     """
-    return read_index_file(directory / INDEX, directory)
+    return read_index_file(directory / INDEX)
 
 
-def read_index_file(path: Path, directory: Path | None = None) -> EgsInfo:
+def read_index_file(path: Path) -> EgsInfo:
     """Read the file of an index.
 
     Args:
         path: the file.
-        directory: the archives that an index without a checksum is compared with; None: none.
 
     Raises:
         FormatError: as `read_index`.
@@ -107,44 +104,10 @@ def read_index_file(path: Path, directory: Path | None = None) -> EgsInfo:
         if isinstance(tree, dict) and tree.get("format_version") != FORMAT_VERSION:
             raise FormatError(f"it holds examples of format {tree.get('format_version')}, and this "
                               f"version reads {FORMAT_VERSION}")
-        content, has_digest = unsealed(tree)
-        info = EgsInfo(**content)
-        if not has_digest:
-            _check_counts(info)
-            if directory is not None:
-                _check_shapes(info, directory)
+        info = EgsInfo(**unsealed(tree))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise FormatError(f"its info.json cannot be read: {error}") from error
     return info
-
-
-def _check_counts(info: EgsInfo) -> None:
-    names = {*map(archive_name, range(info.num_archives)),
-             *map(diagnostic_name, ("train", "valid")), UTTERANCES}
-    fits = (info.num_archives == len(info.num_examples) == len(info.num_rows)
-            and names == set(info.sha256)
-            and all(len(rows) == info.frames_per_eg and 0 <= max(rows) <= number
-                    for rows, number in zip(info.num_rows, info.num_examples, strict=True))
-            and info.num_frames == sum(map(sum, info.num_rows)))
-    if not fits:
-        raise ValueError("its counts are inconsistent")
-
-
-def _check_shapes(info: EgsInfo, directory: Path) -> None:
-    width = info.left_context + info.frames_per_eg + info.right_context
-    for number, num_examples in enumerate(info.num_examples):
-        try:
-            file = ArrayFile(directory / archive_name(number))
-            shapes = file["features"].shape, file["pdf"].shape
-            beside = file["side"].shape[1] if file.get("side") is not None else 0
-            has_weights = file.get("weight") is not None
-        except (OSError, FormatError, KeyError):
-            # a damaged archive is reported when it is read, with its number
-            continue
-        if (*shapes, beside, has_weights) != ((num_examples, width, info.feature_dim),
-                                              (num_examples, info.frames_per_eg),
-                                              info.side_dim, info.has_weights):
-            raise ValueError(f"it is inconsistent with {archive_name(number)}")
 
 
 def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_classes: int,

@@ -7,7 +7,6 @@ every learning rate. The names below are loaded on first use.
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,14 +30,6 @@ _NAMES = {
 }
 _HOME_OF = {name: module for module, names in _NAMES.items() for name in names}
 
-# former names, which warn
-_RENAMED = {"Evaluation": "HypergradientRun", "Place": "MinibatchIndex",
-            "Plan": "HyperparameterPlan",
-            "Report": "HypergradientReport", "Search": "SearchResult",
-            "Settings": "BaseHyperparameters",
-            "Task": "TrainingTask", "Trial": "SearchTrial", "evaluate": "evaluate_hyperparameters",
-            "tune": "tune_hyperparameters"}
-
 __all__ = ["BaseHyperparameters", "Digest", "ExactMomentum", "HyperGrad", "HyperSpace",
            "HypergradientReport",
            "HypergradientRun", "HyperparameterPlan", "MinibatchIndex", "ModuleTask",
@@ -49,10 +40,6 @@ __all__ = ["BaseHyperparameters", "Digest", "ExactMomentum", "HyperGrad", "Hyper
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        warnings.warn(f"ngsgd.hypergrad.{name} is now {_RENAMED[name]}; the old name will be removed.",
-                      DeprecationWarning, stacklevel=2)
-        name = _RENAMED[name]
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ngsgd.hypergrad' has no attribute {name!r}")
     return getattr(importlib.import_module(f"ngsgd.hypergrad.{_HOME_OF[name]}"), name)

@@ -312,9 +312,6 @@ def _require_groups(state: Mapping[str, Any], groups: list[dict[str, Any]]) -> N
 
 
 def _unpacked(taken: Any) -> _Taken:
-    # of an earlier version
-    if isinstance(taken, _Taken):
-        return taken
     lr_G, momentum_G, decay_G, shortened, grad_P = taken
     return _Taken(lr_G, momentum_G, decay_G, Shortened(*shortened), grad_P)
 

@@ -6,7 +6,6 @@ Letters: D tuned numbers (theta), K knots of the learning-rate schedule, T steps
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -111,12 +110,6 @@ class HyperSpace:
                   "layer_lr": [0.0] * len(self.layers), "l2": [math.log(s.l2 or _TINY_L2)] * len(self.layers),
                   "max_change": [math.log(s.max_change or 1.0)] * len(self.layers), "init_scale": [0.0] * len(self.layers)}
         return torch.tensor([value for part in self.slices for value in starts[part]], dtype=torch.float64)
-
-    def centre(self) -> Tensor:
-        """Deprecated name of `center`."""
-        warnings.warn("HyperSpace.centre is now center; the old name will be removed.",
-                      DeprecationWarning, stacklevel=2)
-        return self.center()
 
     def reach(self) -> Tensor:
         """Maximum distance of each number from the center, D."""

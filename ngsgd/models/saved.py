@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
-from ngsgd.config import ModelConfig, without_removed
+from ngsgd.config import ModelConfig
 from ngsgd.models.build import build_model
 from ngsgd.models.growing import set_stage
 from ngsgd.models.growth_stages import Stage
@@ -46,7 +46,7 @@ def rebuild(
     if wrong:
         raise ValueError(f"its parameters have values in {wrong[0]} that are not finite")
     model = build_model(
-        ModelConfig(**without_removed("model", settings)),
+        ModelConfig(**settings),
         about["num_inputs"],
         about["num_classes"],
         seed=0,

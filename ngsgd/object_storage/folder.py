@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ngsgd.errors import CheckpointError, ObjectStorageError
-from ngsgd.files import make_directories, new_file, open_regular, parse_json, sealed, sha256, verified
+from ngsgd.files import make_directories, new_file, open_regular, parse_json, sealed, sha256, unsealed
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.lease import Lease, read_head
 
@@ -125,7 +125,7 @@ def read_manifest(store: ObjectStore, key: str, digest: str) -> Manifest:
             raise ValueError("it does not exist")
         if hashlib.sha256(found[0]).hexdigest() != digest:
             raise ValueError("its checksum does not match")
-        about = verified(parse_json(found[0].decode("utf-8")))
+        about = unsealed(parse_json(found[0].decode("utf-8")))
         if about["format"] != _FORMAT:
             raise ValueError(f"format {about['format']} is not supported by this version")
         files = {_checked(path): _part(part) for path, part in about["files"].items()}

@@ -76,9 +76,9 @@ def read_head(store: ObjectStore) -> Head | None:
         return None
     content, version = found
     try:
-        about, has_digest = unsealed(parse_json(content.decode("utf-8")))
-        if not has_digest or about.pop("format") != _FORMAT:
-            raise ValueError("it has no digest, or another format")
+        about = unsealed(parse_json(content.decode("utf-8")))
+        if about.pop("format") != _FORMAT:
+            raise ValueError("it has another format")
         head = Head(**about, version=version)
         if type(head.fence) is not int or head.fence < 0 or not isinstance(head.holder, dict):
             raise ValueError("it has no valid fencing number or holder")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.cluster.main_guard import require_main_guard
-from ngsgd.config import RunConfig, build, problems_of, unused, with_new_names
+from ngsgd.config import RunConfig, build, problems_of, unused
 from ngsgd.config.build import defaults, leaves, merged, paths
 from ngsgd.config.other_names import OTHER_NAMES, did_you_mean
 from ngsgd.config.sections.model import FROM_PYTHON
@@ -153,7 +153,6 @@ def _config(settings: Mapping[str, Any], num_workers: int, cluster: str | Mappin
     num_jobs = total_jobs(num_workers, given.get("sites", {}).get("jobs"))
     own = {"cluster": {"num_workers": num_workers, **of_cluster}, "tracking": {"kind": "none"},
            "schedule": {name: num_jobs for name in ("num_jobs_initial", "num_jobs_final") if name not in schedule}}
-    given, _ = with_new_names(given)
     config, wrong = build(merged(merged(defaults(), own), given))
     config = replace(config, task=replace(config.task, _target_=FROM_PYTHON + name))
     named = set(dict(leaves(given, "")))

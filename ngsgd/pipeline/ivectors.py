@@ -96,7 +96,7 @@ def _is_there(folder: Path, corpus: Corpus, config: RunConfig, report: Report) -
 
 def _check(folder: Path, corpus: Corpus, config: RunConfig) -> None:
     """Raise for files that do not match their digests or the corpus."""
-    digests = files.verified(files.read_json(folder / _INDEX))["sha256"]
+    digests = files.unsealed(files.read_json(folder / _INDEX))["sha256"]
     for name in _SETS:
         if files.sha256(folder / f"{name}.npy") != digests[name]:
             raise ValueError(f"{name}.npy does not match its checksum")

@@ -16,7 +16,7 @@ from ngsgd.asr.features.cmvn import GLOBAL, mean_and_deviation
 from ngsgd.asr.kaldi_io import tables
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.config import ModelConfig, OptimizerConfig, RunConfig, without_removed
+from ngsgd.config import ModelConfig, OptimizerConfig, RunConfig
 from ngsgd.data.examples import NO_FRAME
 from ngsgd.data.nnet3_examples import Nnet3Example, write_nnet3_examples
 from ngsgd.data.reader import EgsReader
@@ -41,7 +41,7 @@ def export_model(run: Run, output: Path, *, trust: bool) -> list[Path]:
     model, prior_P = load_final(folder, trust=trust)
     about = read_json(folder.final / "model.json")
     window = Window(about["left_context"], about["right_context"], about["feature_dim"], about.get("side_dim", 0))
-    config = ModelConfig(**without_removed("model", about["model"]))
+    config = ModelConfig(**about["model"])
     network = describe(model, config, window, has_softmax=about.get("objective") != "lfmmi")
     write_text(output / "final.raw", to_text(network, updates_of(model, run.config)))
     write_text(output / "priors.vec", vector_to_text(prior_P))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ngsgd.config import RunConfig, build, problems_of, unused, with_kinds, with_new_names
+from ngsgd.config import RunConfig, build, problems_of, unused, with_kinds
 from ngsgd.config.build import defaults, leaves, merged
 from ngsgd.config.sections.sites import total_jobs
 from ngsgd.errors import ConfigError
@@ -41,7 +41,7 @@ def recipe(name: str, **settings: Any) -> RunConfig:
     values = defaults()
     values["cluster"]["kind"], values["tracking"]["kind"] = "local", "none"
     written = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
-    given, _ = with_new_names(_plain(settings))
+    given = _plain(settings)
     for layer in (_resolved(written, settings), with_kinds(given)):
         values = merged(values, layer)
     config, wrong = build(values)

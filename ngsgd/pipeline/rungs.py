@@ -77,7 +77,7 @@ class Stopwatch:
 
 
 def stored(path: Path) -> list[Rung]:
-    """The rung that made a file; none for files of earlier versions."""
+    """The rung that made a file; none if its note cannot be read."""
     try:
         return [Rung.of_json(files.read_json(_note_of(path)))]
     except (OSError, ValueError, KeyError, TypeError):

@@ -264,8 +264,8 @@ def _current(run: Path) -> Path:
 def _ask_to_end(run: Path, process: dict[str, Any]) -> None:
     lock = RunFolder(run).lock
     held = holder_of(lock)
-    # runs of an earlier version have no lock; that of a run in object storage is its lease
-    if not stored_run.url_of(run) and lock.exists() and (held is None or held.get("holder") != process):
+    # the lock of a run in object storage is its lease
+    if not stored_run.url_of(run) and (held is None or held.get("holder") != process):
         raise ConfigError(f"process {process['process_id']}, which process.json of {run} names, "
                           "does not hold the lock of the run, and got no signal. If no process "
                           "trains the run, remove process.json.")

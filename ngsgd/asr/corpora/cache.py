@@ -110,13 +110,11 @@ def load(folder: Path) -> tuple[dict[str, SpeechSet], Language, str]:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
-        manifest, has_digest = files.unsealed(files.read_json(folder / MANIFEST))
+        manifest = files.unsealed(files.read_json(folder / MANIFEST))
     except (OSError, ValueError) as error:
         raise DamagedError(f"{folder / MANIFEST} is missing or damaged ({error})") from error
     if set(manifest) != {"made_from", "sets", "sha256", "language"} or not isinstance(manifest["sha256"], dict):
         raise DamagedError(f"{folder / MANIFEST} has missing or unknown entries")
-    if not has_digest:
-        raise DamagedError(f"{folder / MANIFEST} has no digest of itself")
     return manifest
 
 

@@ -219,7 +219,7 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
     if mix and not is_clean:
         samples = mix(samples, is_speech, noises)
     if config.volume:
-        # earlier versions used this number; their augmented speech stays the same
+        # one number is not used: without this line all augmented speech would change
         volumes.random()
         samples = samples * volumes.uniform(*VOLUMES)
     return replace(utterance, samples=_to_16_bits(samples), pdf_T=pdf_T)

@@ -110,12 +110,7 @@ def is_sound(path: Path) -> bool:
 
 
 def _checked_arrays(path: Path) -> dict[str, Tensor]:
-    """Read the arrays and compare them with the digest in the file, if there is one.
-
-    Files of earlier versions have no digest.
-    """
-    arrays = arrays_file.read(path, requires_digest=False)
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {name: torch.from_numpy(array) for name, array in arrays_file.read(path).items()}
 
 
 def digest(path: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.errors import EXIT_RUN_FAILED, DamagedArchiveError
-from ngsgd.files import make_directories, read_json, sealed, verified, write_text
+from ngsgd.files import make_directories, read_json, sealed, unsealed, write_text
 from ngsgd.masking import masked
 from ngsgd.pipeline.runs import stored_run
 
@@ -76,7 +76,7 @@ def write_record(path: Path, about: Mapping[str, Any]) -> None:
 def read_record(path: Path) -> dict[str, Any]:
     """Read a record; empty if it is missing or damaged."""
     try:
-        about = verified(read_json(path))
+        about = unsealed(read_json(path))
     except (OSError, ValueError):
         return {}
     is_valid = type(about.get("exit_code")) is int and isinstance(about.get("message"), str)

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ngsgd.config import ModelConfig, RunConfig, without_removed
+from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import CheckpointError
 from ngsgd.files import new_directory, read_json, sha256, write_text
@@ -150,6 +150,5 @@ def _opened(path: Path, about: Mapping[str, Any],
             settings: Mapping[str, Any]) -> tuple[nn.Module, npt.NDArray[np.float64]]:
     state = load_file(path / "model.safetensors")
     transform = load_file(path / _TRANSFORM)["input_transform"] if (path / _TRANSFORM).exists() else None
-    require_memory(ModelConfig(**without_removed("model", settings)), about["num_inputs"],
-                   about["num_classes"])
+    require_memory(ModelConfig(**settings), about["num_inputs"], about["num_classes"])
     return rebuild(about, settings, state, transform)

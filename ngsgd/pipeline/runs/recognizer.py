@@ -76,18 +76,14 @@ def open_bundle(model: str, *, trust: bool = False) -> Bundle:
 
 
 def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: Path) -> None:
-    """Write a bundle in one file, also for a run of an earlier version."""
+    """Write a bundle in one file."""
     check_final(folder.final)
     path = folder.decode / "wer.json"
     try:
         scores = read_json(path)
         weights = DecodingWeights(float(scores["acoustic_scale"]), float(scores["word_penalty"]))
-        # earlier versions have none
         calibration = Calibration(**scores.get("calibration", {}))
-        wer = {
-            **{name: str(scores[name]) for name in ("valid", "test")},
-            **_interval(scores.get("test_interval_95")),
-        }
+        wer = {**{name: str(scores[name]) for name in ("valid", "test")}, **_interval(scores["test_interval_95"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} has no scale and penalty ({type(error).__name__}: {error}); decode the run "
@@ -96,9 +92,8 @@ def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: 
     bundle_files.write_file(output, _content(folder, config, corpus, weights, calibration, wer))
 
 
-def _interval(of_test: Mapping[str, float] | None) -> dict[str, str]:
-    """Interval of the test WER, which earlier versions did not write."""
-    return {"test_interval_95": f"{of_test['low']:.2f} to {of_test['high']:.2f}"} if of_test else {}
+def _interval(of_test: Mapping[str, float]) -> dict[str, str]:
+    return {"test_interval_95": f"{of_test['low']:.2f} to {of_test['high']:.2f}"}
 
 
 def _content(

@@ -32,7 +32,7 @@ from ngsgd.files import (
     read_regular_text,
     remove_abandoned,
     sealed,
-    verified,
+    unsealed,
     write_errors_named,
     write_text,
 )
@@ -120,7 +120,7 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """Random id that identifies runs of this user; empty for runs of earlier versions.
+        """Random id that identifies runs of this user; empty if it cannot be read.
 
         A folder from another user therefore cannot pass as a run of this user.
         """
@@ -337,7 +337,7 @@ class RunFolder:
 
     def _known_data(self) -> dict[str, Any]:
         try:
-            about = verified(read_json(self.data))
+            about = unsealed(read_json(self.data))
             if not isinstance(about.get("digest"), str):
                 raise ValueError("it names no data")
         except (OSError, ValueError) as error:
@@ -367,9 +367,6 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
     text = read_log(config)
     body, mark, digest = text.rpartition(_DIGEST)
     if not mark:
-        # runs of earlier versions have neither a checksum nor an id
-        if not (config.parent / RunFolder.RUN_ID).exists():
-            return False
         body = text
     elif digest.strip() == hashlib.sha256(body.encode()).hexdigest():
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-from ngsgd.config import RunConfig, build, problems_of, with_new_names
+from ngsgd.config import RunConfig, build, problems_of
 from ngsgd.config.build import defaults, leaves, with_defaults
 from ngsgd.errors import ConfigError
 from ngsgd.pipeline.runs.yaml_text import load_yaml, read_yaml_text
@@ -31,7 +31,7 @@ def read_config(path: Path) -> RunConfig:
         raise ConfigError(f"{path} cannot be read: {error}; restore it.") from None
     if not values or not isinstance(values, dict):
         raise ConfigError(f"{path} contains no settings; restore it, or train again.")
-    settings, _ = with_new_names(cast("dict[str, Any]", values))
+    settings = cast("dict[str, Any]", values)
     *_, (last, _) = leaves(defaults(), "")
     is_complete = has_end_mark or last in dict(leaves(settings, ""))
     config, wrong = build(with_defaults(settings) if is_complete else settings)

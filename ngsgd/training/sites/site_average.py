@@ -275,7 +275,7 @@ class SiteAverage:
                 delta, about = from_bytes(self.rounds.contribution(number, site, digest), self.layout)
                 weights.append(float(self.sites.counts[site]))
             except (ValueError, KeyError) as error:
-                # an earlier version closed it; a closed round is never changed
+                # a closed round is never changed
                 raise DataError(f"round {number} of the sites in {self.rounds.store.url} is closed with a delta of site {site} "
                                 f"that cannot be used ({error}); start a new exchange with another sites.exchange.") from error
             deltas.append(delta)

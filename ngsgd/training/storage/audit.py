@@ -68,7 +68,7 @@ def _checked_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     lines: list[dict[str, Any]] = []
     problems: list[str] = []
     for number, text in enumerate(log_lines(path), 1):
-        # earlier versions kept an incomplete line of a killed process
+        # the last line of a process that was killed now
         if not text or (text.startswith("{") and not text.endswith("}")):
             continue
         found = parse_json_lines(text)

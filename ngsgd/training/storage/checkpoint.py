@@ -51,8 +51,6 @@ from ngsgd.training.storage.ledger import piece_fields, pieces_of
 from ngsgd.training.storage.lock import RunLock
 
 _FORMAT = 3
-# the previous format, whose manifests have no checksum
-_WITHOUT_DIGEST = 2
 _MODEL, _OUTER, _FISHER = "model.safetensors", "outer.safetensors", "fisher.safetensors"
 _JOBS, _RECORD = "jobs.safetensors", "record.json"
 # the newest, the one being written, and a damaged one
@@ -129,7 +127,6 @@ class CheckpointStore:
         # outer iterations whose models are kept for the final combination, regardless of age
         self.candidates = candidates
         self.models = directory.parent / "models"
-        self._undiagnosed = directory / "undiagnosed.json"
         # run lock; None gives no protection against a second coordinator
         self.lock = lock
 
@@ -170,7 +167,6 @@ class CheckpointStore:
                 f"{self.directory} ({error.strerror}); free disk space or fix the permissions, "
                 f"then run `ngsgd resume {self.directory.parent}`.") from error
         self._keep_candidates({progress.outer_iter: whole.model_sha256})
-        self._undiagnosed.unlink(missing_ok=True)
         found = self._found()
         # if only some contain the state of jobs, one of two of these may be damaged
         num_resumable = 1 if self.jobs_interval == 1 else 2
@@ -310,15 +306,13 @@ class CheckpointStore:
             fields = manifest["progress"]
             progress = Progress(**{**fields, "pending": pieces_of(fields["pending"]),
                                    "quarantined": pieces_of(fields["quarantined"]),
-                                   "bad_examples": tuple(fields.get("bad_examples", ()))})
+                                   "bad_examples": tuple(fields["bad_examples"])})
             if progress.outer_iter != _outer_iter(path):
                 raise ValueError(f"it belongs to outer iteration {progress.outer_iter + 1}")
             state = load_file(path / _MODEL)
             buffers = load_arrays(path / _OUTER) if _OUTER in manifest["files"] else {}
             fisher = _nested_fisher(load_arrays(path / _FISHER)) if _FISHER in manifest["files"] else {}
-            record = self._record_of_before(progress)
-            if _RECORD in manifest["files"]:
-                record = OuterIterationRecord.from_json(read_json(path / _RECORD))
+            record = OuterIterationRecord.from_json(read_json(path / _RECORD)) if _RECORD in manifest["files"] else None
         # a damaged file can raise anything in a parser; the previous checkpoint is tried then
         except Exception as error:
             if _may_be_undamaged(error):
@@ -360,24 +354,12 @@ class CheckpointStore:
         progress = checkpoint.progress
         fields = {**asdict(progress), "pending": list(map(piece_fields, progress.pending)),
                   "quarantined": list(map(piece_fields, progress.quarantined))}
-        if not progress.bad_examples:
-            # earlier versions can read the checkpoint
-            del fields["bad_examples"]
         manifest = {"format": _FORMAT, "files": digests, "numbers": dict(checkpoint.numbers),
                     "progress": fields, "commit": commit}
         (folder / "manifest.json").write_text(json.dumps(sealed(manifest), indent=1),
                                               encoding="utf-8")
         return replace(checkpoint, model_sha256=digests[_MODEL], commit=commit, jobs=None)
 
-    def _record_of_before(self, progress: Progress) -> OuterIterationRecord | None:
-        """Read the pending record of a run begun before format 3, which kept it in a separate
-        file.
-        """
-        try:
-            record = OuterIterationRecord.from_json(read_json(self._undiagnosed))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return record if record.outer_iter == progress.outer_iter else None
 
     def _found(self) -> list[Path]:
         return sorted((path for path in self.directory.glob("iter-*")
@@ -400,11 +382,9 @@ def _verified_manifest(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: a checksum does not match, or the format is not supported.
     """
-    manifest, has_digest = unsealed(read_json(path / "manifest.json"))
-    if manifest["format"] not in (_FORMAT, _WITHOUT_DIGEST):
+    manifest = unsealed(read_json(path / "manifest.json"))
+    if manifest["format"] != _FORMAT:
         raise ValueError(f"format {manifest['format']} is not supported by this version")
-    if manifest["format"] == _FORMAT and not has_digest:
-        raise ValueError("manifest.json has no checksum")
     if _MODEL not in manifest["files"]:
         raise ValueError("manifest.json lists no model")
     for name, expected in manifest["files"].items():

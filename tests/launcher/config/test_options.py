@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 
 from ngsgd.config import METHODS, OptimizerConfig, RunConfig, TaskConfig, choices_of, unused
 from ngsgd.config.build import build, flatten, leaves, plain, with_defaults
-from ngsgd.config.renamed import REMOVED, RENAMED
 from ngsgd.config.unused import of_speech
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
@@ -20,7 +19,6 @@ from ngsgd.launcher.commands.train import train
 from ngsgd.launcher.config import compose, config_builder
 from ngsgd.pipeline import api
 from ngsgd.pipeline.recipes import recipe
-from ngsgd.pipeline.runs.saved_config import read_config
 
 
 def problems_of(*overrides: str, config_dir: Path | None = None) -> list[str]:
@@ -176,99 +174,6 @@ def test_every_condition_names_a_switch_of_its_section_and_values_that_it_can_ha
                 assert name in specs and name != spec.name, term
                 assert not wanted or set(wanted.split("|")) <= set(choices_of(type(section), name)), term
     assert not [setting.path for setting in unused(run) if setting.is_set]
-
-
-# Names of earlier versions ------------------------------------------------------------------------
-
-
-@pytest.mark.entry("P1")
-def test_the_run_folder_of_an_older_version_loads(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    old = {"optimizer": {"kind": "sgd", "rank_in": 7, "ng_state": "keep", "alpha": 3.0},
-           "preconditioner": {"kind": "kfac", "damping": 0.5, "num_pairs": 99, "num_draws": 1, "averaging": "average",
-                              "alpha": 4.0, "momentum": 0.9, "weight_decay": 0.0, "ema_decay": None},
-           "schedule": {"shares": "equal", "round_s": 3.0}, "combination": {"kind": "generalised"},
-           "objective": {"equalise_layers": True}, "outer": {"kind": "diloco", "nesterov_lr": 0.5, "easgd_beta": 0.9}}
-    file.write_text(yaml.safe_dump(old, explicit_end=True) + "...\n")
-    loaded = read_config(file)
-    assert loaded.optimizer == OptimizerConfig("kfac", rank_in=7, alpha=3.0, damping=0.5, curvature_state="average",
-                                               equalize_layers=True)
-    assert (loaded.schedule.load_balancing, loaded.combination.kind) == ("none", "generalized")
-    assert (loaded.outer.kind, loaded.outer.lr) == ("diloco", 0.5)
-
-
-def test_the_run_folder_of_an_older_natural_gradient_loads(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    old = {"optimizer": {"kind": "ngsgd", "ng_state": "keep"},
-           "preconditioner": {"kind": "none", "damping": 0.3, "averaging": "reset"}}
-    file.write_text(yaml.safe_dump(old, explicit_end=True) + "...\n")
-    assert read_config(file).optimizer == OptimizerConfig("ngsgd", curvature_state="keep")
-
-
-@pytest.mark.parametrize(("content", "old", "new"), [
-    ({"outer": {"kind": "diloco", "nesterov_lr": 0.5}}, "outer.nesterov_lr", "outer.lr"),
-    ({"preconditioner": {"kind": "kfac"}}, "preconditioner", "optimizer"),
-])
-def test_an_old_name_in_a_custom_recipe_is_answered_with_the_new_one(
-        content: dict[str, Any], old: str, new: str, tmp_path: Path) -> None:
-    [problem] = problems_of("recipe=mine", config_dir=recipe_file(tmp_path, content))
-    assert problem.startswith(old) and new in problem
-
-
-def test_every_new_name_is_an_option() -> None:
-    known = flatten(RunConfig())
-    assert set(RENAMED.values()) <= set(known) | set(REMOVED)
-    assert not (set(RENAMED) | set(REMOVED)) & set(known)
-
-
-def test_the_run_folder_of_a_version_with_removed_options_loads(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    old: dict[str, Any] = {}
-    for path, removed in REMOVED.items():
-        section, _, name = path.rpartition(".")
-        values = old
-        for part in section.split("."):
-            values = values.setdefault(part, {})
-        values[name] = removed.value
-    file.write_text(yaml.safe_dump(old, explicit_end=True) + "...\n")
-    assert read_config(file) == RunConfig()
-
-
-@pytest.mark.parametrize("path", REMOVED)
-def test_a_removed_option_is_accepted_with_the_constant_alone(path: str) -> None:
-    constant = str(REMOVED[path].value)
-    assert compose.with_current_names([f"{path}={constant}"]) == []
-    [problem] = problems_of(f"{path}=other")
-    assert problem.startswith(f"{path} was removed")
-
-
-def test_a_removed_option_with_another_value_in_a_custom_recipe_is_an_error(tmp_path: Path) -> None:
-    [problem] = problems_of("recipe=mine", config_dir=recipe_file(tmp_path, {"augment": {"volume_low": 0.5}}))
-    assert problem.startswith("augment.volume_low was removed")
-
-
-@pytest.mark.parametrize(("old", "new"), [
-    (["preconditioner=kfac"], ["optimizer=kfac"]),
-    (["preconditioner=kfac", "optimizer=sgd"], ["optimizer=kfac"]),
-    (["preconditioner=none"], ["optimizer=ngsgd"]),
-    (["preconditioner=none", "optimizer=sgd"], ["optimizer=sgd"]),
-    (["preconditioner.kind=soap", "optimizer.kind=sgd"], ["optimizer=soap"]),
-    (["preconditioner=kfac", "preconditioner.num_draws=1", "preconditioner.fisher=mc"],
-     ["optimizer=kfac", "optimizer.fisher=mc"]),
-    (["optimizer.ng_state=keep"], ["optimizer.curvature_state=keep"]),
-    (["schedule.shares=equal"], ["schedule.load_balancing=none"]),
-    (["outer=diloco", "outer.nesterov_lr=0.5"], ["outer=diloco", "outer.lr=0.5"]),
-    (["combination.kind=generalised"], ["combination.kind=generalized"]),
-])
-def test_old_names_on_the_command_line_compose_the_same_and_are_reported(
-        old: list[str], new: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert compose.compose(old) == compose.compose(new)
-    assert compose.with_current_names(new) == new
-
-
-def test_a_sweep_over_old_methods_trains_the_new_ones() -> None:
-    runs = compose.each_of_sweep(["recipe=digits", "preconditioner=none,kfac"])
-    assert [settings for settings, _ in runs] == [["recipe=digits", "optimizer=ngsgd"], ["recipe=digits", "optimizer=kfac"]]
 
 
 # Kinds and their defaults -------------------------------------------------------------------------
