@@ -44,6 +44,8 @@ class WorkerSetup:
     make_worker: MakeWorker = Worker
     # seconds to wait before doing anything, after failed starts of predecessors
     delay_s: float = 0.0
+    # False: the coordinator has no C++ kernels, so that this worker uses none; None: it decides
+    has_kernels: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def serve(connection: socket.socket) -> None:
         assert isinstance(setup, WorkerSetup)
         _redirect(setup.log)
         time.sleep(setup.delay_s)
-        configure_process(setup.num_threads)
+        configure_process(setup.num_threads, setup.has_kernels)
         process = WorkerProcess(messages, setup)
         signal.signal(signal.SIGTERM, process.terminate)
         process.run()

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ngsgd import imports
+from ngsgd.cluster.fingerprint import why_no_kernels
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError, NgsgdError
 from ngsgd.files import read_json, write_text
@@ -58,6 +59,7 @@ def new_task_run(config: RunConfig, services: Services, given: TaskOrFunction | 
         ConfigError: the task or the settings cannot be used.
     """
     check_output_dir(config)
+    why_no_kernels(services.report)
     if given is None:
         config = with_module(config)
     if config.combination.kind == "generalized":
