@@ -31,7 +31,6 @@ from ngsgd.ops.kernels import native
 _Device = torch.device
 NO_KERNEL = "none: torch operations"
 _TOLD = f"{native.VARIABLE} is torch"
-OVERRIDE = "--allow-other-bits"
 # environment variables that make MKL, oneDNN, ATen or CUDA run other code
 _SETTINGS = (
     "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "MKL_DYNAMIC", "OMP_DYNAMIC",

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-from ngsgd.cluster.fingerprint import OVERRIDE, Agreement, Fingerprint, FingerprintFile, why_no_kernels
+from ngsgd.cluster.fingerprint import Agreement, Fingerprint, FingerprintFile, why_no_kernels
 from ngsgd.config import RunConfig
 from ngsgd.errors import FingerprintError
 from ngsgd.ops.kernels import native
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command
 from ngsgd.training.worker import resolve_threads
 
 
@@ -64,7 +64,8 @@ class FingerprintCheck:
             listed = "\n  ".join(differences)
             raise FingerprintError(
                 f"{folder.path} was trained with another numeric fingerprint, so the rest would not be bitwise identical:\n"
-                f"  {listed}\nRestore these values before resuming, or accept other results with {OVERRIDE}.")
+                f"  {listed}\nRestore these values before resuming, or accept other results with: "
+                f"{resume_command(config.task, folder.path, allow_other_bits=True)}")
         agreement = Agreement(here if differences else stored, allow_other_bits=allow_other_bits, has_kernels=not no_kernels)
         return cls(num_threads, agreement, file, differences, no_kernels)
 
