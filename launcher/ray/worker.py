@@ -76,7 +76,8 @@ class RayWorker:
             return replace(unseen, reason=str(error))
         self._output_dir = local_root(spec.settings.output_dir)
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
-        fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device, spec.settings.cluster.precision)
+        fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device, spec.settings.cluster.precision,
+                                                  self._worker.ranks.summed_by)
         device = WorkerDevice.of(self._worker.device, is_near=self._heartbeats is not None)
         return Address(os.uname().nodename, os.getpid(), fingerprint, device)
 

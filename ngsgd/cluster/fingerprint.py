@@ -71,7 +71,7 @@ class Fingerprint:
     settings: Mapping[str, str] | None = None
     # C++ file -> source, flags and compiler, or NO_KERNEL
     kernels: Mapping[str, str] = field(default_factory=dict)
-    # cpu, or the name of the GPU and the version of CUDA
+    # cpu, or the name of the GPU, the version of CUDA, and the backend that sums over ranks
     device: str = ""
     threads: int = 0      # per worker
     # cluster.precision
@@ -80,13 +80,17 @@ class Fingerprint:
     problems: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of_this_process(cls, num_threads: int, device: _Device | None = None, precision: str = "") -> Fingerprint:
-        """Return the fingerprint, and load the kernels before the first job."""
+    def of_this_process(cls, num_threads: int, device: _Device | None = None, precision: str = "",
+                        summed_by: str = "") -> Fingerprint:
+        """Return the fingerprint, and load the kernels before the first job.
+
+        `summed_by` is the backend that sums gradients of the ranks of a worker on GPUs.
+        """
         used = kernels()
         problems = {name: native.problems.get(name, "" if native.is_allowed() else _TOLD) for name in used}
         return cls(code_digest(), torch.__version__, np.__version__, processor(),
                    native.capability(), _settings(precision), used,
-                   "" if device is None else _name_of(device), num_threads, precision,
+                   "" if device is None else _name_of(device, summed_by), num_threads, precision,
                    {name: problem for name, problem in problems.items() if problem})
 
     @classmethod
@@ -297,10 +301,11 @@ def _settings(precision: str) -> dict[str, str]:
     return found
 
 
-def _name_of(device: _Device) -> str:
+def _name_of(device: _Device, summed_by: str) -> str:
     if device.type != "cuda":
         return device.type
-    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    ranks = f", ranks by {summed_by}" if summed_by else ""
+    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}{ranks}"
 
 
 def _shown(name: str, value: object) -> str:

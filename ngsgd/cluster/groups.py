@@ -150,6 +150,8 @@ class GroupWorker(Worker):
             if not is_nccl:
                 self._rendezvous.close()
         self.ranks = GroupRanks(0, size, group, self.device)
+        # a machine with fewer GPUs has another one; a sum of two gradients does not depend on it
+        self.ranks.summed_by = backend_of(self.device, size) if size > 2 else ""
 
     def _end(self, error: Exception) -> Exception:
         """End all ranks; return the error of the rank that failed first, if it is known."""

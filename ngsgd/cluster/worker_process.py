@@ -132,7 +132,7 @@ class WorkerProcess:
             sys.exit(_EXIT_TERMINATED)
         worker.snapshots.is_leaving = lambda: self._should_end
         fingerprint = Fingerprint.of_this_process(torch.get_num_threads(), worker.device,
-                                                  self.setup.spec.settings.cluster.precision)
+                                                  self.setup.spec.settings.cluster.precision, worker.ranks.summed_by)
         self.messages.send(Ready(os.getpid(), fingerprint))
         self._member = CollectiveWorker(self.setup.index, worker.layout, worker.device)
         while self._may_wait():

@@ -135,8 +135,9 @@ def test_a_worker_without_the_kernels_of_the_coordinator_is_an_error_with_its_ca
     here = Fingerprint.of_this_process(1)
     if here.is_without_kernels:
         pytest.skip("no C++ compiler here")
+    worker: type[Worker] = WithoutCompiler
     for wanted in (here, here.without_machine()):
-        pool = ProcessPool(run.spec, 1, 1, run.store.layout.size, make_worker=WithoutCompiler,
+        pool = ProcessPool(run.spec, 1, 1, run.store.layout.size, make_worker=worker,
                            agreement=Agreement(wanted, has_kernels=True))
         with pytest.raises(WorkerFingerprintError, match=r"worker 0.*cxx\.sh"):
             run.train(pool)
