@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import ngsgd
 from ngsgd.cluster.fingerprint import NO_KERNEL, Agreement, Fingerprint, kernels
 from ngsgd.cluster.process_pool import ProcessPool
-from ngsgd.errors import FingerprintError, RunInterrupted, WorkerFingerprintError
+from ngsgd.errors import FingerprintError, NgsgdWarning, RunInterrupted, WorkerFingerprintError
 from ngsgd.ops.kernels import native
 from ngsgd.pipeline.services import Services
 from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.worker import Worker
 from tests import compilers, toy
+from tests.cluster import ranks
 from tests.pipeline.test_task_run import StopAfter
 from tests.tasks import blobs
 
@@ -161,3 +165,18 @@ def test_a_rank_without_the_kernels_of_its_group_is_an_error(tmp_path: Path, mon
     monkeypatch.setattr("ngsgd.cluster.groups.kernels", lambda: {"nonlinearities.cpp": "other GCC"})
     with pytest.raises(WorkerFingerprintError, match=r"nonlinearities\.cpp.*rank 1"):
         _train(tmp_path, Lines(), cluster={"kind": "in_process", "ranks_per_worker": 2})
+
+
+@pytest.mark.entry("Nc1")
+@pytest.mark.parametrize("reason", ["g++ was not found", ""])
+def test_all_ranks_of_local_sgd_use_kernels_or_none_does(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr("ngsgd.cluster.local_sgd.why_no_kernels", lambda _report: reason if dist.get_rank() == 1 else "")
+    monkeypatch.setattr("ngsgd.cluster.local_sgd.use_torch_operations", lambda: told.append(dist.get_rank()))
+
+    def trained(_rank: int) -> int:
+        model = torch.nn.Linear(3, 2)
+        return ngsgd.LocalSGD(model, ngsgd.NGSGD(model, 0.1), sync_every=2).num_ranks
+    with pytest.warns(NgsgdWarning, match=r"rank 1: g\+\+") if reason else contextlib.nullcontext():
+        assert ranks.results(3, trained) == [3, 3, 3]
+    assert sorted(told) == ([0, 1, 2] if reason else [])

@@ -65,7 +65,8 @@ if os.environ.get(VARIABLE) == "torch":
 _own = threading.local()
 
 
-def _on_stderr(line: str) -> None:
+def print_line(line: str) -> None:
+    """Print to stderr, if it is open."""
     # a closed stream is no reason not to compile
     with contextlib.suppress(OSError, ValueError):
         if sys.stderr:
@@ -76,7 +77,7 @@ def _on_stderr(line: str) -> None:
 class _Console:
     """Takes the line of a compilation; `warn` is None where the caller reports `problems`."""
 
-    report: Callable[[str], object] = _on_stderr
+    report: Callable[[str], object] = print_line
     warn: Callable[[str], None] | None = warn
     has_announced: bool = False
     is_compiling: bool = False
