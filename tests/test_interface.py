@@ -19,11 +19,15 @@ from ngsgd.pipeline.runs import trust
 from ngsgd.pipeline.verification.verification import Sample
 
 ROOT = Path(__file__).resolve().parent.parent
-# `ngsgd.launcher` is the command line
-LIBRARY = [path for path in sorted((ROOT / "ngsgd").rglob("*.py")) if "launcher" not in path.relative_to(ROOT).parts]
+# `ngsgd.launcher` is the command line, but `ngsgd.train` also uses its clusters and trackers
+LIBRARY = [*(path for path in sorted((ROOT / "ngsgd").rglob("*.py")) if "launcher" not in path.relative_to(ROOT).parts),
+           *(ROOT / "launcher" / name for name in (
+               "ray/pool.py", "ray/worker.py", "ray/cluster.py", "ray/folders.py", "ray/head.py", "ray/node_data.py",
+               "mlflow/tracker.py", "mlflow/store.py", "reports/progress.py", "signals.py"))]
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 # flags of a command that the text contains: ours, which anybody can run, or another program's
-_COMMAND = re.compile(r"(ngsgd [a-z]+ |pip install|apply-cmvn|copy-tree|nnet3-[\w-]+|fstconvert|snip-edges|--force-reinstall)")
+_COMMAND = re.compile(r"ngsgd [a-z]+ |pip install|apply-cmvn|copy-tree|nnet3-[\w-]+|fstconvert|ray start|serve-artifacts"
+                      r"|snip-edges|--force-reinstall")
 # where flags are made or parsed: file -> reason
 _MADE = {"ngsgd/interface.py": "the names of both interfaces",
          "ngsgd/training/storage/audit.py": "a command of its own",

@@ -1,8 +1,8 @@
 """No process makes a choice by its machine, in silence, that decides results.
 
-Every place of the library that looks at the machine, its packages or its programs is listed here
-with the reason why runs stay reproducible: the numeric fingerprint holds the choice, or no result
-depends on it, or it is an error or a line for the user.
+Each place of the library that looks at the machine, its packages or its programs has a reason here:
+the numeric fingerprint holds the choice, no result depends on it, or the user sees an error or a
+line.
 """
 
 from __future__ import annotations

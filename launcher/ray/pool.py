@@ -29,6 +29,7 @@ from ngsgd.cluster.restarts import Restarts, check_fingerprint, identity, incide
 from ngsgd.config import ClusterConfig
 from ngsgd.data.fetching.files import RemoteData
 from ngsgd.errors import ClusterError
+from ngsgd.interface import option
 from ngsgd.launcher.ray.cluster import (
     cause_of,
     connect,
@@ -177,7 +178,7 @@ class RayPool:
                 raise ClusterError(
                     f"{up} of {len(self._slots)} workers were ready after cluster.start_timeout_s = "
                     f"{self.config.start_timeout_s:g}{room_for_workers(num_cpus)}; ask for fewer (cluster.num_workers, or resume "
-                    "--workers), or give them more time.")
+                    f"with {option('workers', 'N', 'num_workers')}), or give them more time.")
         self._is_starting = False
         self._way = self.chosen_exchange()
         if self._way in ("collective", "nccl"):

@@ -76,7 +76,7 @@ class LocalSGD:
     means and variances are pooled, and other floating-point buffers and frozen parameters are
     averaged if a rank changed them. Integer buffers, such as counters, stay those of the rank.
 
-    The ranks of an optimizer of this package all use C++ kernels on the CPU, or all torch operations.
+    With an optimizer of this package on the CPU, all ranks use C++ kernels, or none does.
 
     A rank whose parameters are not finite is excluded from the average, named in a warning, and
     continues with the average of the others. A layer that is unfrozen is averaged; the outer rule

@@ -109,12 +109,15 @@ def in_torch_operations() -> Iterator[None]:
 
     Processes that are started inside the context have none either.
     """
-    was_set, before = _forbidden.is_set(), os.environ.get(VARIABLE, "")
+    was_set, before = _forbidden.is_set(), os.environ.get(VARIABLE)
     use_torch_operations()
     try:
         yield
     finally:
-        os.environ[VARIABLE] = before
+        if before is None:
+            os.environ.pop(VARIABLE, None)
+        else:
+            os.environ[VARIABLE] = before
         if not was_set:
             _forbidden.clear()
 
