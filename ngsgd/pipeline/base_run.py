@@ -154,7 +154,8 @@ class BaseRun(ABC):
                 kernels.enter_context(fingerprint.in_effect())
                 if fingerprint.no_kernels:
                     self.services.warn("all processes of this run use torch operations instead of C++ kernels: "
-                                       f"{fingerprint.no_kernels}")
+                                       f"{fingerprint.no_kernels}. To use them, install a C++ compiler, such as g++, or name one "
+                                       "in CXX, and start a new run.")
                 training = self._open(lock)
                 lock.committed()
             status = "FAILED"
