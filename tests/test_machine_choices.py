@@ -1,8 +1,7 @@
 """No process makes a choice by its machine, in silence, that decides results.
 
-Each place of the library that looks at the machine, its packages or its programs has a reason here:
-the numeric fingerprint holds the choice, no result depends on it, or the user sees an error or a
-line.
+Each place of the library that looks at the machine, its packages or its programs has a reason here.
+Either the numeric fingerprint holds the choice, or no result depends on it, or the user sees it.
 """
 
 from __future__ import annotations
