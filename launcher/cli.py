@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ngsgd.errors import EXIT_OK, ConfigError
+from ngsgd.interface import command_line
 from ngsgd.launcher.console import drop, replace_closed_streams, report_lost_output, run_guarded, version
 from ngsgd.launcher.screen import SCREEN
 
@@ -31,6 +32,7 @@ _COMMANDS = {
 }
 
 
+@command_line()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     replace_closed_streams()

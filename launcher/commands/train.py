@@ -84,8 +84,10 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     folder = RunFolder.open(run_dir)
     config = read_config(folder.config)
     if config.task.from_python:
-        raise ConfigError("the task of this run came from a Python program, so that no command can continue it; call "
-                          f"{resume_command(config.task, folder.path)}.")
+        # an error of the fingerprint contains the call that accepts it
+        FingerprintCheck.of_resumed_run(config, folder, lambda _line: None, allow_other_bits=allow_other_bits)
+        call = resume_command(config.task, folder.path, allow_other_bits=allow_other_bits, trust=trust)
+        raise ConfigError(f"the task of this run came from a Python program, so that no command can continue it; call {call}.")
     if (folder.path / SIMULATION).exists():
         raise ConfigError(f"{folder.path} is a simulation, which has no real workers and cannot be resumed; repeat it with "
                           "ngsgd simulate.")

@@ -182,13 +182,16 @@ def compiled() -> Iterator[Finding]:
     from ngsgd.ops import fisher_projection
     from ngsgd.ops.kernels import native
 
-    if fisher_projection.is_native():
+    with native.reported_to(lambda _line: None):
+        is_native = fisher_projection.is_native()
+    if is_native:
         yield Finding("ok", "compiled code", f"built for {native.capability()}")
     elif native.capability() not in fisher_projection.PROCESSORS:
         yield Finding("ok", "compiled code", f"none for this processor ({native.capability()}): "
                                              "torch operations are used")
     else:
-        yield Finding("warn", "compiled code", "cannot be built: torch operations are used",
+        problem = native.problems.get(fisher_projection.SOURCE.name, "unknown reason")
+        yield Finding("warn", "compiled code", f"cannot be built ({problem}): torch operations are used",
                       "apt install g++, or name a compiler in CXX: natural-gradient steps on the "
                       "CPU are then about 5 % faster")
 

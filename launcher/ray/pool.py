@@ -27,7 +27,9 @@ from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.cluster.restarts import Restarts, check_fingerprint, identity, incidents_of, none_agrees
 from ngsgd.config import ClusterConfig
+from ngsgd.data.fetching.files import RemoteData
 from ngsgd.errors import ClusterError
+from ngsgd.interface import option
 from ngsgd.launcher.ray.cluster import (
     cause_of,
     connect,
@@ -170,12 +172,13 @@ class RayPool:
         while not all(slot.process for slot in self._slots):
             self._poll(_POLL_S)
             clock.tick()
-            if clock.now >= self.config.start_timeout_s:
+            # a slow compiler has no limit of time
+            if clock.now >= self.config.start_timeout_s and not self._is_compiling():
                 up = sum(slot.process is not None for slot in self._slots)
                 raise ClusterError(
                     f"{up} of {len(self._slots)} workers were ready after cluster.start_timeout_s = "
                     f"{self.config.start_timeout_s:g}{room_for_workers(num_cpus)}; ask for fewer (cluster.num_workers, or resume "
-                    "--workers), or give them more time.")
+                    f"with {option('workers', 'N', 'num_workers')}), or give them more time.")
         self._is_starting = False
         self._way = self.chosen_exchange()
         if self._way in ("collective", "nccl"):
@@ -436,7 +439,7 @@ class RayPool:
         if remote is None:
             self._refuse_blind(slot, unseen.message(self.spec.settings.output_dir))
             return
-        slot.ready = slot.actor.prepare.remote(self._spec_ref, slot.index, self.num_threads, self._heartbeats, self.folders, remote)
+        slot.ready = self._prepare(slot.actor, slot.index, remote)
 
     def _refuse_blind(self, slot: WorkerSlot, message: str) -> None:
         """Replace a worker whose node does not see the data; raise if the run only starts."""
@@ -506,8 +509,19 @@ class RayPool:
 
     def _new_slot(self, index: int) -> WorkerSlot:
         actor = self._actor_class.remote()
-        return WorkerSlot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads, self._heartbeats,
-                                                            self.folders))
+        return WorkerSlot(index, actor, self._prepare(actor, index))
+
+    def _prepare(self, actor: Any, index: int, remote: RemoteData | None = None) -> Any:
+        return actor.prepare.remote(self._spec_ref, index, self.num_threads, self._heartbeats, self.folders, remote,
+                                    has_kernels=self.agreement.has_kernels)
+
+    def _is_compiling(self) -> bool:
+        """Whether a worker that is not ready waits for a compiler."""
+        refs = [slot.actor.is_compiling.options(concurrency_group="control").remote() for slot in self._slots if not slot.process]
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=_PING_S)
+        with contextlib.suppress(RayError):
+            return any(ray.get(done))
+        return False
 
     def _replace(self, slot: WorkerSlot, reason: str) -> None:
         slot.predecessor, slot.process, slot.ready = reason, None, None

@@ -21,6 +21,7 @@ from ngsgd.launcher.machine_load import load_of_machine
 from ngsgd.launcher.ray.folders import UnseenFolder, unseen_here
 from ngsgd.launcher.ray.node_data import fetching
 from ngsgd.object_storage.urls import local_root
+from ngsgd.ops.kernels import native
 from ngsgd.training.job import Job, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.task import TaskSpec
@@ -45,7 +46,8 @@ class RayWorker:
     """The actor: a `Worker` in a separate process."""
 
     def prepare(self, spec: TaskSpec, index: int, num_threads: int, heartbeats: SharedRef,
-                folders: Sequence[str] = (), remote: RemoteData | None = None) -> Address | UnseenFolder:
+                folders: Sequence[str] = (), remote: RemoteData | None = None, *,
+                has_kernels: bool | None = None) -> Address | UnseenFolder:
         """Where the worker is, once it can take jobs; or which of the `folders` it does not see.
 
         With `remote` it fetches the folders that it does not see.
@@ -60,7 +62,7 @@ class RayWorker:
         unseen = unseen_here(folders)
         if unseen and remote is None:
             return unseen
-        configure_process(num_threads)
+        configure_process(num_threads, has_kernels)
         self._index = index
         self._minibatches = 0
         self._should_stop = False
@@ -74,7 +76,8 @@ class RayWorker:
             return replace(unseen, reason=str(error))
         self._output_dir = local_root(spec.settings.output_dir)
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
-        fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device, spec.settings.cluster.precision)
+        fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device, spec.settings.cluster.precision,
+                                                  self._worker.ranks.summed_by)
         device = WorkerDevice.of(self._worker.device, is_near=self._heartbeats is not None)
         return Address(os.uname().nodename, os.getpid(), fingerprint, device)
 
@@ -117,6 +120,10 @@ class RayWorker:
         """This worker's share of the mean, or a result that it kept."""
         from ngsgd.cluster.exchange.collective import MeanRequest
         return self._member.average(question) if isinstance(question, MeanRequest) else self._member.fetch(question.identity)
+
+    def is_compiling(self) -> bool:
+        """Whether the start waits for a compiler, which has no limit of time."""
+        return native.is_compiling()
 
     def minibatches(self) -> int:
         """How many are done; answered while a job runs."""

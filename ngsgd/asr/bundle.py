@@ -62,6 +62,7 @@ from ngsgd.config.build import with_defaults
 from ngsgd.data.archives import spliced_utterances
 from ngsgd.data.frames import FrameSet, Side
 from ngsgd.errors import CheckpointError, ConfigError, DataError
+from ngsgd.interface import option
 from ngsgd.models import Window
 from ngsgd.models.growing import utterance_logits
 from ngsgd.models.saved import least_parameters, rebuild, window_of
@@ -212,8 +213,8 @@ def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
     if config.model._target_ and not trust:
         raise ConfigError(
             f"{path} requires importing {config.model._target_}, which runs that code with your "
-            "permissions. Inspect that module; if you trust it, allow it with --trust (in Python: "
-            "trust=True)."
+            "permissions. Inspect that module; if you trust it, allow it with "
+            f"{option('trust')}."
         )
     state, transform = load_tensors(found["model.safetensors"]), None
     if TRANSFORM in found:

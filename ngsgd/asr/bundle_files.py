@@ -23,7 +23,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ngsgd import files
+from ngsgd import files, interface
 from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.features.cmvn import Stats
@@ -161,12 +161,12 @@ def _reader(path: Path) -> Callable[[str], bytes]:
         )
         if not (folder / "model.json").is_file():
             raise CheckpointError(
-                f"{path} has no final model; finish the run with: ngsgd resume {path}."
+                f"{path} has no final model; finish the run with: {interface.resume(path)}"
             )
         if not (folder / INDEX).is_file() and not (path / "decode" / "wer.json").is_file():
             raise CheckpointError(
                 f"{path} was not decoded to its end, so final/ has no {INDEX}; finish the run "
-                f"with: ngsgd resume {path}."
+                f"with: {interface.resume(path)}"
             )
         if not (folder / INDEX).is_file():
             raise CheckpointError(

@@ -39,7 +39,7 @@ class InProcessPool:
         self._worker = make_worker(self.spec, 0)
         if self.agreement is not None and (differences := self.agreement.refusal(
                 Fingerprint.of_this_process(self.num_threads, self._worker.device,
-                                            self.spec.settings.cluster.precision))):
+                                            self.spec.settings.cluster.precision, self._worker.ranks.summed_by))):
             raise none_agrees(differences)
 
     @property

@@ -276,7 +276,7 @@ class ProcessPool:
         log = str(self.log_directory / f"worker-{index}.log") if self.log_directory else ""
         messages = Messages(ours)
         messages.post(WorkerSetup(self.spec, index, self.num_threads, self._heartbeats, log,
-                                  self.make_worker, delay_s))
+                                  self.make_worker, delay_s, self.agreement.has_kernels))
         process = self._fork_server.launch(serve, (theirs,), theirs, f"ngsgd worker {index}",
                                            modules_of(self.spec, self.make_worker))
         return _Slot(index, process, messages, delay_s, deaths=list(deaths))

@@ -30,6 +30,7 @@ from ngsgd.data.archives import prepare_archives
 from ngsgd.data.cache_names import cache_name
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ConfigError
+from ngsgd.interface import option
 from ngsgd.models import build_model
 from ngsgd.object_storage.urls import local_root
 from ngsgd.phase import Phase
@@ -221,8 +222,8 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
     """
     if config.data.corpus in ("digits", "fsdd"):
         raise ConfigError(f"recipe={config.data.corpus} splices its speech from labeled "
-                          "recordings, which a model of complete strings cannot align; use ngsgd "
-                          "align without --model.")
+                          "recordings, which a model of complete strings cannot align; align "
+                          f"without {option('model', '')}.")
     model, prior_P = load_final(folder, trust=trust)
     tied = None
     if config.data.num_leaves or config.adaptation.lda_dim:

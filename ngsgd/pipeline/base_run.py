@@ -106,7 +106,7 @@ class BaseRun(ABC):
         Raises:
             CheckpointError: no job can be repeated.
         """
-        with self.folder.locked("verify", self.services.warn):
+        with self.folder.locked("verify", self.services.warn), self._checked().in_effect():
             spec = self._spec()
             task = spec.task(torch.device("cpu"))
             return verify_run(self.config, self.folder, spec, task, self._initial_parameters(task), request, self.services.report)
@@ -148,8 +148,14 @@ class BaseRun(ABC):
     @contextlib.contextmanager
     def _training(self) -> Iterator[Training]:
         """Lock the folder, open checkpoints and trackers, and report how the run ended."""
-        with self.folder.locked(self._purpose, self.services.warn) as lock:
+        with self.folder.locked(self._purpose, self.services.warn) as lock, contextlib.ExitStack() as kernels:
             with self._errors():
+                fingerprint = self._checked()
+                kernels.enter_context(fingerprint.in_effect())
+                if fingerprint.no_kernels:
+                    self.services.warn("all processes of this run use torch operations instead of C++ kernels: "
+                                       f"{fingerprint.no_kernels}. To use them, install a C++ compiler, such as g++, or name one "
+                                       "in CXX, and start a new run.")
                 training = self._open(lock)
                 lock.committed()
             status = "FAILED"
@@ -232,7 +238,7 @@ class BaseRun(ABC):
     def _iterate(self, training: Training) -> Checkpoint:
         """Run the remaining outer iterations on the workers that the services provide."""
         config, folder, services, spec = self.config, self.folder, self.services, training.spec
-        fingerprint = self._fingerprint or FingerprintCheck.of_resumed_run(config, folder, services.report, allow_other_bits=False)
+        fingerprint = self._checked()
         torch.set_num_threads(fingerprint.num_threads)
         size = training.checkpoints.layout.size
         # the model, at most two buffers of the outer optimizer, and a moving average
@@ -266,6 +272,12 @@ class BaseRun(ABC):
         return train(spec, pool, training.checkpoints, start, folder.ledger,
                      tracker=training.trackers, stop=_StopOf(services.stop, training.checkpoints.lock),
                      clock=services.clock, on_start=on_start, catch_signals=services.catch_signals)
+
+    def _checked(self) -> FingerprintCheck:
+        """The requirements on all processes of the run, compared with its earlier ones."""
+        self._fingerprint = self._fingerprint or FingerprintCheck.of_resumed_run(self.config, self.folder, self.services.report,
+                                                                                 allow_other_bits=False)
+        return self._fingerprint
 
     def _start(self, training: Training) -> Checkpoint:
         if training.latest is None:

@@ -26,6 +26,7 @@ from ngsgd.asr.lang.vocabulary import UnknownWords, Vocabulary
 from ngsgd.asr.test_set import ScoredSet
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.files import new_directory, write_text
+from ngsgd.interface import option
 from ngsgd.user_warnings import warn
 
 FRAME_S = 0.01
@@ -266,7 +267,7 @@ class _Rescorer:
         if language.given:
             raise DataError(
                 "the graph of the model hides its language model, so its lattices cannot be "
-                "rescored; specify the first language model with --lm FILE."
+                f"rescored; specify the first language model with {option('lm', 'FILE')}."
             )
         text = arpa.read(path, language.topology.words, report, "have the probability of unknown words")
         loop_cost = math.log(len(language.topology.words))

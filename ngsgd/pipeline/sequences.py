@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
+from ngsgd import interface
 from ngsgd.asr import denominators
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.config import RunConfig
@@ -40,7 +41,7 @@ def require_init_model(config: RunConfig) -> None:
                           "model trained with cross-entropy; set init_model=RUN.")
     if config.init_model and not (folder_of_model(config.init_model) / "final" / "model.json").is_file():
         raise ConfigError(f"init_model is {config.init_model}, which has no final model yet; "
-                          f"finish it with: ngsgd resume {config.init_model}")
+                          f"finish it with: {interface.resume(config.init_model)}")
 
 
 def keep_init_model(config: RunConfig, folder: RunFolder) -> None:

@@ -17,6 +17,7 @@ from ngsgd.asr.recognizer import Recognizer
 from ngsgd.asr.recording import SUFFIXES
 from ngsgd.asr.transcript import Transcript
 from ngsgd.errors import DataError, NgsgdError
+from ngsgd.interface import option
 from ngsgd.pipeline.runs.recognizer import open_bundle
 
 
@@ -110,7 +111,7 @@ def transcribe_all(
     except BrokenProcessPool as error:
         raise DataError(
             "a process that recognized recordings died, from lack of memory or on a damaged file; "
-            "find the file with --processes 1."
+            f"find the file with {option('processes', '1', 'num_processes')}."
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

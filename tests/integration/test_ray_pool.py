@@ -14,6 +14,7 @@ import psutil
 import pytest
 import ray
 
+from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError, DataError
 from ngsgd.launcher.ray.pool import RayPool
@@ -58,6 +59,16 @@ def test_ray_and_in_process_give_identical_bits_and_leave_no_process(tmp_path: P
     assert len(set(processes)) == 2
     gone, alive = psutil.wait_procs([psutil.Process(p) for p in processes if psutil.pid_exists(p)], timeout=HANGS_S)
     assert not alive, gone
+
+
+@pytest.mark.entry("Nc1")
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_workers_use_kernels_if_the_coordinator_does(has_kernels: bool, tmp_path: Path) -> None:
+    run, here = Run(tmp_path / "ray"), Fingerprint.of_this_process(1)
+    agreement = Agreement(here.without_machine(), has_kernels=has_kernels)
+    run.train(RayPool(run.spec, 1, run.store.layout.size, agreement))
+    assert agreement.found is not None
+    assert agreement.found.is_without_kernels == (not has_kernels or here.is_without_kernels)
 
 
 def test_workers_killed_in_an_outer_iteration_cost_nothing(tmp_path: Path) -> None:

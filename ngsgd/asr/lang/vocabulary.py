@@ -16,6 +16,7 @@ from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PHONE
 from ngsgd.errors import DataError
+from ngsgd.interface import option
 from ngsgd.user_warnings import warn
 
 _NUM_SHOWN = 10
@@ -127,5 +128,6 @@ def _require_pronunciations(words: Sequence[str], known: Collection[str], source
     if missing := sorted(set(words) - set(known)):
         raise DataError(
             f"{source} has words without a pronunciation: {lexicon.listed(missing)}"
-            f"{lexicon.alike(missing[0], known)}; add them to a lexicon (--lexicon FILE)."
+            f"{lexicon.alike(missing[0], known)}; add them to a lexicon "
+            f"({option('lexicon', 'FILE')})."
         )

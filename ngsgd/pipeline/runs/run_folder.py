@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ngsgd import process_identity
+from ngsgd import interface, process_identity
 from ngsgd.errors import CheckpointError, ConfigChangedError, ConfigError
 from ngsgd.files import (
     fsync,
@@ -36,6 +36,7 @@ from ngsgd.files import (
     write_errors_named,
     write_text,
 )
+from ngsgd.interface import option
 from ngsgd.object_storage.urls import is_url, local_root
 from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.failure_record import describe, mark_recorded, read_record, write_record
@@ -376,7 +377,7 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
     if not accept:
         raise ConfigChangedError(f"{config} was changed since the run began: its checksum does not "
                               "match. If the change is intended, resume with "
-                              "--accept-changed-config; otherwise the file is damaged, and its "
+                              f"{option('accept-changed-config')}; otherwise the file is damaged, and its "
                               "settings may differ from those at the start.")
     write_text(config, with_digest(body))
     return True
@@ -404,20 +405,14 @@ def what_is_trained(config: RunConfig) -> str:
     return config.task.label if config.task._target_ else f"{config.data.corpus}-{config.model.label}"
 
 
-def resume_command(task: TaskConfig, run: Path) -> str:
-    """The command, or for a task of a Python program the call, that continues a run."""
-    if task.from_python:
-        folder = json.dumps(str(stored_run.address(run)), ensure_ascii=False)
-        return f"ngsgd.train({task_argument(task)}, resume={folder}) in Python"
-    if (run / SIMULATION).exists():
+def resume_command(task: TaskConfig, run: Path, **flags: bool) -> str:
+    """The command, or for a task of a Python program the call, that continues a run.
+
+    `flags` are those of `interface.resume`.
+    """
+    if not task.from_python and (run / SIMULATION).exists():
         return "ngsgd simulate, from the beginning"
-    return f"ngsgd resume {shlex.quote(str(stored_run.address(run)))}"
-
-
-def task_argument(task: TaskConfig) -> str:
-    """The function that a Python program passed as its task; "task" for an object or a lambda."""
-    name = task.from_python
-    return name if name.isidentifier() and not name[0].isupper() else "task"
+    return interface.resume(str(stored_run.address(run)), task.from_python, **flags)
 
 
 def run_name(config: RunConfig) -> str:
@@ -433,8 +428,7 @@ def run_name(config: RunConfig) -> str:
 def run_to_continue(config: RunConfig) -> Path | None:
     """The newest run of the configured name in the output directory; None if there is none."""
     if not config.name:
-        raise ConfigError("--continue selects a run by its name, but name is not set; add "
-                          "name=NAME.")
+        raise ConfigError(f"{option('continue', '')} selects a run by its name, but name is not set; add name=NAME.")
     stamped = re.compile(rf"{re.escape(config.name)}-\d{{8}}-\d{{6}}(-\d+)?")
     if is_url(config.output_dir):
         names = [name for name in stored_run.names_of_runs(config.output_dir) if stamped.fullmatch(name)]
