@@ -19,7 +19,6 @@ from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
 from ngsgd.asr.decode.streaming import Search
 from ngsgd.asr.decode.tuning import DecodingWeights, Sweep
 from ngsgd.asr.lang import graphs, homophones
-from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.speech_set import SpeechSet
@@ -111,15 +110,14 @@ def _calibration(graph: Graph, config: DecodeConfig, setting: DecodingWeights, v
                            lattice_beam=min(config.lattice_beam, _CALIBRATION_BEAM))
 
 
-def build_graph(language: Language, config: DecodeConfig, rules: Grammar | None = None) -> Graph:
+def build_graph(language: Language, config: DecodeConfig) -> Graph:
     """Return the decoding graph: that of the data, or one built from lexicon and grammar.
 
     Words with the same pronunciation have small additional costs (`ngsgd.asr.lang.homophones`).
 
     Args:
-        language: words, lexicon and language model.
+        language: words, lexicon, and language model or grammar.
         config: the section `decode`.
-        rules: grammar that replaces the language model.
 
     Raises:
         DataError: decode.graph does not match the data.
@@ -135,7 +133,7 @@ def build_graph(language: Language, config: DecodeConfig, rules: Grammar | None 
                         f"{language.topology.num_pdfs} states, not the {language.num_pdfs} of the "
                         "alignment; set decode.graph=given.")
     else:
-        graph = graphs.build(language, silence_prob=config.silence_prob, rules=rules)
+        graph = graphs.build(language, silence_prob=config.silence_prob)
     costs = homophones.costs(language.topology.lexicon, language.word_counts)
     return graphs.with_word_costs(graph, costs) if costs else graph
 
