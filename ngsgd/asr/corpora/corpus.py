@@ -48,7 +48,7 @@ from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
-from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
+from ngsgd.config import AugmentConfig, DataConfig, DecodeConfig, FeatureConfig
 from ngsgd.data import mapped
 from ngsgd.data.cache_names import cache_name
 from ngsgd.errors import DataError
@@ -129,6 +129,14 @@ def check_source(data: DataConfig) -> None:
             source.locate(data.source)
         if data.synthetic_minutes:
             synthesis.require()
+
+
+def check_use(data: DataConfig, decode: DecodeConfig) -> None:
+    """Raise DataError if the source is not accessible, or lacks labels or a graph that are used."""
+    check_source(data)
+    if data.corpus == "an4":
+        is_made = decode.graph == "made" or data.lm_order or data.num_leaves or data.labels == "ladder"
+        an4.require_of_gmm(data.source, ([] if data.alignment else ["labels"]) + ([] if is_made else ["graph"]))
 
 
 def needs_alignment(data: DataConfig) -> bool:
@@ -227,7 +235,8 @@ def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, 
     made_with += ["espeakng-loader"] if is_generated else []
     made_with += ["soxr"] if is_generated or feature_config.resample else []
     made_with += ["soundfile"] if data.corpus in _SHARDED or data.added_dirs else []
-    content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
+    content = {"an4": lambda: an4.fingerprint(data), "yesno": lambda: yesno.fingerprint(data),
+               "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "lhotse": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "fsdd": lambda: {**_content_of_alignment(data), **added.fingerprint(data)},
                "digits": lambda: {**added.fingerprint(data), **_content_of_alignment(data)} if data.added_dirs else {},
