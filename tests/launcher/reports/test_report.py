@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -30,6 +31,7 @@ from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.fisher_spectra import fisher_spectra
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.runs.saved_config import read_config
+from ngsgd.schedules import JOB_RATE
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, job, outer_iteration
@@ -138,6 +140,7 @@ def test_a_report_is_one_file_without_scripts(
     assert cli.main(["report", "first", "--quiet", "--pictures"]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     text = (run / "report.html").read_text()
+    assert JOB_RATE.lower() in html.unescape(text).lower()
     page = Page(text)
     assert page.loaded == [] and page.open == [] and "<script" not in text
     assert len(page.alts) == 7 and all(len(alt) > 20 for alt in page.alts)
