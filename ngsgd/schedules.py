@@ -62,7 +62,7 @@ class OuterIteration:
 
     @property
     def lr_factor(self) -> float:
-        """Ratio of the learning rate of a job to the effective one, as `JOB_RATE` says.
+        """Ratio of the learning rate of a job to the effective one; see `JOB_RATE`.
 
         Averaging divides the step of a job by num_jobs, and the outer optimizer multiplies it by
         gain.

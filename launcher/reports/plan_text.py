@@ -107,7 +107,7 @@ def _reasons(table: Sequence[Row], length: str) -> list[str]:
     workers_of: dict[str, list[int]] = {}
     for row in table:
         workers_of.setdefault(row.samples.reason, []).append(row.workers)
-    return [f"{length} for {_range(counts)} workers: {reason}" for reason, counts in workers_of.items()]
+    return [f"{length} for {_range(counts)} worker{'s' * (counts != [1])}: {reason}" for reason, counts in workers_of.items()]
 
 
 def _range(counts: Sequence[int]) -> str:

@@ -187,8 +187,9 @@ def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
         all_speech = cmvn.statistics(sets["train"].frames.features_TD)
         sets = {name: speech_set.normalized_online(speech, all_speech) for name, speech in sets.items()}
     for name, speech in sets.items():
+        num_voices = len(set(speech.speakers))
         report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {len(speech.texts)} "
-               f"utterances, {speech.num_words} words, {len(set(speech.speakers))} voices")
+               f"utterances, {speech.num_words} words, {num_voices} voice{'s' * (num_voices != 1)}")
     report(Phase("storing the prepared corpus"))
     cache.store(folder, sets, language, made_from=key)
 

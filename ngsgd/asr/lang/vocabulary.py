@@ -103,7 +103,7 @@ def of_model(language: Language, vocabulary: Vocabulary,
 
 
 def weight_problems(scale: Any, penalty: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, message) for an acoustic scale and a word penalty out of range; None is valid."""
+    """Yield (name, message) for a scale or a penalty out of range; None is valid."""
     for name, value, low, limit in (("scale", scale, 0.0, MAX_SCALE), ("penalty", penalty, -MAX_PENALTY, MAX_PENALTY)):
         # also false for NaN
         is_valid = isinstance(value, (int, float)) and low <= value <= limit and (value or name == "penalty")
