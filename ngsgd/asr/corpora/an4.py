@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,7 @@ def require_of_gmm(source: str, wanted: Sequence[str]) -> None:
                         f"which these settings use; {others}.")
 
 
-def fingerprint(data: DataConfig) -> dict[str, object]:
+def fingerprint(data: DataConfig) -> dict[str, Any]:
     """The optional files that exist; the content of all files is known."""
     return {"of_gmm": _of_gmm(locate(data.source))}
 

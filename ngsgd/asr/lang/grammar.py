@@ -100,7 +100,7 @@ class _Parser:
 
     def __init__(self, path: Path, text: str) -> None:
         self._path, self._text, self._at = path, text, 0
-        self._tokens = _TOKEN.findall(_without_comments(text).rstrip())
+        self._tokens: list[str] = _TOKEN.findall(_without_comments(text).rstrip())
 
     def grammar(self) -> Grammar:
         rules: dict[str, _Node] = {}

@@ -2,6 +2,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,7 +121,7 @@ def test_a_missing_source_is_reported_with_its_location(given: str, sentence: st
     ("ali.json", {"alignment": "flat"}, "auto")])
 @pytest.mark.entry("Nc4")
 def test_a_missing_file_that_the_settings_use_is_named(
-        source: Path, missing: str, settings: dict[str, str], graph: str) -> None:
+        source: Path, missing: str, settings: dict[str, Any], graph: Any) -> None:
     (source / missing).unlink()
     with pytest.raises(DataError, match=re.escape(missing)):
         check_use(DataConfig(corpus="an4", source=str(source), **settings), DecodeConfig(graph=graph))
@@ -133,9 +134,10 @@ def test_the_public_files_alone_train_from_transcripts(source: Path, tmp_path: P
     before = prepare(with_gmm, FEATURES, tmp_path / "cache", silent)
     for path in [path for path in source.iterdir() if path.name not in an4.SPEECH]:
         path.unlink()
-    for settings in ({"alignment": "flat"}, {"alignment": "flat", "labels": "ladder"}, {"alignment": "flat", "lm_order": 1}):
-        check_use(DataConfig(corpus="an4", source=str(source), **settings),
-                  DecodeConfig(graph="made" if len(settings) == 1 else "auto"))
+    others: list[dict[str, Any]] = [{}, {"labels": "ladder"}, {"lm_order": 1}]
+    for settings in others:
+        check_use(DataConfig(corpus="an4", source=str(source), alignment="flat", **settings),
+                  DecodeConfig(graph="auto" if settings else "made"))
     corpus = prepare(with_gmm, FEATURES, tmp_path / "cache", silent)
     # the same speech and words; nothing of the GMM comes from the cache
     assert corpus.language.topology == before.language.topology and corpus.language.arpa == before.language.arpa

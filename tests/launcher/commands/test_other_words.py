@@ -54,7 +54,8 @@ def test_every_way_to_recognize_takes_other_words(
     text, expected = FILES[option]
     path = written(tmp_path, option, text)
     assert Recognizer.load(model).transcribe(audio).text.split() == SAID
-    for recognizer in (Recognizer.load(model, **{option: path}), Recognizer(Bundle.load(model), **{option: str(path)})):
+    given: dict[str, Any] = {option: path}
+    for recognizer in (Recognizer.load(model, **given), Recognizer(Bundle.load(model), **given)):
         assert recognizer.transcribe(audio).text.split() == expected
     assert main(["transcribe", str(model), str(audio), f"--{option}", str(path), "-q"]) == 0
     assert capsys.readouterr().out.split() == expected
@@ -92,8 +93,9 @@ def test_a_file_that_does_not_match_the_model_is_the_same_error_everywhere(
 ) -> None:
     path = written(tmp_path, option, WRONG[option])
     for name in (path, tmp_path / "missing", tmp_path):
+        given: dict[str, Any] = {option: name}
         with pytest.raises(DataError):
-            Recognizer.load(model, **{option: name})
+            Recognizer.load(model, **given)
         for command in (["transcribe", str(model), str(audio)], ["export", "--format", "bundle", str(model), str(tmp_path / "out")],
                         ["decode", str(model), "--data", str(tmp_path)]):
             assert main([*command, f"--{option}", str(name)]) == DataError.exit_code
