@@ -30,15 +30,15 @@ class Progress:
     Args:
         report: receives the phase, at once and then with the number of items.
         name: of the step.
-        total: number of items.
+        total: number of items. Default: 0, for an unknown number.
         unit: noun of an item, in the plural. Default: "utterances".
 
     Example:
         for speech in Progress(report, "decoding the test set", len(test)).each(test): ...
     """
 
-    def __init__(self, report: Callable[[str], None], name: str, total: int, unit: str = "utterances") -> None:
-        self._report, self._name, self._of = report, name, f"of {total} {unit}"
+    def __init__(self, report: Callable[[str], None], name: str, total: int = 0, unit: str = "utterances") -> None:
+        self._report, self._name, self._of = report, name, f"of {total} {unit}" if total else unit
         self._done, self._last = 0, time.monotonic()
         report(Phase(name))
 

@@ -52,7 +52,7 @@ from ngsgd.config import AugmentConfig, DataConfig, DecodeConfig, FeatureConfig
 from ngsgd.data import mapped
 from ngsgd.data.cache_names import cache_name
 from ngsgd.errors import DataError
-from ngsgd.phase import Phase
+from ngsgd.phase import Phase, Progress
 
 # increase it if the same settings would give other data, so that old caches are not reused
 RECIPE_VERSION = 4
@@ -336,7 +336,7 @@ def _check_paths(corpus: Corpus, alignment: Alignment, sets: Iterable[SpeechSet]
 
 
 def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
-                 _work: Path, _report: Report) -> Made:
+                 _work: Path, report: Report) -> Made:
     mix = _noise_of(data)
     more = _added(data, feature_config, changes, labels.TOPOLOGY)
     sets = {}
@@ -348,8 +348,8 @@ def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: Augme
             name, data, minutes=minutes, num_at_once=os.cpu_count() or 1, is_clean=is_clean)
         made = augment.for_set(name, made, changes, silence_pdfs=[SILENCE_PDF],
                                mix=mix if is_late else None)
-        sets[name] = speech_set.build(itertools.chain(made, more if name == "train" else ()),
-                                      feature_config)
+        every = itertools.chain(made, more if name == "train" else ())
+        sets[name] = speech_set.build(Progress(report, f"preparing {name}").each(every), feature_config)
     return sets, Language(labels.TOPOLOGY)
 
 
@@ -406,8 +406,8 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
                                          is_clean=_is_clean(name, changes))
             said = itertools.chain(said, synthetic.relabeled(made, topology))
         said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF])
-        sets[name] = speech_set.build(itertools.chain(said, more if name == "train" else ()),
-                                      feature_config)
+        every = itertools.chain(said, more if name == "train" else ())
+        sets[name] = speech_set.build(Progress(report, f"preparing {name}").each(every), feature_config)
     return sets, Language(topology, is_one_word=data.style == "isolated")
 
 
