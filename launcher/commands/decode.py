@@ -154,6 +154,7 @@ def _decode_data(options: argparse.Namespace) -> int:
             options.confidences,
         ),
         report=changed["report"],
+        progress=(lambda _line: None) if options.quiet or options.json else (lambda line: changed["report"](f"{line} ...")),
     )
     if options.output is not None:
         service.write(options.output, result)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ngsgd.asr import test_set
 from ngsgd.asr.bundle import Bundle
@@ -23,6 +26,7 @@ from ngsgd.asr.lang.vocabulary import UnknownWords, Vocabulary
 from ngsgd.asr.test_set import ScoredSet
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.files import new_directory, write_text
+from ngsgd.phase import Progress
 from ngsgd.user_warnings import warn
 
 FRAME_S = 0.01
@@ -83,8 +87,8 @@ class DataResult:
     reliability: tuple[ReliabilityBin, ...]
 
 
-def decode_data(bundle: Bundle, request: DecodeRequest,
-                report: Callable[[str], None] = warn) -> DataResult:
+def decode_data(bundle: Bundle, request: DecodeRequest, report: Callable[[str], None] = warn,
+                progress: Callable[[str], None] = lambda _line: None) -> DataResult:
     """Decode the data of a request.
 
     Args:
@@ -92,6 +96,7 @@ def decode_data(bundle: Bundle, request: DecodeRequest,
         request: data and settings.
         report: receives lines about words that a language model lacks, and about numbers in a
             lexicon. Default: a warning.
+        progress: receives the phases (`ngsgd.phase`). Default: none.
 
     Returns:
         The errors.
@@ -113,9 +118,9 @@ def decode_data(bundle: Bundle, request: DecodeRequest,
     tuning_set = test_set.read(bundle, request.tune_on, bundle.find_path) if request.tune_on else None
     tuned = None
     if tuning_set and (request.acoustic_scale is None or request.word_penalty is None):
-        weights, tuned = _tuned(bundle, request, tuning_set)
+        weights, tuned = _tuned(bundle, request, tuning_set, progress)
         bundle = bundle.with_words(Vocabulary(), scale=weights.acoustic_scale, penalty=weights.word_penalty)
-    recognizer = _DataRecognizer(bundle)
+    recognizer = _DataRecognizer(bundle, progress)
     hypotheses = recognizer.words(speech)
     first_pass, rows = scoring.score(speech.texts, hypotheses, speech.utt_ids)
     total = first_pass
@@ -208,7 +213,8 @@ def _grouped(names: Mapping[str, None], rows: Any) -> dict[str, WordErrors]:
     return {name: errors for name, errors in sums.items() if name in present}
 
 
-def _tuned(bundle: Bundle, request: DecodeRequest, tuning_set: ScoredSet) -> tuple[DecodingWeights, WordErrors]:
+def _tuned(bundle: Bundle, request: DecodeRequest, tuning_set: ScoredSet,
+           progress: Callable[[str], None]) -> tuple[DecodingWeights, WordErrors]:
     """Return the given weights, completed by tuned ones, and their errors."""
     scale, penalty = request.acoustic_scale, request.word_penalty
     config = replace(
@@ -216,6 +222,8 @@ def _tuned(bundle: Bundle, request: DecodeRequest, tuning_set: ScoredSet) -> tup
         acoustic_scales=bundle.decode.acoustic_scales if scale is None else (scale,),
         word_penalties=bundle.decode.word_penalties if penalty is None else (penalty,),
     )
+    num_settings = len(config.acoustic_scales) * len(config.word_penalties)
+    every = Progress(progress, f"choosing scale and penalty of {num_settings} settings", num_settings * len(tuning_set.texts))
     return tuning.choose(
         evaluation.sweep(
             bundle.unpenalized_graph,
@@ -224,6 +232,7 @@ def _tuned(bundle: Bundle, request: DecodeRequest, tuning_set: ScoredSet) -> tup
             tuning_set.utt_ids,
             tuning_set.logliks,
             bundle.language.num_pdfs,
+            every.each,
         )
     )
 
@@ -268,13 +277,17 @@ class _DataRecognizer:
     """Recognition of a set by three kinds of search."""
 
     bundle: Bundle
+    progress: Callable[[str], None]
+
+    def _each(self, name: str, speech: ScoredSet) -> Iterator[npt.NDArray[np.float32]]:
+        return Progress(self.progress, name, len(speech.texts)).each(speech.logliks)
 
     def words(self, speech: ScoredSet) -> tuple[tuple[str, ...], ...]:
         return evaluation.decode_set(
             self.bundle.graph,
             self.bundle.decode,
             self.bundle.search.acoustic_scale,
-            speech.logliks,
+            self._each("decoding", speech),
             self.bundle.language.num_pdfs,
         )
 
@@ -288,7 +301,7 @@ class _DataRecognizer:
             )
 
         found = []
-        for loglik_TP in speech.logliks:
+        for loglik_TP in self._each("rescoring lattices", speech):
             lattice = lattice_of(
                 self.bundle.graph, loglik_TP, self.bundle.search, lattice_beam=self.bundle.decode.lattice_beam
             )
@@ -309,14 +322,14 @@ class _DataRecognizer:
                 frame_shift_s=FRAME_S,
                 calibration=calibrated,
             )[0]
-            for loglik_TP in speech.logliks
+            for loglik_TP in self._each("confidences", speech)
         )
 
     def calibration(self, speech: ScoredSet) -> Calibration:
         """Fit the map from posteriors to the fraction of correct words of this set."""
         return calibrate(
             self.bundle.graph,
-            speech.logliks,
+            self._each("calibrating confidences", speech),
             speech.texts,
             self.bundle.search,
             lattice_beam=self.bundle.decode.lattice_beam,

@@ -31,10 +31,11 @@ def choose(sweep: Sweep) -> tuple[DecodingWeights, WordErrors]:
     2. Settings within one standard error of the least smoothed errors are as good as the best (the
        one-standard-error rule of Breiman, Friedman, Olshen and Stone 1984). The standard error of a
        number of errors is its square root.
-    3. Of these, those at the fewest edges of the grid: beyond an edge nothing was tried.
-    4. Of these, those with the least difference of insertions and deletions. Other speakers and
-       noise make more of the errors that prevail already.
-    5. Of these, the nearest to their center.
+    3. Of these, those at the fewest edges of the grid: an edge often favors insertions or deletions,
+       of which other speakers and noise make more.
+    4. Of these, the least smoothed errors.
+    5. Of equals, the least difference of insertions and deletions, and then the nearest to their
+       center.
 
     Args:
         sweep: errors of every combination of some scales and some penalties.
@@ -49,13 +50,13 @@ def choose(sweep: Sweep) -> tuple[DecodingWeights, WordErrors]:
     }
     smooth = {place: _smoothed(errors, place) for place in errors}
     least = min(smooth.values())
-    # sums of halves and quarters over equal weights: equal up to rounding
     good = [place for place in errors if smooth[place] <= least + math.sqrt(least) + 1e-9]
 
-    def preference(place: tuple[int, int]) -> tuple[int, int]:
+    def preference(place: tuple[int, int]) -> tuple[int, float, int]:
         # two values have no inside
         edges = sum(at in (0, len(axis) - 1) for at, axis in zip(place, axes, strict=True) if len(axis) > 2)
-        return edges, abs(errors[place].insertions - errors[place].deletions)
+        # sums of halves and quarters over equal weights: equal up to rounding
+        return edges, round(smooth[place], 9), abs(errors[place].insertions - errors[place].deletions)
 
     best = [place for place in good if preference(place) == min(map(preference, good))]
     chosen = min(best, key=lambda place: (_distance(place, best), place))

@@ -25,7 +25,7 @@ from ngsgd.launcher.commands.report import history_of, write
 from ngsgd.launcher.mlflow import store
 from ngsgd.launcher.reports import sections
 from ngsgd.launcher.reports.charts import charts_of
-from ngsgd.launcher.reports.history import RunHistory
+from ngsgd.launcher.reports.history import RunHistory, errors_by_speaker
 from ngsgd.pipeline.recipes import recipe
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.fisher_spectra import fisher_spectra
@@ -253,6 +253,11 @@ def test_words_that_are_wrong_are_counted_and_aligned() -> None:
     assert text.count("class=wrong") == 4 and page.open == []
     right = [UtteranceErrors("u", (("a", "a"),), WordErrors(1, 0, 0, 0))]
     assert "class=wrong" not in "".join(sections.words(right, ""))
+
+
+def test_a_speaker_of_a_few_words_does_not_head_the_list() -> None:
+    text = "few %WER 60.00 [ 3 / 5, 0 ins, 0 del, 3 sub ]\nmany %WER 20.00 [ 20 / 100, 0 ins, 0 del, 20 sub ]\n"
+    assert [row[0] for row in errors_by_speaker(text)] == ["many", "few"]
 
 
 def test_the_choice_of_scale_and_penalty_is_a_table_on_the_validation_set() -> None:
