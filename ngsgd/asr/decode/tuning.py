@@ -31,8 +31,8 @@ def choose(sweep: Sweep) -> tuple[DecodingWeights, WordErrors]:
     2. Settings within one standard error of the least smoothed errors are as good as the best (the
        one-standard-error rule of Breiman, Friedman, Olshen and Stone 1984). The standard error of a
        number of errors is its square root.
-    3. Of these, those at the fewest edges of the grid: an edge often favors insertions or deletions,
-       of which other speakers and noise make more.
+    3. Of these, those at the fewest edges of the grid: an edge often favors insertions or
+       deletions, of which other speakers and noise make more.
     4. Of these, the least smoothed errors.
     5. Of equals, the least difference of insertions and deletions, and then the nearest to their
        center.
