@@ -30,7 +30,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
     "loops": ("docs/pytorch.md", tuple(f"L{n}" for n in range(1, 20))),
     "layers": ("docs/natural-gradient.md", tuple(f"N{n}" for n in range(1, 13))),
     "kaldi": ("docs/kaldi.md", tuple(f"K{n}" for n in range(1, 16))),
-    "options": ("docs/reference/options.md", tuple(f"R{n}" for n in range(3, 7)) + tuple(f"S{n}" for n in range(1, 4))),
+    "options": ("docs/reference/options.md", tuple(f"R{n}" for n in range(3, 7)) + tuple(f"S{n}" for n in range(1, 4)) + ("Nc8", "Nc11")),
 }
 
 

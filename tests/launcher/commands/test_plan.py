@@ -284,6 +284,8 @@ def test_advice_on_too_little_data() -> None:
 
 
 @pytest.mark.parametrize("total_samples", [1.2e6, 1e7, 1e8])
+@pytest.mark.entry("Nc11", "`ngsgd plan` for little data", "works",
+                   "Numbers of workers and lengths of jobs are advised only if a run has at least 20 outer iterations.")
 def test_every_advised_number_has_twenty_outer_iterations(total_samples: float) -> None:
     table = _rows(1, 2, 4, 8, 16, 64, 256, workload=replace(WORKLOAD, total_samples=total_samples))
     advised = int(re.findall(r"\d+", plan_text.advice(table))[0])
