@@ -4,7 +4,6 @@
     python examples/onnx_recognizer.py model.onnx recording.wav ...
 
 Settings come from the model's metadata. Network and search run in chunks, as for live audio.
-
 Letters: T frames, D feature dimension, P pdfs.
 """
 
@@ -72,8 +71,7 @@ def main(model, *recordings):
     graph = kaldifst.StdVectorFst.read(str(Path(model).with_suffix(".fst")))
     for recording in recordings:
         samples, rate = soundfile.read(recording, dtype="float32")
-        if samples.ndim != 1:
-            sys.exit(f"{recording} must have one channel")
+        assert samples.ndim == 1, f"{recording} must have one channel"
         samples = soxr.resample(samples, rate, about["features"]["sample_rate_hz"])
         print(recording, *recognize(session, graph, about, features(samples, about)))
 
