@@ -68,7 +68,7 @@ Help:
 Exit codes:
   0 success              1 failure           2 wrong command line or settings
   3 data                 4 divergence        5 cluster
-  6 checkpoint           130 interrupted
+  6 checkpoint           7 object storage    130 interrupted
 
 Examples:
   ngsgd train              synthetic digits, two workers on this machine

@@ -25,6 +25,7 @@ from ngsgd.launcher.reports.svg import (
     strips,
 )
 from ngsgd.launcher.text import duration
+from ngsgd.schedules import JOB_RATE
 
 # inches; 9 pt text is still 10 px high on a screen of 390 px
 NARROW = (4.4, 3.2)
@@ -90,7 +91,7 @@ def _learning(run: RunHistory) -> Iterator[Chart]:
         "Learning rate",
         f"per {run.curve.example}",
         {"effective": ("effective_lr", GREEN), "each job": ("lr", GRAY)},
-        "The effective rate is the rate of each job divided by the number of jobs.",
+        f"{JOB_RATE.capitalize()}; gain is that of the outer optimizer.",
         is_log=True,
     )
     shares = {

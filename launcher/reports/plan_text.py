@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ngsgd.launcher.text import duration
+from ngsgd.pipeline.performance_model.formulas import MIN_OUTER_ITERS
 from ngsgd.pipeline.performance_model.multi_gpu import Interconnect, NodesRow
 from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Workload
 from ngsgd.pipeline.performance_model.scaling import MAX_OVERHEAD, Assumptions, Choice, Row, choose
@@ -106,7 +107,7 @@ def _reasons(table: Sequence[Row], length: str) -> list[str]:
     workers_of: dict[str, list[int]] = {}
     for row in table:
         workers_of.setdefault(row.samples.reason, []).append(row.workers)
-    return [f"{length} for {_range(counts)} workers: {reason}" for reason, counts in workers_of.items()]
+    return [f"{length} for {_range(counts)} worker{'s' * (counts != [1])}: {reason}" for reason, counts in workers_of.items()]
 
 
 def _range(counts: Sequence[int]) -> str:
@@ -124,7 +125,8 @@ def thread_advice(machine: Machine) -> str:
 
 def advice(table: Sequence[Row], *, is_speech: bool = True) -> str:
     """The number of workers that pays, the reason against more, and the most useful change."""
-    paying = [row for row in table if row.samples.enough_data and row.there.efficiency >= _WORTH_IT]
+    paying = [row for row in table if row.samples.enough_data and row.there.efficiency >= _WORTH_IT
+              and row.num_outer_iters >= MIN_OUTER_ITERS]
     best = paying[-1] if paying else table[0]
     if not paying and best.workers > 1:
         return f"none of these numbers of workers pays: {_what_stops(best)}; try fewer with --workers."
@@ -142,6 +144,8 @@ def _what_stops(row: Row) -> str:
     gain_s = row.there.travel_s + row.there.average_s - row.averaging_s
     if gain_s > MAX_OVERHEAD * row.there.outer_iter_s:
         return f"with {row.workers} averaging in one place takes {_seconds(gain_s)} s longer than {row.averaging} would"
+    if row.num_outer_iters < MIN_OUTER_ITERS:
+        return f"with {row.workers} a run has {row.num_outer_iters} outer iterations, not {MIN_OUTER_ITERS}"
     return f"with {row.workers} too little of the time is training ({_percent(row.there.efficiency)})"
 
 

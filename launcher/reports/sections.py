@@ -331,7 +331,7 @@ def _words(found: Counter[tuple[str, str]]) -> list[tuple[str, ...]]:
 
 
 def _speakers(text: str) -> list[tuple[str, ...]]:
-    """The speakers with the highest WER."""
+    """The speakers with the most errors."""
     return [
         (name, str(said), str(errors), f"{100 * errors / said:.1f}" if said else "no words")
         for name, errors, said in errors_by_speaker(text)[:_MOST]

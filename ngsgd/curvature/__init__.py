@@ -25,3 +25,7 @@ def __getattr__(name: str) -> Any:
     warnings.warn("ngsgd.curvature.Call is now LayerCall; the old name will be removed.",
                   DeprecationWarning, stacklevel=2)
     return LayerCall
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -33,7 +33,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.interface import option
 from ngsgd.models import build_model
 from ngsgd.object_storage.urls import local_root
-from ngsgd.phase import Phase
+from ngsgd.phase import Phase, Progress
 from ngsgd.pipeline.adaptation import network_input
 from ngsgd.pipeline.ivectors import with_ivectors
 from ngsgd.pipeline.rungs import Stopwatch, word_errors
@@ -146,16 +146,15 @@ def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> Realigne
     """Re-align two flat starts by Gaussians until they converge; return the more likely one."""
     found = []
     for name, start in (("equal parts", forced_alignment.flat_start), ("equal parts of speech", forced_alignment.silence_start)):
-        report(Phase(f"alignment: {name}, then Gaussians"))
-        moved = _moved_by_gaussians(speech, start(speech, settings.data.oov_word), settings)
+        passes = Progress(report, f"alignment: {name}, then Gaussians", settings.align.num_gaussian_passes, "passes")
+        moved = _moved_by_gaussians(speech, start(speech, settings.data.oov_word), settings, passes)
         report(f"align: {name}, then Gaussians: log-likelihood {-moved.cost_per_frame:.3f} per frame")
         found.append(moved)
     return min(found, key=lambda moved: moved.cost_per_frame)
 
 
-def _moved_by_gaussians(speech: Corpus, states: States, settings: RunConfig) -> Realigned:
-    a = settings.align
-    for _ in range(a.num_gaussian_passes):
+def _moved_by_gaussians(speech: Corpus, states: States, settings: RunConfig, passes: Progress) -> Realigned:
+    for _ in passes.each(range(settings.align.num_gaussian_passes)):
         logliks = forced_alignment.score_by_gaussians(speech, states)
         done = forced_alignment.realign(speech, states, logliks, settings.data.oov_word)
         changed, states = forced_alignment.share_changed(states, done.states), done.states

@@ -14,9 +14,11 @@ from types import ModuleType
 
 import pytest
 
+from ngsgd import errors
 from ngsgd.config import RunConfig
 from ngsgd.errors import ClusterError, ConfigError, DataError, NgsgdError
 from ngsgd.launcher import cli
+from ngsgd.launcher import help as help_texts
 from ngsgd.launcher.config import compose, describe
 from ngsgd.launcher.help import COMMANDS
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
@@ -381,3 +383,9 @@ def test_a_run_folder_that_cannot_be_made_is_one_error(tmp_path: Path, monkeypat
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="name"):
         RunFolder.create(RunConfig(output_dir=str(tmp_path), name="x" * 300), "")
+
+
+def test_the_help_lists_every_exit_code() -> None:
+    codes = {kind.exit_code for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.NgsgdError)}
+    listed = help_texts.top().partition("Exit codes:")[2].partition("Examples:")[0]
+    assert codes and codes <= {int(code) for code in re.findall(r"\d+", listed)}
