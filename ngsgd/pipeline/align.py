@@ -221,8 +221,7 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
     """
     if config.data.corpus in ("digits", "fsdd"):
         raise ConfigError(f"recipe={config.data.corpus} splices its speech from labeled "
-                          "recordings, which a model of complete strings cannot align; use ngsgd "
-                          "align without --model.")
+                          "recordings, which a model of complete strings cannot align; remove --model.")
     model, prior_P = load_final(folder, trust=trust)
     tied = None
     if config.data.num_leaves or config.adaptation.lda_dim:

@@ -346,7 +346,7 @@ class Audits:
         raise AuditError(f"{names} compute different results of job {case.job.job} of outer iteration "
                          f"{case.job.outer_iter + 1}{_how(case.runs)}, and no further worker decides which is right. The last "
                          "checkpoint is complete. Check these machines, then resume with at least three workers "
-                         "(ngsgd resume --workers 3), or on another machine.")
+                         "(ngsgd resume RUN --workers 3), or on another machine.")
 
     def _end(self, case: Case, outcome: str, faulty: tuple[int, ...] = (), right: Sequence[Run] = (), *,
              is_right: bool = True) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 import subprocess
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -349,8 +350,8 @@ def test_the_kubernetes_manifest_fits_the_schema(capsys: pytest.CaptureFixture[s
     manifest = yaml.safe_load(capsys.readouterr().out)
     jsonschema.validate(manifest, _RAY_JOB)
     spec = manifest["spec"]
-    assert re.fullmatch(r"ngsgd train output_dir=/shared/runs seed=1 cluster\.num_workers=3 cluster\.threads_per_worker=4 "
-                        r"--continue name=night-\d{14} cluster.address=auto",
+    assert re.fullmatch(r"ngsgd train output_dir=/shared/runs seed=1 cluster\.num_workers=3 cluster\.device=cuda "
+                        r"cluster\.threads_per_worker=4 --continue name=night-\d{14} cluster.address=auto",
                         spec["entrypoint"]), "a retry finds its run by a name that no other submission has"
     assert spec["backoffLimit"] == 3
     assert yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "60"
@@ -359,6 +360,64 @@ def test_the_kubernetes_manifest_fits_the_schema(capsys: pytest.CaptureFixture[s
     assert (group["replicas"], container["resources"]["limits"]["nvidia.com/gpu"]) == (3, "1")
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in group["template"]["spec"]["volumes"]}
+
+
+def _manifest(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert cli.main(["submit", "--to", "kubernetes", "--dry-run", "--job-name", "night", *words]) == 0
+    found: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.entry("Nc12", "submit a run to Kubernetes with `output_dir=s3://BUCKET/runs` and no `--claim`", "works",
+                   "the manifest mounts no volume, and the run is published to the bucket; `--gpus-per-node` takes the image "
+                   "`ngsgd:VERSION-cuda` and sets `cluster.device=cuda`, so that a worker without CUDA ends with a ConfigError; "
+                   "the image holds all extras")
+@pytest.mark.parametrize("words", [["output_dir=s3://bucket/runs"], ["--resume", "s3://bucket/runs/night-20260101-200000"]])
+def test_a_run_in_object_storage_needs_no_claim(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    manifest = _manifest(capsys, *words)
+    jsonschema.validate(manifest, _RAY_JOB)
+    assert words[-1] in manifest["spec"]["entrypoint"].split(), "a URL is no path of this machine"
+    cluster = manifest["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        assert [volume["name"] for volume in pod["volumes"]] == ["shm"] == [mount["name"] for mount in pod["containers"][0]["volumeMounts"]]
+    assert cli.main(["submit", "--to", "kubernetes", "--dry-run", "--mount", "/data", *words]) == ConfigError.exit_code
+    assert "--mount" in capsys.readouterr().err
+    claimed = _manifest(capsys, "--claim", "speech", *words)["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    assert "speech" in json.dumps(claimed["volumes"]), "the data may be on a volume"
+
+
+@pytest.mark.parametrize("to", ["ray", "slurm", "kubernetes"])
+def test_the_url_of_a_run_to_resume_is_kept(to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["submit", "--to", to, "--dry-run", "--resume", "s3://bucket/runs/night-20260101-200000"]) == 0
+    assert "resume s3://bucket/runs/night-20260101-200000 --address auto" in capsys.readouterr().out
+
+
+@pytest.mark.entry("Nc12")
+def test_gpus_of_a_job_are_used_or_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    def image(*words: str) -> str:
+        job = _manifest(capsys, "output_dir=s3://bucket/runs", *words)["spec"]["rayClusterSpec"]
+        [container] = job["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+        return str(container["image"])
+
+    pages = (ROOT / "docs" / "kubernetes.md").read_text() + (ROOT / "docker" / "Dockerfile").read_text()
+    built = {tag.rpartition("/")[2] for tag in re.findall(r"docker build .*-t (\S+) .*TORCH_INDEX", pages)}
+    assert {image("--gpus-per-node", "1")} == built and image() not in built
+    assert image("--gpus-per-node", "1", "--image", "r/mine") == "r/mine"
+    for to in (["slurm"], ["kubernetes", "output_dir=s3://bucket/runs"]):
+        for more, devices in (([], []), (["--gpus-per-node", "2"], ["cuda"]), (["--gpus-per-node", "2", "cluster.device=auto"], ["auto"])):
+            assert cli.main(["submit", "--dry-run", "--to", *to, *more]) == 0
+            assert re.findall(r"cluster\.device=(\w+)", capsys.readouterr().out) == devices
+
+
+@pytest.mark.entry("Nc12")
+def test_the_image_has_all_extras() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = set(tomllib.load(file)["project"]["optional-dependencies"])
+    [installed] = re.findall(r'"\.\[([\w,]+)\]"', (ROOT / "docker" / "build-steps.sh").read_text())
+    # a site of pages and a checkout of the tests are for developers
+    assert set(installed.split(",")) == extras - {"docs", "dev"}
 
 
 def test_docker_files_are_sound() -> None:
