@@ -13,6 +13,7 @@ import io
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # for a value that the program puts in, which may be an integer or a name
 VALUE = "8"
 # shell, which tests execute
-_EXECUTED = ("launcher/schedulers/slurm.py",)
+EXECUTED = ("launcher/schedulers/slurm.py",)
+# of pages and help texts
+_PLACEHOLDERS = {"GROUP": "optimizer", "FORMAT": "onnx", "N": VALUE}
 _COMMAND = re.compile(rf"\b(?:ngsgd (?:{'|'.join(COMMANDS)})|ray (?:start|status|health-check|job submit)|mlflow server)\b")
 # a command ends at shell operators, brackets, quotes, ends of clauses, and columns of a help text
 _END = re.compile(r"[`|&<>()\[\]\"]| {2,}|\.\.\.|[.,;:](?=\s|$)| #|\*\*|'(?=[ .,;]|$)")
@@ -54,8 +57,7 @@ class Suggestion:
         only has to be a command.
         """
         start = 2 + (self.words[0] == "ray" and self.words[1] == "job")
-        sure = max((at + 1 for at, word in enumerate(self.words) if at >= start and (_FLAG.match(word) or _ARGUMENT.fullmatch(word))),
-                   default=start)
+        sure = max((at + 1 for at, word in enumerate(self.words) if at >= start and not _is_plain(word)), default=start)
         if sure == start:
             return ""
         found = [rejection(list(self.words[:count])) for count in range(sure, len(self.words) + 1)]
@@ -76,12 +78,15 @@ def _until_prose(words: list[str]) -> Iterator[str]:
     """The words up to the second one that is no flag and looks like no argument."""
     before = ""
     for at, word in enumerate(words):
-        is_plain = at > 1 and not _FLAG.match(word) and not _ARGUMENT.fullmatch(word)
         # the value of a flag, or a part of a command such as `tune run`
-        if is_plain and at > 2 and not _FLAG.match(before):
+        if at > 2 and _is_plain(word) and not _FLAG.match(before):
             return
         yield word
         before = word
+
+
+def _is_plain(word: str) -> bool:
+    return not _FLAG.match(word) and not _ARGUMENT.fullmatch(word)
 
 
 def in_python(path: Path) -> Iterator[Suggestion]:
@@ -89,7 +94,8 @@ def in_python(path: Path) -> Iterator[Suggestion]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     bodies = [node.body for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
     skipped = {id(body[0].value) for body in bodies if body and isinstance(body[0], ast.Expr)}
-    skipped |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node}
+    skipped |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)} - {
+        id(node) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Constant, ast.JoinedStr)) and id(node) not in skipped:
             yield from suggestions(f"{path.relative_to(ROOT)}:{node.lineno}", _text(node))
@@ -121,7 +127,7 @@ def _of_ngsgd(words: list[str]) -> str:
         patches.enter_context(mock.patch("ngsgd.launcher.why.failed_commands.keep"))
         patches.enter_context(contextlib.redirect_stderr(said))
         patches.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        code = cli.main(["optimizer" if word == "GROUP" else word for word in words])
+        code = cli.main([_PLACEHOLDERS.get(word, word) for word in words])
     # a renamed flag is accepted with a line
     return said.getvalue().strip() or (f"exit code {code}" if code else "") or _of_settings(words)
 
@@ -129,8 +135,8 @@ def _of_ngsgd(words: list[str]) -> str:
 def _then_end(parse: Callable[..., Any]) -> Callable[..., Any]:
     def parsed(parser: Parser, arguments: list[str]) -> argparse.Namespace:
         options: argparse.Namespace = parse(parser, arguments)
-        # not where one parser asks another, or itself for the defaults
-        if arguments and sys._getframe(1).f_code.co_filename != arguments_module.__file__:
+        # parse_with_settings calls another of them
+        if sys._getframe(1).f_code.co_filename != arguments_module.__file__:
             raise SystemExit(0)
         return options
     return parsed
@@ -153,20 +159,25 @@ def _of_settings(words: list[str]) -> str:
 def _of_click(words: list[str]) -> str:
     """Of the programs of others; both have parsers by click."""
     command: Any
-    if words[0] == "ray":
-        from ray.scripts.scripts import cli as command
-    else:
-        from mlflow.cli import cli as command
-    context, rest = None, words[1:]
+    with warnings.catch_warnings():
+        # parts of Ray that ngsgd does not use
+        warnings.simplefilter("ignore")
+        if words[0] == "ray":
+            from ray.scripts.scripts import cli as command
+        else:
+            from mlflow.cli import cli as command
+    rest = words[1:]
     while isinstance(command, click.Group):
-        context = command.make_context(words[0], rest, parent=context)
-        _, command, rest = command.resolve_command(context, [*context.protected_args, *context.args])
-    command.make_context(words[0], rest, parent=context)
+        name, *rest = rest
+        command = command.get_command(click.Context(command), name)
+        if command is None:
+            return f"{name} is not a command of {words[0]}"
+    command.make_context(words[-1], rest)
     return ""
 
 
-def modules() -> list[Path]:
+def modules(skip: tuple[str, ...] = EXECUTED) -> list[Path]:
     """The modules of the product; ngsgd/launcher is a link."""
     folders = [ROOT / "launcher", *(path for path in (ROOT / "ngsgd").iterdir() if path.is_dir() and not path.is_symlink())]
     found = sorted([*(ROOT / "ngsgd").glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))])
-    return [path for path in found if path.relative_to(ROOT).as_posix() not in _EXECUTED]
+    return [path for path in found if path.relative_to(ROOT).as_posix() not in skip]

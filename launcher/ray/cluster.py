@@ -163,8 +163,8 @@ def _not_joined(address: str, error: Exception) -> ClusterError:
         return ClusterTokenError(f"{said}: its head answers, but rejects this process ({_first_line(error)}). {_why_rejected()}")
     reason = " ".join(str(error).split())[:400]
     if isinstance(error, (ValueError, TypeError)) and _JOB in os.environ:
-        return ClusterError(f"{said}: Ray rejects the runtime environment of this Ray job ({reason}). Correct the runtime_env of the "
-                            "job (in a RayJob: runtimeEnvYAML), then submit it again.")
+        return ClusterError(f"{said}: Ray rejects the runtime environment of this Ray job ({reason}). Correct the runtime_env of "
+                            "the job (in a RayJob: runtimeEnvYAML), then submit it again.")
     return ClusterError(f"{said}: {reason}. Install the head's versions of Ray and Python here, and run on this machine, unless it "
                         f"is done: ray start --address={address}")
 

@@ -69,8 +69,9 @@ class Machines:
                  for key, value in service["environment"].items()}
         self.environments[name] = {**self._base(), **of_image(), **given, "PATH": f"{self.folder / 'bin'}:{_paths()}"}
         with (here / "log").open("wb") as log:
-            self.processes[name] = subprocess.Popen([self._script("entrypoint.sh", name), *service["command"]], stdout=log, stderr=log,
-                                                    env=self.environments[name], cwd=here, start_new_session=True)
+            words = [self._script("entrypoint.sh", name), *service["command"]]
+            self.processes[name] = subprocess.Popen(words, stdout=log, stderr=log, env=self.environments[name], cwd=here,
+                                                    start_new_session=True)
         deadline = time.monotonic() + HANGS_S
         while self.call(name, *shlex.split(health_check())).returncode:
             assert self.processes[name].poll() is None and time.monotonic() < deadline, (here / "log").read_text()

@@ -381,7 +381,8 @@ def test_a_run_in_object_storage_needs_no_claim(words: list[str], capsys: pytest
     cluster = manifest["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
-        assert [volume["name"] for volume in pod["volumes"]] == ["shm"] == [mount["name"] for mount in pod["containers"][0]["volumeMounts"]]
+        assert [volume["name"] for volume in pod["volumes"]] == ["shm"]
+        assert [mount["name"] for mount in pod["containers"][0]["volumeMounts"]] == ["shm"]
     assert cli.main(["submit", "--to", "kubernetes", "--dry-run", "--mount", "/data", *words]) == ConfigError.exit_code
     assert "--mount" in capsys.readouterr().err
     claimed = _manifest(capsys, "--claim", "speech", *words)["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
@@ -405,8 +406,9 @@ def test_gpus_of_a_job_are_used_or_an_error(capsys: pytest.CaptureFixture[str]) 
     built = {tag.rpartition("/")[2] for tag in re.findall(r"docker build .*-t (\S+) .*TORCH_INDEX", pages)}
     assert {image("--gpus-per-node", "1")} == built and image() not in built
     assert image("--gpus-per-node", "1", "--image", "r/mine") == "r/mine"
+    two = ["--gpus-per-node", "2"]
     for to in (["slurm"], ["kubernetes", "output_dir=s3://bucket/runs"]):
-        for more, devices in (([], []), (["--gpus-per-node", "2"], ["cuda"]), (["--gpus-per-node", "2", "cluster.device=auto"], ["auto"])):
+        for more, devices in (([], []), (two, ["cuda"]), ([*two, "cluster.device=auto"], ["auto"])):
             assert cli.main(["submit", "--dry-run", "--to", *to, *more]) == 0
             assert re.findall(r"cluster\.device=(\w+)", capsys.readouterr().out) == devices
 
