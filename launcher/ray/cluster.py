@@ -32,8 +32,8 @@ _JOIN_TRIES = 3             # a second apart
 JOIN_TIMEOUT_S = 6.0
 # spinning threads of one worker would starve another
 _WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
-# of this process, for its workers; cluster.threads_per_worker is their OMP_NUM_THREADS, and Ray sets
-# another one in each process that a job starts
+# variables of this process, for its workers; not OMP_NUM_THREADS, since workers have
+# cluster.threads_per_worker, and Ray sets the variable to 1 in the process of a job
 _FORWARDED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_")
 # the configuration of the Ray job that started this process
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -234,9 +234,10 @@ def _join(address: str) -> None:
 
 
 def _worker_env(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for the workers that the Ray job of this process does not set; Ray rejects a second value.
+    """Variables for the workers: those of `environment`, and our defaults.
 
-    A value of `environment` wins over the default.
+    Without those of the Ray job that started this process: Ray sets them, and rejects a second
+    value.
     """
     job = json.loads(environment.get(_JOB, "{}"))
     runtime_env = (job.get("runtime_env") or {}) if isinstance(job, dict) else job
@@ -268,7 +269,7 @@ def _start() -> None:
     # workers inherit it; a runtime_env would make them wait for one of Ray's agents
     for name, value in _WORKER_ENV.items():
         os.environ.setdefault(name, value)
-    # a Ray job's uploaded files are in its own cluster; workers inherit its variables from this process
+    # uploaded files of a Ray job are in its own cluster; workers inherit its variables from here
     os.environ.pop(_JOB, None)
     _use_token()
     _folder = PrivateFolder()

@@ -32,7 +32,7 @@ class KubernetesJob:
     name: str
     namespace: str
     image: str
-    # PersistentVolumeClaim that all pods share, mounted at `mount`; empty with a run in object storage
+    # PersistentVolumeClaim that all pods share, mounted at `mount`; optional with object storage
     claim: str
     mount: str
     # worker pods

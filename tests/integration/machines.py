@@ -92,7 +92,7 @@ class Machines:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def _base(self) -> dict[str, str]:
-        """What a process of this test run needs beside the image."""
+        """Variables that a process of this test run needs, and the image has not."""
         return {"HOME": str(self.folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8",
                 # kernels are compiled once
                 "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")}

@@ -1,4 +1,4 @@
-"""What ngsgd writes for clusters is run: manifest, batch script, containers, commands that it prints."""
+"""Files that ngsgd writes for clusters are run, and the commands that it prints."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_submitted_ray_job_trains_and_its_printed_commands_work(containers: Ma
 
 
 def test_the_command_in_compose_reaches_the_head(containers: Machines) -> None:
-    [line] = re.findall(r"^# docker compose \S+ \S+ exec head (.*)$", (DOCKER / "compose.yaml").read_text(), re.MULTILINE)
+    [line] = re.findall(r"^# +docker compose .* exec head \\\n# +(.*)$", (DOCKER / "compose.yaml").read_text(), re.MULTILINE)
     page = (ROOT / "docs" / "cluster.md").read_text()
     assert f"exec head {line}\n" in page
     done = containers.call("head", *shlex.split(line), "--dashboard-url", containers.url, "--dry-run")

@@ -1,4 +1,4 @@
-"""Commands that ngsgd prints, writes or documents can be given, and what it makes for others is run."""
+"""Commands that ngsgd prints or writes can be given, and files that it makes for others are run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests import suggested
 from tests.suggested import ROOT, in_python, rejection, suggestions
 
-# what is made for other programs -> the test that runs it
+# file that is made for other programs, or module that makes it -> the test that runs it
 _RUN_BY = {
     "launcher/schedulers/kubernetes.py": "integration/test_made_files.py::test_the_entry_point_of_a_kubernetes_manifest_trains",
     "launcher/schedulers/slurm.py": "integration/test_made_files.py::test_the_slurm_script_trains_with_stand_ins_for_slurm_alone",
