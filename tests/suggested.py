@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib
 import io
 import re
 import shlex
@@ -158,14 +159,10 @@ def _of_settings(words: list[str]) -> str:
 
 def _of_click(words: list[str]) -> str:
     """Of the programs of others; both have parsers by click."""
-    command: Any
     with warnings.catch_warnings():
         # parts of Ray that ngsgd does not use
         warnings.simplefilter("ignore")
-        if words[0] == "ray":
-            from ray.scripts.scripts import cli as command
-        else:
-            from mlflow.cli import cli as command
+        command: Any = importlib.import_module({"ray": "ray.scripts.scripts", "mlflow": "mlflow.cli"}[words[0]]).cli
     rest = words[1:]
     while isinstance(command, click.Group):
         name, *rest = rest

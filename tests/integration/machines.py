@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from tests.tiers import HANGS_S
@@ -33,6 +34,7 @@ _RAY = """\
 # other ports and folders for containers that share a machine
 set -e
 words=("${{@//head:6379/127.0.0.1:{port}}}")
+words=("${{words[@]//HEAD:6379/127.0.0.1:{port}}}")
 words=("${{words[@]//localhost:6379/127.0.0.1:{port}}}")
 words=("${{words[@]//6379/{port}}}")
 case "$*" in
@@ -67,7 +69,7 @@ class Machines:
         here.mkdir()
         given = {key: re.sub(r"\$\{(\w+):\?.*\}", lambda found: os.environ.get(found[1], "t" * 64), value)
                  for key, value in service["environment"].items()}
-        self.environments[name] = {**self._base(), **of_image(), **given, "PATH": f"{self.folder / 'bin'}:{_paths()}"}
+        self.environments[name] = {**self.base(), **of_image(), **given}
         with (here / "log").open("wb") as log:
             words = [self._script("entrypoint.sh", name), *service["command"]]
             self.processes[name] = subprocess.Popen(words, stdout=log, stderr=log, env=self.environments[name], cwd=here,
@@ -91,9 +93,10 @@ class Machines:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def _base(self) -> dict[str, str]:
+    def base(self) -> dict[str, str]:
         """Variables that a process of this test run needs, and the image has not."""
-        return {"HOME": str(self.folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8",
+        return {"PATH": f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(self.folder),
+                "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8",
                 # kernels are compiled once
                 "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")}
 
@@ -122,6 +125,15 @@ def machines() -> Iterator[Machines]:
             yield found
         finally:
             found.close()
+            end_processes(found.folder)
+
+
+def end_processes(folder: Path | str) -> None:
+    """Kill the processes of Ray that have a file in the folder; they run in the background."""
+    for process in psutil.process_iter(["cmdline"]):
+        if f"{folder}/" in " ".join(process.info["cmdline"] or ()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def of_image() -> dict[str, str]:
@@ -147,7 +159,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _paths() -> str:
-    return f"{Path(sys.executable).parent}:{os.environ['PATH']}"

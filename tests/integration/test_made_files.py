@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 from ngsgd.launcher import cli
-from tests.integration.machines import DOCKER, ROOT, Machines, machines, of_image, pods
+from tests.docs.pages import FENCE
+from tests.integration.machines import DOCKER, ROOT, Machines, end_processes, machines, of_image, pods
 from tests.tiers import HANGS_S
 
 # one Ray at a time
@@ -148,6 +148,25 @@ def test_the_command_in_compose_reaches_the_head(containers: Machines) -> None:
     assert containers.call("worker", "healthcheck.sh").returncode == 0
 
 
+def test_the_commands_of_the_cluster_page_train_submit_and_resume(tmp_path: Path) -> None:
+    """One after another in a shell, with small settings and one machine for all."""
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    blocks = [body for _, body in FENCE.findall(page) if re.search(r"^ngsgd (train|submit) ", body, re.MULTILINE)]
+    more = shlex.join(_settings(tmp_path, "cluster.threads_per_worker=1"))
+    with machines() as found:
+        script = ["set -e"]
+        for line in "".join(blocks[:2]).replace("num_workers=16", "num_workers=2").splitlines():
+            trains = line.startswith(("ngsgd train", "ngsgd submit")) and "--resume" not in line
+            here = re.sub(r"/shared/runs/night-\S+", f"$(ls -d {tmp_path}/runs/night-*)", f"{line} {more}" if trains else line)
+            here = here.replace("/shared/runs", f"{tmp_path}/runs").replace("http://127.0.0.1:8265", found.url)
+            script.append(here.replace("cluster.address=HEAD:6379", f"cluster.address=127.0.0.1:{found.port}"))
+        done = subprocess.run(["bash", "-c", "\n".join(script)], env=found.base(), cwd=tmp_path, capture_output=True, text=True,
+                              check=False, timeout=HANGS_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert stat.S_IMODE((found.folder / ".ray" / "auth_token").stat().st_mode) == 0o600
+        assert len(list((tmp_path / "runs").glob("*/final/model.safetensors"))) == 2, "by hand, and as a job"
+
+
 _PIP = """\
 #!{bash}
 # python whose environments are empty, and which reads what it would install
@@ -204,10 +223,7 @@ def test_the_slurm_script_trains_with_stand_ins_for_slurm_alone(tmp_path: Path) 
         assert process.wait(timeout=HANGS_S) == 0, (tmp_path / "log").read_text()
     finally:
         # Slurm ends the other steps with the job; the second node's Ray waits a minute for its head
-        for one in psutil.process_iter(["cmdline"]):
-            if f"/tmp/ngsgd-{job}/" in " ".join(one.info["cmdline"] or ()):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
+        end_processes(f"/tmp/ngsgd-{job}")
         shutil.rmtree(f"/tmp/ngsgd-{job}", ignore_errors=True)
     assert _finished(tmp_path / "runs", "night").name.startswith(f"night-{job}")
     assert {environment["OMP_WAIT_POLICY"] for environment in _seen(tmp_path)} == {"ACTIVE"}, "the value of --setup wins"
