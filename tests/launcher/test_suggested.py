@@ -61,16 +61,18 @@ def test_commands_in_comments_of_files_can_be_given() -> None:
 
 @pytest.mark.parametrize("line", [
     "ngsgd resume --workers 3", "ngsgd train --multirn", "ngsgd submit --name first", "ngsgd align recipe=fsdd",
-    "ngsgd train schedule.lr=1", "ngsgd export --format tflite RUN FILE", "ray start --haed", "ray job submit --adress=x -- y",
-    "mlflow server --prot 5000"])
+    "ngsgd train schedule.lr=1", "ngsgd export --format tflite RUN FILE",
+    *(pytest.param(line, marks=pytest.mark.slow) for line in ("ray start --haed", "ray job submit --adress=x -- y",
+                                                              "mlflow server --prot 5000"))])
 def test_a_command_that_cannot_be_given_is_found(line: str) -> None:
     assert rejection(line.split())
     [one] = suggestions("here", f"it failed; run it again with: {line}, or ask")
     assert one.problem()
 
 
-@pytest.mark.parametrize("line", ["ngsgd resume RUN --workers 3", "ngsgd train -m seed=0,1", "ray start --head --port=6379",
-                                  "ngsgd why", "mlflow server --port 5000"])
+@pytest.mark.parametrize("line", [
+    "ngsgd resume RUN --workers 3", "ngsgd train -m seed=0,1", "ngsgd why",
+    *(pytest.param(line, marks=pytest.mark.slow) for line in ("ray start --head --port=6379", "mlflow server --port 5000"))])
 def test_a_command_that_can_be_given_is_none(line: str) -> None:
     [one] = suggestions("here", f"it failed; run it again with: {line}, or ask")
     assert one.words == tuple(line.split()) and one.problem() == ""

@@ -14,12 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, ClusterError, ConfigError
 from ngsgd.files import sealed
 from ngsgd.launcher import cli
 from ngsgd.launcher.ray import jobs as ray_jobs
+from ngsgd.training.worker import choose_device
 from tests.tiers import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -397,20 +399,24 @@ def test_the_url_of_a_run_to_resume_is_kept(to: str, capsys: pytest.CaptureFixtu
 
 @pytest.mark.entry("Nc12")
 def test_gpus_of_a_job_are_used_or_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    def image(*words: str) -> str:
-        job = _manifest(capsys, "output_dir=s3://bucket/runs", *words)["spec"]["rayClusterSpec"]
-        [container] = job["workerGroupSpecs"][0]["template"]["spec"]["containers"]
-        return str(container["image"])
-
     pages = (ROOT / "docs" / "kubernetes.md").read_text() + (ROOT / "docker" / "Dockerfile").read_text()
-    built = {tag.rpartition("/")[2] for tag in re.findall(r"docker build .*-t (\S+) .*TORCH_INDEX", pages)}
-    assert {image("--gpus-per-node", "1")} == built and image() not in built
-    assert image("--gpus-per-node", "1", "--image", "r/mine") == "r/mine"
-    two = ["--gpus-per-node", "2"]
-    for to in (["slurm"], ["kubernetes", "output_dir=s3://bucket/runs"]):
-        for more, devices in (([], []), (two, ["cuda"]), ([*two, "cluster.device=auto"], ["auto"])):
-            assert cli.main(["submit", "--dry-run", "--to", *to, *more]) == 0
-            assert re.findall(r"cluster\.device=(\w+)", capsys.readouterr().out) == devices
+    [built] = {tag.rpartition("/")[2] for tag in re.findall(r"docker build .*-t (\S+) .*TORCH_INDEX", pages)}
+    gpus = ["--gpus-per-node", "1"]
+    for words, image, devices in (([], built.removesuffix("-cuda"), []), (gpus, built, ["cuda"]),
+                                  ([*gpus, "--image", "r/mine", "cluster.device=auto"], "r/mine", ["auto"])):
+        spec = _manifest(capsys, "output_dir=s3://bucket/runs", *words)["spec"]
+        [container] = spec["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+        assert (container["image"], re.findall(r"cluster\.device=(\w+)", spec["entrypoint"])) == (image, devices)
+    assert "cluster.device=cuda" in _slurm(capsys, *gpus)
+
+
+@pytest.mark.entry("Nc12")
+@pytest.mark.parametrize(("is_built", "named"), [(False, "TORCH_INDEX"), (True, "cluster.device")])
+def test_a_worker_without_cuda_names_the_cause(is_built: bool, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    with pytest.raises(ConfigError, match=named):
+        choose_device("cuda")
 
 
 @pytest.mark.entry("Nc12")
