@@ -66,7 +66,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("decode")
     parser.add_argument("model", metavar="MODEL",
                         help="run folder, or its name under runs/; with --data also a file of "
-                             "ngsgd export --format bundle")
+                             "ngsgd export --format bundle RUN FILE")
     _add_common(parser)
     _add_other_data(parser.add_argument_group("other data"))
     _add_test_set(parser.add_argument_group("test set of the run"))

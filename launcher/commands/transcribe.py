@@ -89,7 +89,7 @@ def _parser() -> Parser:
                                          "of a wrong argument or an unusable model")
     parser.add_argument("model", metavar="MODEL",
                         help="run folder, its name under runs/, or a file of ngsgd export "
-                             "--format bundle")
+                             "--format bundle RUN FILE")
     parser.add_argument("audio", metavar="AUDIO", nargs="+",
                         help="files (wav, flac, ogg, mp3 and others), folders or patterns; -: "
                              "stdin, one of these files or raw 16-bit samples")

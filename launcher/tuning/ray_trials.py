@@ -65,8 +65,7 @@ class RayJobs:
     def start(cls, config: RunConfig, proxy: Proxy, report: Callable[[str], None]) -> RayJobs:
         own_cluster = connect(config.cluster)
         count = min(config.cluster.num_workers, proxy.space.num_jobs)
-        actor = ray.remote(num_cpus=config.cluster.threads_per_worker or 1, runtime_env={"env_vars": {"OMP_NUM_THREADS": str(
-            config.cluster.threads_per_worker or 1)}})(_Worker)
+        actor = ray.remote(num_cpus=config.cluster.threads_per_worker or 1)(_Worker)
         steps = proxy.space.num_steps
         actors = [actor.remote(config, str(proxy.task.reader.directory.absolute()), steps) for _ in range(count)]
         report(f"workers    {count} of Ray, {config.cluster.threads_per_worker or 1} threads each")

@@ -7,6 +7,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -311,6 +313,20 @@ def test_completion_offers_flags_and_runs(
     monkeypatch.setenv("COMP_LINE", "ngsgd doctor --o")
     assert cli.main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out.split() == ["--output-dir"]
+
+
+def test_the_completion_script_of_a_shell_completes(capsys: pytest.CaptureFixture[str]) -> None:
+    """As bash calls it; of zsh and fish, where they are installed, only the syntax is checked."""
+    calls = (f'ngsgd() {{ {shlex.quote(sys.executable)} -m ngsgd.launcher "$@"; }}\nCOMP_LINE="ngsgd submit --resu" COMP_POINT=19\n'
+             '_ngsgd\necho "${COMPREPLY[@]}"\ncomplete -p ngsgd\n')
+    for shell, flags, more in (("bash", [], calls), ("zsh", ["-n"], ""), ("fish", ["--no-execute"], "")):
+        assert cli.main(["completion", shell]) == 0
+        text = capsys.readouterr().out + more
+        if program := shutil.which(shell):
+            done = subprocess.run([program, *flags], input=text, capture_output=True, text=True, check=False,
+                                  env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+            assert done.returncode == 0 and done.stderr == ""
+            assert not more or (done.stdout.split()[0] == "--resume" and "-F _ngsgd ngsgd" in done.stdout)
 
 
 @pytest.mark.parametrize(("line", "offered"), [
