@@ -26,7 +26,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
                                   *(f"D{n}" for n in range(1, 4)),
                                   "C1", "C3")),
     "speech": ("docs/data.md", tuple(f"Sp{n}" for n in range(1, 16))),
-    "runs": ("docs/fault-tests.md", (*(f"At{n}" for n in range(1, 7)), *(f"Lo{n}" for n in range(2, 7)), "C2", "Nc3")),
+    "runs": ("docs/fault-tests.md", (*(f"At{n}" for n in range(1, 7)), *(f"Lo{n}" for n in range(1, 7)), "C2", "Nc3", "Nc6", "Nc7", "Nc13", "Nc14")),
     "loops": ("docs/pytorch.md", tuple(f"L{n}" for n in range(1, 20))),
     "layers": ("docs/natural-gradient.md", tuple(f"N{n}" for n in range(1, 13))),
     "kaldi": ("docs/kaldi.md", tuple(f"K{n}" for n in range(1, 16))),
