@@ -107,6 +107,10 @@ class ClusterError(NgsgdError):
     exit_code = 5
 
 
+class RayStartError(ClusterError):
+    """Ray did not start on this machine."""
+
+
 class WorkerFingerprintError(ClusterError):
     """Workers would not compute results that are bitwise identical to those of the run."""
 
@@ -127,6 +131,10 @@ class CheckpointError(NgsgdError):
     """A checkpoint is missing, damaged, or belongs to another model."""
 
     exit_code = 6
+
+
+class NoCheckpointError(CheckpointError):
+    """The run was trained before, and no checkpoint of it can be used."""
 
 
 class OptimizerStateError(CheckpointError, ValueError):

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ngsgd.config import ClusterConfig
-from ngsgd.errors import ClusterError, ClusterTokenError, NgsgdError
+from ngsgd.errors import ClusterError, ClusterTokenError, NgsgdError, RayStartError
 from ngsgd.launcher.ray.logs import divert
 from ngsgd.launcher.ray.probe import require_head, require_version
 from ngsgd.launcher.ray.session import PrivateFolder
@@ -69,7 +69,7 @@ def begin(config: ClusterConfig) -> None:
     """Start a Ray for the run, for `connect`; `end_unused` ends it where that is never called.
 
     Raises:
-        ClusterError: it did not start. Data preparation, which may take hours, would be in vain.
+        RayStartError: it did not start. Data preparation, which may take hours, would be in vain.
     """
     global _begun  # noqa: PLW0603
     if config.kind == "ray" and not config.address and not ray.is_initialized():
@@ -244,7 +244,7 @@ def _start() -> None:
     """Start a Ray on this machine.
 
     Raises:
-        ClusterError: any exception of Ray's start; there are RayError, bare Exception and others.
+        RayStartError: any exception of Ray's start; there are RayError, bare Exception and others.
     """
     for is_last in (*(False,) * (_START_TRIES - 1), True):
         try:
@@ -252,8 +252,8 @@ def _start() -> None:
             return
         except (Exception, SystemExit) as error:
             if is_last or isinstance(error, _LASTING):
-                raise ClusterError(f"Ray could not be started ({type(error).__name__}: {_first_line(error)}); if this machine is "
-                                   "busy, wait and repeat the command, or use cluster=local, which needs no Ray.") from error
+                raise RayStartError(f"Ray could not be started ({type(error).__name__}: {_first_line(error)}); if this machine is "
+                                    "busy, wait and repeat the command, or use cluster=local, which needs no Ray.") from error
 
 
 def _try_to_start() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ngsgd.config import RunConfig
-from ngsgd.errors import CheckpointError, ConfigError, RunInterrupted
+from ngsgd.errors import CheckpointError, ConfigError, NoCheckpointError, RunInterrupted
 from ngsgd.optim.outer import make_rule
 from ngsgd.phase import Phase
 from ngsgd.pipeline.model_summary import summary
@@ -93,6 +93,7 @@ class BaseRun(ABC):
             end = self._iterate(training)
             report = self._finish(training, end)
             training.trackers.finished(report)
+            self.folder.mark_finished()
         return report
 
     def train_only(self) -> Checkpoint:
@@ -206,7 +207,7 @@ class BaseRun(ABC):
         if latest is None and (problems or folder.final.exists()):
             # a start from iteration 1 would overwrite the checkpoints and the final model
             reason = problems[0] if problems else f"{folder.checkpoints} has no checkpoint."
-            raise CheckpointError(f"{folder.path} was trained before, and no checkpoint of it can be used. {reason} Nothing was "
+            raise NoCheckpointError(f"{folder.path} was trained before, and no checkpoint of it can be used. {reason} Nothing was "
                                   "changed; to train from the beginning, start a new run.")
         events = EventLog(folder.events, latest.progress.outer_iter if latest else -1, is_speech=not config.task._target_,
                           lock=lock)

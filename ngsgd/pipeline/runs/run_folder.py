@@ -31,6 +31,7 @@ from ngsgd.files import (
     read_regular_text,
     remove_abandoned,
     sealed,
+    sha256,
     verified,
     write_errors_named,
     write_text,
@@ -225,13 +226,14 @@ class RunFolder:
     @contextlib.contextmanager
     def error_recorded(self, signal_name: Callable[[], str] = str,
                        also: Callable[[Mapping[str, Any]], None] = lambda about: None) -> Iterator[None]:
-        """Write error.json if the block raises, and remove that of an earlier process.
+        """Write error.json if the block raises, and remove error and result of an earlier process.
 
         Args:
             signal_name: returns the signal that requested the end, such as "SIGTERM".
             also: receives the content as well, for the event log.
         """
         self.error.unlink(missing_ok=True)
+        self.finished.unlink(missing_ok=True)
         try:
             yield
         except BaseException as error:
@@ -240,8 +242,28 @@ class RunFolder:
             # a full disk has been reported already
             with contextlib.suppress(OSError):
                 also(about)
-            mark_recorded(error)
+            mark_recorded(error, self.path)
             raise
+
+    @property
+    def finished(self) -> Path:
+        """Digests of the results, which the process writes that finishes the run."""
+        return self.path / "finished.json"
+
+    def mark_finished(self) -> None:
+        """Record that the run is complete."""
+        write_text(self.finished, json.dumps(sealed(self._results()), indent=1))
+
+    def is_finished(self) -> bool:
+        """Whether the last process that trained finished the run, and the results are unchanged."""
+        try:
+            return verified(read_json(self.finished)) == self._results()
+        except (OSError, ValueError):
+            return False
+
+    def _results(self) -> dict[str, Any]:
+        files = [self.config, self.decode / "wer.json", self.metrics, *sorted(self.final.rglob("*"))]
+        return {str(file.relative_to(self.path)): sha256(file) for file in files if file.is_file()}
 
     def last_error(self) -> dict[str, Any]:
         """Content of error.json (`failure_record.describe`); empty where there is none."""

@@ -265,6 +265,18 @@ def known_folder(url: str) -> Path | None:
     return next((folder for folder in folders if (folder / _URL).is_file()), None)
 
 
+def with_newest_events(copy: Path) -> Path:
+    """Return the folder with the newest events of a run: its copy, or the working folder.
+
+    A process of this machine that could not publish left its error in the working folder.
+    """
+    url = url_of(copy)
+    folders = [copy, _working_folder(url)] if url else [copy]
+    # event logs only grow; of equals the working folder, which may have an error
+    sizes = [log.stat().st_size if (log := folder / "events.jsonl").is_file() else -1 for folder in folders]
+    return folders[-1] if sizes[-1] >= max(sizes) and url_of(folders[-1]) == url else copy
+
+
 def names_of_runs(output_url: str) -> list[str]:
     """Return the names of all runs below a URL."""
     return sorted(ObjectStore(output_url).folders())
