@@ -12,6 +12,14 @@ EXIT_OK = 0
 EXIT_RUN_FAILED = 1
 # 128 + SIGINT, the convention of the shell
 EXIT_INTERRUPTED = 130
+# 128 + SIGPIPE
+EXIT_BROKEN_PIPE = 141
+# all exit codes of `ngsgd`, for its help
+EXIT_CODES = {
+    EXIT_OK: "success", EXIT_RUN_FAILED: "failure", 2: "wrong command line or settings", 3: "data", 4: "divergence",
+    5: "cluster", 6: "checkpoint or run folder", 7: "object storage", EXIT_INTERRUPTED: "interrupted",
+    EXIT_BROKEN_PIPE: "the reader of a pipe ended",
+}
 
 
 class NgsgdWarning(UserWarning):

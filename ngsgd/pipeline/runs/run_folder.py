@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import glob
 import hashlib
 import json
-import re
 import secrets
 import shlex
 import shutil
@@ -15,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -451,26 +450,33 @@ def run_to_continue(config: RunConfig) -> Path | None:
     if not config.name:
         raise ConfigError("--continue selects a run by its name, but name is not set; add "
                           "name=NAME.")
-    stamped = re.compile(rf"{re.escape(config.name)}-\d{{8}}-\d{{6}}(-\d+)?")
     if is_url(config.output_dir):
-        names = [name for name in stored_run.names_of_runs(config.output_dir) if stamped.fullmatch(name)]
-        return find_run(f"{config.output_dir.rstrip('/')}/{max(names)}", to_write=True) if names else None
-    found = [file.parent for file in Path(config.output_dir).glob("*/config.yaml")
-             if stamped.fullmatch(file.parent.name)]
-    return max(found, default=None, key=lambda folder: folder.name)
+        found = stored_run.newest_named(stored_run.names_of_runs(config.output_dir), config.name)
+        return find_run(f"{config.output_dir.rstrip('/')}/{found}", to_write=True) if found else None
+    return _newest_named(Path(config.output_dir), config.name)
+
+
+def _newest_named(output_dir: Path, name: str) -> Path | None:
+    found = stored_run.newest_named((config.parent.name for config in output_dir.glob("*/config.yaml")), name)
+    return output_dir / found if found else None
 
 
 def known_run(run: str, *, with_models: bool = True, to_write: bool = False) -> Path | None:
-    """Folder of a run by path, folder name under runs/, or name=; the newest of several.
+    """Folder of a run by path or URL, folder name under runs/, or name=; the newest of several.
 
     Files of a run in object storage are fetched, those of models only if `with_models`. With
     `to_write`, for a command that continues or decodes the run, the result is the folder that
     training works in, else a copy for this process. None if there is no such run.
     """
     if is_url(run):
-        return stored_run.fetched_to_write(run) if to_write else stored_run.fetched(run, with_models=with_models)
-    named = sorted(Path("runs").glob(f"{glob.escape(run)}-[0-9]*/config.yaml"), reverse=True) if run and "/" not in run else []
-    folders = (Path(run), Path("runs") / run, *(config.parent for config in named))
+        fetch = stored_run.fetched_to_write if to_write else partial(stored_run.fetched, with_models=with_models)
+        output_url, _, name = run.rstrip("/").rpartition("/")
+        if (found := fetch(run)) or not is_url(output_url):
+            return found
+        newest = stored_run.newest_named(stored_run.names_of_runs(output_url), name)
+        return fetch(f"{output_url}/{newest}") if newest else None
+    named = _newest_named(Path("runs"), run) if "/" not in run else None
+    folders = (Path(run), Path("runs") / run, *([named] if named else []))
     return next((folder.resolve() for folder in folders if (folder / "config.yaml").is_file()),
                 None)
 

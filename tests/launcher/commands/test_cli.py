@@ -5,6 +5,7 @@ not asked for.
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from types import ModuleType
 
 import pytest
 
+from ngsgd import errors
 from ngsgd.config import RunConfig
 from ngsgd.errors import ClusterError, ConfigError, DataError, NgsgdError
 from ngsgd.launcher import cli
@@ -381,3 +383,14 @@ def test_a_run_folder_that_cannot_be_made_is_one_error(tmp_path: Path, monkeypat
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="name"):
         RunFolder.create(RunConfig(output_dir=str(tmp_path), name="x" * 300), "")
+
+
+@pytest.mark.entry("Nc14")
+def test_the_help_lists_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.NgsgdError)]
+    codes = {kind.exit_code for kind in kinds} | {value for name, value in vars(errors).items()
+                                                  if name.startswith("EXIT_") and isinstance(value, int)}
+    assert codes == errors.EXIT_CODES.keys() and len(codes) > 8
+    assert cli.main(["--help"]) == 0
+    rows = re.findall(r"^ +(\d+) +\w", capsys.readouterr().out, re.MULTILINE)
+    assert sorted(map(int, rows)) == sorted(codes)

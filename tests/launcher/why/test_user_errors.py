@@ -480,6 +480,49 @@ def test_a_run_without_faults_has_no_culprit(user: User, capsys: pytest.CaptureF
     assert not list(run.glob("error.json"))
 
 
+def _content(run: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.entry("Nc14", "`ngsgd resume` of a finished run; a run in object storage without its time stamp; exit codes in the "
+                           "help; 1 worker", "works",
+                   "The command says that the run is finished and starts nothing (exit code 0), unless its settings or results "
+                   "changed; the newest run of the name is found; `ngsgd --help` lists all exit codes; numbers agree with nouns")
+def test_a_finished_run_stays_as_it_is(user: User, capsys: pytest.CaptureFixture[str]) -> None:
+    run = user.trained()
+    before = _content(run)
+    capsys.readouterr()
+    for more in ([], ["--quiet"], ["--workers", "3"]):
+        assert cli.main(["resume", str(run), *more]) == 0
+        assert "ngsgd report" in capsys.readouterr().out
+        assert _content(run) == before
+    assert user.train("plain", "--continue") == 0 and _content(run) == before and len(before) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["metrics.json", "final/model.safetensors", "finished.json"])
+def test_a_finished_run_with_other_results_is_resumed(name: str, user: User) -> None:
+    run = user.trained()
+    before = (run / name).read_bytes()
+    (run / name).write_bytes(before[:-2])
+    assert cli.main(["resume", str(run), "--quiet"]) == 0
+    assert (run / name).read_bytes() == before
+
+
+@pytest.mark.slow
+def test_an_accepted_change_continues_a_finished_run(user: User, capsys: pytest.CaptureFixture[str]) -> None:
+    run = user.trained()
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("num_epochs: 4.0", "num_epochs: 6.0"))
+    assert cli.main(["resume", str(run), "--quiet"]) == 6
+    # accepted, and refused afterwards: the next command continues
+    assert cli.main(["resume", str(run), "--accept-changed-config", "--address", "127.0.0.1:1"]) == 5
+    num_lines = len(RunFolder(run).events.read_text().splitlines())
+    assert cli.main(["resume", str(run), "--quiet"]) == 0
+    assert len(RunFolder(run).events.read_text().splitlines()) > num_lines
+
+
 @pytest.mark.slow
 def test_a_later_start_makes_a_failed_command_irrelevant(user: User, capsys: pytest.CaptureFixture[str]) -> None:
     run = other_fingerprint(user) and user.run()
