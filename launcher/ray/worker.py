@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.cluster.activity import Activity, activity_of
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanRequest, MeanShard
 from ngsgd.cluster.exchange.compressed import packed
 from ngsgd.cluster.exchange.selection import WorkerDevice
@@ -121,6 +122,10 @@ class RayWorker:
     def minibatches(self) -> int:
         """How many are done; answered while a job runs."""
         return self._minibatches
+
+    def activity(self) -> Activity | None:
+        """Signs of life; answered while it starts."""
+        return activity_of(os.getpid())
 
     def stop(self) -> None:
         """End the job after the current minibatch."""

@@ -266,7 +266,7 @@ class BaseRun(ABC):
 
         return train(spec, pool, training.checkpoints, start, folder.ledger,
                      tracker=training.trackers, stop=_StopOf(services.stop, training.checkpoints.lock),
-                     clock=services.clock, on_start=on_start, catch_signals=services.catch_signals)
+                     clock=services.clock, report=services.report, on_start=on_start, catch_signals=services.catch_signals)
 
     def _start(self, training: Training) -> Checkpoint:
         if training.latest is None:

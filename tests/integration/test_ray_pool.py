@@ -173,9 +173,9 @@ def test_a_replacement_that_does_not_see_the_data_is_not_used(tmp_path: Path) ->
 
 def test_workers_that_do_not_come_are_given_up_on(tmp_path: Path) -> None:
     # the session has 8 cores
-    too_many = ClusterConfig(num_workers=2, threads_per_worker=5, start_timeout_s=1.0)
+    too_many = ClusterConfig(num_workers=2, threads_per_worker=5, wait_for_workers_s=1.0)
     run = Run(tmp_path, config(cluster=too_many))
-    with pytest.raises(ClusterError, match=r"cluster\.start_timeout_s"):
+    with pytest.raises(ClusterError, match=r"cluster\.wait_for_workers_s"):
         run.train(RayPool(run.spec, 5, run.store.layout.size))
 
 
