@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ngsgd.counting import counted
 from ngsgd.launcher.why.causes import (
     CANNOT_HELP,
     INFRASTRUCTURE,
@@ -78,7 +79,7 @@ def bad_examples(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         for job in jobs if isinstance(jobs, list) else ():
             for name, reason in (job.get("bad_examples") or {}).items():
                 found.setdefault(name, []).append(str(reason))
-    return {name: f"{reasons[-1]}, {len(reasons)} times" if len(reasons) > 1 else reasons[-1]
+    return {name: f"{reasons[-1]}, {counted(len(reasons), 'time')}" if len(reasons) > 1 else reasons[-1]
             for name, reasons in sorted(found.items())}
 
 

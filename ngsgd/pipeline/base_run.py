@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ngsgd.config import RunConfig
+from ngsgd.counting import counted
 from ngsgd.errors import CheckpointError, ConfigError, NoCheckpointError, RunInterrupted
 from ngsgd.optim.outer import make_rule
 from ngsgd.phase import Phase
@@ -250,9 +251,8 @@ class BaseRun(ABC):
                                               fingerprint.agreement, services.stop.expired, services.report,
                                               self._read_by_workers(spec)))
         num_workers, num_threads = config.cluster.num_workers, fingerprint.num_threads
-        services.report(Phase(f"starting {num_workers} worker{'s' if num_workers > 1 else ''} "
-                              f"({services.workers or config.cluster.kind}, "
-                              f"{num_threads} thread{'s' if num_threads > 1 else ''} each)"))
+        services.report(Phase(f"starting {counted(num_workers, 'worker')} ({services.workers or config.cluster.kind}, "
+                              f"{counted(num_threads, 'thread')} each)"))
 
         def on_start() -> None:
             services.report(Phase(f"training: outer iteration {start.progress.outer_iter + 2}"))

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from ngsgd.counting import counted
 from ngsgd.errors import ClusterError, CrashingShardError, DamagedArchiveError, NgsgdError, RunInterrupted
 from ngsgd.schedules import Shard
 from ngsgd.training.auditing.audits import Audits
@@ -439,7 +440,7 @@ class Dispatcher:
         if not failure.worker_died:
             self._give_up(state, job, "dropped", failure.reason)
             self.emit_incident("job_dropped", f"{who}; {where} is skipped in this outer iteration "
-                                              f"after {tries} attempts{failure.last_words}.",
+                                              f"after {counted(tries, 'attempt')}{failure.last_words}.",
                                               job.outer_iter, job.job, failure.worker)
         elif self.failure.on_repeated_crash == "stop":
             raise CrashingShardError(f"{who}; {where} crashed {tries} workers, and "
@@ -449,7 +450,7 @@ class Dispatcher:
             state.quarantined += job.pieces
             self._give_up(state, job, "quarantined", failure.reason)
             self.emit_incident("shard_quarantined",
-                               f"{who}; {where} crashed {tries} workers and is quarantined for the "
+                               f"{who}; {where} crashed {counted(tries, 'worker')} and is quarantined for the "
                                f"rest of this run{failure.last_words}.",
                                job.outer_iter, job.job, failure.worker)
 
@@ -467,7 +468,7 @@ class Dispatcher:
                                      f"hang, then resume{failure.last_words}.")
         self._give_up(state, job, "dropped", failure.reason)
         self.emit_incident("job_dropped", f"{who}; {where} is skipped in this outer iteration "
-                                          f"after {hangs} workers hung and were "
+                                          f"after {counted(hangs, 'worker')} hung and were "
                                           f"killed{failure.last_words}.",
                                           job.outer_iter, job.job,
                            failure.worker)

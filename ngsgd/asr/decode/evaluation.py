@@ -24,6 +24,7 @@ from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import DecodeConfig
+from ngsgd.counting import counted
 from ngsgd.errors import DataError
 from ngsgd.phase import Phase
 
@@ -72,7 +73,7 @@ def tune_and_decode(
     report(Phase("building the decoding graph"))
     graph = build_graph(language, config)
     num_settings = len(config.acoustic_scales) * len(config.word_penalties)
-    report(Phase(f"scale selection: decoding valid with {num_settings} settings"))
+    report(Phase(f"scale selection: decoding valid with {counted(num_settings, 'setting')}"))
     tried = sweep(graph, config, valid.texts, valid.frames.utt_ids, valid_logliks, language.num_pdfs)
     setting, valid_errors = tuning.choose(tried)
     penalized = graphs.with_word_penalty(graph, setting.word_penalty)
@@ -103,7 +104,7 @@ def _calibration(graph: Graph, config: DecodeConfig, setting: DecodingWeights, v
         last = time.monotonic()
         for number, loglik_TP in enumerate(some):
             if time.monotonic() - last >= REPORT_S:
-                report(Phase(f"calibrating confidences: {number} of {len(some)} utterances"))
+                report(Phase(f"calibrating confidences: {number} of {counted(len(some), 'utterance')}"))
                 last = time.monotonic()
             yield loglik_TP
 
