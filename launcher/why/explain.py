@@ -131,7 +131,7 @@ def _command_fault(record: Mapping[str, Any]) -> Fault:
 
 
 def _of_command(record: Mapping[str, Any]) -> dict[str, str]:
-    """How to repeat a command that failed, its help, and how to install what it misses."""
+    """How to repeat a command that failed, its help, and how to install a missing package."""
     found = re.search(r"pip install '[^']+'", str(record.get("message", "")))
     words = [*record.get("words", ()), "", ""]
     # of a wrong command, there is no help
