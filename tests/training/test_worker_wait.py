@@ -25,7 +25,7 @@ TIMEOUT_S = ClusterConfig().wait_for_workers_s
 
 
 def waited(alive: Callable[[float], int], busy: Callable[[float], bool] = lambda _now: False) -> tuple[float, list[str]]:
-    """The time at which a wait for one of two workers is over, and its lines; polls five times a second."""
+    """The time at which a wait for one of two workers is over, and its lines; five polls a second."""
     lines: list[str] = []
     wait = WorkerWait(TIMEOUT_S, lines.append)
     for step in range(5 * 5000):
@@ -36,8 +36,8 @@ def waited(alive: Callable[[float], int], busy: Callable[[float], bool] = lambda
 
 
 @pytest.mark.entry("Nc13", "no machine of the cluster is left, or its workers take long to import or compile", "works",
-                   "A line every 10 s says how many workers are there and until when the run waits: `cluster.wait_for_workers_s` = "
-                   "600 s after the last sign of life of a worker that starts; then exit code 5")
+                   "A line every 10 s has the number of workers and the time until which the run waits: "
+                   "`cluster.wait_for_workers_s` = 600 s after the last sign of life of a worker that starts; then exit code 5")
 def test_a_wait_has_lines_and_an_end() -> None:
     end, lines = waited(lambda _now: 0)
     assert end == TIMEOUT_S and len(lines) >= TIMEOUT_S / 10 - 1

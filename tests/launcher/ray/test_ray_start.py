@@ -50,7 +50,7 @@ class Start:
 
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Start]:
-    """Make Ray's start raise errors, the last one for ever."""
+    """Make Ray's start raise errors, the last one each time."""
     # other tests share one Ray session
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
@@ -82,7 +82,7 @@ def test_every_error_of_a_start_is_raised_before_data_are_prepared(error: BaseEx
 
 
 @pytest.mark.entry("Lo1", "`ngsgd train` on a machine that is too busy for Ray to start", "error",
-                   "exit code 5; the message says to wait or to use `cluster=local`, and `ngsgd why` names the cluster")
+                   "exit code 5; the next step is to wait or to use `cluster=local`, and `ngsgd why` names the cluster")
 @pytest.mark.parametrize("error", [error for error, _ in ERRORS])
 def test_every_error_of_a_start_has_the_exit_code_of_clusters(error: BaseException, fail: Callable[..., Start],
                                                               tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

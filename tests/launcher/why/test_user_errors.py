@@ -308,7 +308,7 @@ ERRORS: dict[str, Row] = {
 # faults that leave a run which does not train
 FAULTS = ("kill -9 of the coordinator", "full disk", "object storage", "diverging learning rate", "other fingerprint",
           "removed checkpoints", "exception in loss_fn", "no memory in a worker", "Ctrl-C", "SIGTERM", "Ray does not start")
-# wrong steps of a user who wants to continue or use the run
+# wrong steps of a user after which the run is as before
 WRONG_STEPS: tuple[tuple[str, ...], ...] = (
     ("resume", "RUN", "--workers", "0"), ("resume", "RUN", "--no-such-flag"), ("resume", "RUN", "one more word"), ("decode", "RUN"),
     ("transcribe", "RUN", "nosuch.wav"), ("export", "RUN"), ("align", "RUN"),
@@ -348,8 +348,8 @@ def words_of(user: User, error: str = "") -> list[str]:
 
 @pytest.mark.entry("Nc6", "`ngsgd why` after a typical error, also after a wrong step that follows it (a refused `resume`, wrong "
                           "settings)", "works",
-                   "The newest event is the cause, a refused command is a note, and `next` is a command that works after `first`, "
-                   "the part of a person; the error of a first network in the cache is found")
+                   "The newest event is the cause, and a refused command is a note. `next` is a command that works after `first`, "
+                   "the part of a person. The error of a first network in the cache is found")
 @pytest.mark.parametrize("error", [pytest.param(error, marks=() if error in _QUICK else pytest.mark.slow) for error in ERRORS])
 def test_the_error_of_a_user_is_explained(error: str, user: User, capsys: pytest.CaptureFixture[str]) -> None:
     row = ERRORS[error]
@@ -487,8 +487,8 @@ def _content(run: Path) -> dict[str, tuple[int, bytes]]:
 @pytest.mark.slow
 @pytest.mark.entry("Nc14", "`ngsgd resume` of a finished run; a run in object storage without its time stamp; exit codes in the "
                            "help; 1 worker", "works",
-                   "The command says that the run is finished and starts nothing (exit code 0), unless its settings or results "
-                   "changed; the newest run of the name is found; `ngsgd --help` lists all exit codes; numbers agree with nouns")
+                   "The command reports that the run is finished and starts nothing (exit code 0), unless its settings or results "
+                   "changed. The newest run of the name is found. `ngsgd --help` lists all exit codes; numbers agree with nouns")
 def test_a_finished_run_stays_as_it_is(user: User, capsys: pytest.CaptureFixture[str]) -> None:
     run = user.trained()
     before = _content(run)
