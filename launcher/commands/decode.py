@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.arguments import JSON, TRUST, Parser, add_words, words_of
 from ngsgd.launcher.text import printable
@@ -185,7 +186,7 @@ def as_text(result: DataResult, *, quiet: bool) -> str:
     if (unknown := result.unknown).num_unknown:
         listed = ", ".join(f"{word} ({count})" for word, count in unknown.most_frequent)
         lines.append(
-            f"{unknown.num_unknown} of {unknown.num_words} words of the references are not in the "
+            f"{unknown.num_unknown} of {counted(unknown.num_words, 'word')} of the references are not in the "
             f"vocabulary: {listed}"
         )
     for title, groups in (("speaker", by_speaker(result)), ("words", by_length(result.rows))):

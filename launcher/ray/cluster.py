@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTaskError
 
 from ngsgd.config import ClusterConfig
-from ngsgd.errors import ClusterError, ClusterTokenError, NgsgdError
+from ngsgd.errors import ClusterError, ClusterTokenError, NgsgdError, RayStartError
 from ngsgd.launcher.ray.logs import divert
 from ngsgd.launcher.ray.probe import require_head, require_version
 from ngsgd.launcher.ray.session import PrivateFolder
@@ -28,6 +28,10 @@ from ngsgd.launcher.ray.session import PrivateFolder
 # plasma on one machine; parameters and results of some tens of workers
 _STORE_BYTES = 512 * 2**20
 _JOIN_TRIES = 3             # a second apart
+# of Ray's start: the second one helps where a busy machine was too slow for Ray's own time limits
+_START_TRIES = 2
+# these are the same in another try
+_LASTING = (AttributeError, ImportError, MemoryError, PermissionError, TypeError, ValueError)
 # for machines that were started together with this command
 JOIN_TIMEOUT_S = 6.0
 # spinning threads of one worker would starve another
@@ -68,13 +72,19 @@ class _Start(threading.Thread):
 
 
 def begin(config: ClusterConfig) -> None:
-    """Start a Ray for the run, for `connect`; `end_unused` ends it where that is never called."""
+    """Start a Ray for the run, for `connect`; `end_unused` ends it where that is never called.
+
+    Raises:
+        RayStartError: it did not start. Data preparation, which may take hours, would be in vain.
+    """
     global _begun  # noqa: PLW0603
     if config.kind == "ray" and not config.address and not ray.is_initialized():
         _begun = _Start()
         # OpenBLAS ends its threads at a fork, and a BLAS call of another thread then never returns.
         # So nothing is computed while the processes of Ray start.
         _begun.done.wait()
+        if _begun.error is not None:
+            _take_begun()
 
 
 def end_unused() -> None:
@@ -142,18 +152,17 @@ def connect(config: ClusterConfig) -> bool:
     if config.address:
         require_head(config.address)
     divert()
-    try:
-        if _take_begun():
-            return True
-        if config.address:
-            _join(config.address)
-            return False
+    if _take_begun():
+        return True
+    if not config.address:
         _start()
         return True
-    except (RayError, OSError, ValueError, TypeError, RuntimeError) as error:
-        if config.address:
-            raise _not_joined(config.address, error) from error
-        raise ClusterError(f"Ray could not be started ({_first_line(error)}); use cluster=local instead.") from error
+    try:
+        _join(config.address)
+    # Ray raises Exception itself, too
+    except Exception as error:
+        raise _not_joined(config.address, error) from error
+    return False
 
 
 def _not_joined(address: str, error: Exception) -> ClusterError:
@@ -264,6 +273,22 @@ def _without_stderr() -> Iterator[None]:
 
 
 def _start() -> None:
+    """Start a Ray on this machine.
+
+    Raises:
+        RayStartError: any exception of Ray's start; there are RayError, bare Exception and others.
+    """
+    for is_last in (*(False,) * (_START_TRIES - 1), True):
+        try:
+            _try_to_start()
+            return
+        except (Exception, SystemExit) as error:
+            if is_last or isinstance(error, _LASTING):
+                raise RayStartError(f"Ray could not be started ({type(error).__name__}: {_first_line(error)}); if this machine is "
+                                    "busy, wait and repeat the command, or use cluster=local, which needs no Ray.") from error
+
+
+def _try_to_start() -> None:
     global _folder  # noqa: PLW0603
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # workers inherit it; a runtime_env would make them wait for one of Ray's agents
@@ -278,6 +303,9 @@ def _start() -> None:
             ray.init(address="local", include_dashboard=False, object_store_memory=_STORE_BYTES, _temp_dir=_folder.temp_dir,
                      **_QUIET)
     except BaseException:
+        # another try would find a half-connected process
+        with contextlib.suppress(Exception):
+            ray.shutdown()
         _folder.close()
         _folder = None
         raise

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.cluster.activity import Activity, activity_of
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanRequest, MeanShard
 from ngsgd.cluster.exchange.compressed import packed
 from ngsgd.cluster.exchange.selection import WorkerDevice
@@ -21,7 +22,6 @@ from ngsgd.launcher.machine_load import load_of_machine
 from ngsgd.launcher.ray.folders import UnseenFolder, unseen_here
 from ngsgd.launcher.ray.node_data import fetching
 from ngsgd.object_storage.urls import local_root
-from ngsgd.ops.kernels import native
 from ngsgd.training.job import Job, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.task import TaskSpec
@@ -121,13 +121,13 @@ class RayWorker:
         from ngsgd.cluster.exchange.collective import MeanRequest
         return self._member.average(question) if isinstance(question, MeanRequest) else self._member.fetch(question.identity)
 
-    def is_compiling(self) -> bool:
-        """Whether the start waits for a compiler, which has no limit of time."""
-        return native.is_compiling()
-
     def minibatches(self) -> int:
         """How many are done; answered while a job runs."""
         return self._minibatches
+
+    def activity(self) -> Activity | None:
+        """Signs of life; answered while it starts."""
+        return activity_of(os.getpid())
 
     def stop(self) -> None:
         """End the job after the current minibatch."""

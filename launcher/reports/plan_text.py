@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ngsgd.counting import counted
 from ngsgd.launcher.text import duration
 from ngsgd.pipeline.performance_model.formulas import MIN_OUTER_ITERS
 from ngsgd.pipeline.performance_model.multi_gpu import Interconnect, NodesRow
@@ -72,12 +73,12 @@ def choice_text(found: Sequence[Choice], wishes: Wishes, length: str) -> str:
 
 
 def _workers_of(one: Choice) -> str:
-    return "1 worker" if one.workers == 1 else f"{one.workers} workers"
+    return counted(one.workers, "worker")
 
 
 def _heading(machine: Machine, workload: Workload, assumed: Assumptions, examples: str) -> list[str]:
     alone, full = machine.serial[0], machine.parallel[-1]
-    units = f"{machine.num_gpus} GPUs" if machine.num_gpus else f"{machine.num_cores} cores"
+    units = f"{machine.num_gpus} GPUs" if machine.num_gpus else f"{counted(machine.num_cores, 'core')}"
     sigma = machine.spread.of_job(workload.samples / workload.minibatch_size) if assumed.sigma is None else assumed.sigma
     return [
         f"the run    {workload.model_bytes / 4e6:.2f} million parameters; a job has {workload.samples:.0f} {examples}, "
@@ -154,7 +155,7 @@ def _workers(count: int) -> str:
 
 
 def _threads(count: int) -> str:
-    return f"{count} thread" if count == 1 else f"{count} threads"
+    return counted(count, "thread")
 
 
 def as_json(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequence[Row], found: Sequence[Choice] = (),

@@ -259,8 +259,8 @@ def _joined(spec: TaskSpec, rank: int, port: int, secret: bytes, device: torch.d
     cluster = spec.settings.cluster
     try:
         return join(backend_of(device, cluster.ranks_per_worker), _LOCALHOST, port, secret=secret, generation=0, rank=rank,
-                    world_size=cluster.ranks_per_worker, timeout_s=cluster.start_timeout_s, device=device)
+                    world_size=cluster.ranks_per_worker, timeout_s=cluster.wait_for_workers_s, device=device)
     except RuntimeError as error:
         raise ClusterError(f"the {cluster.ranks_per_worker} ranks of a group did not connect "
-                           f"within cluster.start_timeout_s = {cluster.start_timeout_s:g}: "
+                           f"within cluster.wait_for_workers_s = {cluster.wait_for_workers_s:g}: "
                            f"{error}; raise the timeout or see the log of the worker.") from error

@@ -63,6 +63,9 @@ class InProcessPool:
     def num_workers_alive(self) -> int:
         return self.num_workers
 
+    def has_busy_start(self) -> bool:
+        return False
+
     def retired(self) -> list[Retired]:
         return []
 

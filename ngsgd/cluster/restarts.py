@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from ngsgd.cluster.exchange.collective_client import Exchange
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
+from ngsgd.counting import counted
 from ngsgd.errors import ClusterError, WorkerFingerprintError
 from ngsgd.interface import option
 from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
@@ -36,7 +37,7 @@ class Restarts:
         if 0 <= self.per_hour <= len(times):
             self._retired.append(Retired(worker, (
                 f"worker {worker} died ({reason}) and is not replaced, since it was replaced "
-                f"{len(times)} times within an hour, the limit of failure.max_restarts_per_hour. "
+                f"{counted(len(times), 'time')} within an hour, the limit of failure.max_restarts_per_hour. "
                 "The run continues with the other workers: check its machine, then stop and resume "
                 "the run to start it again.")))
             return False

@@ -14,6 +14,7 @@ _OF_PRECONDITIONERS = (
     "max_cg_steps", "alpha")
 # old name -> name; the group `preconditioner` is now part of `optimizer`
 RENAMED = {
+    "cluster.start_timeout_s": "cluster.wait_for_workers_s",
     "preconditioner.kind": "optimizer.kind",
     **{f"preconditioner.{name}": f"optimizer.{name}" for name in _OF_PRECONDITIONERS},
     "preconditioner.averaging": "optimizer.curvature_state",

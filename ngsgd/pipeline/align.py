@@ -26,6 +26,7 @@ from ngsgd.asr.lang import graphs
 from ngsgd.asr.utterance import UNALIGNED
 from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import ClusterConfig, DataConfig, ModelConfig, OuterConfig, RunConfig, ScheduleConfig
+from ngsgd.counting import counted
 from ngsgd.data.archives import prepare_archives
 from ngsgd.data.cache_names import cache_name
 from ngsgd.data.reader import EgsReader
@@ -124,7 +125,7 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report,
         states, unknown, lost = moved.states, moved.states, moved.lost
     num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(known) - len(unknown)
     if num_short:
-        report(f"align: {num_short} utterances are skipped, because they have fewer frames than "
+        report(f"align: {counted(num_short, 'utterance is', 'utterances are')} skipped, because they have fewer frames than "
                "their words have states")
     # equal parts alone would not use the known labels
     num_passes = max(a.num_passes, 1) if known else a.num_passes
@@ -136,7 +137,7 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report,
         done = forced_alignment.realign(speech, unknown, logliks, oov)
         report(f"align: network {number}/{num_passes}: "
                f"{forced_alignment.share_changed(unknown, done.states):.1%} of the frames changed "
-               f"their state{f', {len(done.lost)} utterances have no path' if done.lost else ''}")
+               "their state" + (f", {counted(len(done.lost), 'utterance has', 'utterances have')} no path" if done.lost else ""))
         unknown, lost = done.states, done.lost
         states = {**known, **unknown}
     return {utt_id: pdf_T for utt_id, pdf_T in unknown.items() if utt_id not in lost}, logliks
@@ -247,6 +248,6 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
     given = graphs.read(speech.language.given) if config.data.graph and speech.language.given else None
     done = forced_alignment.realign(speech, before, logliks, config.data.oov_word, given, tied)
     states = {utt_id: pdf_T for utt_id, pdf_T in done.states.items() if utt_id not in done.lost}
-    report(f"align: {len(states)} utterances, {len(done.lost)} without a path skipped; "
+    report(f"align: {counted(len(states), 'utterance')}, {len(done.lost)} without a path skipped; "
            f"log-likelihood {-done.cost_per_frame:.3f} per frame")
     return states

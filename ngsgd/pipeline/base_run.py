@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ngsgd.config import RunConfig
-from ngsgd.errors import CheckpointError, ConfigError, RunInterrupted
+from ngsgd.counting import counted
+from ngsgd.errors import CheckpointError, ConfigError, NoCheckpointError, RunInterrupted
 from ngsgd.optim.outer import make_rule
 from ngsgd.phase import Phase
 from ngsgd.pipeline.model_summary import summary
@@ -93,6 +94,7 @@ class BaseRun(ABC):
             end = self._iterate(training)
             report = self._finish(training, end)
             training.trackers.finished(report)
+            self.folder.mark_finished()
         return report
 
     def train_only(self) -> Checkpoint:
@@ -212,7 +214,7 @@ class BaseRun(ABC):
         if latest is None and (problems or folder.final.exists()):
             # a start from iteration 1 would overwrite the checkpoints and the final model
             reason = problems[0] if problems else f"{folder.checkpoints} has no checkpoint."
-            raise CheckpointError(f"{folder.path} was trained before, and no checkpoint of it can be used. {reason} Nothing was "
+            raise NoCheckpointError(f"{folder.path} was trained before, and no checkpoint of it can be used. {reason} Nothing was "
                                   "changed; to train from the beginning, start a new run.")
         events = EventLog(folder.events, latest.progress.outer_iter if latest else -1, is_speech=not config.task._target_,
                           lock=lock)
@@ -255,9 +257,8 @@ class BaseRun(ABC):
                                               fingerprint.agreement, services.stop.expired, services.report,
                                               self._read_by_workers(spec)))
         num_workers, num_threads = config.cluster.num_workers, fingerprint.num_threads
-        services.report(Phase(f"starting {num_workers} worker{'s' if num_workers > 1 else ''} "
-                              f"({services.workers or config.cluster.kind}, "
-                              f"{num_threads} thread{'s' if num_threads > 1 else ''} each)"))
+        services.report(Phase(f"starting {counted(num_workers, 'worker')} ({services.workers or config.cluster.kind}, "
+                              f"{counted(num_threads, 'thread')} each)"))
 
         def on_start() -> None:
             services.report(Phase(f"training: outer iteration {start.progress.outer_iter + 2}"))
@@ -271,7 +272,7 @@ class BaseRun(ABC):
 
         return train(spec, pool, training.checkpoints, start, folder.ledger,
                      tracker=training.trackers, stop=_StopOf(services.stop, training.checkpoints.lock),
-                     clock=services.clock, on_start=on_start, catch_signals=services.catch_signals)
+                     clock=services.clock, report=services.report, on_start=on_start, catch_signals=services.catch_signals)
 
     def _checked(self) -> FingerprintCheck:
         """The requirements on all processes of the run, compared with its earlier ones."""

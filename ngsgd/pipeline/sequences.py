@@ -21,6 +21,7 @@ from ngsgd import interface
 from ngsgd.asr import denominators
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.config import RunConfig
+from ngsgd.counting import counted
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import keep_digest, matches_digest, new_directory, new_file, sha256
 from ngsgd.phase import Phase
@@ -99,8 +100,8 @@ def sequence_data(config: RunConfig, folder: RunFolder, corpus: Corpus, cache_ro
                                   outputs=Outputs(config.objective.frame_subsampling,
                                                   config.objective.tolerance_frames),
                                   cache_root=cache_root, report=report)
-    report(f"objective {config.objective.kind}: denominator of {graph.num_states} states and "
-           f"{len(graph.source_A)} arcs")
+    report(f"objective {config.objective.kind}: denominator of {counted(graph.num_states, 'state')} and "
+           f"{counted(len(graph.source_A), 'arc')}")
     return SequenceData(str(directory), denominator)
 
 
@@ -131,7 +132,8 @@ def report_skipped(spec: SpeechTaskSpec, report: Report) -> None:
     shards = spec.shards()
     if isinstance(shards, SequenceReader) and shards.index.num_left_out:
         total = sum(shards.index.num_sequences) + shards.index.num_left_out
-        report(f"{shards.index.num_left_out} of {total} training sequences are skipped, because "
+        report(f"{shards.index.num_left_out} of {counted(total, 'training sequence is', 'training sequences are')} "
+               "skipped, because "
                "their labels have no path through the denominator graph")
 
 

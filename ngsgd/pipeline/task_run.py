@@ -19,6 +19,7 @@ from torch import nn
 from ngsgd import imports, interface
 from ngsgd.cluster.fingerprint import why_no_kernels
 from ngsgd.config import RunConfig
+from ngsgd.counting import counted
 from ngsgd.errors import CheckpointError, ConfigError, NgsgdError
 from ngsgd.files import read_json, write_text
 from ngsgd.phase import Phase
@@ -192,7 +193,8 @@ class TaskRun(BaseRun):
         found = running_mean(models, held_out)
         loss, newest = f"{-found.objf:.4f}", f"{-found.objf_newest:.4f}"
         if loss != newest:
-            self.services.report(f"final model: mean of the last {found.num_models} models, valid loss {loss}; the last model "
+            self.services.report(f"final model: mean of the last {counted(found.num_models, 'model')}, valid loss {loss}; "
+                                 f"the last model "
                                  f"alone has {newest}")
         return found.parameters
 

@@ -49,6 +49,7 @@ from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
 from ngsgd.config import AugmentConfig, DataConfig, DecodeConfig, FeatureConfig
+from ngsgd.counting import counted
 from ngsgd.data import mapped
 from ngsgd.data.cache_names import cache_name
 from ngsgd.errors import DataError
@@ -187,9 +188,8 @@ def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
         all_speech = cmvn.statistics(sets["train"].frames.features_TD)
         sets = {name: speech_set.normalized_online(speech, all_speech) for name, speech in sets.items()}
     for name, speech in sets.items():
-        num_voices = len(set(speech.speakers))
-        report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {len(speech.texts)} "
-               f"utterances, {speech.num_words} words, {num_voices} voice{'s' * (num_voices != 1)}")
+        report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {counted(len(speech.texts), 'utterance')}, "
+               f"{counted(speech.num_words, 'word')}, {counted(len(set(speech.speakers)), 'voice')}")
     report(Phase("storing the prepared corpus"))
     cache.store(folder, sets, language, made_from=key)
 
@@ -286,11 +286,11 @@ def _with_ngrams(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
 def ngrams_of(corpus: Corpus, data: DataConfig) -> tuple[ngram.NgramModel, str]:
     """Return the n-gram model of these settings, and a name of the texts that it is estimated from."""
     estimate = functools.partial(ngram.estimate, order=data.lm_order, vocabulary=corpus.language.topology.words)
-    of_transcripts = f"{len(corpus.train.texts)} training transcripts"
+    of_transcripts = f"{counted(len(corpus.train.texts), 'training transcript')}"
     if not data.lm_text:
         return estimate(corpus.train.texts), of_transcripts
     texts = [tuple(line.split()) for _, line in lines.read(Path(data.lm_text).expanduser())]
-    model, of_text = estimate(texts), f"{len(texts)} lines of {data.lm_text}"
+    model, of_text = estimate(texts), f"{counted(len(texts), 'line')} of {data.lm_text}"
     if not data.lm_mix:
         return model, of_text
     transcripts = estimate(corpus.train.texts)
@@ -313,7 +313,7 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
         sets[name], missing = alignments.attach(alignment, name, getattr(corpus, name),
                                                 corpus.num_pdfs)
         if missing:
-            report(f"{name}: {len(missing)} utterances are skipped, because {alignment.path} has "
+            report(f"{name}: {counted(len(missing), 'utterance is', 'utterances are')} skipped, because {alignment.path} has "
                    "no states for them: "
                    f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
     _check_paths(corpus, alignment, sets.values(), data)

@@ -22,6 +22,7 @@ from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import DecodeConfig
+from ngsgd.counting import counted
 from ngsgd.errors import DataError
 from ngsgd.phase import Phase, Progress
 
@@ -71,7 +72,8 @@ def tune_and_decode(
     report(Phase("building the decoding graph"))
     graph = build_graph(language, config)
     num_settings = len(config.acoustic_scales) * len(config.word_penalties)
-    selection = Progress(report, f"scale selection: decoding valid with {num_settings} settings", num_settings * len(valid.texts))
+    selection = Progress(report, f"scale selection: decoding valid with {counted(num_settings, 'setting')}",
+                         num_settings * len(valid.texts))
     tried = sweep(graph, config, valid.texts, valid.frames.utt_ids, valid_logliks, language.num_pdfs, selection.each)
     setting, valid_errors = tuning.choose(tried)
     penalized = graphs.with_word_penalty(graph, setting.word_penalty)

@@ -80,7 +80,6 @@ class _Console:
     report: Callable[[str], object] = print_line
     warn: Callable[[str], None] | None = warn
     has_announced: bool = False
-    is_compiling: bool = False
 
 
 _console = _Console()
@@ -95,11 +94,6 @@ def reported_to(report: Callable[[str], object]) -> Iterator[None]:
         yield
     finally:
         vars(_console).update(before)
-
-
-def is_compiling() -> bool:
-    """Return whether this process compiles, or waits for another one that does."""
-    return _console.is_compiling
 
 
 @contextlib.contextmanager
@@ -178,14 +172,11 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | None:
     if not _console.has_announced:
         _console.has_announced = True
         _console.report(COMPILING)
-    _console.is_compiling = True
     try:
         return _compiled_once(source, flags, name)
     except (OSError, subprocess.SubprocessError) as error:
         problems[source.name] = _reason(error)
         return None
-    finally:
-        _console.is_compiling = False
 
 
 def threaded(source: Path, **types: tuple[Any, ...]) -> Any:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
+from ngsgd.counting import counted
 from ngsgd.pipeline.exports.source import Source
 
 # longer vocabularies are counted instead of listed
@@ -78,7 +79,7 @@ def _settings(source: Source) -> str:
 def _limits(source: Source) -> str:
     words, features = source.bundle.graph.words, source.bundle.features
     listed = ": " + ", ".join(words) if len(words) <= _MAX_WORDS else ""
-    limits = [f"It recognizes only {len(words)} words{listed}.",
+    limits = [f"It recognizes only {counted(len(words), 'word')}{listed}.",
               "Results are for the test set above; other speakers, microphones, rooms and noise "
               "were not measured."]
     if features.kind != "given":

@@ -364,7 +364,7 @@ def test_the_real_command_measures_prints_and_keeps(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "ngsgd.launcher", "plan",
              f"output_dir={tmp_path}", "data.train_minutes=1.5", "data.valid_minutes=0.3",
              "data.test_minutes=0.3", "egs.samples_per_iter=400", "egs.num_diagnostic_frames=300", "model.num_layers=2",
-             "model.hidden_dim=64", "schedule.minibatch_size=16", "cluster.start_timeout_s=280", "--workers", "1,4",
+             "model.hidden_dim=64", "schedule.minibatch_size=16", "cluster.wait_for_workers_s=280", "--workers", "1,4",
              "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*words, "--seconds", "1"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
