@@ -25,7 +25,7 @@ TIMEOUT_S = ClusterConfig().wait_for_workers_s
 
 
 def waited(alive: Callable[[float], int], busy: Callable[[float], bool] = lambda _now: False) -> tuple[float, list[str]]:
-    """The time at which a wait for one of two workers is over, and its lines; five polls a second."""
+    """When a wait for one of two workers is over, and its lines; five polls a second."""
     lines: list[str] = []
     wait = WorkerWait(TIMEOUT_S, lines.append)
     for step in range(5 * 5000):

@@ -284,7 +284,7 @@ def _with_ngrams(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
 
 
 def ngrams_of(corpus: Corpus, data: DataConfig) -> tuple[ngram.NgramModel, str]:
-    """Return the n-gram model of these settings, and a name of the texts that it is estimated from."""
+    """Return the n-gram model of these settings, and a name of the texts behind it."""
     estimate = functools.partial(ngram.estimate, order=data.lm_order, vocabulary=corpus.language.topology.words)
     of_transcripts = f"{counted(len(corpus.train.texts), 'training transcript')}"
     if not data.lm_text:

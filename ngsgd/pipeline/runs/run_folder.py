@@ -292,7 +292,7 @@ class RunFolder:
                 yield stored
 
     def _last_fence(self) -> int:
-        """The largest fencing number in the ledger, for a lock file that was removed; 0 without one.
+        """The largest fencing number in the ledger, in case the lock file was removed; 0 if none.
 
         The ledger is read from its end to the first line of its last process, whose number is the
         largest: that process may repeat a commit with the number of an earlier one.

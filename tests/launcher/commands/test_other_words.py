@@ -1,4 +1,4 @@
-"""Other words, language models, grammars and decoding weights, wherever a model recognizes speech."""
+"""Other words, language models, grammars and weights, wherever a model recognizes speech."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.asr import tiny_recognizer
 
 SAID = ["YES", "NO", "YES"]
 ARPA = "\\data\\\nngram 1=4\n\n\\1-grams:\n0 YES\n-90 NO\n-99 <s>\n0 </s>\n\n\\end\\\n"
-# option -> content of its file, and the words of SAID that are then recognized
+# option -> content of its file, and the words that are then recognized
 FILES = {
     "grammar": ("<a> = YES NO;", ["YES", "NO"]),
     "words": ("YES\n", ["YES"] * 3),

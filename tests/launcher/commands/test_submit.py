@@ -371,7 +371,7 @@ def _manifest(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]
 
 
 @pytest.mark.entry("Nc12", "submit a run to Kubernetes with `output_dir=s3://BUCKET/runs` and no `--claim`", "works",
-                   "the manifest mounts no volume, and the run is published to the bucket; `--gpus-per-node` takes the image "
+                   "the manifest mounts no volume. The run is published to the bucket. `--gpus-per-node` takes the image "
                    "`ngsgd:VERSION-cuda` and sets `cluster.device=cuda`, so that a worker without CUDA ends with a ConfigError; "
                    "the image holds all extras")
 @pytest.mark.parametrize("words", [["output_dir=s3://bucket/runs"], ["--resume", "s3://bucket/runs/night-20260101-200000"]])
