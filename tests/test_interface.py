@@ -27,7 +27,7 @@ LIBRARY = [*(path for path in sorted((ROOT / "ngsgd").rglob("*.py")) if "launche
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 # flags of a command that the text contains: ours, which anybody can run, or another program's
 _COMMAND = re.compile(r"ngsgd [a-z]+ |pip install|apply-cmvn|copy-tree|nnet3-[\w-]+|fstconvert|ray start|serve-artifacts"
-                      r"|snip-edges|--force-reinstall")
+                      r"|snip-edges|--force-reinstall|--build-arg")
 # where flags are made or parsed: file -> reason
 _MADE = {"ngsgd/interface.py": "the names of both interfaces",
          "ngsgd/training/storage/audit.py": "a command of its own",

@@ -170,7 +170,7 @@ def _not_joined(address: str, error: Exception) -> ClusterError:
     said = f"the Ray cluster at {address} could not be joined"
     if isinstance(error, (AuthenticationError, ConnectionError)):
         return ClusterTokenError(f"{said}: its head answers, but rejects this process ({_first_line(error)}). {_why_rejected()}")
-    reason = " ".join(str(error).split())[:400]
+    reason = " ".join(str(error).split())[:400].rstrip(".")
     if isinstance(error, (ValueError, TypeError)) and _JOB in os.environ:
         return ClusterError(f"{said}: Ray rejects the runtime environment of this Ray job ({reason}). Correct the runtime_env of "
                             "the job (in a RayJob: runtimeEnvYAML), then submit it again.")

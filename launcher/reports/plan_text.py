@@ -146,7 +146,7 @@ def _what_stops(row: Row) -> str:
     if gain_s > MAX_OVERHEAD * row.there.outer_iter_s:
         return f"with {row.workers} averaging in one place takes {_seconds(gain_s)} s longer than {row.averaging} would"
     if row.num_outer_iters < MIN_OUTER_ITERS:
-        return f"with {row.workers} a run has {row.num_outer_iters} outer iterations, not {MIN_OUTER_ITERS}"
+        return f"with {row.workers} a run has {counted(row.num_outer_iters, 'outer iteration')}, not {MIN_OUTER_ITERS}"
     return f"with {row.workers} too little of the time is training ({_percent(row.there.efficiency)})"
 
 
