@@ -24,6 +24,7 @@ from ngsgd.asr.lang import arpa, ngram, vocabulary
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.vocabulary import UnknownWords, Vocabulary
 from ngsgd.asr.test_set import ScoredSet
+from ngsgd.counting import counted
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.files import new_directory, write_text
 from ngsgd.interface import option
@@ -224,7 +225,8 @@ def _tuned(bundle: Bundle, request: DecodeRequest, tuning_set: ScoredSet,
         word_penalties=bundle.decode.word_penalties if penalty is None else (penalty,),
     )
     num_settings = len(config.acoustic_scales) * len(config.word_penalties)
-    every = Progress(progress, f"choosing scale and penalty of {num_settings} settings", num_settings * len(tuning_set.texts))
+    every = Progress(progress, f"choosing scale and penalty of {counted(num_settings, 'setting')}",
+                     num_settings * len(tuning_set.texts))
     return tuning.choose(
         evaluation.sweep(
             bundle.unpenalized_graph,

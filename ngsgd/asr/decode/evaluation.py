@@ -84,7 +84,7 @@ def tune_and_decode(
     report(f"test   {total}")
     on_test: Sweep = ()
     if config.oracle:
-        every = Progress(report, f"oracle: decoding test with {num_settings} settings", num_settings * len(test.texts))
+        every = Progress(report, f"oracle: decoding test with {counted(num_settings, 'setting')}", num_settings * len(test.texts))
         on_test = sweep(graph, config, test.texts, test.frames.utt_ids, test_logliks, language.num_pdfs, every.each)
     oracle = min(on_test, key=lambda one: one[1].num_errors, default=None)
     return DecodingResult(
