@@ -4,7 +4,6 @@
     python examples/onnx_recognizer.py model.onnx recording.wav ...
 
 Settings come from the model's metadata. Network and search run in chunks, as for live audio.
-
 Letters: T frames, D feature dimension, P pdfs.
 """
 
@@ -16,6 +15,7 @@ import kaldi_native_fbank as knf
 import numpy as np
 import onnxruntime
 import soundfile
+import soxr
 
 # this one first: the other takes its graphs
 import kaldifst  # isort: skip
@@ -71,8 +71,8 @@ def main(model, *recordings):
     graph = kaldifst.StdVectorFst.read(str(Path(model).with_suffix(".fst")))
     for recording in recordings:
         samples, rate = soundfile.read(recording, dtype="float32")
-        if samples.ndim != 1 or rate != about["features"]["sample_rate_hz"]:
-            sys.exit(f"{recording} must be mono at {about['features']['sample_rate_hz']} Hz")
+        assert samples.ndim == 1, f"{recording} must have one channel"
+        samples = soxr.resample(samples, rate, about["features"]["sample_rate_hz"])
         print(recording, *recognize(session, graph, about, features(samples, about)))
 
 

@@ -7,9 +7,11 @@ import difflib
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ngsgd.errors import ConfigError
+from ngsgd.launcher.text import printable
 
 JSON = "print JSON, and nothing else, on stdout"
 TRUST = "import the custom module that the run names (model._target_), even if another user or machine made the run"
@@ -78,6 +80,33 @@ class Parser(argparse.ArgumentParser):
 
         known = [] if instead_of(flag) else list(self._option_string_actions)
         return difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
+
+
+def add_words(group: argparse._ArgumentGroup) -> None:
+    """Add the options of `words_of`: other words and decoding weights than those of a model."""
+    for flag, metavar, about in (
+            ("--lm", "ARPA", "n-gram language model"),
+            ("--lexicon", "FILE", "pronunciations in the phones of the model"),
+            ("--words", "FILE", "vocabulary, one word per line"),
+            ("--grammar", "FILE", "grammar in a subset of JSGF, instead of a language model")):
+        group.add_argument(flag, metavar=metavar, type=Path, help=about)
+    group.add_argument("--scale", metavar="X", type=float, help="acoustic scale (default: that of the model)")
+    group.add_argument("--penalty", metavar="X", type=float, help="cost per word (default: that of the model)")
+
+
+def words_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `ngsgd.asr.bundle.Bundle.with_words`, with its warnings on stderr.
+
+    Raises:
+        ConfigError: the scale or the penalty is out of range.
+    """
+    from ngsgd.asr.lang.vocabulary import Vocabulary, weight_problems
+
+    if problems := [f"--{name} {text}" for name, text in weight_problems(options.scale, options.penalty)]:
+        raise ConfigError(problems)
+    return {"words": Vocabulary(options.lexicon, options.words, options.lm, options.grammar),
+            "scale": options.scale, "penalty": options.penalty,
+            "report": lambda line: print(printable(line), file=sys.stderr)}
 
 
 class _Renamed(argparse.Action):

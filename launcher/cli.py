@@ -12,12 +12,11 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from ngsgd.errors import EXIT_OK, ConfigError
+from ngsgd.errors import EXIT_BROKEN_PIPE, EXIT_OK, ConfigError
+from ngsgd.interface import command_line
 from ngsgd.launcher.console import drop, replace_closed_streams, report_lost_output, run_guarded, version
 from ngsgd.launcher.screen import SCREEN
 
-# 128 + SIGPIPE, the shell's own convention
-_EXIT_BROKEN_PIPE = 141
 _HELP = ("-h", "--help", "help")
 
 # command -> "module:function" of ngsgd.launcher.commands; the function is `command` by default
@@ -31,6 +30,7 @@ _COMMANDS = {
 }
 
 
+@command_line()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     replace_closed_streams()
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # the reader of a pipe ended (`| head`); flushing at exit must not raise again
         drop(sys.stdout)
-        return _EXIT_BROKEN_PIPE
+        return EXIT_BROKEN_PIPE
     except OSError as error:
         # a full disk behind `> FILE`, or a terminal that is gone
         return report_lost_output(error)

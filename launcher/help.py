@@ -10,7 +10,7 @@ import shutil
 import textwrap
 from collections.abc import Mapping
 
-from ngsgd.errors import ConfigError
+from ngsgd.errors import EXIT_CODES, ConfigError
 
 # group -> command -> description
 GROUPS = {
@@ -66,9 +66,7 @@ Help:
   ngsgd --version          the version
 
 Exit codes:
-  0 success              1 failure           2 wrong command line or settings
-  3 data                 4 divergence        5 cluster
-  6 checkpoint           130 interrupted
+{codes}
 
 Examples:
   ngsgd train              synthetic digits, two workers on this machine
@@ -131,7 +129,8 @@ _WIDEST = 100
 def top() -> str:
     """Return the help of `ngsgd`."""
     groups = [line for title, commands in GROUPS.items() for line in ("", f"{title}:", *_rows(commands, 12))]
-    return _TOP.format(groups="\n".join(groups))
+    codes = _rows({str(code): about for code, about in EXIT_CODES.items()}, 5)
+    return _TOP.format(groups="\n".join(groups), codes="\n".join(codes))
 
 
 def train(group: str = "") -> str:

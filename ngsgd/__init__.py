@@ -6,7 +6,8 @@ numpy.
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
@@ -58,7 +59,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"ngsgd.{name}")
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'ngsgd' has no attribute {name!r}")
+        raise AttributeError(f"module 'ngsgd' has no attribute {name!r}{_hint(name)}")
     try:
         return getattr(importlib.import_module(_HOME_OF[name]), name)
     except ModuleNotFoundError as error:
@@ -66,5 +67,16 @@ def __getattr__(name: str) -> Any:
                           "ngsgd[service].") from error
 
 
+def _hint(name: str) -> str:
+    """The package that has the name, for a message."""
+    # tools ask for names with underscores, and the import system for modules before it loads them
+    if not name.startswith("_") and not importlib.util.find_spec(f"ngsgd.{name}"):
+        with contextlib.suppress(ImportError):
+            for package in ("optim", "preconditioners", "curvature", "hypergrad", "tasks", "asr"):
+                if name in importlib.import_module(f"ngsgd.{package}").__all__:
+                    return f"; it is ngsgd.{package}.{name}"
+    return ""
+
+
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*__all__, *_MODULES, "__version__"})

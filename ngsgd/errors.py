@@ -12,6 +12,14 @@ EXIT_OK = 0
 EXIT_RUN_FAILED = 1
 # 128 + SIGINT, the convention of the shell
 EXIT_INTERRUPTED = 130
+# 128 + SIGPIPE
+EXIT_BROKEN_PIPE = 141
+# all exit codes of `ngsgd`, for its help
+EXIT_CODES = {
+    EXIT_OK: "success", EXIT_RUN_FAILED: "failure", 2: "wrong command line or settings", 3: "data", 4: "divergence",
+    5: "cluster", 6: "checkpoint or run folder", 7: "object storage", EXIT_INTERRUPTED: "interrupted",
+    EXIT_BROKEN_PIPE: "the reader of a pipe ended",
+}
 
 
 class NgsgdWarning(UserWarning):
@@ -107,6 +115,10 @@ class ClusterError(NgsgdError):
     exit_code = 5
 
 
+class RayStartError(ClusterError):
+    """Ray did not start on this machine."""
+
+
 class WorkerFingerprintError(ClusterError):
     """Workers would not compute results that are bitwise identical to those of the run."""
 
@@ -127,6 +139,10 @@ class CheckpointError(NgsgdError):
     """A checkpoint is missing, damaged, or belongs to another model."""
 
     exit_code = 6
+
+
+class NoCheckpointError(CheckpointError):
+    """The run was trained before, and no checkpoint of it can be used."""
 
 
 class OptimizerStateError(CheckpointError, ValueError):

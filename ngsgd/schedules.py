@@ -17,6 +17,8 @@ from itertools import pairwise
 
 from ngsgd.errors import ConfigError
 
+# For helps and reports; gain is that of the outer optimizer.
+JOB_RATE = "a job uses num_jobs / gain times the effective rate"
 # Eden's warm-up in icefall: batches, and the first factor.
 EDEN_WARM_UP, EDEN_WARM_UP_START = 500.0, 0.5
 
@@ -60,7 +62,7 @@ class OuterIteration:
 
     @property
     def lr_factor(self) -> float:
-        """Ratio of the learning rate of a job to the effective one: num_jobs / gain.
+        """Ratio of the learning rate of a job to the effective one; see `JOB_RATE`.
 
         Averaging divides the step of a job by num_jobs, and the outer optimizer multiplies it by
         gain.

@@ -25,12 +25,13 @@ TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
                                   *(f"M{n}" for n in range(1, 8)),
                                   *(f"D{n}" for n in range(1, 4)),
                                   "C1", "C3")),
-    "speech": ("docs/data.md", tuple(f"Sp{n}" for n in range(1, 16))),
-    "runs": ("docs/fault-tests.md", (*(f"At{n}" for n in range(1, 7)), *(f"Lo{n}" for n in range(2, 7)), "C2", "Nc3")),
+    "speech": ("docs/data.md", (*(f"Sp{n}" for n in range(1, 16)), "Nc4", "Nc5", "Nc9", "Nc10")),
+    "runs": ("docs/fault-tests.md", (*(f"At{n}" for n in range(1, 7)), *(f"Lo{n}" for n in range(1, 7)), "C2", "Ra1",
+                                     *(f"Nc{n}" for n in (1, 2, 3, 6, 7, 12, 13, 14)))),
     "loops": ("docs/pytorch.md", tuple(f"L{n}" for n in range(1, 20))),
     "layers": ("docs/natural-gradient.md", tuple(f"N{n}" for n in range(1, 13))),
     "kaldi": ("docs/kaldi.md", tuple(f"K{n}" for n in range(1, 16))),
-    "options": ("docs/reference/options.md", tuple(f"R{n}" for n in range(3, 7)) + tuple(f"S{n}" for n in range(1, 4))),
+    "options": ("docs/reference/options.md", (*(f"R{n}" for n in range(3, 7)), *(f"S{n}" for n in range(1, 4)), "Nc8", "Nc11")),
 }
 
 

@@ -69,6 +69,22 @@ def test_names_in_examples_are_attributes_after_a_bare_import() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_completion_shows_public_names_only() -> None:
+    packages = [module for module in (ngsgd, *(getattr(ngsgd, name) for name in ngsgd.__all__)) if hasattr(module, "__all__")]
+    assert len(packages) > 6
+    for module in packages:
+        submodules = {one.name for one in pkgutil.iter_modules(module.__path__)}
+        shown = {name for name in dir(module) if not name.startswith("__")}
+        assert set(module.__all__) <= shown <= {*module.__all__, *submodules}, module
+
+
+@pytest.mark.parametrize("name", ["KFAC", "collect", "hypergradient", "DatasetTask", "Recognizer", "SGD"])
+@pytest.mark.entry("R3")
+def test_a_name_of_a_package_is_named_with_its_package(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"ngsgd\.\w+\.{name}"):
+        getattr(ngsgd, name)
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_thing"):
         ngsgd.no_such_thing  # noqa: B018

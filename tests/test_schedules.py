@@ -1,12 +1,13 @@
 """The schedule against Kaldi's own functions (golden/schedule.npz)."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
+from ngsgd.config import ScheduleConfig
 from ngsgd.errors import ConfigError
-from ngsgd.schedules import Schedule, Shard
+from ngsgd.schedules import JOB_RATE, OuterIteration, Schedule, Shard
 from tests.conftest import Golden
 from tests.reference.scaled_adam import eden
 
@@ -34,6 +35,14 @@ def test_every_outer_iteration_equals_kaldi(case: str) -> None:
         assert math.isclose(plan.lr, GOLDEN(case, "learning_rate")[it], rel_tol=1e-12)
         for job, shard in enumerate(plan.shards):
             assert shard == Shard(GOLDEN(case, "archive_index")[it, job] - 1, GOLDEN(case, "frame")[it, job])
+
+
+@pytest.mark.entry("Nc8", "the learning rate of a job and the effective rate, in the help, the settings and the report", "works",
+                   "All of them have one sentence: a job uses num_jobs / gain times the effective rate.")
+def test_one_sentence_has_the_rate_of_a_job() -> None:
+    [about] = [field.metadata["help"] for field in fields(ScheduleConfig) if field.name == "lr_initial"]
+    assert JOB_RATE in about
+    assert OuterIteration(0, (Shard(0, 0),) * 4, 0, 0.1, gain=2.0).lr == 0.1 * 4 / 2
 
 
 def test_resuming_plans_the_same_outer_iterations() -> None:

@@ -91,6 +91,8 @@ class Run:
         self.spec = SpeechTaskSpec(self.config, str(self.egs), sequences)
         self.shards = self.spec.shards()
         self.recorder = Recorder()
+        # takes lines of progress
+        self.report: Callable[[str], object] = lambda _line: None
         self.model = model_for(self.config, self.reader)
         self.store = CheckpointStore(folder / "checkpoints", FlatLayout.of(self.model), num_to_keep=3)
         self.store.directory.mkdir(exist_ok=True)
@@ -122,7 +124,7 @@ class Run:
             pool.start()
             return Coordinator(
                 self.spec.task(), self.model, self.schedule, pool, RunStorage(self.store, ledger, self.recorder),
-                self.spec.settings, RunControl(stop or NeverStop())).train(start)
+                self.spec.settings, RunControl(stop or NeverStop(), report=self.report)).train(start)
         finally:
             ledger.close()
             pool.close()

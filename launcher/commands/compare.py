@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK
 from ngsgd.files import write_text
 from ngsgd.launcher.arguments import Parser
@@ -136,7 +137,7 @@ def _text_table(runs: Sequence[ComparedRun], measure: str) -> list[str]:
     widths = {column: max(len(row[column]) for row in lines) for column in shown}
     text = ["  ".join(row[at].ljust(widths[at]) for at in shown).rstrip() for row in lines]
     if len(rows) > _MOST_PRINTED:
-        text.append(f"{len(rows) - _MOST_PRINTED} more runs are on the page")
+        text.append(f"{counted(len(rows) - _MOST_PRINTED, 'more run is', 'more runs are')} on the page")
     if any(run.final_objf is None for run in runs):
         text.append("* last outer iteration: not finished")
     return text
@@ -179,7 +180,7 @@ def _page(
         "the machine."
     )
     return html.page(
-        "Comparison of runs", f"{len(runs)} runs, {len(groups)} settings", body, footer
+        "Comparison of runs", f"{counted(len(runs), 'run')}, {counted(len(groups), 'setting')}", body, footer
     )
 
 

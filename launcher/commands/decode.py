@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK, ConfigError
-from ngsgd.launcher.arguments import JSON, TRUST, Parser
+from ngsgd.launcher.arguments import JSON, TRUST, Parser, add_words, words_of
 from ngsgd.launcher.text import printable
 from ngsgd.pipeline.runs.run_folder import find_run
 
@@ -68,12 +67,17 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("decode")
     parser.add_argument("model", metavar="MODEL",
                         help="run folder, or its name under runs/; with --data also a file of "
-                             "ngsgd export --format bundle")
+                             "ngsgd export --format bundle RUN FILE")
     _add_common(parser)
     _add_other_data(parser.add_argument_group("other data"))
     _add_test_set(parser.add_argument_group("test set of the run"))
     options = parser.parse_args(list(arguments))
-    if problems := list(_problems(options)):
+    problems = list(_problems(options))
+    try:
+        options.changed = words_of(options)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
         raise ConfigError(problems)
     return options
 
@@ -89,11 +93,8 @@ def _add_other_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--data", metavar="DIR", type=Path,
                        help="Kaldi data directory, or folder with lhotse's recordings.jsonl.gz and "
                             "supervisions.jsonl.gz (default: test set of the run)")
+    add_words(group)
     for flag, metavar, about in (
-            ("--lm", "ARPA", "n-gram language model"),
-            ("--lexicon", "FILE", "pronunciations in the phones of the model"),
-            ("--words", "FILE", "vocabulary, one word per line"),
-            ("--grammar", "FILE", "grammar in a subset of JSGF, instead of a language model"),
             ("--tune-on", "DIR", "data to choose scale and penalty on; with --confidences also to "
                                  "fit the calibration"),
             ("--rescore-lm", "ARPA", "n-gram language model for rescoring lattices"),
@@ -101,10 +102,6 @@ def _add_other_data(group: argparse._ArgumentGroup) -> None:
                                 "error type")):
         names = (flag, "-o") if flag == "--output" else (flag,)
         group.add_argument(*names, metavar=metavar, type=Path, help=about)
-    group.add_argument("--scale", metavar="X", type=float,
-                       help="acoustic scale (default: that of the model)")
-    group.add_argument("--penalty", metavar="X", type=float,
-                       help="cost per word (default: that of the model)")
     group.add_argument("--confidences", action="store_true",
                        help="calibration error of the word confidences")
 
@@ -126,10 +123,6 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
     """A message per option that is out of range or excludes another."""
     if options.chunk_frames < 1:
         yield f"--chunk-frames is {options.chunk_frames}; it must be at least 1."
-    for name in ("scale", "penalty"):
-        value = getattr(options, name)
-        if value is not None and not (math.isfinite(value) and (value > 0 or name == "penalty")):
-            yield f"--{name} is {value}; give a number{' above 0' if name == 'scale' else ''}."
     given = {name: f"--{name.replace('_', '-')}" for name in (*_OF_DATA, *_OF_TEST_SET)
              if getattr(options, name) not in (None, False)}
     of_data = [given[name] for name in _OF_DATA if name in given]
@@ -145,24 +138,24 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _decode_data(options: argparse.Namespace) -> int:
-    from ngsgd.asr.lang.vocabulary import Vocabulary
     from ngsgd.pipeline import decode_data as service
     from ngsgd.pipeline.runs.recognizer import open_bundle
 
     bundle = open_bundle(options.model, trust=options.trust)
-    vocabulary = Vocabulary(options.lexicon, options.words, options.lm, options.grammar)
+    changed = options.changed
     result = service.decode_data(
         bundle,
         service.DecodeRequest(
             options.data,
-            vocabulary,
-            options.scale,
-            options.penalty,
+            changed["words"],
+            changed["scale"],
+            changed["penalty"],
             options.tune_on,
             options.rescore_lm,
             options.confidences,
         ),
-        report=lambda line: print(printable(line), file=sys.stderr),
+        report=changed["report"],
+        progress=(lambda _line: None) if options.quiet or options.json else (lambda line: changed["report"](f"{line} ...")),
     )
     if options.output is not None:
         service.write(options.output, result)
@@ -193,7 +186,7 @@ def as_text(result: DataResult, *, quiet: bool) -> str:
     if (unknown := result.unknown).num_unknown:
         listed = ", ".join(f"{word} ({count})" for word, count in unknown.most_frequent)
         lines.append(
-            f"{unknown.num_unknown} of {unknown.num_words} words of the references are not in the "
+            f"{unknown.num_unknown} of {counted(unknown.num_words, 'word')} of the references are not in the "
             f"vocabulary: {listed}"
         )
     for title, groups in (("speaker", by_speaker(result)), ("words", by_length(result.rows))):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK
 from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.console import version
@@ -77,8 +78,8 @@ def progress_line(state: Mapping[str, Any]) -> str:
                       for name in ("valid_objf", "valid_accuracy"))
     where = f"iter {state['outer_iter']}/{state['num_outer_iters']}, epoch {state['epoch']:.2f}/{state['num_epochs']:g}, "
     if not state["is_speech"]:
-        return f"{where}{state['frames_processed']} examples, valid loss {-objf:.4g}"
-    return (f"{where}{state['frames_processed']} frames, valid objf {objf:.3f}, accuracy "
+        return f"{where}{counted(state['frames_processed'], 'example')}, valid loss {-objf:.4g}"
+    return (f"{where}{counted(state['frames_processed'], 'frame')}, valid objf {objf:.3f}, accuracy "
             f"{100 * accuracy:.1f}%")
 
 
@@ -119,7 +120,7 @@ def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:
              f"archives   {info.num_archives}, of {sizes} examples; {info.num_frames:,} frames of "
              f"{info.feature_dim} "
              f"features{f' and {info.side_dim} side values' if info.side_dim else ''}, "
-             f"{info.num_classes} classes{', with weights' if info.has_weights else ''}",
+             f"{counted(info.num_classes, 'class', 'classes')}{', with weights' if info.has_weights else ''}",
              f"an example {info.frames_per_eg} frames, context -{info.left_context} "
              f"+{info.right_context}"]
     found = mixing(reader)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import read_regular_bytes
-from ngsgd.launcher.arguments import TRUST, Parser
+from ngsgd.launcher.arguments import TRUST, Parser, add_words, words_of
 from ngsgd.pipeline.runs.run_folder import find_run
 
 # of ngsgd export
@@ -21,6 +21,8 @@ def export(arguments: Sequence[str]) -> int:
     """`ngsgd export`."""
     options = _export_options(arguments)
     write = {"nnet3": _export_nnet3, "bundle": _export_bundle}.get(options.format, _export_other)
+    if options.format == "bundle" and options.changed:
+        write = _export_other
     try:
         written = write(options, Path(options.output))
     except OSError as error:
@@ -42,6 +44,12 @@ def _export_options(arguments: Sequence[str]) -> argparse.Namespace:
                      f"{options.format}; remove them, or export twice")
     if options.format != "huggingface" and options.license:
         parser.error("--license needs --format huggingface")
+    changed = words_of(options)
+    is_changed = not changed["words"].is_empty or options.scale is not None or options.penalty is not None
+    if options.format == "nnet3" and is_changed:
+        parser.error("--lm, --lexicon, --words, --grammar, --scale and --penalty change the decoding graph, "
+                     "which --format nnet3 does not write; remove them, or choose another format")
+    options.changed = changed if is_changed else {}
     return options
 
 
@@ -49,7 +57,7 @@ def _export_parser() -> Parser:
     parser = Parser("export")
     parser.add_argument("run", metavar="RUN",
                         help="run folder, or its name under runs/; or a bundle, except for "
-                             "--format nnet3|bundle")
+                             "--format nnet3, and for bundle without other words")
     parser.add_argument("output", metavar="OUTPUT", nargs="?",
                         help="file (bundle, onnx, torch) or folder to write")
     parser.add_argument("--output", "-o", dest="named_output", metavar="OUTPUT",
@@ -60,6 +68,7 @@ def _export_parser() -> Parser:
                              "graph; sherpa-onnx: model and graph for that engine; huggingface: "
                              "folder with a model card")
     parser.add_argument("--trust", action="store_true", help=TRUST)
+    add_words(parser.add_argument_group("other words than those of the model, except for nnet3"))
     nnet3 = parser.add_argument_group("--format nnet3")
     nnet3.add_argument("--include-data", action="store_true",
                        help="also write features, CMVN statistics and alignments (pdf ids) of all "
@@ -98,7 +107,8 @@ def _export_bundle(options: argparse.Namespace, output: Path) -> list[Path]:
 def _export_other(options: argparse.Namespace, output: Path) -> list[Path]:
     from ngsgd.pipeline import exports
 
-    return exports.export(options.run, options.format, output, license_id=options.license or "unknown", trust=options.trust)
+    return exports.export(options.run, options.format, output, license_id=options.license or "unknown", trust=options.trust,
+                          changed=options.changed)
 
 
 def import_(arguments: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from ngsgd.launcher.ray.probe import require_cluster
 from ngsgd.launcher.reports.plots import draw
 from ngsgd.launcher.reports.predictions import Forecast
 from ngsgd.launcher.reports.progress import ProgressTracker
+from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.signals import SignalStop, signals_to, sigterm_interrupts
 from ngsgd.launcher.text import masked
 from ngsgd.phase import Phase
@@ -67,6 +69,8 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
            allow_other_bits: bool = False) -> int:
     """Continue a run after its last outer iteration, with its own configuration.
 
+    A run that finished stays as it is.
+
     Cluster and number of workers may differ, without effect on the result. The threads per worker
     stay the same.
 
@@ -83,9 +87,15 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     """
     folder = RunFolder.open(run_dir)
     config = read_config(folder.config)
+    # a process that was killed at the very end left no last event, and is resumed
+    if state_of(folder.path)["state"] == "SUCCEEDED" and folder.is_finished():
+        print(f"{folder.address} is finished; next: ngsgd report {shlex.quote(folder.address)}")
+        return EXIT_OK
     if config.task.from_python:
-        raise ConfigError("the task of this run came from a Python program, so that no command can continue it; call "
-                          f"{resume_command(config.task, folder.path)}.")
+        # an error of the fingerprint contains the call that accepts it
+        FingerprintCheck.of_resumed_run(config, folder, lambda _line: None, allow_other_bits=allow_other_bits)
+        call = resume_command(config.task, folder.path, allow_other_bits=allow_other_bits, trust=trust)
+        raise ConfigError(f"the task of this run came from a Python program, so that no command can continue it; call {call}.")
     if (folder.path / SIMULATION).exists():
         raise ConfigError(f"{folder.path} is a simulation, which has no real workers and cannot be resumed; repeat it with "
                           "ngsgd simulate.")

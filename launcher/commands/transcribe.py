@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import make_directories, write_text
-from ngsgd.launcher.arguments import TRUST, Parser
+from ngsgd.launcher.arguments import TRUST, Parser, add_words, words_of
 from ngsgd.launcher.config.paths import require_writable
 from ngsgd.launcher.text import printable
 
@@ -32,7 +32,10 @@ _MAX_NAMES = 5
 def command(arguments: Sequence[str]) -> int:
     """`ngsgd transcribe`."""
     options = _options(arguments)
+    changed = words_of(options)
+    from ngsgd.asr.recognizer import Recognizer
     from ngsgd.pipeline import transcribe as service
+    from ngsgd.pipeline.runs.recognizer import open_bundle
 
     audio, others = ([], []) if options.audio == [_STREAM] else service.find_audio(options.audio)
     if options.output:
@@ -42,7 +45,7 @@ def command(arguments: Sequence[str]) -> int:
             f"--format srt of {len(audio)} recordings needs a file for each; give a folder with "
             f"--output."
         )
-    recognizer = service.open_recognizer(options.model, trust=options.trust)
+    recognizer = Recognizer(open_bundle(options.model, trust=options.trust).with_words(**changed))
     if options.audio == [_STREAM]:
         return _stream(recognizer, options)
     began = time.monotonic()
@@ -86,7 +89,7 @@ def _parser() -> Parser:
                                          "of a wrong argument or an unusable model")
     parser.add_argument("model", metavar="MODEL",
                         help="run folder, its name under runs/, or a file of ngsgd export "
-                             "--format bundle")
+                             "--format bundle RUN FILE")
     parser.add_argument("audio", metavar="AUDIO", nargs="+",
                         help="files (wav, flac, ogg, mp3 and others), folders or patterns; -: "
                              "stdin, one of these files or raw 16-bit samples")
@@ -101,6 +104,7 @@ def _parser() -> Parser:
     parser.add_argument("--sample-rate", type=int, metavar="HZ",
                         help="sampling rate of raw samples from stdin (default: the model's)")
     parser.renamed("--rate", "--sample-rate", type=int)
+    add_words(parser.add_argument_group("other words than those of the model"))
     parser.add_argument("--quiet", "-q", action="store_true", help="print words and failures only")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     return parser

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngsgd.config import RunConfig
+from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import read_json, write_text
 from ngsgd.launcher.arguments import JSON, Parser
@@ -86,8 +87,8 @@ def _proxy(config: RunConfig, report: Report, *, steps: int = 0) -> Iterator[Pro
 
     check_output_dir(config)
     proxy = Proxy.of(config, prepare.prepare(config, report).egs_directory, steps=steps)
-    report(f"proxy      {proxy.space.num_jobs} jobs x {proxy.space.num_steps} minibatches, "
-           f"averaged {proxy.space.num_outer_iters} times: {proxy.task.num_frames:,} frames")
+    report(f"proxy      {counted(proxy.space.num_jobs, 'job')} x {counted(proxy.space.num_steps, 'minibatch', 'minibatches')}, "
+           f"averaged {counted(proxy.space.num_outer_iters, 'time')}: {proxy.task.num_frames:,} frames")
     if config.cluster.kind != "ray":
         yield proxy
         return
@@ -139,7 +140,7 @@ def _check(config: RunConfig, options: argparse.Namespace, report: Report) -> Re
 
     with _proxy(_slice(config), report) as proxy:
         found, slopes = check_gradient(proxy)
-        lines = [f"float64, {proxy.space.num_steps} steps, {_of_preconditioner(found)}",
+        lines = [f"float64, {counted(proxy.space.num_steps, 'step')}, {_of_preconditioner(found)}",
                  "part        hypergradient   finite differences  relative difference"]
     lines += [f"{slope.part:11} {slope.hypergradient:+.6e}   {slope.finite_differences:+.6e}       "
               f"{slope.relative_difference:.1e}" for slope in slopes]
@@ -225,7 +226,7 @@ def _write(proxy: Proxy, found: SearchResult, result: Tuned, folder: Path) -> No
                                            "preconditioner"]
     tuned_file.write(folder / "tuned.yaml", settings_of(proxy.config, space, result.values, space.num_jobs), [
         "written by ngsgd tune; train with: ngsgd train +tuned=THIS_FILE",
-        f"on {proxy.task.num_frames:,} frames in {space.num_jobs} jobs: objf {-result.valid:.4f}, "
+        f"on {proxy.task.num_frames:,} frames in {counted(space.num_jobs, 'job')}: objf {-result.valid:.4f}, "
         f"held out {-result.held_out:.4f}",
         *approximate])
     write_text(folder / "tuned.json", json.dumps(asdict(result), indent=1))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK
 from ngsgd.launcher.arguments import JSON, TRUST, Parser
 from ngsgd.pipeline.runs.run_folder import find_run
@@ -54,4 +55,4 @@ def _summary(found: Verification) -> str:
               "different": found.count("differs"), "not reproducible": found.count("not reproducible"),
               "not repeated": found.count("failed")}
     shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    return f"{len(found.checks)} of {found.num_counted} counted jobs: {shown}"
+    return f"{len(found.checks)} of {counted(found.num_counted, 'counted job')}: {shown}"

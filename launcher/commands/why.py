@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.arguments import JSON, Parser
+from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.text import masked, printable
 from ngsgd.launcher.why.explain import Answer, explain, explain_command, lines_about
 from ngsgd.object_storage.urls import is_url, local_root
@@ -40,8 +42,16 @@ def _newest(output_dir: str) -> Answer:
         runs = sorted((folder / "config.yaml" for folder in stored_run.fetched_runs(output_dir)),
                       key=lambda file: file.parent.name[-len("YYYYMMDD-HHMMSS"):])
     else:
-        runs = sorted(root.glob("*/config.yaml"), key=lambda file: (file.stat().st_mtime_ns, file.parent.name))
+        # and the first networks of data.labels=ladder, unless they finished
+        networks = (file for file in root.glob("data/networks/*/config.yaml") if state_of(file.parent)["state"] != "SUCCEEDED")
+        runs = sorted([*root.glob("*/config.yaml"), *networks], key=lambda file: (_newest_change(file.parent), file.parent.name))
     if not runs:
         raise ConfigError(f"{output_dir} contains no runs, and no failed command is recorded for it; name a run, or a folder of "
                           "runs with --output-dir.")
     return explain(runs[-1].parent.resolve())
+
+
+def _newest_change(run: Path) -> int:
+    """When the newest event or error of a run was written, or its configuration."""
+    files = (run / name for name in ("config.yaml", "events.jsonl", "error.json"))
+    return max(file.stat().st_mtime_ns for file in files if file.is_file())

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ngsgd.counting import counted
 from ngsgd.errors import ClusterError
 from ngsgd.launcher.doctor import machine
 from ngsgd.launcher.doctor.machine import Finding
@@ -45,7 +46,7 @@ def nodes(address: str, output_dir: Path) -> Iterator[Finding]:
 
     alive = [node for node in ray.nodes() if node["Alive"]]
     resources = ray.cluster_resources()
-    found = f"{address} answers, {len(alive)} nodes, {resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
+    found = f"{address} answers, {counted(len(alive), 'node')}, {resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
     if not resources.get("CPU"):
         yield Finding("fail", "Ray", f"{found}: no worker can start",
                       f"on each machine that trains: ray start --address={address}, without --num-cpus=0")

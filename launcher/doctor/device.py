@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ngsgd.config import RunConfig
+from ngsgd.counting import counted
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.doctor.machine import Finding
 from ngsgd.pipeline.performance_model.batch_size import FittingBatch, fitting_batch
@@ -53,7 +54,7 @@ def _summary(found: FittingBatch, device: torch.device) -> str:
     if found.is_verified:
         how += f", and a step of {found.size} was run"
     return (
-        f"up to {found.size} examples in {found.free_bytes / 2**30:.1f} GiB free of {where}; a "
+        f"up to {counted(found.size, 'example')} in {found.free_bytes / 2**30:.1f} GiB free of {where}; a "
         f"step takes {found.fixed_bytes / 2**20:.1f} MiB and {found.bytes_per_example / 2**10:.1f} "
         f"KiB per example ({how})"
     )

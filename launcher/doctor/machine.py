@@ -17,6 +17,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Literal
 
+from ngsgd.counting import counted
 from ngsgd.errors import NgsgdError
 from ngsgd.launcher.console import version
 from ngsgd.launcher.mlflow.store import without_login
@@ -109,21 +110,21 @@ def _folders_of(spec: ModuleSpec | None) -> list[Path]:
 def threads(num_workers: int) -> Iterator[Finding]:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     per_worker = max(1, num_cores // num_workers)
-    found = f"{num_cores} cores, {num_workers} workers of {per_worker} thread{'s' * (per_worker > 1)}"
+    found = f"{counted(num_cores, 'core')}, {counted(num_workers, 'worker')} of {counted(per_worker, 'thread')}"
     asked = os.environ.get("OMP_NUM_THREADS", "")
     num_asked = int(asked) * num_workers if asked.isdigit() else 0
     if num_workers > num_cores:
         yield Finding("warn", "threads", f"{found}: workers share cores",
                       f"cluster.num_workers={num_cores} is as fast on this machine")
     elif num_asked > num_cores and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-        yield Finding("warn", "threads", f"{found}; OMP_NUM_THREADS={asked} starts {num_asked} "
-                                         "threads that spin while they wait",
+        yield Finding("warn", "threads", f"{found}; OMP_NUM_THREADS={asked} starts "
+                                         f"{counted(num_asked, 'thread that spins', 'threads that spin')}, also during waits",
                       "unset OMP_NUM_THREADS, or export OMP_WAIT_POLICY=PASSIVE")
     else:
         yield Finding("ok", "threads", found)
     load = os.getloadavg()[0]
     if load > num_cores:
-        yield Finding("warn", "load", f"{load:.1f} on {num_cores} cores: other programs compute",
+        yield Finding("warn", "load", f"{load:.1f} on {counted(num_cores, 'core')}: other programs compute",
                       "training is slower, mostly with Ray, whose workers have a low priority; set "
                       "RAY_worker_niceness=0 before ray start")
 
@@ -182,13 +183,16 @@ def compiled() -> Iterator[Finding]:
     from ngsgd.ops import fisher_projection
     from ngsgd.ops.kernels import native
 
-    if fisher_projection.is_native():
+    with native.reported_to(lambda _line: None):
+        is_native = fisher_projection.is_native()
+    if is_native:
         yield Finding("ok", "compiled code", f"built for {native.capability()}")
     elif native.capability() not in fisher_projection.PROCESSORS:
         yield Finding("ok", "compiled code", f"none for this processor ({native.capability()}): "
                                              "torch operations are used")
     else:
-        yield Finding("warn", "compiled code", "cannot be built: torch operations are used",
+        problem = native.problems.get(fisher_projection.SOURCE.name, "unknown reason")
+        yield Finding("warn", "compiled code", f"cannot be built ({problem}): torch operations are used",
                       "apt install g++, or name a compiler in CXX: natural-gradient steps on the "
                       "CPU are then about 5 % faster")
 

@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 from ngsgd.files import read_json, write_text
+from ngsgd.interface import is_command_line
 from ngsgd.launcher.text import MASK, conceal, is_masked, masked
 from ngsgd.object_storage.urls import local_root
 
@@ -54,8 +55,9 @@ def with_login(uri: str) -> str:
             return f"{scheme}://{rest}"
         if user and password:
             return f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{rest}"
-    raise ConfigError(f"tracking.uri is stored as {uri}, without its login. Set {_USER} and {_PASSWORD}, continue with "
-                      "ngsgd train --continue name=NAME tracking.uri=URI, or set tracking.kind=none for a new run.")
+    again = "continue with ngsgd train --continue name=NAME tracking.uri=URI, " if is_command_line() else ""
+    raise ConfigError(f"tracking.uri is stored as {uri}, without its login. Set {_USER} and {_PASSWORD}, {again}or set "
+                      "tracking.kind=none for a new run.")
 
 
 def without_login(uri: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -11,15 +12,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTaskError
 
 from ngsgd.config import ClusterConfig
-from ngsgd.errors import ClusterError, ClusterTokenError, NgsgdError
+from ngsgd.errors import ClusterError, ClusterTokenError, NgsgdError, RayStartError
 from ngsgd.launcher.ray.logs import divert
 from ngsgd.launcher.ray.probe import require_head, require_version
 from ngsgd.launcher.ray.session import PrivateFolder
@@ -27,10 +28,19 @@ from ngsgd.launcher.ray.session import PrivateFolder
 # plasma on one machine; parameters and results of some tens of workers
 _STORE_BYTES = 512 * 2**20
 _JOIN_TRIES = 3             # a second apart
+# of Ray's start: the second one helps where a busy machine was too slow for Ray's own time limits
+_START_TRIES = 2
+# these are the same in another try
+_LASTING = (AttributeError, ImportError, MemoryError, PermissionError, TypeError, ValueError)
 # for machines that were started together with this command
 JOIN_TIMEOUT_S = 6.0
 # spinning threads of one worker would starve another
 _WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
+# variables of this process, for its workers; not OMP_NUM_THREADS, since workers have
+# cluster.threads_per_worker, and Ray sets the variable to 1 in the process of a job
+_FORWARDED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "OMP_")
+# the configuration of the Ray job that started this process
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 # of the Ray that this process started
 _folder: PrivateFolder | None = None
@@ -62,13 +72,19 @@ class _Start(threading.Thread):
 
 
 def begin(config: ClusterConfig) -> None:
-    """Start a Ray for the run, for `connect`; `end_unused` ends it where that is never called."""
+    """Start a Ray for the run, for `connect`; `end_unused` ends it where that is never called.
+
+    Raises:
+        RayStartError: it did not start. Data preparation, which may take hours, would be in vain.
+    """
     global _begun  # noqa: PLW0603
     if config.kind == "ray" and not config.address and not ray.is_initialized():
         _begun = _Start()
         # OpenBLAS ends its threads at a fork, and a BLAS call of another thread then never returns.
         # So nothing is computed while the processes of Ray start.
         _begun.done.wait()
+        if _begun.error is not None:
+            _take_begun()
 
 
 def end_unused() -> None:
@@ -136,20 +152,30 @@ def connect(config: ClusterConfig) -> bool:
     if config.address:
         require_head(config.address)
     divert()
-    try:
-        if _take_begun():
-            return True
-        if config.address:
-            _join(config.address)
-            return False
+    if _take_begun():
+        return True
+    if not config.address:
         _start()
         return True
-    except (RayError, OSError, ValueError, RuntimeError, ConnectionError) as error:
-        if config.address:
-            # a head answered a moment ago: that is no question of the address
-            raise ClusterTokenError(f"the Ray cluster at {config.address} could not be joined: its head answers, but rejects this "
-                               f"process ({_first_line(error)}). {_why_rejected()}") from error
-        raise ClusterError(f"Ray could not be started ({_first_line(error)}); use cluster=local instead.") from error
+    try:
+        _join(config.address)
+    # Ray raises Exception itself, too
+    except Exception as error:
+        raise _not_joined(config.address, error) from error
+    return False
+
+
+def _not_joined(address: str, error: Exception) -> ClusterError:
+    """The reason why a head that answered a moment ago could not be joined, and the next step."""
+    said = f"the Ray cluster at {address} could not be joined"
+    if isinstance(error, (AuthenticationError, ConnectionError)):
+        return ClusterTokenError(f"{said}: its head answers, but rejects this process ({_first_line(error)}). {_why_rejected()}")
+    reason = " ".join(str(error).split())[:400].rstrip(".")
+    if isinstance(error, (ValueError, TypeError)) and _JOB in os.environ:
+        return ClusterError(f"{said}: Ray rejects the runtime environment of this Ray job ({reason}). Correct the runtime_env of "
+                            "the job (in a RayJob: runtimeEnvYAML), then submit it again.")
+    return ClusterError(f"{said}: {reason}. Install the head's versions of Ray and Python here, and run on this machine, unless it "
+                        f"is done: ray start --address={address}")
 
 
 def _why_rejected() -> str:
@@ -207,13 +233,28 @@ def _join(address: str) -> None:
 
     if hasattr(ray_constants, "NUM_REDIS_GET_RETRIES"):
         ray_constants.NUM_REDIS_GET_RETRIES = _JOIN_TRIES
-    worker_env = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_"))}
+    worker_env = _worker_env(os.environ)
     handler = signal.getsignal(signal.SIGTERM)
     with _without_stderr():
-        ray.init(address=address, runtime_env={"env_vars": {**worker_env, **_WORKER_ENV}}, **_QUIET)
+        ray.init(address=address, runtime_env={"env_vars": worker_env} if worker_env else None, **_QUIET)
     if handler is not None and threading.current_thread() is threading.main_thread():
         # Ray's C++ code has replaced it: SIGTERM would end the process with a crash dump
         signal.signal(signal.SIGTERM, handler)
+
+
+def _worker_env(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables for the workers: those of `environment`, and our defaults.
+
+    Without those of the Ray job that started this process: Ray sets them, and rejects a second
+    value.
+    """
+    job = json.loads(environment.get(_JOB, "{}"))
+    runtime_env = (job.get("runtime_env") or {}) if isinstance(job, dict) else job
+    of_job = runtime_env.get("env_vars") or {} if isinstance(runtime_env, dict) else runtime_env
+    if not isinstance(of_job, dict):
+        raise ValueError(f"{_JOB} holds no mapping env_vars")
+    own = {name: value for name, value in environment.items() if name.startswith(_FORWARDED) and name != "OMP_NUM_THREADS"}
+    return {name: value for name, value in {**_WORKER_ENV, **own}.items() if name not in of_job}
 
 
 @contextlib.contextmanager
@@ -232,10 +273,29 @@ def _without_stderr() -> Iterator[None]:
 
 
 def _start() -> None:
+    """Start a Ray on this machine.
+
+    Raises:
+        RayStartError: any exception of Ray's start; there are RayError, bare Exception and others.
+    """
+    for is_last in (*(False,) * (_START_TRIES - 1), True):
+        try:
+            _try_to_start()
+            return
+        except (Exception, SystemExit) as error:
+            if is_last or isinstance(error, _LASTING):
+                raise RayStartError(f"Ray could not be started ({type(error).__name__}: {_first_line(error)}); if this machine is "
+                                    "busy, wait and repeat the command, or use cluster=local, which needs no Ray.") from error
+
+
+def _try_to_start() -> None:
     global _folder  # noqa: PLW0603
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # workers inherit it; a runtime_env would make them wait for one of Ray's agents
-    os.environ.update(_WORKER_ENV)
+    for name, value in _WORKER_ENV.items():
+        os.environ.setdefault(name, value)
+    # uploaded files of a Ray job are in its own cluster; workers inherit its variables from here
+    os.environ.pop(_JOB, None)
     _use_token()
     _folder = PrivateFolder()
     try:
@@ -243,6 +303,9 @@ def _start() -> None:
             ray.init(address="local", include_dashboard=False, object_store_memory=_STORE_BYTES, _temp_dir=_folder.temp_dir,
                      **_QUIET)
     except BaseException:
+        # another try would find a half-connected process
+        with contextlib.suppress(Exception):
+            ray.shutdown()
         _folder.close()
         _folder = None
         raise

@@ -30,7 +30,7 @@ class UnseenFolder:
         return (f"node {self.host} ({self.ip}) does not see {self.folder}, the prepared data of the run, and cannot fetch it. "
                 "Workers of several ranks fetch from object storage only: set data.store=URL. Or put "
                 f"{setting} on a file system that all machines share under the same path, or set data.cache_dir to a folder "
-                "there. ngsgd doctor --address checks each node")
+                "there. ngsgd doctor --address HEAD:PORT checks each node")
 
 
 def unseen_here(folders: Sequence[str]) -> UnseenFolder | None:

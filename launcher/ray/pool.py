@@ -18,6 +18,7 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from ngsgd.cluster.activity import Activity
 from ngsgd.cluster.exchange.collective import FetchRequest, MeanRequest, RemoteResultRef
 from ngsgd.cluster.exchange.collective_client import Exchange, exchange_of, remote
 from ngsgd.cluster.exchange.compressed import unpacked
@@ -27,7 +28,9 @@ from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.cluster.restarts import Restarts, check_fingerprint, identity, incidents_of, none_agrees
 from ngsgd.config import ClusterConfig
+from ngsgd.data.fetching.files import RemoteData
 from ngsgd.errors import ClusterError
+from ngsgd.interface import option
 from ngsgd.launcher.ray.cluster import (
     cause_of,
     connect,
@@ -49,6 +52,7 @@ from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker_pool import Retired
+from ngsgd.training.worker_wait import WorkerWait
 
 _PING_S = 5.0
 _POLL_S = 0.2
@@ -96,6 +100,9 @@ class WorkerSlot:
     # ref of the answer to how many minibatches are done
     asked: Any = None
     answered: int = 0
+    # while it starts, and ref of the next answer
+    activity: Activity | None = None
+    probe: Any = None
     killed_because: str = ""
     deaths: list[str] = field(default_factory=list)
     # it died too often: nothing comes after it
@@ -166,16 +173,15 @@ class RayPool:
                                    "num_gpus": self.gpus_per_worker(), "concurrency_groups": {"control": 1}}
         self._actor_class = ray.remote(**options)(RayWorker)
         self._slots = [self._new_slot(index) for index in range(self.config.num_workers)]
-        clock = AwakeClock()
-        while not all(slot.process for slot in self._slots):
+        clock, wait, total = AwakeClock(), WorkerWait(self.config.wait_for_workers_s, self._report), len(self._slots)
+        while (up := sum(slot.process is not None for slot in self._slots)) < total:
             self._poll(_POLL_S)
             clock.tick()
-            if clock.now >= self.config.start_timeout_s:
-                up = sum(slot.process is not None for slot in self._slots)
+            if wait.is_over(clock.now, up, total, total, self.has_busy_start):
                 raise ClusterError(
-                    f"{up} of {len(self._slots)} workers were ready after cluster.start_timeout_s = "
-                    f"{self.config.start_timeout_s:g}{room_for_workers(num_cpus)}; ask for fewer (cluster.num_workers, or resume "
-                    "--workers), or give them more time.")
+                    f"{up} of {total} workers were ready after cluster.wait_for_workers_s = "
+                    f"{self.config.wait_for_workers_s:g}{room_for_workers(num_cpus)}; ask for fewer (cluster.num_workers, or "
+                    f"resume with {option('workers', 'N', 'num_workers')}), or give them more time.")
         self._is_starting = False
         self._way = self.chosen_exchange()
         if self._way in ("collective", "nccl"):
@@ -232,6 +238,20 @@ class RayPool:
                 # nothing else reports its end
                 self._replace(slot, QUARANTINED)
         return "It is not used again or replaced, because its replacement could run on the same hardware"
+
+    def has_busy_start(self) -> bool:
+        found = False
+        for slot in self._slots:
+            if slot.process is None and slot.ready is not None:
+                # the answer to the question of the last call
+                if slot.probe is not None and ray.wait([slot.probe], timeout=0.0)[0]:
+                    with contextlib.suppress(RayError):
+                        before, slot.activity = slot.activity, ray.get(slot.probe, timeout=_PING_S)
+                        found |= slot.activity is not None and slot.activity.is_busy(before)
+                    slot.probe = None
+                if slot.probe is None:
+                    slot.probe = slot.actor.activity.options(concurrency_group="control").remote()
+        return found
 
     def retired(self) -> list[Retired]:
         return [*self._restarts.news(), *incidents_of(self._exchange)]
@@ -436,7 +456,7 @@ class RayPool:
         if remote is None:
             self._refuse_blind(slot, unseen.message(self.spec.settings.output_dir))
             return
-        slot.ready = slot.actor.prepare.remote(self._spec_ref, slot.index, self.num_threads, self._heartbeats, self.folders, remote)
+        slot.ready = self._prepare(slot.actor, slot.index, remote)
 
     def _refuse_blind(self, slot: WorkerSlot, message: str) -> None:
         """Replace a worker whose node does not see the data; raise if the run only starts."""
@@ -506,14 +526,17 @@ class RayPool:
 
     def _new_slot(self, index: int) -> WorkerSlot:
         actor = self._actor_class.remote()
-        return WorkerSlot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads, self._heartbeats,
-                                                            self.folders))
+        return WorkerSlot(index, actor, self._prepare(actor, index))
+
+    def _prepare(self, actor: Any, index: int, remote: RemoteData | None = None) -> Any:
+        return actor.prepare.remote(self._spec_ref, index, self.num_threads, self._heartbeats, self.folders, remote,
+                                    has_kernels=self.agreement.has_kernels)
 
     def _replace(self, slot: WorkerSlot, reason: str) -> None:
         slot.predecessor, slot.process, slot.ready = reason, None, None
         if not slot.is_quarantined and self._restarts.allow(slot.index, reason):
             fresh = self._new_slot(slot.index)
-            slot.actor, slot.ready = fresh.actor, fresh.ready
+            slot.actor, slot.ready, slot.activity, slot.probe = fresh.actor, fresh.ready, None, None
         else:
             slot.retired = True
             if all(other.retired for other in self._slots):

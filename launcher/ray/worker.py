@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.cluster.activity import Activity, activity_of
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanRequest, MeanShard
 from ngsgd.cluster.exchange.compressed import packed
 from ngsgd.cluster.exchange.selection import WorkerDevice
@@ -45,7 +46,8 @@ class RayWorker:
     """The actor: a `Worker` in a separate process."""
 
     def prepare(self, spec: TaskSpec, index: int, num_threads: int, heartbeats: SharedRef,
-                folders: Sequence[str] = (), remote: RemoteData | None = None) -> Address | UnseenFolder:
+                folders: Sequence[str] = (), remote: RemoteData | None = None, *,
+                has_kernels: bool | None = None) -> Address | UnseenFolder:
         """Where the worker is, once it can take jobs; or which of the `folders` it does not see.
 
         With `remote` it fetches the folders that it does not see.
@@ -60,7 +62,7 @@ class RayWorker:
         unseen = unseen_here(folders)
         if unseen and remote is None:
             return unseen
-        configure_process(num_threads)
+        configure_process(num_threads, has_kernels)
         self._index = index
         self._minibatches = 0
         self._should_stop = False
@@ -74,7 +76,8 @@ class RayWorker:
             return replace(unseen, reason=str(error))
         self._output_dir = local_root(spec.settings.output_dir)
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
-        fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device, spec.settings.cluster.precision)
+        fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device, spec.settings.cluster.precision,
+                                                  self._worker.ranks.summed_by)
         device = WorkerDevice.of(self._worker.device, is_near=self._heartbeats is not None)
         return Address(os.uname().nodename, os.getpid(), fingerprint, device)
 
@@ -121,6 +124,10 @@ class RayWorker:
     def minibatches(self) -> int:
         """How many are done; answered while a job runs."""
         return self._minibatches
+
+    def activity(self) -> Activity | None:
+        """Signs of life; answered while it starts."""
+        return activity_of(os.getpid())
 
     def stop(self) -> None:
         """End the job after the current minibatch."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ngsgd.counting import counted
 from ngsgd.launcher.reports.history import FAULTS, Event, RunHistory, Stop, mean_health
 from ngsgd.launcher.reports.plots import Curve, Score, label, lines, new_figure
 from ngsgd.launcher.reports.svg import (
@@ -25,6 +26,7 @@ from ngsgd.launcher.reports.svg import (
     strips,
 )
 from ngsgd.launcher.text import duration
+from ngsgd.schedules import JOB_RATE
 
 # inches; 9 pt text is still 10 px high on a screen of 390 px
 NARROW = (4.4, 3.2)
@@ -90,7 +92,7 @@ def _learning(run: RunHistory) -> Iterator[Chart]:
         "Learning rate",
         f"per {run.curve.example}",
         {"effective": ("effective_lr", GREEN), "each job": ("lr", GRAY)},
-        "The effective rate is the rate of each job divided by the number of jobs.",
+        f"{JOB_RATE.capitalize()}; gain is that of the outer optimizer.",
         is_log=True,
     )
     shares = {
@@ -230,9 +232,9 @@ def _timeline(run: RunHistory) -> Chart:
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
     _explain(axes, has_faults=bool(faults), has_stops=bool(stops))
-    subtitle_text = f"{len(lanes)} workers, {duration(end_s)}; faults {len(faults)}, resumes {len(stops)}."
+    subtitle_text = f"{counted(len(lanes), 'worker')}, {duration(end_s)}; faults {len(faults)}, resumes {len(stops)}."
     if len(iterations) < len(run.iterations):
-        subtitle_text += f" The last {len(iterations)} of {len(run.iterations)} outer iterations."
+        subtitle_text += f" The last {len(iterations)} of {counted(len(run.iterations), 'outer iteration')}."
     return Chart(
         "timeline",
         "Timeline of the workers",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ngsgd.config.build import flatten
+from ngsgd.counting import counted
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.reports.history import FAULTS, RunHistory
 from ngsgd.launcher.text import masked
@@ -100,14 +101,14 @@ def verdict_of(run: RunHistory, checks: Sequence[Check]) -> Verdict:
     fatal = [check for check in checks if check.level == RED and check.name in _FATAL]
     if fatal:
         return Verdict(RED, "failed", fatal[0].reason)
-    counted = [check for check in checks if check.level != GRAY]
-    doubtful = [check for check in counted if check.level in (AMBER, RED)]
+    colored = [check for check in checks if check.level != GRAY]
+    doubtful = [check for check in colored if check.level in (AMBER, RED)]
     start = "Still running. " if run.state["state"] in ("RUNNING", "PENDING") else ""
     if doubtful:
         names = ", ".join(check.name.lower() for check in doubtful)
-        share = f"{len(doubtful)} of {len(counted)}"
+        share = f"{len(doubtful)} of {len(colored)}"
         return Verdict(AMBER, "look at", f"{start}Checks with a finding: {names} ({share}).")
-    return Verdict(GREEN, "healthy", f"{start}All {len(counted)} checks passed.")
+    return Verdict(GREEN, "healthy", f"{start}All {counted(len(colored), 'check')} passed.")
 
 
 # Checks -------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ def _ending(run: RunHistory) -> Check:
     resume = f"resume it with: {run.state['resume']}"
     match state:
         case "SUCCEEDED":
-            return Check(_RUN, GREEN, f"It finished all {len(run.iterations)} outer iterations.")
+            return Check(_RUN, GREEN, f"It finished all {counted(len(run.iterations), 'outer iteration')}.")
         case "RUNNING" | "PENDING" | "UNKNOWN":
             return Check(_RUN, GRAY, f"It is at {done}.")
         case "STOPPED":
@@ -160,7 +161,7 @@ def _finite(run: RunHistory) -> Check:
         return Check(_FINITE, RED, reason, limit)
     skipped = sum(job["num_skipped"] for event in run.iterations for job in event["jobs"])
     if skipped:
-        reason = f"{skipped} minibatches were skipped, their gradients were not finite."
+        reason = f"{counted(skipped, 'minibatch was', 'minibatches were')} skipped, their gradients were not finite."
         return Check(_FINITE, AMBER, reason, limit)
     return Check(_FINITE, GREEN, "All scores and gradients are finite.", limit)
 
@@ -258,7 +259,7 @@ def _rejected(run: RunHistory) -> Check:
     return Check(
         "Rejected jobs",
         _above(rejected / max(jobs, 1), _REJECTED),
-        f"{rejected} of {jobs} results were rejected.",
+        f"{rejected} of {counted(jobs, 'result was', 'results were')} rejected.",
         f"amber: any; red: {_REJECTED[1]:.0%}",
     )
 
@@ -289,14 +290,15 @@ def _faults(run: RunHistory) -> Check:
         return Check(
             "Faults",
             RED,
-            f"{lost} times data was skipped or an outer iteration ran again; {failed} jobs failed.",
+            f"{counted(lost, 'time')} data was skipped or an outer iteration ran again; "
+            f"{counted(failed, 'job failed', 'jobs failed')}.",
             limit,
         )
     if failed:
         return Check(
             "Faults",
             AMBER,
-            f"{failed} jobs failed or lost their worker; each ran again with the same result.",
+            f"{counted(failed, 'job failed', 'jobs failed')} or lost their worker; each ran again with the same result.",
             limit,
         )
     return Check("Faults", GREEN, "No job failed and no worker was lost.", limit)
@@ -309,7 +311,7 @@ def _interruptions(run: RunHistory) -> Check:
         return Check("Interruptions", GREEN, "Training ran without a stop.", limit)
     hard = sum(not stop.is_clean for stop in stops)
     places = ", ".join(str(stop.outer_iter + 1) for stop in stops[:5])
-    times = "once" if len(stops) == 1 else f"{len(stops)} times"
+    times = "once" if len(stops) == 1 else counted(len(stops), "time")
     return Check(
         "Interruptions",
         AMBER if hard else GREEN,

@@ -13,6 +13,7 @@ from typing import Any
 
 from ngsgd.asr.decode.scoring import UtteranceErrors, read_per_utterance
 from ngsgd.config.build import flatten
+from ngsgd.counting import counted
 from ngsgd.errors import ConfigError
 from ngsgd.files import log_lines, parse_json, read_json, read_log
 from ngsgd.launcher.reports.checks import PLACES, flat_defaults
@@ -336,7 +337,7 @@ def verdict(groups: Sequence[Group], measure: str) -> tuple[str, str]:
             else f"equal but for the seed, of which there are {num_seeds}"
         )
         return "no difference", (
-            f"The settings of these {len(values)} runs are {seeds}: {measure} mean "
+            f"The settings of these {counted(len(values), 'run')} are {seeds}: {measure} mean "
             f"{statistics.fmean(values):.4g}, {min(values):.4g} to {max(values):.4g}."
         )
     second = groups[1]
@@ -404,7 +405,7 @@ def difference(best: Group, other: Group, measure: str) -> Difference:
     matched = [theirs[seed] - ours[seed] for seed in ours if seed in theirs]
     if len(matched) > 1:
         mean = statistics.fmean(matched)
-        return Difference(mean, *paired_interval(matched), f"{len(matched)} matched seeds")
+        return Difference(mean, *paired_interval(matched), f"{counted(len(matched), 'matched seed')}")
     counts = (len(best.runs), len(other.runs))
     if min(counts) > 1:
         bounds = welch_interval(best.values(measure), other.values(measure))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ngsgd.counting import counted
 from ngsgd.launcher.reports.charts import NARROW, Chart
 from ngsgd.launcher.reports.comparison import WER, ComparedRun, Group, Point, common_objf
 from ngsgd.launcher.reports.plots import label, new_figure, save
@@ -98,7 +99,7 @@ def _overlay(
     label(axes, title, "nats per frame" if groups[0].runs[0].is_speech else "minus the loss")
     figure.legend(fontsize=7, frameon=False, loc="outside lower left")
     axes.set_xlabel(unit)
-    rest = f" The best {len(best)} settings; the other {len(others)} are gray." if others else ""
+    rest = f" The best {counted(len(best), 'setting')}; the other {len(others)} are gray." if others else ""
     return Chart(
         name,
         title,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ngsgd.counting import counted
 from ngsgd.files import sha256
 from ngsgd.launcher.reports import comparison
 from ngsgd.launcher.reports.comparison import ComparedRun
@@ -27,7 +28,8 @@ class Identity:
         if not self.num_different:
             which = " of equal settings and seed" if self.are_equal_runs else ""
             return f"The final models{which} are bitwise identical."
-        return (f"{self.num_different} of {self.num_compared} final models differ from another one of equal settings and seed; "
+        return (f"{self.num_different} of {counted(self.num_compared, 'final model differs', 'final models differ')} from another "
+                "one of equal settings and seed; "
                 "ngsgd info RUN prints the numeric fingerprint of a run.")
 
 

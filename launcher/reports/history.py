@@ -211,9 +211,12 @@ def mean_health(event: Event) -> dict[str, float]:
 
 
 def errors_by_speaker(text: str) -> list[tuple[str, int, int]]:
-    """(speaker, errors, words) from test.per_spk.txt, the highest WER first."""
+    """(speaker, errors, words) from test.per_spk.txt, the most errors first.
+
+    A high WER of a few words is chance.
+    """
     found = re.findall(r"^(\S+) +%WER (?:\S+|\(no words\)) \[ (\d+) / (\d+),", text, re.MULTILINE)
     rows = [
         (speaker, int(errors), int(words)) for speaker, errors, words in found if speaker != "SUM"
     ]
-    return sorted(rows, key=lambda row: (-row[1] / max(row[2], 1), row[0]))
+    return sorted(rows, key=lambda row: (-row[1], row[2], row[0]))

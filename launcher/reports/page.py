@@ -35,13 +35,17 @@ ul.checks small { color: var(--soft); display: block; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 12px; }
 .tile { padding: 10px 14px; } .tile b { display: block; font-size: 1.3rem; line-height: 1.3; }
 .tile span { color: var(--soft); font-size: .85rem; }
-.charts, .columns { display: grid;
-  grid-template-columns: repeat(auto-fill, minmax(min(360px, 100%), 1fr)); gap: 14px; }
+.charts, .columns { display: grid; grid-template-columns: minmax(0, 1fr); gap: 14px; }
 .columns { align-items: start; } .charts { margin: 14px 0; }
 figure { margin: 0; padding: 8px; min-width: 0; break-inside: avoid; }
 figure.wide { grid-column: 1 / -1; overflow-x: auto; } figure.wide svg { min-width: 760px; }
 figcaption { color: var(--soft); font-size: .82rem; padding: 2px 6px 4px; }
 .card { overflow-x: auto; margin-bottom: 14px; break-inside: avoid-page; }
+/* a shadow at each side where a wide table continues; the first two layers scroll and cover it */
+.card, figure.wide { background: linear-gradient(90deg, var(--card) 40%, transparent) left / 40px 100% no-repeat local,
+  linear-gradient(270deg, var(--card) 40%, transparent) right / 40px 100% no-repeat local,
+  linear-gradient(90deg, var(--soft), transparent) left / 14px 100% no-repeat scroll,
+  linear-gradient(270deg, var(--soft), transparent) right / 14px 100% no-repeat scroll, var(--card); }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; padding: 6px 12px; border-bottom: 1px solid var(--line);
   vertical-align: top; }
@@ -67,7 +71,16 @@ svg.chart .hit { fill: transparent; } svg.chart .tip { visibility: hidden; point
 svg.chart .spot:hover .tip { visibility: visible; }
 svg.chart .box { fill: var(--ink); opacity: .94; } svg.chart .tip text { fill: var(--card); }
 svg.chart .guide { stroke: var(--soft); stroke-width: .8; }
-@media (max-width: 600px) { ul.checks li { grid-template-columns: 1.6em 1fr; }
+/* two or three parts in a row, and no row that is partly empty: the last ones are wider */
+@media (min-width: 770px) { .charts, .columns { grid-template-columns: repeat(6, minmax(0, 1fr)); }
+.charts > *, .columns > * { grid-column: span 3; } figure.wide { grid-column: 1 / -1; } }
+@media (min-width: 770px) and (max-width: 1139px) {
+.columns > :last-child:nth-child(odd), .charts > :last-child:nth-child(odd):not(:only-child) { grid-column: 1 / -1; } }
+@media (min-width: 1140px) { .charts > :not(.wide), .columns > * { grid-column: span 2; }
+:is(.charts, .columns) > :nth-child(3n+1):is(:nth-last-child(2), :nth-last-child(4)):not(.wide),
+:is(.charts, .columns) > :nth-child(3n+1):is(:nth-last-child(2), :nth-last-child(4)) ~ :not(.wide),
+.charts > :only-child:not(.wide) { grid-column: span 3; } .columns > :only-child { grid-column: 1 / -1; } }
+@media (max-width: 600px) { th, td { padding: 5px 7px; } ul.checks li { grid-template-columns: 1.6em 1fr; }
 ul.checks li > :nth-child(3) { grid-column: 2; } }
 @media print { body { background: none; } main { max-width: none; padding: 0; }
 figure.wide svg { min-width: 0; } }

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ngsgd.counting import counted
 from ngsgd.launcher.text import duration
+from ngsgd.pipeline.performance_model.formulas import MIN_OUTER_ITERS
 from ngsgd.pipeline.performance_model.multi_gpu import Interconnect, NodesRow
 from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Workload
 from ngsgd.pipeline.performance_model.scaling import MAX_OVERHEAD, Assumptions, Choice, Row, choose
@@ -71,12 +73,12 @@ def choice_text(found: Sequence[Choice], wishes: Wishes, length: str) -> str:
 
 
 def _workers_of(one: Choice) -> str:
-    return "1 worker" if one.workers == 1 else f"{one.workers} workers"
+    return counted(one.workers, "worker")
 
 
 def _heading(machine: Machine, workload: Workload, assumed: Assumptions, examples: str) -> list[str]:
     alone, full = machine.serial[0], machine.parallel[-1]
-    units = f"{machine.num_gpus} GPUs" if machine.num_gpus else f"{machine.num_cores} cores"
+    units = f"{machine.num_gpus} GPUs" if machine.num_gpus else f"{counted(machine.num_cores, 'core')}"
     sigma = machine.spread.of_job(workload.samples / workload.minibatch_size) if assumed.sigma is None else assumed.sigma
     return [
         f"the run    {workload.model_bytes / 4e6:.2f} million parameters; a job has {workload.samples:.0f} {examples}, "
@@ -106,7 +108,7 @@ def _reasons(table: Sequence[Row], length: str) -> list[str]:
     workers_of: dict[str, list[int]] = {}
     for row in table:
         workers_of.setdefault(row.samples.reason, []).append(row.workers)
-    return [f"{length} for {_range(counts)} workers: {reason}" for reason, counts in workers_of.items()]
+    return [f"{length} for {_range(counts)} worker{'s' * (counts != [1])}: {reason}" for reason, counts in workers_of.items()]
 
 
 def _range(counts: Sequence[int]) -> str:
@@ -124,7 +126,8 @@ def thread_advice(machine: Machine) -> str:
 
 def advice(table: Sequence[Row], *, is_speech: bool = True) -> str:
     """The number of workers that pays, the reason against more, and the most useful change."""
-    paying = [row for row in table if row.samples.enough_data and row.there.efficiency >= _WORTH_IT]
+    paying = [row for row in table if row.samples.enough_data and row.there.efficiency >= _WORTH_IT
+              and row.num_outer_iters >= MIN_OUTER_ITERS]
     best = paying[-1] if paying else table[0]
     if not paying and best.workers > 1:
         return f"none of these numbers of workers pays: {_what_stops(best)}; try fewer with --workers."
@@ -142,6 +145,8 @@ def _what_stops(row: Row) -> str:
     gain_s = row.there.travel_s + row.there.average_s - row.averaging_s
     if gain_s > MAX_OVERHEAD * row.there.outer_iter_s:
         return f"with {row.workers} averaging in one place takes {_seconds(gain_s)} s longer than {row.averaging} would"
+    if row.num_outer_iters < MIN_OUTER_ITERS:
+        return f"with {row.workers} a run has {counted(row.num_outer_iters, 'outer iteration')}, not {MIN_OUTER_ITERS}"
     return f"with {row.workers} too little of the time is training ({_percent(row.there.efficiency)})"
 
 
@@ -150,7 +155,7 @@ def _workers(count: int) -> str:
 
 
 def _threads(count: int) -> str:
-    return f"{count} thread" if count == 1 else f"{count} threads"
+    return counted(count, "thread")
 
 
 def as_json(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequence[Row], found: Sequence[Choice] = (),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ngsgd.counting import counted
 from ngsgd.launcher.reports.svg import BLUE, GRAY, GREEN, LINE, ORANGE, RED
 
 Events = Iterable[Mapping[str, Any]]
@@ -165,8 +166,8 @@ def _title(curve: Curve) -> str:
     last = curve.iterations[-1]
     num_jobs = max(event["num_jobs"] for event in curve.iterations)
     start = (
-        f"{len(curve.iterations)} outer iterations, {last['epoch']:.1f} epochs, "
-        f"up to {num_jobs} jobs: "
+        f"{counted(len(curve.iterations), 'outer iteration')}, {last['epoch']:.1f} epochs, "
+        f"up to {counted(num_jobs, 'job')}: "
     )
     if not curve.is_speech:
         return f"{start}validation loss {-last['valid']['objf']:.4g}"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ngsgd.asr.decode.scoring import NOTHING, UtteranceErrors, operations, word_form
+from ngsgd.counting import counted
 from ngsgd.launcher.reports import page as html
 from ngsgd.launcher.reports.charts import Chart
 from ngsgd.launcher.reports.checks import Check, Verdict, user_settings
@@ -110,7 +111,7 @@ def words(rows: Sequence[UtteranceErrors], per_speaker: str) -> Iterator[str]:
     if not wrong:
         yield html.note("All words of the test set are right.")
         return
-    yield html.note(f"Errors of the final model on the test set, {len(rows)} utterances.")
+    yield html.note(f"Errors of the final model on the test set, {counted(len(rows), 'utterance')}.")
     tables: dict[str, tuple[tuple[str, ...], Sequence[Sequence[str]]]] = {
         "Substitutions": (_WRONG, _pairs(wrong, lambda ref, hyp: NOTHING not in (ref, hyp))),
         "Deletions": (_WRONG, _pairs(wrong, lambda ref, hyp: hyp == NOTHING)),
@@ -126,7 +127,7 @@ def words(rows: Sequence[UtteranceErrors], per_speaker: str) -> Iterator[str]:
         (row for row in rows if row.errors.num_errors),
         key=lambda row: (-row.errors.num_errors, row.utt_id),
     )[:_WORST]
-    yield html.heading(f"The {len(worst)} utterances with the most errors", level=3)
+    yield html.heading(f"The {counted(len(worst), 'utterance')} with the most errors", level=3)
     yield html.card(
         "".join(html.utterance(row.utt_id, str(row.errors), [(word_form(ref), word_form(hyp)) for ref, hyp in row.pairs])
                 for row in worst)
@@ -174,7 +175,7 @@ def time_spent(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
         ],
     )
     if len(rows) > _MOST_WORKERS:
-        yield html.note(f"The slowest {_MOST_WORKERS} of {len(rows)} workers.")
+        yield html.note(f"The slowest {_MOST_WORKERS} of {counted(len(rows), 'worker')}.")
     yield html.pictures(charts)
 
 
@@ -331,7 +332,7 @@ def _words(found: Counter[tuple[str, str]]) -> list[tuple[str, ...]]:
 
 
 def _speakers(text: str) -> list[tuple[str, ...]]:
-    """The speakers with the highest WER."""
+    """The speakers with the most errors."""
     return [
         (name, str(said), str(errors), f"{100 * errors / said:.1f}" if said else "no words")
         for name, errors, said in errors_by_speaker(text)[:_MOST]

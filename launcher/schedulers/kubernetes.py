@@ -8,11 +8,13 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from ngsgd import __version__
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.console import version
+from ngsgd.object_storage.urls import is_url
 
 # a DNS label, short enough for the suffixes of KubeRay
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?")
@@ -20,6 +22,7 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?")
 _HEAD = {"cpu": "1", "memory": "4Gi"}
 # time to finish the current outer iteration when a pod is evicted
 _GRACE_S = 60
+_MOUNT = "/shared"
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class KubernetesJob:
     name: str
     namespace: str
     image: str
-    # PersistentVolumeClaim that all pods share, mounted at `mount`
+    # PersistentVolumeClaim that all pods share, mounted at `mount`; optional with object storage
     claim: str
     mount: str
     # worker pods
@@ -42,8 +45,14 @@ class KubernetesJob:
     num_retries: int
 
     @classmethod
-    def of(cls, options: argparse.Namespace, name: str) -> KubernetesJob:
-        """Return the job of a command line; raise one ConfigError with all mistakes."""
+    def of(cls, options: argparse.Namespace, name: str, where: str) -> KubernetesJob:
+        """Return the job of a command line; raise one ConfigError with all mistakes.
+
+        Args:
+            options: of `ngsgd submit`.
+            name: of the job.
+            where: the run, or the folder of runs; object storage needs no claim.
+        """
         least = {"nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "retries": 0}
         problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least "
                     f"{low}."
@@ -51,24 +60,31 @@ class KubernetesJob:
         if not _NAME.fullmatch(name):
             problems.append(f"--job-name is {name!r}; Kubernetes accepts up to 47 lower-case "
                             "letters, digits and '-'.")
-        if not options.claim:
+        if not options.claim and not is_url(where):
             problems.append("--claim is missing; name a PersistentVolumeClaim that all pods can "
-                            "write (ReadWriteMany).")
+                            "write (ReadWriteMany), or set output_dir=s3://BUCKET/runs.")
+        elif not options.claim and options.mount != _MOUNT:
+            problems.append("--mount is the path of --claim, which is missing; remove --mount.")
+        elif not is_url(where) and not PurePosixPath(where).is_relative_to(options.mount):
+            problems.append(f"{where} is not on the volume of --claim, which the pods mount at {options.mount}; give a folder "
+                            "there, or another --mount.")
         if problems:
             raise ConfigError(problems)
-        return cls(name, options.namespace, options.image, options.claim, options.mount, options.nodes, options.cpus_per_node,
+        # the tags of docker/Dockerfile; torch for CPUs finds no GPU
+        image = options.image or f"ngsgd:{__version__}{'-cuda' if options.gpus_per_node else ''}"
+        return cls(name, options.namespace, image, options.claim, options.mount, options.nodes, options.cpus_per_node,
                    options.gpus_per_node, options.memory, options.retries)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of Kubernetes alone."""
     group = parser.add_argument_group("Kubernetes")
-    group.add_argument("--image", default=f"ngsgd:{__version__}",
-                       help="container image (default: %(default)s; see docker/)")
+    group.add_argument("--image", default="",
+                       help=f"container image (default: ngsgd:{__version__}, with GPUs ngsgd:{__version__}-cuda; see docker/)")
     group.add_argument("--namespace", default="default", help="namespace (default: %(default)s)")
     group.add_argument("--claim", default="", metavar="NAME",
-                       help="PersistentVolumeClaim (ReadWriteMany) of output_dir")
-    group.add_argument("--mount", default="/shared", metavar="PATH",
+                       help="PersistentVolumeClaim (ReadWriteMany) of output_dir, unless that is a URL")
+    group.add_argument("--mount", default=_MOUNT, metavar="PATH",
                        help="path of the claim in the pods (default: %(default)s)")
     group.add_argument("--retries", type=int, default=3, metavar="N",
                        help="number of new clusters for a failed run, which resumes from its "
@@ -95,8 +111,7 @@ def ray_job(request: KubernetesJob, words: Sequence[str]) -> dict[str, Any]:
             "ttlSecondsAfterFinished": 600,
             # every retry has a new cluster
             "backoffLimit": request.num_retries,
-            "runtimeEnvYAML": "env_vars:\n  RAY_JOB_STOP_WAIT_TIME_S: \"60\"\n  OMP_WAIT_POLICY: "
-                              "PASSIVE\n",
+            "runtimeEnvYAML": "env_vars:\n  RAY_JOB_STOP_WAIT_TIME_S: \"60\"\n",
             "rayClusterSpec": {
                 "rayVersion": version("ray"),
                 "authOptions": {"mode": "token"},
@@ -122,6 +137,12 @@ def _worker_resources(request: KubernetesJob) -> dict[str, str]:
 
 
 def _pod(request: KubernetesJob, name: str, resources: dict[str, str]) -> dict[str, Any]:
+    # the default /dev/shm of 64 MB is too small for Ray's object store
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    if request.claim:
+        mounts.append({"name": "shared", "mountPath": request.mount})
+        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": request.claim}})
     return {"spec": {
         "terminationGracePeriodSeconds": _GRACE_S,
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
@@ -130,7 +151,5 @@ def _pod(request: KubernetesJob, name: str, resources: dict[str, str]) -> dict[s
             "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}, {"name": "OMP_WAIT_POLICY", "value": "PASSIVE"}],
             "resources": {"requests": dict(resources), "limits": dict(resources)},
             "securityContext": {"allowPrivilegeEscalation": False},
-            "volumeMounts": [{"name": "shared", "mountPath": request.mount}, {"name": "shm", "mountPath": "/dev/shm"}]}],
-        "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": request.claim}},
-                    # the default /dev/shm of 64 MB is too small for Ray's object store
-                    {"name": "shm", "emptyDir": {"medium": "Memory"}}]}}
+            "volumeMounts": mounts}],
+        "volumes": volumes}}

@@ -37,7 +37,7 @@ _SCRIPT = """\
 
 # a token for this job, because Ray listens on all interfaces
 RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')
-export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0 OMP_WAIT_POLICY=PASSIVE
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0 OMP_WAIT_POLICY=${{OMP_WAIT_POLICY:-PASSIVE}}
 # since Slurm 22.05 the steps do not inherit --cpus-per-task, and could be bound to one core
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 # uncomment and adapt to your network

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ngsgd.counting import counted
+
 
 @dataclass(frozen=True)
 class SiteFigures:
@@ -28,7 +30,7 @@ class SiteFigures:
 
     @property
     def text(self) -> str:
-        return (f"{self.num_rounds} averages over sites, participation {100 * self.participation:.4g} %; "
+        return (f"{counted(self.num_rounds, 'average')} over sites, participation {100 * self.participation:.4g} %; "
                 f"{self.sent_mb:.3g} MB sent, {self.received_mb:.3g} MB received")
 
 

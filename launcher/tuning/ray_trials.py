@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from ngsgd.config import RunConfig
+from ngsgd.counting import counted
 from ngsgd.errors import ClusterError, NgsgdError
 from ngsgd.launcher.ray.cluster import connect, shutdown
 from ngsgd.pipeline.tuning.proxy import Proxy
@@ -65,11 +66,10 @@ class RayJobs:
     def start(cls, config: RunConfig, proxy: Proxy, report: Callable[[str], None]) -> RayJobs:
         own_cluster = connect(config.cluster)
         count = min(config.cluster.num_workers, proxy.space.num_jobs)
-        actor = ray.remote(num_cpus=config.cluster.threads_per_worker or 1, runtime_env={"env_vars": {"OMP_NUM_THREADS": str(
-            config.cluster.threads_per_worker or 1)}})(_Worker)
+        actor = ray.remote(num_cpus=config.cluster.threads_per_worker or 1)(_Worker)
         steps = proxy.space.num_steps
         actors = [actor.remote(config, str(proxy.task.reader.directory.absolute()), steps) for _ in range(count)]
-        report(f"workers    {count} of Ray, {config.cluster.threads_per_worker or 1} threads each")
+        report(f"workers    {count} of Ray, {counted(config.cluster.threads_per_worker or 1, 'thread')} each")
         return cls(actors, _engine(config, proxy), own_cluster=own_cluster)
 
     def jobs(self, plan: HyperparameterPlan) -> _Jobs:

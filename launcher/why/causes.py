@@ -29,18 +29,22 @@ class Cause:
     outlook: str
     # a sentence
     meaning: str
-    # next step; {resume} stands for the command that resumes the run
-    step: str = "{resume}"
+    # the part of a person, before `next`; empty: nothing
+    first: str = ""
+    # a command that works after that. {resume} continues the run, {repeat} does that or is the
+    # command that failed, and {help} is the help of that command
+    next: str = "{resume}"
 
 
 # a worker whose results the audit found wrong (failure.audit_every)
 WRONG_MACHINE = Cause("machine", INFRASTRUCTURE, CANNOT_HELP,
                       "The audit found a worker that computes wrong results, and it is not used any more.",
-                      "check the processor, the memory and the GPU of the worker that the evidence names, then ngsgd verify {run}")
+                      "check the processor, the memory and the GPU of the worker that the evidence names; ngsgd verify repeats "
+                      "its jobs")
 
 # Worker failures ----------------------------------------------------------------------------------
 
-_LOOK = "read the log of the worker: ngsgd logs {run}"
+_LOOK = "read the log of the worker (workers/ or ray.log in {run}), and correct the cause"
 # pattern of a reason -> cause of the failure of one attempt
 _OF_WORKER: tuple[tuple[str, Cause], ...] = (
     (r"arrived damaged", Cause("transfer", INFRASTRUCTURE, MAY_HELP, "A result was damaged in memory or on the network.",
@@ -56,7 +60,7 @@ _OF_WORKER: tuple[tuple[str, Cause], ...] = (
     (r"could not start", Cause("worker", WORKLOAD, UNKNOWN, "A worker could not start.", _LOOK)),
     (r"killed by SIGKILL", Cause("worker", INFRASTRUCTURE, MAY_HELP,
                                  "A worker process was killed from outside: by a scheduler, a user or the out-of-memory killer.",
-                                 "look for the out-of-memory killer: dmesg | grep -i oom")),
+                                 "look for the out-of-memory killer (dmesg | grep -i oom)")),
     (r"killed by SIGTERM|killed by SIGINT|killed by SIGHUP|ended with code 143|was asked to end",
      Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker process was asked to end by a signal.")),
     (r"killed by SIG", Cause("worker", UNKNOWN, UNKNOWN, "A worker process crashed in compiled code.", _LOOK)),
@@ -65,7 +69,8 @@ _OF_WORKER: tuple[tuple[str, Cause], ...] = (
     # Ray does not report how; an exception or exit of a job has another reason
     (r"its process ended", Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker process ended under Ray.", _LOOK)),
     (r"node (was lost|has died)|raylet|NodeDied",
-     Cause("node", INFRASTRUCTURE, MAY_HELP, "A worker was lost with its machine or its Ray process.", "ray status")),
+     Cause("node", INFRASTRUCTURE, MAY_HELP, "A worker was lost with its machine or its Ray process.",
+           "check the machines (ray status)")),
     (r"ended with code", Cause("worker", WORKLOAD, UNKNOWN, "A worker process exited by itself.", _LOOK)),
     (r"^(OSError|IOError|ConnectionError|ConnectionResetError|TimeoutError|BlockingIOError)\b",
      Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker could not use a file or a connection.", _LOOK)),
@@ -81,54 +86,71 @@ def of_worker(reason: str) -> Cause:
 
 # Errors that end a process ------------------------------------------------------------------------
 
-_FULL = Cause("disk", INFRASTRUCTURE, MAY_HELP, "The disk is full.", "df -h {run}, make room, then {resume}")
-_BROKEN = Cause("disk", INFRASTRUCTURE, MAY_HELP, "The disk fails.", "check the disk (dmesg), then {resume}")
+_FULL = Cause("disk", INFRASTRUCTURE, MAY_HELP, "The disk is full.", "make room (df -h {run})", "{repeat}")
+_BROKEN = Cause("disk", INFRASTRUCTURE, MAY_HELP, "The disk fails.", "check the disk (dmesg)", "{repeat}")
 _RIGHTS = Cause("permissions", INFRASTRUCTURE, CANNOT_HELP, "A file or folder cannot be used with the permissions of this user.",
-                "fix the permissions, then repeat the command")
+                "fix the permissions", "{repeat}")
 _OF_ERRNO = {"ENOSPC": _FULL, "EDQUOT": _FULL, "EIO": _BROKEN, "EROFS": _RIGHTS, "EACCES": _RIGHTS, "EPERM": _RIGHTS}
-_SETTINGS = Cause("settings", WORKLOAD, CANNOT_HELP, "Settings or arguments are wrong.", "correct them: ngsgd settings PATTERN")
-_CODE = Cause("code", WORKLOAD, CANNOT_HELP, "The program raised an exception.", "repeat the command with --debug")
+_SETTINGS = Cause("settings", WORKLOAD, CANNOT_HELP, "Settings or arguments are wrong.",
+                  "correct the settings or arguments that the message names", "{help}")
+_CODE = Cause("code", WORKLOAD, CANNOT_HELP, "The program raised an exception.",
+              "correct the program; --debug shows where the exception was raised", "{repeat}")
 _MEMORY = Cause("memory", INFRASTRUCTURE, MAY_HELP, "The machine had too little memory.",
-                "use fewer cluster.num_workers, a smaller model or a larger machine")
-_CLUSTER = Cause("cluster", INFRASTRUCTURE, MAY_HELP, "The cluster did not provide the workers.", "ngsgd doctor, then {resume}")
-_RATE = Cause("learning rate", WORKLOAD, CANNOT_HELP, "Training diverged.", "repeat the command with schedule.lr_initial={half_lr}")
+                "use fewer cluster.num_workers, a smaller model or a larger machine", "{repeat}")
+_CLUSTER = Cause("cluster", INFRASTRUCTURE, MAY_HELP, "The cluster did not provide the workers.",
+                 "start the missing machines, or ask for fewer workers; ngsgd doctor checks the cluster", "{repeat}")
+_RATE = Cause("learning rate", WORKLOAD, CANNOT_HELP, "Training diverged.",
+              "start a new run with schedule.lr_initial={half_lr}", "ngsgd report {run}")
 _DATA = Cause("data", WORKLOAD, CANNOT_HELP, "Data are missing, or have another form than expected.",
-              "correct the data or data.source")
-_CHECKPOINT = Cause("checkpoint", INFRASTRUCTURE, CANNOT_HELP, "No checkpoint of the run can be used.",
-                    "restore the checkpoints of {run}, or start a new run")
+              "correct the data or data.source", "{repeat}")
+_RUN_FOLDER = Cause("run folder", INFRASTRUCTURE, UNKNOWN, "A file of the run cannot be used, or the run cannot be written.",
+                    "follow the message", "{repeat}")
+_STORAGE = Cause("object storage", INFRASTRUCTURE, MAY_HELP, "The object storage did not serve a request.",
+                 "check the network, the bucket and the credentials", "{repeat}")
 _OF_KIND = {
-    "RunLockedError": Cause("other process", INFRASTRUCTURE, MAY_HELP, "Another process writes to the run.", "ngsgd status {run}"),
-    "PortInUseError": Cause("port", INFRASTRUCTURE, MAY_HELP, "Another program listens on the port.", "ss -ltnp shows who listens"),
-    "MissingExtraError": Cause("package", INFRASTRUCTURE, CANNOT_HELP, "A package is not installed.", "{command}"),
-    "ModuleNotFoundError": Cause("package", INFRASTRUCTURE, CANNOT_HELP, "A module is not installed.", "install the module"),
+    "RunLockedError": Cause("other process", INFRASTRUCTURE, MAY_HELP, "Another process writes to the run.",
+                            next="ngsgd status {run}"),
+    "PortInUseError": Cause("port", INFRASTRUCTURE, MAY_HELP, "Another program listens on the port.",
+                            "end that program (ss -ltnp shows it), or choose another port", "{repeat}"),
+    "MissingExtraError": Cause("package", INFRASTRUCTURE, CANNOT_HELP, "A package is not installed.",
+                               "install it: {install}", "{repeat}"),
+    "ModuleNotFoundError": Cause("package", INFRASTRUCTURE, CANNOT_HELP, "A module is not installed.",
+                                 "install the module", "{repeat}"),
     "QuarantineError": Cause("data", WORKLOAD, CANNOT_HELP, "All data of the run are in quarantine.",
-                             "restore damaged archives, then {resume}, or start a new run"),
+                             "restore damaged archives, or start a new run"),
     "DamagedArchiveError": Cause("archive", INFRASTRUCTURE, CANNOT_HELP, "An archive of examples is missing or damaged.",
-                                 "restore the archive, then {resume}"),
+                                 "restore the archive", "{repeat}"),
     "DivergenceError": _RATE, "ConfigError": _SETTINGS, "ArgumentError": _SETTINGS, "DataError": _DATA,
     "BadBatchError": Cause("data", WORKLOAD, CANNOT_HELP, "Examples give a loss or gradient that is not finite.",
                            "correct the examples that the evidence names, or set failure.on_bad_batch=quarantine"),
     "FingerprintError": Cause("numeric fingerprint", INFRASTRUCTURE, CANNOT_HELP,
                               "This machine or installation computes other bits than the run so far.",
-                              "{resume} on the earlier kind of machine, or with --allow-other-bits"),
+                              "use the earlier kind of machine, or allow other bits", "{resume} --allow-other-bits"),
     "WorkerFingerprintError": Cause("numeric fingerprint", INFRASTRUCTURE, CANNOT_HELP,
                                     "The workers' machines or installations compute other bits than the run.",
-                                    "install the same versions everywhere, or {resume} --allow-other-bits"),
+                                    "install the same versions everywhere, or allow other bits",
+                                    "{resume} --allow-other-bits"),
     "ConfigChangedError": Cause("config.yaml", WORKLOAD, CANNOT_HELP, "config.yaml was changed since the start of the run.",
-                                "{resume} --accept-changed-config, or restore the file"),
+                                "restore the file, or accept the change", "{resume} --accept-changed-config"),
     "ClusterTokenError": Cause("token", INFRASTRUCTURE, CANNOT_HELP, "The Ray head rejects the token of this shell.",
-                               "export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=TOKEN_OF_THE_HEAD"),
+                               "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the token of the head", "{repeat}"),
     "AuditError": Cause("machine", INFRASTRUCTURE, UNKNOWN,
                         "Machines compute different results of the same job, and nothing decides which is right.",
-                        "check the machines that the message names, then {resume} with at least three workers"),
+                        "check the machines that the message names, and use at least three workers"),
     "CrashingShardError": Cause("data", WORKLOAD, CANNOT_HELP, "A shard of data ended every worker that tried it.",
-                                "inspect the archive that the message names"),
-    "ClusterError": _CLUSTER, "CheckpointError": _CHECKPOINT, "OptimizerStateError": _CHECKPOINT,
+                                "inspect the archive that the message names", "{repeat}"),
+    "RayStartError": Cause("cluster", INFRASTRUCTURE, MAY_HELP, "Ray did not start on this machine.",
+                           "wait until the machine is less busy, or use cluster=local", "{repeat}"),
+    "NodeCacheError": Cause("disk", INFRASTRUCTURE, MAY_HELP, "The cache of fetched data on a node has no room.",
+                            "make room there, or set data.node_cache_gb", "{repeat}"),
+    "NoCheckpointError": Cause("checkpoint", INFRASTRUCTURE, CANNOT_HELP, "No checkpoint of the run can be used.",
+                               "restore the checkpoints of {run}, or start a new run"),
+    "ClusterError": _CLUSTER,
     "MemoryError": _MEMORY, "OutOfMemory": _MEMORY, "OutOfMemoryError": _MEMORY,
-    "FileNotFoundError": Cause("path", WORKLOAD, CANNOT_HELP, "A file does not exist.", "correct the path"),
+    "FileNotFoundError": Cause("path", WORKLOAD, CANNOT_HELP, "A file does not exist.", "correct the path", "{repeat}"),
 }
-# runs of earlier versions have no class of the error
-_OF_EXIT_CODE = {2: _SETTINGS, 3: _DATA, 4: _RATE, 5: _CLUSTER, 6: _CHECKPOINT}
+# of other classes, and of runs of earlier versions, which recorded none
+_OF_EXIT_CODE = {2: _SETTINGS, 3: _DATA, 4: _RATE, 5: _CLUSTER, 6: _RUN_FOLDER, 7: _STORAGE}
 _STOPPED = Cause("operator", INFRASTRUCTURE, MAY_HELP, "The run was stopped on request.")
 # the coordinator ended without a last event: nothing in the process had time to report a reason
 KILLED = Cause("coordinator", INFRASTRUCTURE, MAY_HELP,
@@ -142,7 +164,7 @@ def of_error(about: Mapping[str, Any]) -> Cause:
         return _stopped(about)
     if about.get("errno") in _OF_ERRNO:
         return _OF_ERRNO[about["errno"]]
-    cause = _OF_KIND.get(kind) or (_CODE if kind else None) or _OF_EXIT_CODE.get(code or 0, _CODE)
+    cause = _OF_KIND.get(kind) or _OF_EXIT_CODE.get(code or 0, _CODE)
     if cause is _CLUSTER and (found := of_worker(message)) is not _WORKER:
         return found
     return cause

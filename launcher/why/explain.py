@@ -6,6 +6,7 @@ It is a function of the files of the run and of whether a process trains it.
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.files import read_json
+from ngsgd.launcher.help import COMMANDS
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.text import masked
-from ngsgd.launcher.why.causes import KILLED, WORKLOAD, of_error, of_worker
+from ngsgd.launcher.why.causes import KILLED, MAY_HELP, WORKLOAD, of_error, of_worker
 from ngsgd.launcher.why.facts import Evidence, Line, cut, lines_of, log_tail, quoted, setting
 from ngsgd.launcher.why.faults import INTERRUPTED, LOST_WORK, Fault, bad_examples, faults_of
-from ngsgd.pipeline.runs.failure_record import failed_command_path, read_record
+from ngsgd.pipeline.runs import stored_run
+from ngsgd.pipeline.runs.failure_record import failed_command
 from ngsgd.pipeline.runs.run_folder import RunFolder
 
 _MAX_EVIDENCE = 8
@@ -46,8 +49,12 @@ class Answer:
     outlook: str | None = None
     summary: str = ""
     evidence: tuple[Evidence, ...] = ()
-    # command or action
+    # what a person does before `next`; empty: nothing
+    first: str = ""
+    # a command that works then; a call for a run of a Python program
     next: str = ""
+    # a command about the run that was refused since, and why; not the cause of the state
+    note: str = ""
     # all recorded faults: culprit -> number
     faults: dict[str, int] = field(default_factory=dict)
     # utterance ids or indices of examples with a non-finite loss or gradient -> reason
@@ -61,59 +68,76 @@ class Answer:
         """One line for `ngsgd status`; empty if nothing failed."""
         return f"{self.culprit} ({self.domain}; a retry {_RETRY[self.outlook or '']}): {self.summary}" if self.culprit else ""
 
+    @property
+    def lines_of_next(self) -> list[str]:
+        """What to do, as lines of text."""
+        return [f"{name:10} {text}" for name, text in (("first", self.first), ("next", self.next)) if text]
+
 
 _RETRY = {"cannot help": "cannot help", "may help": "may help", "unknown": "has an unknown outcome", "": ""}
 
 
 def explain(run: Path) -> Answer:
-    """Explain the state of a run."""
+    """Explain the state of a run: the newest event counts."""
+    run = stored_run.with_newest_events(run)
     folder = RunFolder(run)
     state = state_of(run)
     events, ledger = lines_of(folder.events), lines_of(folder.ledger)
     faults = faults_of(events, ledger, is_alive=state["state"] in ("RUNNING", "PENDING", "UNKNOWN"))
-    refused = _failed_command(run, sum(line.event == "opened" for line in events))
+    record, wrong = failed_command(run) if state["state"] != "SUCCEEDED" else {}, failed_command(run, "note")
+    refused = _command_fault(record) if record else None
+    note = f"{wrong['command']}: {cut(str(wrong['message']))}" if wrong else ""
     end = refused or _end_of_process(folder, state, events, ledger, faults)
     fault = end or max(faults, key=lambda one: one.severity, default=None)
     counts = dict(Counter(one.cause.culprit for one in faults))
+    values = _values(folder, state, record)
     if fault is None:
-        return Answer(str(run), state["state"], summary=_calm(state["state"]), next=_after_calm(state))
+        return Answer(folder.address, state["state"], summary=_calm(state["state"]), note=note,
+                      next=_in_python(_AFTER_CALM.get(state["state"], "").format(**values)))
     fault = _with_exception(folder, fault)
-    values = _values(folder, state, fault)
     is_over = bool(end) or (state["state"] not in ("SUCCEEDED", "RUNNING") and fault.severity >= INTERRUPTED)
     needs_action = is_over or fault.severity >= LOST_WORK
+    cause = fault.cause
     evidence = _unique([*fault.evidence, *log_tail(folder, fault.workers)])
-    return Answer(str(run), state["state"], fault.cause.culprit, fault.cause.domain, fault.cause.outlook,
-                  _sentence(fault), evidence[:_MAX_EVIDENCE],
-                  _step(fault, state).format(**values) if needs_action else _NOTHING, counts,
-                  bad_examples(line.fields for line in events))
+    return Answer(folder.address, state["state"], cause.culprit, cause.domain,
+                  # the run continued
+                  cause.outlook if needs_action else MAY_HELP, _sentence(fault), evidence[:_MAX_EVIDENCE],
+                  cause.first.format(**values) if needs_action else _NOTHING,
+                  _in_python(_step(fault, state).format(**values)), note, counts, bad_examples(line.fields for line in events))
 
 
 def explain_command(output_dir: Path) -> Answer | None:
     """Explain the last command that failed before it created a run in `output_dir`.
 
-    None if there is none, or if a run was created since.
+    None if there is none, or if a run was started or failed since.
     """
-    found = _failed_command(output_dir, num_runs(output_dir))
-    if found is None:
+    record = failed_command(output_dir)
+    if not record:
         return None
+    found = _command_fault(record)
     cause = found.cause
-    step = cause.step.format(run=output_dir, resume="repeat the command", command=_install(found), half_lr="VALUE")
+    run = record["runs"][-1] if record.get("runs") else str(output_dir)
+    values = {**_of_command(record), "run": shlex.quote(run), "resume": record["command"], "half_lr": "VALUE"}
     return Answer(str(output_dir), "NOT STARTED", cause.culprit, cause.domain, cause.outlook, _sentence(found), found.evidence,
-                  step)
+                  cause.first.format(**values), cause.next.format(**values))
 
 
-def num_runs(output_dir: Path) -> int:
-    """The number of runs in a folder."""
-    return sum(1 for _ in output_dir.glob("*/config.yaml"))
-
-
-def _failed_command(about: Path, num_starts: int) -> Fault | None:
-    record = read_record(failed_command_path(about))
-    if not record or record.get("num_starts") != num_starts:
-        return None
-    told = [Evidence("last command", cut(str(record.get("command", "")))),
+def _command_fault(record: Mapping[str, Any]) -> Fault:
+    """The error of a command that failed outside of the run."""
+    told = [Evidence("last command", cut(str(record["command"]))),
+            *(Evidence("recorded in", folder) for folder in record.get("runs", ())),
             *(Evidence("its error", cut(line)) for line in str(record["message"]).splitlines()[:4])]
     return Fault(INTERRUPTED, of_error(record), tuple(told))
+
+
+def _of_command(record: Mapping[str, Any]) -> dict[str, str]:
+    """How to repeat a command that failed, its help, and how to install a missing package."""
+    found = re.search(r"pip install '[^']+'", str(record.get("message", "")))
+    words = [*record.get("words", ()), "", ""]
+    # of a wrong command, there is no help
+    name = words[1] if words[1] in COMMANDS else ""
+    return {"repeat": str(record.get("command", "")), "help": f"ngsgd {name} --help".replace("  ", " "),
+            "install": found[0] if found else "pip install PACKAGE"}
 
 
 def _end_of_process(folder: RunFolder, state: Mapping[str, Any], events: Sequence[Line], ledger: Sequence[Line],
@@ -173,9 +197,14 @@ def _behind_divergence(found: Fault, ledger: Sequence[Line], faults: Sequence[Fa
 
 
 def _step(fault: Fault, state: Mapping[str, Any]) -> str:
-    """The next step; a finished run cannot be resumed."""
-    is_finished = state["state"] == "SUCCEEDED" and "{resume}" in fault.cause.step
-    return "ngsgd report {run} lists the work that was lost" if is_finished else fault.cause.step
+    """The next command; a run that finished, or that trains, cannot be resumed."""
+    step = fault.cause.next
+    return _AFTER_CALM.get(state["state"], step) if "{resume}" in step or "{repeat}" in step else step
+
+
+def _in_python(text: str) -> str:
+    """Turn an option after a call into an argument of the call."""
+    return re.sub(r"\) in Python --([a-z-]+)", lambda found: f", {found[1].replace('-', '_')}=True) in Python", text)
 
 
 def _sentence(fault: Fault) -> str:
@@ -184,30 +213,24 @@ def _sentence(fault: Fault) -> str:
     return fault.cause.meaning.rstrip(".") + who + "."
 
 
-def _values(folder: RunFolder, state: Mapping[str, Any], fault: Fault) -> dict[str, str]:
-    lr = setting(folder, "lr_initial")
-    return {"run": masked(str(folder.path)), "resume": str(state["resume"]), "command": _install(fault),
-            "half_lr": "half of the present value" if lr is None else f"{lr / 2:g}"}
-
-
-def _install(fault: Fault) -> str:
-    """The command that installs the package that a message names."""
-    found = re.search(r"pip install '[^']+'", " ".join(one.text for one in fault.evidence))
-    return found[0] if found else "install the package"
+def _values(folder: RunFolder, state: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, str]:
+    lr, resume = setting(folder, "lr_initial"), str(state["resume"])
+    return {**_of_command(record), "run": shlex.quote(masked(folder.address)), "resume": resume, "repeat": resume,
+            "help": "ngsgd train --help", "half_lr": "half of the present value" if lr is None else f"{lr / 2:g}"}
 
 
 def _unique(evidence: Sequence[Evidence]) -> tuple[Evidence, ...]:
     return tuple(dict.fromkeys(evidence))
 
 
+# state -> next command where nothing is to be repaired
+_AFTER_CALM = {"SUCCEEDED": "ngsgd report {run}", "RUNNING": "ngsgd status {run}", "UNKNOWN": "ngsgd status {run}"}
+
+
 def _calm(state: str) -> str:
     return {"SUCCEEDED": "The run finished, and no fault was recorded.",
             "PENDING": "The run has no event yet, and no error was recorded.",
             "RUNNING": "The run is training, and no fault was recorded."}.get(state, "No fault was recorded.")
-
-
-def _after_calm(state: Mapping[str, Any]) -> str:
-    return f"ngsgd logs {state['run']} --follow" if state["state"] in ("RUNNING", "PENDING") else ""
 
 
 def bad_lines(found: Mapping[str, str]) -> list[str]:
@@ -227,4 +250,4 @@ def lines_about(answer: Answer) -> list[str]:
         lines.append(f"faults     {', '.join(f'{culprit} {number}' for culprit, number in answer.faults.items())}")
     if answer.bad_examples:
         lines += [f"{'examples' if not index else '':10} {line}" for index, line in enumerate(bad_lines(answer.bad_examples))]
-    return [*lines, f"next       {answer.next}"] if answer.next else lines
+    return [*lines, *([f"note       {answer.note}"] if answer.note else []), *answer.lines_of_next]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ngsgd.errors import ConfigError, MissingExtraError
 from ngsgd.object_storage.urls import is_url, local_root
 
 # commands that only read, whose errors explain nothing
@@ -12,23 +13,19 @@ _SILENT = ("why", "status", "info", "logs", "settings", "help", "completion", "-
 
 
 def keep(arguments: Sequence[str], error: BaseException) -> None:
-    """Record the error of a command line, unless the folder of a run contains it."""
-    from ngsgd.pipeline.runs.failure_record import is_recorded, keep_failed_command
+    """Record the error of a command line, unless a run contains it that `ngsgd why` finds."""
+    from ngsgd.pipeline.runs.failure_record import keep_failed_command, recorded_in
 
-    if not arguments or arguments[0] in _SILENT or is_recorded(error):
+    if not arguments or arguments[0] in _SILENT:
         return
-    command = " ".join(["ngsgd", *arguments])
     run = _run_of(arguments)
-    if run is not None:
-        from ngsgd.launcher.why.facts import lines_of
-        from ngsgd.pipeline.runs.run_folder import RunFolder
-
-        num_starts = sum(line.event == "opened" for line in lines_of(RunFolder(run).events))
-        keep_failed_command(run, error, command, num_starts)
+    about = run or _output_dir(arguments)
+    if any(folder.resolve() == about.resolve() or folder.resolve().parent == about.resolve() for folder in recorded_in(error)):
         return
-    output_dir = _output_dir(arguments)
-    # as explain.num_runs, whose module takes longer to import
-    keep_failed_command(output_dir, error, command, sum(1 for _ in output_dir.glob("*/config.yaml")))
+    # a command explains the state of a run if it would have continued it, with the right arguments
+    is_refused = isinstance(error, ConfigError) and not isinstance(error, MissingExtraError)
+    is_note = run is not None and (is_refused or arguments[0] != "resume")
+    keep_failed_command(about, error, ["ngsgd", *arguments], "note" if is_note else "")
 
 
 def _run_of(arguments: Sequence[str]) -> Path | None:
@@ -40,7 +37,9 @@ def _run_of(arguments: Sequence[str]) -> Path | None:
     if not words or arguments[0] == "train":
         return None
     # after an error of the object storage, nothing is fetched
-    return stored_run.known_folder(words[0]) if is_url(words[0]) else known_run(words[0])
+    found = stored_run.known_folder(words[0]) if is_url(words[0]) else known_run(words[0])
+    # as `ngsgd why`
+    return stored_run.with_newest_events(found) if found else None
 
 
 def _output_dir(arguments: Sequence[str]) -> Path:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ngsgd.counting import counted
 from ngsgd.launcher.why.causes import (
     CANNOT_HELP,
     INFRASTRUCTURE,
@@ -32,7 +33,7 @@ _CRASHING = Cause("data", WORKLOAD, CANNOT_HELP, "A shard of data ended every wo
 _ARCHIVE = Cause("archive", INFRASTRUCTURE, CANNOT_HELP, "A damaged archive was quarantined.", "restore the archive")
 _REJECTED = Cause("result", UNKNOWN, UNKNOWN,
                   "A result was rejected: diverging training, invalid data, or a faulty machine.",
-                  "ngsgd report {run}: compare the rejected jobs' workers and shards")
+                  "compare the workers and shards of the rejected jobs in the report", "ngsgd report {run}")
 # incident -> (severity, cause)
 _INCIDENTS = {
     "checkpoint_skipped": (INTERRUPTED, Cause("checkpoint", INFRASTRUCTURE, MAY_HELP,
@@ -43,7 +44,7 @@ _INCIDENTS = {
                                                  "All data of an outer iteration were in quarantine.",
                                                  "inspect the archives that the evidence names")),
     "worker_retired": (INTERRUPTED, Cause("worker", UNKNOWN, UNKNOWN, "A worker died too often and is not replaced.",
-                                          "check its machine, then ngsgd stop {run} and {resume}")),
+                                          "check its machine, then ngsgd stop {run}")),
     "worker_refused": (RETRIED, Cause("numeric fingerprint", INFRASTRUCTURE, CANNOT_HELP,
                                       "A replacement worker would compute other bits, and was rejected.",
                                       "install the same versions on every machine")),
@@ -52,7 +53,7 @@ _INCIDENTS = {
                                    "use random numbers of the job's seed only, or set failure.audit_every=0")),
     "rolled_back": (LOST_WORK, Cause("learning rate", WORKLOAD, CANNOT_HELP,
                                      "An outer iteration diverged and was repeated at half the learning rate.",
-                                     "start the next run with schedule.lr_initial={half_lr}")),
+                                     "start the next run with schedule.lr_initial={half_lr}", "ngsgd report {run}")),
     "bad_batch": (LOST_WORK, Cause("data", WORKLOAD, CANNOT_HELP, "Examples give a loss or gradient that is not finite.",
                                    "correct the examples that the evidence names, or set failure.on_bad_batch=quarantine")),
     "exchange_failed": (RETRIED, Cause("transfer", INFRASTRUCTURE, MAY_HELP, "Averaging among the workers failed.",
@@ -78,7 +79,7 @@ def bad_examples(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         for job in jobs if isinstance(jobs, list) else ():
             for name, reason in (job.get("bad_examples") or {}).items():
                 found.setdefault(name, []).append(str(reason))
-    return {name: f"{reasons[-1]}, {len(reasons)} times" if len(reasons) > 1 else reasons[-1]
+    return {name: f"{reasons[-1]}, {counted(len(reasons), 'time')}" if len(reasons) > 1 else reasons[-1]
             for name, reasons in sorted(found.items())}
 
 

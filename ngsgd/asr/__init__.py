@@ -24,3 +24,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ngsgd.asr' has no attribute {name!r}")
     return getattr(importlib.import_module(f"ngsgd.asr.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

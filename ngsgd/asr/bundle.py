@@ -7,8 +7,8 @@ Letters: T frames, D features, S side values (i-vectors), P pdfs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,11 @@ from ngsgd.asr.features import cmvn
 from ngsgd.asr.features.cmvn import Stats
 from ngsgd.asr.ivectors import model as ivector_model
 from ngsgd.asr.ivectors.model import IvectorModel
-from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang import graphs, vocabulary
 from ngsgd.asr.lang import topology as topologies
 from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.lang.language import Language
+from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.config import (
     DecodeConfig,
     FeatureConfig,
@@ -60,17 +61,17 @@ from ngsgd.config import (
 from ngsgd.config.build import with_defaults
 from ngsgd.data.archives import spliced_utterances
 from ngsgd.data.frames import FrameSet, Side
-from ngsgd.errors import CheckpointError, ConfigError, DataError
+from ngsgd.errors import ArgumentError, CheckpointError, ConfigError, DataError
+from ngsgd.interface import option
 from ngsgd.models import Window
 from ngsgd.models.growing import utterance_logits
 from ngsgd.models.saved import least_parameters, rebuild, window_of
+from ngsgd.user_warnings import warn
 
 __all__ = ["INDEX", "MODEL_FILES", "VERSION", "Bundle", "index_of", "read_files", "write_file"]
 
 # larger than that of any archive of examples
 _MAX_CONTEXT, _MAX_FEATURES, _MAX_SILENCE_STATES = 1000, 10_000, 10
-# far beyond all useful values
-_MAX_SCALE, _MAX_PENALTY = 100.0, 1000.0
 # maximum of the slope and the offset of a calibration
 _MAX_CALIBRATION = 1e6
 
@@ -150,25 +151,59 @@ class Bundle:
     @cached_property
     def graph(self) -> Graph:
         """Decoding graph of the words, with the word penalty."""
-        return self.graph_of(self.language)
+        return graphs.with_word_penalty(self.unpenalized_graph, self.weights.word_penalty)
 
-    def graph_of(self, language: Language, *, word_penalty: float | None = None) -> Graph:
-        """Build a decoding graph of other words or another language model over the same phones.
-
-        Args:
-            language: words and language model.
-            word_penalty: cost per word; None uses that of the bundle.
-
-        Returns:
-            The graph.
-        """
-        penalty = self.weights.word_penalty if word_penalty is None else word_penalty
-        return graphs.with_word_penalty(evaluation.build_graph(language, self.decode), penalty)
+    @cached_property
+    def unpenalized_graph(self) -> Graph:
+        """Decoding graph without the word penalty."""
+        return evaluation.build_graph(self.language, self.decode)
 
     @cached_property
     def find_path(self) -> FindPath:
         """First pass of speaker adaptation."""
-        return evaluation.first_pass(evaluation.build_graph(self.language, self.decode))
+        return evaluation.first_pass(self.unpenalized_graph)
+
+    def with_words(self, words: Vocabulary, *, scale: float | None = None, penalty: float | None = None,
+                   report: Callable[[str], None] = warn) -> Bundle:
+        """Return the model with other words over the same phones, or other decoding weights.
+
+        Args:
+            words: lexicon, word list, language model or grammar that replace those of the model.
+            scale: acoustic scale; None keeps that of the model.
+            penalty: cost per word; None keeps that of the model.
+            report: receives lines about words that the language model lacks, and about numbers in a
+                lexicon. Default: a warning.
+
+        Returns:
+            The model. Its calibration is that of the same weights, else none. Its provenance has no
+            WER, which was measured with the former words and weights.
+
+        Raises:
+            ArgumentError: the scale or the penalty is out of range.
+            ConfigError: a grammar and a language model.
+            DataError: a file cannot be read, or does not match the model.
+        """
+        if problems := [f"{name} {text}" for name, text in vocabulary.weight_problems(scale, penalty)]:
+            raise ArgumentError(problems)
+        language = vocabulary.of_model(self.language, words, report)
+        weights = DecodingWeights(self.weights.acoustic_scale if scale is None else scale,
+                                  self.weights.word_penalty if penalty is None else penalty)
+        if language is self.language and weights == self.weights:
+            return self
+        return replace(
+            self, language=language, weights=weights,
+            decode=self.decode if language is self.language else replace(self.decode, graph="made"),
+            calibration=self.calibration if weights == self.weights else Calibration(),
+            provenance={name: value for name, value in self.provenance.items() if name != "wer"})
+
+    def files(self) -> dict[str, bytes]:
+        """Return the name and the content of each file of this model, the index last."""
+        found = read_files(self.path)
+        model_files = {name: found[name] for name in MODEL_FILES if name in found}
+        index = index_of(model_files, language=self.language, features=self.features, decode=self.decode,
+                         weights=self.weights, calibration=self.calibration, all_speech=self.all_speech,
+                         provenance=self.provenance)
+        return {**model_files, **self.language.files(), INDEX: index.encode()}
 
     @property
     def search(self) -> Search:
@@ -211,8 +246,8 @@ def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
     if config.model._target_ and not trust:
         raise ConfigError(
             f"{path} requires importing {config.model._target_}, which runs that code with your "
-            "permissions. Inspect that module; if you trust it, allow it with --trust (in Python: "
-            "trust=True)."
+            "permissions. Inspect that module; if you trust it, allow it with "
+            f"{option('trust')}."
         )
     state, transform = load_tensors(found["model.safetensors"]), None
     if TRANSFORM in found:
@@ -280,8 +315,7 @@ def _calibration(values: Mapping[str, Any] | None) -> Calibration:
 
 def _weights(values: Mapping[str, Any]) -> DecodingWeights:
     weights = DecodingWeights(float(values["acoustic_scale"]), float(values["word_penalty"]))
-    # also false for NaN
-    if not (0.0 < weights.acoustic_scale <= _MAX_SCALE and abs(weights.word_penalty) <= _MAX_PENALTY):
+    if any(vocabulary.weight_problems(weights.acoustic_scale, weights.word_penalty)):
         raise ValueError(f"its decoding weights are {weights}")
     return weights
 
@@ -363,6 +397,8 @@ def _language(tree: Mapping[str, Any], found: Mapping[str, bytes]) -> Language:
         raise ValueError("a word has a pronunciation with phones that the model lacks")
     if given and not all(type(pdf) is int and 0 <= pdf < 1 << 24 for pdf in given.tid2pdf):
         raise ValueError("a transition of its graph has no HMM state")
+    if language.grammar and not set(language.grammar.words()) <= set(topology.lexicon):
+        raise ValueError("its grammar has words without a pronunciation")
     counts = language.word_counts
     if not isinstance(counts, dict) or not all(type(count) is int and count >= 0 for count in counts.values()):
         raise ValueError("its word counts are not a table of numbers from 0")

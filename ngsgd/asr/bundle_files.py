@@ -5,7 +5,7 @@ The index `recognizer.json` lists every other file with its SHA-256:
     recognizer.json                    language, feature and decoding settings, provenance, digests
     model.json, model.safetensors      the network, its input and the priors of its classes
     input_transform.safetensors, ivectors.safetensors, adaptation.safetensors, lm.arpa, HCLG.fst,
-    tree.txt                           optional
+    tree.txt, grammar.jsgf             optional
 
 A bundle in one file is an uncompressed zip archive of these. Its content is never executed or
 unpickled.
@@ -23,11 +23,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ngsgd import files
+from ngsgd import files, interface
 from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.features.cmvn import Stats
-from ngsgd.asr.lang.language import Language
+from ngsgd.asr.lang.language import GRAMMAR, Language
 from ngsgd.config import DecodeConfig, FeatureConfig
 from ngsgd.errors import CheckpointError
 
@@ -39,7 +39,7 @@ TRANSFORM, IVECTORS = "input_transform.safetensors", "ivectors.safetensors"
 ADAPTATION = "adaptation.safetensors"
 # files that a model may consist of
 MODEL_FILES = ("model.json", "model.safetensors", TRANSFORM, IVECTORS, ADAPTATION)
-LANGUAGE_FILES = ("lm.arpa", "HCLG.fst", "tree.txt")
+LANGUAGE_FILES = ("lm.arpa", "HCLG.fst", "tree.txt", GRAMMAR)
 AGAIN = "copy it again, or recreate it with: ngsgd export --format bundle RUN FILE"
 _MAX_BYTES = 1 << 34
 _UNCALIBRATED = Calibration()
@@ -161,12 +161,12 @@ def _reader(path: Path) -> Callable[[str], bytes]:
         )
         if not (folder / "model.json").is_file():
             raise CheckpointError(
-                f"{path} has no final model; finish the run with: ngsgd resume {path}."
+                f"{path} has no final model; finish the run with: {interface.resume(path)}"
             )
         if not (folder / INDEX).is_file():
             raise CheckpointError(
                 f"{path} was not decoded to its end, so final/ has no {INDEX}; finish the run "
-                f"with: ngsgd resume {path}."
+                f"with: {interface.resume(path)}"
             )
         return lambda name: files.read_regular_bytes(folder / name, _MAX_BYTES)
     return _zip_reader(path)

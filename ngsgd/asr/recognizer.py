@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ngsgd.arguments import checks_arguments
 from ngsgd.asr import recording
 from ngsgd.asr.adapt.fmllr import FmllrStats
 from ngsgd.asr.bundle import Bundle
@@ -26,6 +27,7 @@ from ngsgd.asr.decode.words import Hypothesis, recognized
 from ngsgd.asr.features import cmvn, filterbank
 from ngsgd.asr.features.cmvn import CmnState, OnlineMean, Stats
 from ngsgd.asr.ivectors.online import IvectorStream, SpeakerState
+from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.asr.recording import Recording, Resampler, Samples
 from ngsgd.asr.segmentation import Segmenter, Stretch
 from ngsgd.asr.transcript import Partial, Segment, Transcript
@@ -51,11 +53,21 @@ class Recognizer:
     recognized separately. Features are normalized over each segment (`features.cmvn=utterance`),
     over the channel so far (`speaker`), or frame by frame (`online`), as in training.
 
+    The arguments other than the model are those of `ngsgd transcribe` (see docs/transcribe.md).
+
     Args:
         bundle: the model; see `Recognizer.load` for reading one.
+        lm: file of an n-gram language model in ARPA format. Default: that of the model.
+        words: file of the words to recognize, one per line. Default: those of the model.
+        lexicon: file of pronunciations in the phones of the model. Default: those of the model.
+        grammar: file of a grammar in a subset of JSGF, instead of a language model. Default: none.
+        scale: acoustic scale. Default: that of the model.
+        penalty: cost per word. Default: that of the model.
 
     Raises:
-        DataError: the model does not accept audio.
+        ArgumentError: an argument has a wrong type, or the scale or the penalty is out of range.
+        ConfigError: a grammar and a language model.
+        DataError: the model does not accept audio, or a file does not match it.
 
     Example:
         With a finished run in runs/RUN:
@@ -66,7 +78,10 @@ class Recognizer:
                 print(word, start_s, end_s, confidence)
     """
 
-    def __init__(self, bundle: Bundle) -> None:
+    @checks_arguments()
+    def __init__(self, bundle: Bundle, *, lm: str | Path | None = None, words: str | Path | None = None,
+                 lexicon: str | Path | None = None, grammar: str | Path | None = None,
+                 scale: float | None = None, penalty: float | None = None) -> None:
         if bundle.features.kind == "given":
             raise DataError(
                 f"{bundle.path} was trained on precomputed features (features.kind=given), so it "
@@ -77,25 +92,31 @@ class Recognizer:
                 f"{bundle.path} has no statistics of its training speech, which "
                 "features.cmvn=online needs; export it again."
             )
-        self.bundle = bundle
+        files = (None if path is None else Path(path) for path in (lexicon, words, lm, grammar))
+        self.bundle = bundle.with_words(Vocabulary(*files), scale=scale, penalty=penalty)
 
     @classmethod
-    def load(cls, path: str | Path, *, trust: bool = False) -> Recognizer:
+    def load(cls, path: str | Path, *, trust: bool = False, lm: str | Path | None = None,
+             words: str | Path | None = None, lexicon: str | Path | None = None, grammar: str | Path | None = None,
+             scale: float | None = None, penalty: float | None = None) -> Recognizer:
         """Read a model.
 
         Args:
             path: a run folder, its folder `final/`, or a file of `ngsgd export --format bundle`.
             trust: import the module of a custom network, which runs its code. Default: False.
+            lm, words, lexicon, grammar, scale, penalty: as for `Recognizer`.
 
         Returns:
             The recognizer.
 
         Raises:
+            ArgumentError: an argument has a wrong type or value.
             CheckpointError: the model is damaged, unfinished, or of another version.
             ConfigError: the model has a custom network, and `trust` is False.
-            DataError: the model does not accept audio.
+            DataError: the model does not accept audio, or a file of words does not match it.
         """
-        return cls(Bundle.load(path, trust=trust))
+        return cls(Bundle.load(path, trust=trust), lm=lm, words=words, lexicon=lexicon, grammar=grammar,
+                   scale=scale, penalty=penalty)
 
     @property
     def sample_rate_hz(self) -> int:

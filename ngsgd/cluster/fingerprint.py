@@ -30,7 +30,7 @@ from ngsgd.ops.kernels import native
 # `Fingerprint` has a field with the name of the module
 _Device = torch.device
 NO_KERNEL = "none: torch operations"
-OVERRIDE = "--allow-other-bits"
+_TOLD = f"{native.VARIABLE} is torch"
 # environment variables that make MKL, oneDNN, ATen or CUDA run other code
 _SETTINGS = (
     "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "MKL_DYNAMIC", "OMP_DYNAMIC",
@@ -71,18 +71,27 @@ class Fingerprint:
     settings: Mapping[str, str] | None = None
     # C++ file -> source, flags and compiler, or NO_KERNEL
     kernels: Mapping[str, str] = field(default_factory=dict)
-    # cpu, or the name of the GPU and the version of CUDA
+    # cpu, or the name of the GPU, the version of CUDA, and the backend that sums over ranks
     device: str = ""
     threads: int = 0      # per worker
     # cluster.precision
     precision: str = ""
+    # C++ file -> why this process cannot use it; for messages
+    problems: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of_this_process(cls, num_threads: int, device: _Device | None = None, precision: str = "") -> Fingerprint:
-        """Return the fingerprint, and load the kernels before the first job."""
+    def of_this_process(cls, num_threads: int, device: _Device | None = None, precision: str = "",
+                        summed_by: str = "") -> Fingerprint:
+        """Return the fingerprint, and load the kernels before the first job.
+
+        `summed_by` is the backend that sums gradients of the ranks of a worker on GPUs.
+        """
+        used = kernels()
+        problems = {name: native.problems.get(name, "" if native.is_allowed() else _TOLD) for name in used}
         return cls(code_digest(), torch.__version__, np.__version__, processor(),
-                   native.capability(), _settings(precision), kernels(),
-                   "" if device is None else _name_of(device), num_threads, precision)
+                   native.capability(), _settings(precision), used,
+                   "" if device is None else _name_of(device, summed_by), num_threads, precision,
+                   {name: problem for name, problem in problems.items() if problem})
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Fingerprint:
@@ -91,7 +100,7 @@ class Fingerprint:
         Raises:
             TypeError: a value has another type.
         """
-        known = {spec.name: values[spec.name] for spec in fields(cls) if spec.name in values}
+        known = {spec.name: values[spec.name] for spec in fields(cls) if spec.compare and spec.name in values}
         for name, value in known.items():
             kind = {"threads": int, "settings": dict, "kernels": dict}.get(name, str)
             if type(value) is not kind and not (name == "settings" and value is None):
@@ -101,7 +110,12 @@ class Fingerprint:
         return cls(**known)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "problems"}
+
+    @property
+    def is_without_kernels(self) -> bool:
+        """Whether torch operations compute instead of every C++ kernel."""
+        return bool(self.kernels) and set(self.kernels.values()) == {NO_KERNEL}
 
     def digest(self) -> str:
         """Return a digest; processes with equal digests compute bitwise identical results."""
@@ -139,17 +153,25 @@ class Fingerprint:
         for name in sorted(self.kernels.keys() & other.kernels.keys()):
             mine, theirs = self.kernels[name], other.kernels[name]
             if mine != theirs:
-                yield f"kernel {name}", _compilation(mine), _compilation(theirs), (
-                    f"sums run in another order, {_ROUNDING}"
-                )
+                problems = self.problems.get(name), other.problems.get(name)
+                yield (f"kernel {name}", _compilation(mine, problems[0]), _compilation(theirs, problems[1]),
+                       f"sums run in another order, {_ROUNDING}")
 
 
 class Agreement:
-    """The fingerprint required of all workers of a run; the first worker sets unknown values."""
+    """The fingerprint required of all workers of a run; the first worker sets unknown values.
+
+    Args:
+        wanted: the known values.
+        allow_other_bits: accept other values.
+        has_kernels: whether the coordinator uses its C++ kernels; without them no worker uses its
+            own. Default: None, each process decides.
+    """
 
     def __init__(self, wanted: Fingerprint | None = None, *,
-                 allow_other_bits: bool = False) -> None:
+                 allow_other_bits: bool = False, has_kernels: bool | None = None) -> None:
         self.wanted = wanted or Fingerprint()
+        self.has_kernels = has_kernels
         self.found: Fingerprint | None = None   # of the first worker
         self._allow_other_bits = allow_other_bits
         self._accepted: list[str] = []
@@ -161,6 +183,11 @@ class Agreement:
         """
         self.found = self.found or worker
         differences = self.wanted.differences(worker, here=here)
+        if self.has_kernels:
+            # the processor of another machine decides which kernels it has, but not whether
+            differences += [f"kernel {name}: compiled by the coordinator, {_compilation(NO_KERNEL, problem)} {here}: sums run in "
+                            f"another order, {_ROUNDING}"
+                            for name, problem in worker.problems.items() if name not in self.wanted.kernels]
         if differences and not self._allow_other_bits:
             return "; ".join(differences)
         if differences:
@@ -234,6 +261,21 @@ def kernels() -> dict[str, str]:
             for name, (is_native, source) in _KERNELS.items()}
 
 
+def why_no_kernels(report: Callable[[str], object]) -> str:
+    """Load or compile the kernels before a run; return why it must use torch operations.
+
+    `report` gets a line if it compiles. The result is empty if every kernel of this processor can
+    be used.
+    """
+    if not native.is_allowed():
+        return _TOLD
+    with native.reported_to(report):
+        kernels()
+    found = {name: native.problems[name] for name in _KERNELS if name in native.problems}
+    return "; ".join(f"{', '.join(name for name in found if found[name] == problem)}: {problem}"
+                     for problem in dict.fromkeys(found.values()))
+
+
 @functools.cache
 def processor() -> str:
     """Vendor, family and model of the processor, by which MKL and oneDNN select code."""
@@ -259,10 +301,11 @@ def _settings(precision: str) -> dict[str, str]:
     return found
 
 
-def _name_of(device: _Device) -> str:
+def _name_of(device: _Device, summed_by: str) -> str:
     if device.type != "cuda":
         return device.type
-    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    ranks = f", ranks by {summed_by}" if summed_by else ""
+    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}{ranks}"
 
 
 def _shown(name: str, value: object) -> str:
@@ -271,5 +314,6 @@ def _shown(name: str, value: object) -> str:
     return str(value)[:_SHOWN] if name == "code" else str(value)
 
 
-def _compilation(origin: str) -> str:
-    return "torch operations" if origin == NO_KERNEL else f"compiled ({origin})"
+def _compilation(origin: str, problem: str | None = None) -> str:
+    used = "torch operations" + (f" ({problem})" if problem else "")
+    return used if origin == NO_KERNEL else f"compiled ({origin})"

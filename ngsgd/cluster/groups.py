@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from ngsgd.cluster.exchange.process_group import Backend, Group, join
 from ngsgd.cluster.exchange.rendezvous import Rendezvous
+from ngsgd.cluster.fingerprint import NO_KERNEL, Fingerprint, kernels
 from ngsgd.cluster.fork_server import ForkedProcess, fork_server
 from ngsgd.cluster.messages import Disconnected, Messages
 from ngsgd.cluster.newborn import die_with_parent
 from ngsgd.cluster.process import configure_process
+from ngsgd.cluster.restarts import none_agrees
 from ngsgd.errors import ClusterError, NgsgdError
 from ngsgd.ops.tensors import dense
 from ngsgd.training.job import Job, JobResult, LocalRef
@@ -55,6 +57,8 @@ class _RankSetup:
     num_threads: int
     port: int
     secret: bytes
+    # C++ kernels of rank 0
+    kernels: Mapping[str, str]
 
 
 class GroupRanks(Ranks):
@@ -137,7 +141,7 @@ class GroupWorker(Worker):
         size = self.ranks.size
         try:
             self._others = [_OtherRank(_RankSetup(self._spec, self.index, rank, torch.get_num_threads(), self._rendezvous.port,
-                                                  secret))
+                                                  secret, kernels()))
                             for rank in range(1, size)]
             group = _joined(self._spec, 0, self._rendezvous.port, secret, self.device)
         except Exception as error:
@@ -147,6 +151,8 @@ class GroupWorker(Worker):
             if not is_nccl:
                 self._rendezvous.close()
         self.ranks = GroupRanks(0, size, group, self.device)
+        # a machine with fewer GPUs has another one; a sum of two gradients does not depend on it
+        self.ranks.summed_by = backend_of(self.device, size) if size > 2 else ""
 
     def _end(self, error: Exception) -> Exception:
         """End all ranks; return the error of the rank that failed first, if it is known."""
@@ -202,7 +208,7 @@ def serve_rank(connection: socket.socket) -> None:
     try:
         setup = messages.receive()
         assert isinstance(setup, _RankSetup)
-        configure_process(setup.num_threads)
+        configure_process(setup.num_threads, set(setup.kernels.values()) != {NO_KERNEL})
         _serve_jobs(messages, setup)
     except Disconnected:
         sys.exit(0)
@@ -218,6 +224,10 @@ def _serve_jobs(messages: Messages, setup: _RankSetup) -> None:
     worker = Worker(setup.spec, setup.index, ranks)
     group = _joined(setup.spec, setup.rank, setup.port, setup.secret, worker.device)
     worker.ranks = GroupRanks(setup.rank, size, group, worker.device)
+    # after the connection: rank 0 finds the reason of an end only then
+    if differing := Fingerprint(kernels=setup.kernels).differences(Fingerprint.of_this_process(setup.num_threads), "in rank 0",
+                                                                   f"in rank {setup.rank}"):
+        raise none_agrees("; ".join(differing))
     while True:
         job = messages.receive()
         assert isinstance(job, Job)
@@ -249,8 +259,8 @@ def _joined(spec: TaskSpec, rank: int, port: int, secret: bytes, device: torch.d
     cluster = spec.settings.cluster
     try:
         return join(backend_of(device, cluster.ranks_per_worker), _LOCALHOST, port, secret=secret, generation=0, rank=rank,
-                    world_size=cluster.ranks_per_worker, timeout_s=cluster.start_timeout_s, device=device)
+                    world_size=cluster.ranks_per_worker, timeout_s=cluster.wait_for_workers_s, device=device)
     except RuntimeError as error:
         raise ClusterError(f"the {cluster.ranks_per_worker} ranks of a group did not connect "
-                           f"within cluster.start_timeout_s = {cluster.start_timeout_s:g}: "
+                           f"within cluster.wait_for_workers_s = {cluster.wait_for_workers_s:g}: "
                            f"{error}; raise the timeout or see the log of the worker.") from error

@@ -39,7 +39,7 @@ class InProcessPool:
         self._worker = make_worker(self.spec, 0)
         if self.agreement is not None and (differences := self.agreement.refusal(
                 Fingerprint.of_this_process(self.num_threads, self._worker.device,
-                                            self.spec.settings.cluster.precision))):
+                                            self.spec.settings.cluster.precision, self._worker.ranks.summed_by))):
             raise none_agrees(differences)
 
     @property
@@ -62,6 +62,9 @@ class InProcessPool:
 
     def num_workers_alive(self) -> int:
         return self.num_workers
+
+    def has_busy_start(self) -> bool:
+        return False
 
     def retired(self) -> list[Retired]:
         return []

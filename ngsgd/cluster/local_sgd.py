@@ -33,10 +33,12 @@ from ngsgd.cluster.exchanged_tensors import (
     values_of,
     write,
 )
+from ngsgd.cluster.fingerprint import why_no_kernels
 from ngsgd.cluster.optimizer_reset import OptimizerReset, clear_not_finite
 from ngsgd.cluster.outer_parts import Part, parts_of, require_like
 from ngsgd.cluster.rank_group import LostRankError, RankGroup
 from ngsgd.errors import ArgumentError, ClusterError, ConfigError, DivergenceError
+from ngsgd.ops.kernels.native import print_line, use_torch_operations
 from ngsgd.optim.outer_rules import Average, Bmuf, DiLoCo, OuterInfo, OuterRule
 from ngsgd.user_warnings import has_grown, warn
 
@@ -73,6 +75,8 @@ class LocalSGD:
     they trained on. The constructor makes all parameters and buffers equal. At an average, running
     means and variances are pooled, and other floating-point buffers and frozen parameters are
     averaged if a rank changed them. Integer buffers, such as counters, stay those of the rank.
+
+    With an optimizer of this package on the CPU, all ranks use C++ kernels, or none does.
 
     A rank whose parameters are not finite is excluded from the average, named in a warning, and
     continues with the average of the others. A layer that is unfrozen is averaged; the outer rule
@@ -156,11 +160,15 @@ class LocalSGD:
         self._known: dict[int, nn.Parameter] | None = None
         # of the followed tensors after the last average: bits, and how many values are not finite
         self._counts: dict[str, tuple[int, int]] = {}
-        self._group = self._joined(process_group, timeout_s, device)
+        uses_kernels = type(optimizer).__module__.startswith("ngsgd.") and device.type == "cpu"
+        # compiled before other ranks wait for this one
+        no_kernels = why_no_kernels(print_line) if uses_kernels else ""
+        self._group = self._joined(process_group, timeout_s, device, no_kernels)
         self._group.start()
 
     @torch.no_grad()
-    def _joined(self, process_group: dist.ProcessGroup | None, timeout_s: float, device: torch.device) -> RankGroup:
+    def _joined(self, process_group: dist.ProcessGroup | None, timeout_s: float, device: torch.device, no_kernels: str
+                ) -> RankGroup:
         """Return the group of all ranks, which have equal models now."""
         try:
             group = self._group = RankGroup(process_group, timeout_s, device)
@@ -172,6 +180,7 @@ class LocalSGD:
             try:
                 self._agree(own)
                 group.equalize(own.tensors, group.ranks[0])
+                _use_equal_kernels(group, no_kernels)
             except ConfigError:
                 group.leave()
                 raise
@@ -474,6 +483,18 @@ def _checked_samples(num_samples: Any) -> int:
         raise ArgumentError(f"LocalSGD.step: num_samples is {num_samples!r}; give the number of samples of the step, a whole "
                             "number of at least 0.")
     return count
+
+
+def _use_equal_kernels(group: RankGroup, no_kernels: str) -> None:
+    """Use torch operations on all ranks if a rank cannot use C++ kernels, and warn on the first."""
+    lacking = {rank: reason for rank, reason in zip(group.ranks, group.gather_texts(no_kernels), strict=True) if reason}
+    if not lacking:
+        return
+    use_torch_operations()
+    if group.rank == group.ranks[0]:
+        listed = "; ".join(f"rank {rank}: {reason}" for rank, reason in lacking.items())
+        warn(f"all ranks use torch operations instead of C++ kernels ({listed}); install a C++ compiler there, or set "
+             "NGSGD_KERNELS=torch on all ranks.")
 
 
 def _require_own_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

@@ -7,6 +7,8 @@ import functools
 
 import torch
 
+from ngsgd.ops.kernels import native
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3   # from malloc.h of glibc
 # bytes; the maximum that glibc accepts
 _LARGEST_FROM_HEAP = 32 << 20
@@ -14,9 +16,14 @@ _LARGEST_FROM_HEAP = 32 << 20
 _KEPT = 1 << 30
 
 
-def configure_process(num_threads: int) -> None:
-    """Set the number of torch threads (it determines the order of sums) and keep freed memory."""
+def configure_process(num_threads: int, has_kernels: bool | None = None) -> None:
+    """Set the number of torch threads (it determines the order of sums) and keep freed memory.
+
+    Without `has_kernels` of the coordinator, torch operations compute here as they do there.
+    """
     torch.set_num_threads(num_threads)
+    if has_kernels is False:
+        native.use_torch_operations()
     keep_freed_memory()
 
 

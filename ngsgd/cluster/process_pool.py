@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from ngsgd import files, process_identity
+from ngsgd.cluster.activity import Activity, activity_of
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanShard, RemoteResultRef, process_name
 from ngsgd.cluster.exchange.collective_client import exchange_of, remote
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
@@ -39,6 +40,7 @@ from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker_pool import Retired
+from ngsgd.training.worker_wait import WorkerWait
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 # interval of the check for hung starts
@@ -94,6 +96,8 @@ class _Slot:
     fingerprint: Fingerprint | None = None
     # the audit found it at fault: it is not replaced
     is_quarantined: bool = False
+    # while it starts
+    activity: Activity | None = None
     # consecutive deaths during the start
     deaths: list[str] = field(default_factory=list)
 
@@ -111,11 +115,13 @@ class ProcessPool:
 
     def __init__(self, spec: TaskSpec, num_workers: int, num_threads: int, size: int, *,
                  log_directory: Path | None = None,
-                 make_worker: MakeWorker = make_worker, agreement: Agreement | None = None) -> None:
+                 make_worker: MakeWorker = make_worker, agreement: Agreement | None = None,
+                 report: Callable[[str], object] = lambda _line: None) -> None:
         self.spec = spec
         self.num_workers = num_workers
         self.num_threads = num_threads
         self.log_directory = log_directory
+        self._report = report
         self.make_worker = make_worker
         self.agreement = agreement or Agreement()
         # late or duplicate results
@@ -142,15 +148,14 @@ class ProcessPool:
         if self.log_directory:
             self.log_directory.mkdir(parents=True, exist_ok=True)
         self._slots = [self._new_slot(index) for index in range(self.num_workers)]
-        timeout_s = self.spec.settings.cluster.start_timeout_s
+        timeout_s = self.spec.settings.cluster.wait_for_workers_s
+        wait = WorkerWait(timeout_s, self._report)
         self._clock.catch_up()
-        deadline = self._clock.now + timeout_s
         while (up := self.num_workers_alive()) < self.num_workers:
-            if self._clock.now >= deadline:
-                raise ClusterError(f"{up} of {self.num_workers} workers were ready after "
-                                   f"cluster.start_timeout_s = {timeout_s:g}; reduce "
-                                   "cluster.num_workers, or raise the timeout.")
-            self._poll(min(_POLL_S, max(0.0, deadline - self._clock.now)))
+            if wait.is_over(self._clock.now, up, self.num_workers, self.num_workers, self.has_busy_start):
+                raise ClusterError(f"{up} of {self.num_workers} workers were ready after cluster.wait_for_workers_s = "
+                                   f"{timeout_s:g}, and no other one was busy; reduce cluster.num_workers, or wait longer.")
+            self._poll(min(_POLL_S, timeout_s))
         self._is_starting = False
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:
@@ -174,6 +179,15 @@ class ProcessPool:
 
     def num_workers_alive(self) -> int:
         return sum(slot.is_usable for slot in self._slots)
+
+    def has_busy_start(self) -> bool:
+        found = False
+        for slot in self._slots:
+            if not slot.ready and not slot.retired and slot.process.pid is not None:
+                activity = activity_of(slot.process.pid)
+                found |= activity is not None and activity.is_busy(slot.activity)
+                slot.activity = activity
+        return found
 
     def retired(self) -> list[Retired]:
         return [*self._restarts.news(), *incidents_of(self._exchange)]
@@ -276,7 +290,7 @@ class ProcessPool:
         log = str(self.log_directory / f"worker-{index}.log") if self.log_directory else ""
         messages = Messages(ours)
         messages.post(WorkerSetup(self.spec, index, self.num_threads, self._heartbeats, log,
-                                  self.make_worker, delay_s))
+                                  self.make_worker, delay_s, self.agreement.has_kernels))
         process = self._fork_server.launch(serve, (theirs,), theirs, f"ngsgd worker {index}",
                                            modules_of(self.spec, self.make_worker))
         return _Slot(index, process, messages, delay_s, deaths=list(deaths))
@@ -323,7 +337,7 @@ class ProcessPool:
         if under_way != self._under_way[0]:
             self._under_way = under_way, self._clock.now
         # a new fork server imports torch first
-        deadline_s = timeout_s if self._fork_server.is_warm else self.spec.settings.cluster.start_timeout_s
+        deadline_s = timeout_s if self._fork_server.is_warm else self.spec.settings.cluster.wait_for_workers_s
         if under_way is None or self._clock.now - self._under_way[1] <= deadline_s:
             return
         for slot in filter(_is_there, self._slots):

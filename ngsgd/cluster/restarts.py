@@ -7,8 +7,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 from ngsgd.cluster.exchange.collective_client import Exchange
-from ngsgd.cluster.fingerprint import OVERRIDE, Agreement, Fingerprint
+from ngsgd.cluster.fingerprint import Agreement, Fingerprint
+from ngsgd.counting import counted
 from ngsgd.errors import ClusterError, WorkerFingerprintError
+from ngsgd.interface import option
 from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
 from ngsgd.training.job import JobFailure, Outcome
 from ngsgd.training.worker_pool import Retired
@@ -35,7 +37,7 @@ class Restarts:
         if 0 <= self.per_hour <= len(times):
             self._retired.append(Retired(worker, (
                 f"worker {worker} died ({reason}) and is not replaced, since it was replaced "
-                f"{len(times)} times within an hour, the limit of failure.max_restarts_per_hour. "
+                f"{counted(len(times), 'time')} within an hour, the limit of failure.max_restarts_per_hour. "
                 "The run continues with the other workers: check its machine, then stop and resume "
                 "the run to start it again.")))
             return False
@@ -87,7 +89,7 @@ def check_fingerprint(worker: int, found: Fingerprint, agreement: Agreement, res
                                                   "is started")
     for line in agreement.accepted():
         restarts.report("other_bits", worker, f"worker {worker} does not compute bitwise identical "
-                                              f"results, which {OVERRIDE} allows: {line}")
+                                              f"results, which {option('allow-other-bits')} allows: {line}")
     return differences
 
 
@@ -110,4 +112,4 @@ def none_agrees(differences: str) -> WorkerFingerprintError:
     """Return the error for a run whose workers would not compute bitwise identical results."""
     return WorkerFingerprintError("no worker would compute bitwise identical results of this run "
                         f"({differences}); install the same versions, compiler and settings on "
-                        f"every machine, then resume, or accept other results with {OVERRIDE}.")
+                        f"every machine, then resume, or accept other results with {option('allow-other-bits')}.")

@@ -44,6 +44,8 @@ class WorkerSetup:
     make_worker: MakeWorker = Worker
     # seconds to wait before doing anything, after failed starts of predecessors
     delay_s: float = 0.0
+    # False: the coordinator has no C++ kernels, so that this worker uses none; None: it decides
+    has_kernels: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def serve(connection: socket.socket) -> None:
         assert isinstance(setup, WorkerSetup)
         _redirect(setup.log)
         time.sleep(setup.delay_s)
-        configure_process(setup.num_threads)
+        configure_process(setup.num_threads, setup.has_kernels)
         process = WorkerProcess(messages, setup)
         signal.signal(signal.SIGTERM, process.terminate)
         process.run()
@@ -130,7 +132,7 @@ class WorkerProcess:
             sys.exit(_EXIT_TERMINATED)
         worker.snapshots.is_leaving = lambda: self._should_end
         fingerprint = Fingerprint.of_this_process(torch.get_num_threads(), worker.device,
-                                                  self.setup.spec.settings.cluster.precision)
+                                                  self.setup.spec.settings.cluster.precision, worker.ranks.summed_by)
         self.messages.send(Ready(os.getpid(), fingerprint))
         self._member = CollectiveWorker(self.setup.index, worker.layout, worker.device)
         while self._may_wait():

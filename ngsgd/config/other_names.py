@@ -9,6 +9,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 
+from ngsgd.interface import is_command_line
+
+_RESUME = "ngsgd resume RUN"
 _SAME = {
     "schedule.lr_initial": (
         "lr", "learning_rate", "base_lr", "init_lr", "initial_lr", "lr_init", "initial_learning_rate",
@@ -88,7 +91,7 @@ _RELATED = {
     "schedule.warm_up=FRACTION": ("warmup", "warmup_steps", "warmup_ratio", "warmup_epochs"),
     "schedule.eden_batches={}": ("lr_batches",),
     "schedule.eden_epochs={}": ("lr_epochs",),
-    "ngsgd resume RUN": (
+    _RESUME: (
         "resume", "resume_from", "resume_from_checkpoint", "ckpt_path", "checkpoint",
         "load_checkpoint", "start_epoch", "start_batch", "stage"),
     "augment=spec": ("spec_augment", "specaugment", "specaug", "enable_spec_aug"),
@@ -120,6 +123,8 @@ def instead_of(word: str, value: str = "", write: Callable[[str, str], str] = _u
     """
     name = word.lower().lstrip("-+").replace("-", "_").rpartition(".")[2]
     if text := SETTINGS_INSTEAD.get(name):
+        if text == _RESUME and not is_command_line():
+            return "resume=RUN"
         words = [word.partition("=") for word in text.split()]
         return " ".join(write(key, part.format(value)) if value and "{" in part else f"{key}{sign}{part.format('VALUE')}"
                         for key, sign, part in words)

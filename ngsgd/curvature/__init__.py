@@ -14,3 +14,7 @@ from ngsgd.curvature.quantities import QUANTITIES, Quantities
 
 __all__ = ["QUANTITIES", "Capture", "Collection", "Kronecker", "LayerCall", "Products",
            "Quantities", "Record", "collect"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
+from ngsgd.counting import counted
 from ngsgd.errors import DataError
 from ngsgd.files import new_file, read_json, write_text
 from ngsgd.object_storage.client import ObjectStore
@@ -109,7 +110,7 @@ def _update(store: ObjectStore, folder: Path, wanted: dict[str, State], report: 
     missing = [key for key, state in wanted.items() if here.get(key) != state]
     if missing:
         total = sum(wanted[key][0] for key in missing)
-        report(f"copying {len(missing)} of {len(wanted)} files ({total / 1e6:.3g} MB) from {store.url} to {folder}")
+        report(f"copying {len(missing)} of {counted(len(wanted), 'file')} ({total / 1e6:.3g} MB) from {store.url} to {folder}")
     try:
         for key in missing:
             _copy(store, key, folder / key, wanted[key][0])

@@ -235,7 +235,7 @@ class SGD(torch.optim.Optimizer):
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients as torch does, without its label for profilers: a tenth of a small step."""
+        """Clear the gradients as torch does, without its label for profilers (10 % of a step)."""
         if not set_to_none:
             _zero_grad(self, set_to_none)
             return

@@ -25,3 +25,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ngsgd.pipeline' has no attribute {name!r}")
     return getattr(importlib.import_module(f"ngsgd.pipeline.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

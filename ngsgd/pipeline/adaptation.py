@@ -20,6 +20,7 @@ from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AdaptationConfig, RunConfig
+from ngsgd.counting import counted
 from ngsgd.data import mapped
 from ngsgd.data.cache_names import cache_name
 from ngsgd.phase import Phase
@@ -50,7 +51,7 @@ def with_adaptation(config: RunConfig, corpus: Corpus, cache_root: Path,
     try:
         adaptation, transforms = read(path, corpus.num_pdfs), arrays.read(_of_speakers(path))
     except (OSError, ValueError):
-        report(Phase(f"training {_kind(config)} on {len(set(corpus.train.speakers))} speakers"))
+        report(Phase(f"training {_kind(config)} on {counted(len(set(corpus.train.speakers)), 'speaker')}"))
         adaptation, transforms = _trained(config, corpus)
         arrays.write(path, adaptation.arrays())
         arrays.write(_of_speakers(path), transforms)
@@ -197,7 +198,7 @@ def possible(wanted: AdaptationConfig, corpus: Corpus, report: Report) -> Adapta
     frames, num_speakers = corpus.train.frames, len(set(corpus.train.speakers))
     num_spliced = frames.features_TD.shape[1] * (2 * wanted.context + 1)
     if frames.num_frames < _FRAMES_PER_FEATURE * num_spliced:
-        report(f"LDA and fMLLR are omitted: {frames.num_frames} training frames are too few for "
+        report(f"LDA and fMLLR are omitted: {counted(frames.num_frames, 'training frame is', 'training frames are')} too few for "
                f"{num_spliced} spliced features")
         return replace(wanted, lda_dim=0, fmllr=False)
     if wanted.lda_dim > num_spliced:

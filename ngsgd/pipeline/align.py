@@ -26,13 +26,15 @@ from ngsgd.asr.lang import graphs
 from ngsgd.asr.utterance import UNALIGNED
 from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import ClusterConfig, DataConfig, ModelConfig, OuterConfig, RunConfig, ScheduleConfig
+from ngsgd.counting import counted
 from ngsgd.data.archives import prepare_archives
 from ngsgd.data.cache_names import cache_name
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ConfigError
+from ngsgd.interface import option
 from ngsgd.models import build_model
 from ngsgd.object_storage.urls import local_root
-from ngsgd.phase import Phase
+from ngsgd.phase import Phase, Progress
 from ngsgd.pipeline.adaptation import network_input
 from ngsgd.pipeline.ivectors import with_ivectors
 from ngsgd.pipeline.rungs import Stopwatch, word_errors
@@ -123,7 +125,7 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report,
         states, unknown, lost = moved.states, moved.states, moved.lost
     num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(known) - len(unknown)
     if num_short:
-        report(f"align: {num_short} utterances are skipped, because they have fewer frames than "
+        report(f"align: {counted(num_short, 'utterance is', 'utterances are')} skipped, because they have fewer frames than "
                "their words have states")
     # equal parts alone would not use the known labels
     num_passes = max(a.num_passes, 1) if known else a.num_passes
@@ -135,7 +137,7 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report,
         done = forced_alignment.realign(speech, unknown, logliks, oov)
         report(f"align: network {number}/{num_passes}: "
                f"{forced_alignment.share_changed(unknown, done.states):.1%} of the frames changed "
-               f"their state{f', {len(done.lost)} utterances have no path' if done.lost else ''}")
+               "their state" + (f", {counted(len(done.lost), 'utterance has', 'utterances have')} no path" if done.lost else ""))
         unknown, lost = done.states, done.lost
         states = {**known, **unknown}
     return {utt_id: pdf_T for utt_id, pdf_T in unknown.items() if utt_id not in lost}, logliks
@@ -145,16 +147,15 @@ def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> Realigne
     """Re-align two flat starts by Gaussians until they converge; return the more likely one."""
     found = []
     for name, start in (("equal parts", forced_alignment.flat_start), ("equal parts of speech", forced_alignment.silence_start)):
-        report(Phase(f"alignment: {name}, then Gaussians"))
-        moved = _moved_by_gaussians(speech, start(speech, settings.data.oov_word), settings)
+        passes = Progress(report, f"alignment: {name}, then Gaussians", settings.align.num_gaussian_passes, "passes")
+        moved = _moved_by_gaussians(speech, start(speech, settings.data.oov_word), settings, passes)
         report(f"align: {name}, then Gaussians: log-likelihood {-moved.cost_per_frame:.3f} per frame")
         found.append(moved)
     return min(found, key=lambda moved: moved.cost_per_frame)
 
 
-def _moved_by_gaussians(speech: Corpus, states: States, settings: RunConfig) -> Realigned:
-    a = settings.align
-    for _ in range(a.num_gaussian_passes):
+def _moved_by_gaussians(speech: Corpus, states: States, settings: RunConfig, passes: Progress) -> Realigned:
+    for _ in passes.each(range(settings.align.num_gaussian_passes)):
         logliks = forced_alignment.score_by_gaussians(speech, states)
         done = forced_alignment.realign(speech, states, logliks, settings.data.oov_word)
         changed, states = forced_alignment.share_changed(states, done.states), done.states
@@ -221,8 +222,8 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
     """
     if config.data.corpus in ("digits", "fsdd"):
         raise ConfigError(f"recipe={config.data.corpus} splices its speech from labeled "
-                          "recordings, which a model of complete strings cannot align; use ngsgd "
-                          "align without --model.")
+                          "recordings, which a model of complete strings cannot align; align "
+                          f"without {option('model', '')}.")
     model, prior_P = load_final(folder, trust=trust)
     tied = None
     if config.data.num_leaves or config.adaptation.lda_dim:
@@ -247,6 +248,6 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
     given = graphs.read(speech.language.given) if config.data.graph and speech.language.given else None
     done = forced_alignment.realign(speech, before, logliks, config.data.oov_word, given, tied)
     states = {utt_id: pdf_T for utt_id, pdf_T in done.states.items() if utt_id not in done.lost}
-    report(f"align: {len(states)} utterances, {len(done.lost)} without a path skipped; "
+    report(f"align: {counted(len(states), 'utterance')}, {len(done.lost)} without a path skipped; "
            f"log-likelihood {-done.cost_per_frame:.3f} per frame")
     return states

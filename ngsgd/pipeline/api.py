@@ -16,9 +16,11 @@ from ngsgd.config.other_names import OTHER_NAMES, did_you_mean
 from ngsgd.config.sections.model import FROM_PYTHON
 from ngsgd.config.sections.sites import total_jobs
 from ngsgd.config.unused import of_speech
-from ngsgd.errors import ConfigError
+from ngsgd.errors import ArgumentError, ConfigError
 from ngsgd.pipeline.base_run import BaseRun
-from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
+from ngsgd.pipeline.runs import trust as permission
+from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
+from ngsgd.pipeline.runs.run_folder import RunFolder, find_run, resume_command
 from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.services import Services
 from ngsgd.pipeline.task_run import TaskOrFunction, TaskRun, new_task_run, task_spec
@@ -30,8 +32,9 @@ _OF_SERVICE = ("hydra", "ray", "mlflow", "rich", "matplotlib", "psutil")
 _LR = ("lr", "learning_rate")
 
 
-def train(task: TaskOrFunction, *, num_workers: int = 2, cluster: str | Mapping[str, Any] = "local",
-          resume: str | Path | None = None, quiet: bool = False, services: Services | None = None, **settings: Any) -> TaskRun:
+def train(task: TaskOrFunction | None = None, *, num_workers: int | None = None, cluster: str | Mapping[str, Any] = "local",
+          resume: str | Path | None = None, allow_other_bits: bool = False, trust: bool = False, quiet: bool = False,
+          services: Services | None = None, **settings: Any) -> TaskRun:
     """Train a model on several workers whose parameters are averaged every outer iteration.
 
     A worker that dies is replaced, and its job is retried with a bitwise identical result. A run
@@ -41,13 +44,19 @@ def train(task: TaskOrFunction, *, num_workers: int = 2, cluster: str | Mapping[
 
     Args:
         task: `ngsgd.tasks.DatasetTask` or another `ngsgd.training.task.Task`, or a function that
-            returns one. Worker processes get a copy.
-        num_workers: number of workers, and of jobs per outer iteration. Default: 2.
+            returns one. Worker processes get a copy. Default: None, the task of the run of
+            `resume`, if it is the function of a module (`ngsgd train task=MODULE.FUNCTION`).
+        num_workers: number of workers, and of jobs per outer iteration. Default: None, 2, or that
+            of the run of `resume`, whose number of jobs never changes.
         cluster: "local" (processes of this machine), "in_process", or "ray" (needs `pip install
             ngsgd[service]`); or the options of the cluster, such as {"kind": "local",
             "ranks_per_worker": 2}. Default: "local".
         resume: folder or name of a run of this task to continue with its own settings. Default:
             None, a new run.
+        allow_other_bits: accept workers, or a resumed run, on other processors, versions or
+            kernels; results then agree up to rounding. Default: False.
+        trust: import the module that the run of `resume` names, though this user did not begin that
+            run here. Default: False.
         quiet: print only incidents and the result. Default: False.
         services: replacements of progress lines, trackers and the worker pool.
         **settings: options of `ngsgd train`. Sections are mappings, such as schedule={"num_epochs":
@@ -63,6 +72,8 @@ def train(task: TaskOrFunction, *, num_workers: int = 2, cluster: str | Mapping[
         ConfigError: the task or a setting is wrong; nothing was started.
         CheckpointError: the run of `resume` has checkpoints, and none fits the task. Nothing is
             changed.
+        FingerprintError: results of the run of `resume` would differ by rounding, and
+            `allow_other_bits` is False. Nothing is changed.
         RunInterrupted: Ctrl-C; the message contains the call that continues the run.
 
     Example:
@@ -76,24 +87,31 @@ def train(task: TaskOrFunction, *, num_workers: int = 2, cluster: str | Mapping[
         if settings:
             raise ConfigError("resume= continues a run with its own settings; remove "
                               f"{', '.join(settings)}.")
-        run = _open(resume, task, services, num_workers, quiet)
+        run = _open(resume, task, services, num_workers, quiet=quiet, allow_other_bits=allow_other_bits, trust=trust)
     else:
-        config = _config(settings, num_workers, cluster, name_of(task))
+        if task is None:
+            raise ArgumentError("ngsgd.train got no task; pass an ngsgd.tasks.DatasetTask, a function that returns one, or "
+                                "resume=RUN.")
+        if trust:
+            raise ConfigError("trust=True goes with resume=RUN; a new run imports nothing that others wrote.")
+        config = _config(settings, 2 if num_workers is None else num_workers, cluster, name_of(task))
         if config.cluster.kind == "local":
             require_main_guard()
         services = services or _services(config, quiet)
-        run = new_task_run(config, services, task)
+        run = new_task_run(config, services, task, allow_other_bits=allow_other_bits)
     run.train()
     return run
 
 
-def load(run: str | Path, task: TaskOrFunction | None = None) -> BaseRun:
+def load(run: str | Path, task: TaskOrFunction | None = None, *, trust: bool = False) -> BaseRun:
     """Open a run, without Hydra, Ray or MLflow.
 
     Args:
         run: the run folder, or its name under runs/.
         task: the task of a run of `ngsgd.train`; not needed for `metrics` and `folder`. Default:
             None.
+        trust: import the module that the run names, though this user did not begin that run here.
+            Default: False.
 
     Returns:
         The run, with `model`, `metrics` and `folder`. `model` and `metrics` of a run that
@@ -111,6 +129,8 @@ def load(run: str | Path, task: TaskOrFunction | None = None) -> BaseRun:
     """
     folder = RunFolder.open(find_run(str(run)))
     config = read_config(folder.config)
+    if trust:
+        permission.allow(config.task if config.task._target_ else config.model)
     if config.task._target_:
         return TaskRun(config, folder, given=task)
     # imports speech recognition
@@ -119,15 +139,26 @@ def load(run: str | Path, task: TaskOrFunction | None = None) -> BaseRun:
     return build_run(config, folder=folder)
 
 
-def _open(run: str | Path, task: TaskOrFunction, services: Services | None, num_workers: int, quiet: bool) -> TaskRun:
+def _open(run: str | Path, task: TaskOrFunction | None, services: Services | None, num_workers: int | None, *, quiet: bool,
+          allow_other_bits: bool, trust: bool) -> TaskRun:
+    """Open a run to continue it, once its settings, module and numeric fingerprint are accepted."""
     folder = RunFolder.open(find_run(str(run), to_write=True))
     config = read_config(folder.config)
     if not config.task._target_:
-        raise ConfigError(f"{folder.path} trained a speech model; continue it with ngsgd resume {folder.path}.")
+        raise ConfigError(f"{folder.path} trained a speech model; continue it with: "
+                          f"{resume_command(config.task, folder.path, allow_other_bits=allow_other_bits, trust=trust)}")
     if config.cluster.kind == "local":
         require_main_guard()
     task_spec(config, task)
-    return TaskRun(config, folder, services or _services(config, quiet), given=task)
+    if task is None:
+        permission.require_run(folder, config.task, trust=trust)
+    services = services or _services(config, quiet)
+    fingerprint = FingerprintCheck.of_resumed_run(config, folder, services.report, allow_other_bits=allow_other_bits)
+    if num_workers is not None:
+        config = replace(config, cluster=replace(config.cluster, num_workers=num_workers))
+        if problems := [one.message for one in problems_of(config, [])]:
+            raise ConfigError(problems)
+    return TaskRun(config, folder, services, fingerprint, given=task)
 
 
 def _services(config: RunConfig, quiet: bool) -> Services:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ngsgd.config import RunConfig
-from ngsgd.errors import CheckpointError, ConfigError, RunInterrupted
+from ngsgd.counting import counted
+from ngsgd.errors import CheckpointError, ConfigError, NoCheckpointError, RunInterrupted
 from ngsgd.optim.outer import make_rule
 from ngsgd.phase import Phase
 from ngsgd.pipeline.model_summary import summary
@@ -93,6 +94,7 @@ class BaseRun(ABC):
             end = self._iterate(training)
             report = self._finish(training, end)
             training.trackers.finished(report)
+            self.folder.mark_finished()
         return report
 
     def train_only(self) -> Checkpoint:
@@ -106,7 +108,7 @@ class BaseRun(ABC):
         Raises:
             CheckpointError: no job can be repeated.
         """
-        with self.folder.locked("verify", self.services.warn):
+        with self.folder.locked("verify", self.services.warn), self._checked().in_effect():
             spec = self._spec()
             task = spec.task(torch.device("cpu"))
             return verify_run(self.config, self.folder, spec, task, self._initial_parameters(task), request, self.services.report)
@@ -148,8 +150,14 @@ class BaseRun(ABC):
     @contextlib.contextmanager
     def _training(self) -> Iterator[Training]:
         """Lock the folder, open checkpoints and trackers, and report how the run ended."""
-        with self.folder.locked(self._purpose, self.services.warn) as lock:
+        with self.folder.locked(self._purpose, self.services.warn) as lock, contextlib.ExitStack() as kernels:
             with self._errors():
+                fingerprint = self._checked()
+                kernels.enter_context(fingerprint.in_effect())
+                if fingerprint.no_kernels:
+                    self.services.warn("all processes of this run use torch operations instead of C++ kernels: "
+                                       f"{fingerprint.no_kernels}. To use them, install a C++ compiler, such as g++, or name one "
+                                       "in CXX, and start a new run.")
                 training = self._open(lock)
                 lock.committed()
             status = "FAILED"
@@ -206,7 +214,7 @@ class BaseRun(ABC):
         if latest is None and (problems or folder.final.exists()):
             # a start from iteration 1 would overwrite the checkpoints and the final model
             reason = problems[0] if problems else f"{folder.checkpoints} has no checkpoint."
-            raise CheckpointError(f"{folder.path} was trained before, and no checkpoint of it can be used. {reason} Nothing was "
+            raise NoCheckpointError(f"{folder.path} was trained before, and no checkpoint of it can be used. {reason} Nothing was "
                                   "changed; to train from the beginning, start a new run.")
         events = EventLog(folder.events, latest.progress.outer_iter if latest else -1, is_speech=not config.task._target_,
                           lock=lock)
@@ -232,7 +240,7 @@ class BaseRun(ABC):
     def _iterate(self, training: Training) -> Checkpoint:
         """Run the remaining outer iterations on the workers that the services provide."""
         config, folder, services, spec = self.config, self.folder, self.services, training.spec
-        fingerprint = self._fingerprint or FingerprintCheck.of_resumed_run(config, folder, services.report, allow_other_bits=False)
+        fingerprint = self._checked()
         torch.set_num_threads(fingerprint.num_threads)
         size = training.checkpoints.layout.size
         # the model, at most two buffers of the outer optimizer, and a moving average
@@ -249,9 +257,8 @@ class BaseRun(ABC):
                                               fingerprint.agreement, services.stop.expired, services.report,
                                               self._read_by_workers(spec)))
         num_workers, num_threads = config.cluster.num_workers, fingerprint.num_threads
-        services.report(Phase(f"starting {num_workers} worker{'s' if num_workers > 1 else ''} "
-                              f"({services.workers or config.cluster.kind}, "
-                              f"{num_threads} thread{'s' if num_threads > 1 else ''} each)"))
+        services.report(Phase(f"starting {counted(num_workers, 'worker')} ({services.workers or config.cluster.kind}, "
+                              f"{counted(num_threads, 'thread')} each)"))
 
         def on_start() -> None:
             services.report(Phase(f"training: outer iteration {start.progress.outer_iter + 2}"))
@@ -265,7 +272,13 @@ class BaseRun(ABC):
 
         return train(spec, pool, training.checkpoints, start, folder.ledger,
                      tracker=training.trackers, stop=_StopOf(services.stop, training.checkpoints.lock),
-                     clock=services.clock, on_start=on_start, catch_signals=services.catch_signals)
+                     clock=services.clock, report=services.report, on_start=on_start, catch_signals=services.catch_signals)
+
+    def _checked(self) -> FingerprintCheck:
+        """The requirements on all processes of the run, compared with its earlier ones."""
+        self._fingerprint = self._fingerprint or FingerprintCheck.of_resumed_run(self.config, self.folder, self.services.report,
+                                                                                 allow_other_bits=False)
+        return self._fingerprint
 
     def _start(self, training: Training) -> Checkpoint:
         if training.latest is None:

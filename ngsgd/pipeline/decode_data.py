@@ -5,27 +5,30 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ngsgd.asr import test_set
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode import calibration, evaluation, scoring, tuning, word_lattice
 from ngsgd.asr.decode.calibration import Calibration, ReliabilityBin
 from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
-from ngsgd.asr.decode.streaming import Search
 from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.decode.words import Hypothesis, calibrate, lattice_of, outcomes, recognized
-from ngsgd.asr.lang import arpa, graphs, ngram, vocabulary
-from ngsgd.asr.lang.grammar import Grammar
-from ngsgd.asr.lang.graphs import Graph
+from ngsgd.asr.lang import arpa, ngram, vocabulary
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.vocabulary import UnknownWords, Vocabulary
 from ngsgd.asr.test_set import ScoredSet
+from ngsgd.counting import counted
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.files import new_directory, write_text
+from ngsgd.interface import option
+from ngsgd.phase import Progress
 from ngsgd.user_warnings import warn
 
 FRAME_S = 0.01
@@ -86,8 +89,8 @@ class DataResult:
     reliability: tuple[ReliabilityBin, ...]
 
 
-def decode_data(bundle: Bundle, request: DecodeRequest,
-                report: Callable[[str], None] = warn) -> DataResult:
+def decode_data(bundle: Bundle, request: DecodeRequest, report: Callable[[str], None] = warn,
+                progress: Callable[[str], None] = lambda _line: None) -> DataResult:
     """Decode the data of a request.
 
     Args:
@@ -95,6 +98,7 @@ def decode_data(bundle: Bundle, request: DecodeRequest,
         request: data and settings.
         report: receives lines about words that a language model lacks, and about numbers in a
             lexicon. Default: a warning.
+        progress: receives the phases (`ngsgd.phase`). Default: none.
 
     Returns:
         The errors.
@@ -103,22 +107,22 @@ def decode_data(bundle: Bundle, request: DecodeRequest,
         ConfigError: parts of the request exclude each other.
         DataError: data, words or language models cannot be used.
     """
-    if request.vocabulary.grammar and (request.vocabulary.arpa or request.rescore_lm):
+    bundle = bundle.with_words(request.vocabulary, scale=request.acoustic_scale, penalty=request.word_penalty, report=report)
+    language = bundle.language
+    if language.grammar and request.rescore_lm:
         raise ConfigError(
             "a grammar replaces the language model; use either a grammar or language models."
         )
-    language, rules = vocabulary.of_model(bundle.language, request.vocabulary, report)
     # the small files first: an error there is reported before the speech is read
     rescorer = _Rescorer.read(request.rescore_lm, language, report) if request.rescore_lm else None
-    graph = _graph(bundle, language, rules)
     # the first pass of speaker adaptation takes the same words and language model
-    find_path = evaluation.first_pass(graph)
-    speech = test_set.read(bundle, request.data, find_path)
-    tuning_set = test_set.read(bundle, request.tune_on, find_path) if request.tune_on else None
-    weights, tuned = _weights(bundle, request, graph, language, tuning_set)
-    penalized = graphs.with_word_penalty(graph, weights.word_penalty)
-    search = replace(bundle.search, acoustic_scale=weights.acoustic_scale)
-    recognizer = _DataRecognizer(bundle, language, penalized, search)
+    speech = test_set.read(bundle, request.data, bundle.find_path)
+    tuning_set = test_set.read(bundle, request.tune_on, bundle.find_path) if request.tune_on else None
+    tuned = None
+    if tuning_set and (request.acoustic_scale is None or request.word_penalty is None):
+        weights, tuned = _tuned(bundle, request, tuning_set, progress)
+        bundle = bundle.with_words(Vocabulary(), scale=weights.acoustic_scale, penalty=weights.word_penalty)
+    recognizer = _DataRecognizer(bundle, progress)
     hypotheses = recognizer.words(speech)
     first_pass, rows = scoring.score(speech.texts, hypotheses, speech.utt_ids)
     total = first_pass
@@ -127,14 +131,13 @@ def decode_data(bundle: Bundle, request: DecodeRequest,
         total, rows = scoring.score(speech.texts, hypotheses, speech.utt_ids)
     found: tuple[Hypothesis, ...] = ()
     bins: Sequence[ReliabilityBin] = ()
-    # the calibration of the model applies only to its decoding weights
-    calibrated = bundle.calibration if weights == bundle.weights else Calibration()
+    calibrated = bundle.calibration
     if request.confidences:
         calibrated = recognizer.calibration(tuning_set) if tuning_set else calibrated
         found = recognizer.recognized(speech, calibrated)
         bins = calibration.reliability(*outcomes(found, speech.texts))
     return DataResult(
-        weights,
+        bundle.weights,
         tuned,
         total,
         scoring.confidence_interval(speech.texts, hypotheses),
@@ -212,42 +215,27 @@ def _grouped(names: Mapping[str, None], rows: Any) -> dict[str, WordErrors]:
     return {name: errors for name, errors in sums.items() if name in present}
 
 
-def _graph(bundle: Bundle, language: Language, rules: Grammar | None) -> Graph:
-    """Return the graph without a word penalty."""
-    is_own = language is bundle.language
-    return evaluation.build_graph(
-        language, bundle.decode if is_own else replace(bundle.decode, graph="made"), rules
-    )
-
-
-def _weights(
-    bundle: Bundle,
-    request: DecodeRequest,
-    graph: Graph,
-    language: Language,
-    tuning_set: ScoredSet | None,
-) -> tuple[DecodingWeights, WordErrors | None]:
-    """Return the given weights, completed by those of the model or tuned ones."""
+def _tuned(bundle: Bundle, request: DecodeRequest, tuning_set: ScoredSet,
+           progress: Callable[[str], None]) -> tuple[DecodingWeights, WordErrors]:
+    """Return the given weights, completed by tuned ones, and their errors."""
     scale, penalty = request.acoustic_scale, request.word_penalty
-    if tuning_set is None or (scale is not None and penalty is not None):
-        own = bundle.weights
-        return DecodingWeights(
-            own.acoustic_scale if scale is None else scale,
-            own.word_penalty if penalty is None else penalty,
-        ), None
     config = replace(
         bundle.decode,
         acoustic_scales=bundle.decode.acoustic_scales if scale is None else (scale,),
         word_penalties=bundle.decode.word_penalties if penalty is None else (penalty,),
     )
+    num_settings = len(config.acoustic_scales) * len(config.word_penalties)
+    every = Progress(progress, f"choosing scale and penalty of {counted(num_settings, 'setting')}",
+                     num_settings * len(tuning_set.texts))
     return tuning.choose(
         evaluation.sweep(
-            graph,
+            bundle.unpenalized_graph,
             config,
             tuning_set.texts,
             tuning_set.utt_ids,
             tuning_set.logliks,
-            language.num_pdfs,
+            bundle.language.num_pdfs,
+            every.each,
         )
     )
 
@@ -266,7 +254,7 @@ class _Rescorer:
         if language.given:
             raise DataError(
                 "the graph of the model hides its language model, so its lattices cannot be "
-                "rescored; specify the first language model with --lm FILE."
+                f"rescored; specify the first language model with {option('lm', 'FILE')}."
             )
         text = arpa.read(path, language.topology.words, report, "have the probability of unknown words")
         loop_cost = math.log(len(language.topology.words))
@@ -292,22 +280,23 @@ class _DataRecognizer:
     """Recognition of a set by three kinds of search."""
 
     bundle: Bundle
-    language: Language
-    graph: Graph
-    search: Search
+    progress: Callable[[str], None]
+
+    def _each(self, name: str, speech: ScoredSet) -> Iterator[npt.NDArray[np.float32]]:
+        return Progress(self.progress, name, len(speech.texts)).each(speech.logliks)
 
     def words(self, speech: ScoredSet) -> tuple[tuple[str, ...], ...]:
         return evaluation.decode_set(
-            self.graph,
+            self.bundle.graph,
             self.bundle.decode,
-            self.search.acoustic_scale,
-            speech.logliks,
-            self.language.num_pdfs,
+            self.bundle.search.acoustic_scale,
+            self._each("decoding", speech),
+            self.bundle.language.num_pdfs,
         )
 
     def rescored(self, speech: ScoredSet, rescorer: _Rescorer) -> tuple[tuple[str, ...], ...]:
         """Return the best words of the lattices under the new language model."""
-        names = self.graph.words
+        names = self.bundle.graph.words
 
         def cost(history: tuple[int, ...], label: int | None) -> float:
             return rescorer.difference(
@@ -315,9 +304,9 @@ class _DataRecognizer:
             )
 
         found = []
-        for loglik_TP in speech.logliks:
+        for loglik_TP in self._each("rescoring lattices", speech):
             lattice = lattice_of(
-                self.graph, loglik_TP, self.search, lattice_beam=self.bundle.decode.lattice_beam
+                self.bundle.graph, loglik_TP, self.bundle.search, lattice_beam=self.bundle.decode.lattice_beam
             )
             best = word_lattice.best_sequences(
                 word_lattice.reweighted(lattice, cost, rescorer.order), 1
@@ -329,23 +318,23 @@ class _DataRecognizer:
         """Return the best hypothesis of each utterance."""
         return tuple(
             recognized(
-                self.graph,
+                self.bundle.graph,
                 loglik_TP,
-                self.search,
+                self.bundle.search,
                 lattice_beam=self.bundle.decode.lattice_beam,
                 frame_shift_s=FRAME_S,
                 calibration=calibrated,
             )[0]
-            for loglik_TP in speech.logliks
+            for loglik_TP in self._each("confidences", speech)
         )
 
     def calibration(self, speech: ScoredSet) -> Calibration:
         """Fit the map from posteriors to the fraction of correct words of this set."""
         return calibrate(
-            self.graph,
-            speech.logliks,
+            self.bundle.graph,
+            self._each("calibrating confidences", speech),
             speech.texts,
-            self.search,
+            self.bundle.search,
             lattice_beam=self.bundle.decode.lattice_beam,
         )
 

@@ -14,6 +14,7 @@ from ngsgd.asr.bundle_files import INDEX
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode.evaluation import DecodingResult
 from ngsgd.config import RunConfig
+from ngsgd.counting import counted
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.reader import EgsReader
 from ngsgd.models.growing import set_stage
@@ -109,5 +110,6 @@ def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore,
     objf, newest = f"{found.objf:.3f}", f"{found.objf_newest:.3f}"
     if objf != newest:
         kind = "mean" if found.chosen == "mean" else "weighted mean"
-        report(f"final model: {kind} of the last {found.num_models} models, valid objf {objf}; the last model alone has {newest}")
+        report(f"final model: {kind} of the last {counted(found.num_models, 'model')}, valid objf {objf}; "
+               f"the last model alone has {newest}")
     return normalize_stddev(found.parameters, scratch) if config.combination.kind == "generalized" else found.parameters

@@ -30,15 +30,22 @@ def summary(model: nn.Module) -> list[str]:
         seen.update(own)
         if own:
             largest = max(own, key=nn.Parameter.numel)
-            rows.append((name or "-", type(module).__name__, " x ".join(map(str, largest.shape)), _count(own)))
+            rows.append((name or "(model)", _public_name(type(module)), " x ".join(map(str, largest.shape)), _count(own)))
     if len(rows) > _MAX_ROWS:
-        rows = [(name, type(module).__name__, "", _count(list(module.parameters())))
+        rows = [(name, _public_name(type(module)), "", _count(list(module.parameters())))
                 for name, module in model.named_children() if any(True for _ in module.parameters())][:_MAX_ROWS]
     fixed = sum(one.numel() for one in seen if not one.requires_grad)
     total = f"model: {sum(one.numel() for one in seen):,} parameters{f', {fixed:,} of them fixed' if fixed else ''}"
     widths = [max(len(row[column]) for row in rows) for column in range(4)] if rows else []
     return [total, *("  " + "  ".join([*(f"{cell:{width}}" for cell, width in zip(row[:3], widths, strict=False)),
                                        f"{row[3]:>{widths[3]}}"]) for row in rows)]
+
+
+def _public_name(kind: type[nn.Module]) -> str:
+    """The name of a class; a private class of torch has that of the layer that it derives from."""
+    if kind.__module__.partition(".")[0] != "torch":
+        return kind.__name__
+    return next((base.__name__ for base in kind.__mro__ if hasattr(nn, base.__name__)), kind.__name__)
 
 
 def _count(parameters: list[nn.Parameter]) -> str:

@@ -52,7 +52,7 @@ def check_data(config: RunConfig) -> None:
     if is_url(config.data.source):
         check_url(config.data.source)
     else:
-        corpora.check_source(config.data)
+        corpora.check_use(config.data, config.decode)
 
 
 def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder | None = None,
@@ -63,7 +63,7 @@ def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder 
     """
     check_data(config)
     config = replace(config, data=with_local_source(config.data, report))
-    corpora.check_source(config.data)
+    corpora.check_use(config.data, config.decode)
     cache_root = cache_folder(config)
     remove_abandoned(cache_root)
     try:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from torch import nn
 
 from ngsgd.asr.decode.evaluation import DecodingResult
+from ngsgd.cluster.fingerprint import why_no_kernels
 from ngsgd.config import RunConfig
 from ngsgd.data.fetching.publishing import publish
 from ngsgd.data.reader import EgsReader
@@ -90,6 +91,7 @@ def build_run(config: RunConfig, services: Services | None = None, *,
     if config.task._target_:
         return new_task_run(config, services, allow_other_bits=allow_other_bits)
     check_output_dir(config)
+    why_no_kernels(services.report)
     config = _with_search_path(with_rungs(config))
     permission.allow(config.model)
     sequences.require_init_model(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,7 +24,7 @@ from ngsgd.data.archives import spliced_utterances
 from ngsgd.data.frames import FrameSet
 from ngsgd.files import new_directory, write_text
 from ngsgd.models.growing import utterance_logits
-from ngsgd.phase import Phase
+from ngsgd.phase import Phase, Progress
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.services import Report
 from ngsgd.training.records import SubsetScore
@@ -33,11 +33,13 @@ from ngsgd.training.records import SubsetScore
 def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model: nn.Module,
                      prior_P: npt.NDArray[np.float64], report: Report = lambda _line: None) -> DecodingResult:
     """Decode valid and test with scale and penalty tuned on valid; write decode/ in the folder."""
-    report(Phase("decoding: scores of valid and test"))
-    logliks = {name: log_likelihoods(speech.frames, config.egs, model, prior_P) for name, speech in _held_out(corpus).items()}
+    held_out = _held_out(corpus)
+    scores = Progress(report, "decoding: scores of valid and test", sum(len(speech.texts) for speech in held_out.values()))
+    logliks = {name: list(scores.each(_log_likelihoods(speech.frames, config.egs, model, prior_P)))
+               for name, speech in held_out.items()}
     result = tune_and_decode(corpus.language, config.decode, valid=corpus.valid, valid_logliks=logliks["valid"], test=corpus.test,
                              test_logliks=logliks["test"], report=report)
-    frames = {name: score_frames(speech, logliks[name], prior_P) for name, speech in _held_out(corpus).items()}
+    frames = {name: score_frames(speech, logliks[name], prior_P) for name, speech in held_out.items()}
     about = {**asdict(result.setting), "language_model": _language_model(config, corpus), "calibration": asdict(result.calibration),
              "valid": str(result.valid), "test": str(result.test),
              "test_interval_95": asdict(result.test_interval), **_oracle(result),
@@ -101,13 +103,18 @@ def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]],
                        float((log_posterior_TP.argmax(axis=1) == pdf_T).mean()))
 
 
-@torch.no_grad()
 def log_likelihoods(frames: FrameSet, egs: EgsConfig, model: nn.Module,
                     prior_P: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float32]]:
     """T x P per utterance: log posterior minus log prior, the log likelihood up to a constant."""
+    return list(_log_likelihoods(frames, egs, model, prior_P))
+
+
+def _log_likelihoods(frames: FrameSet, egs: EgsConfig, model: nn.Module,
+                     prior_P: npt.NDArray[np.float64]) -> Iterator[npt.NDArray[np.float32]]:
     log_prior_P = torch.from_numpy(np.log(prior_P)).float()
-    return [(utterance_logits(model, torch.from_numpy(x_TD)).log_softmax(dim=1) - log_prior_P).numpy()
-            for x_TD in spliced_utterances(frames, egs.left_context, egs.right_context)]
+    for x_TD in spliced_utterances(frames, egs.left_context, egs.right_context):
+        with torch.no_grad():
+            yield (utterance_logits(model, torch.from_numpy(x_TD)).log_softmax(dim=1) - log_prior_P).numpy()
 
 
 def computed_log_likelihoods(sets: Sequence[SpeechSet], egs: EgsConfig, model: nn.Module,

@@ -17,9 +17,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
+from ngsgd import interface
 from ngsgd.asr import denominators
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.config import RunConfig
+from ngsgd.counting import counted
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import keep_digest, matches_digest, new_directory, new_file, sha256
 from ngsgd.phase import Phase
@@ -40,7 +42,7 @@ def require_init_model(config: RunConfig) -> None:
                           "model trained with cross-entropy; set init_model=RUN.")
     if config.init_model and not (folder_of_model(config.init_model) / "final" / "model.json").is_file():
         raise ConfigError(f"init_model is {config.init_model}, which has no final model yet; "
-                          f"finish it with: ngsgd resume {config.init_model}")
+                          f"finish it with: {interface.resume(config.init_model)}")
 
 
 def keep_init_model(config: RunConfig, folder: RunFolder) -> None:
@@ -98,8 +100,8 @@ def sequence_data(config: RunConfig, folder: RunFolder, corpus: Corpus, cache_ro
                                   outputs=Outputs(config.objective.frame_subsampling,
                                                   config.objective.tolerance_frames),
                                   cache_root=cache_root, report=report)
-    report(f"objective {config.objective.kind}: denominator of {graph.num_states} states and "
-           f"{len(graph.source_A)} arcs")
+    report(f"objective {config.objective.kind}: denominator of {counted(graph.num_states, 'state')} and "
+           f"{counted(len(graph.source_A), 'arc')}")
     return SequenceData(str(directory), denominator)
 
 
@@ -130,7 +132,8 @@ def report_skipped(spec: SpeechTaskSpec, report: Report) -> None:
     shards = spec.shards()
     if isinstance(shards, SequenceReader) and shards.index.num_left_out:
         total = sum(shards.index.num_sequences) + shards.index.num_left_out
-        report(f"{shards.index.num_left_out} of {total} training sequences are skipped, because "
+        report(f"{shards.index.num_left_out} of {counted(total, 'training sequence is', 'training sequences are')} "
+               "skipped, because "
                "their labels have no path through the denominator graph")
 
 

@@ -50,7 +50,7 @@ def local_pool(request: PoolRequest) -> WorkerPool:
         # spinning threads of one worker would starve another
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         return ProcessPool(spec, cluster.num_workers, request.num_threads, request.num_parameters,
-                           log_directory=request.log_directory, agreement=request.agreement)
+                           log_directory=request.log_directory, agreement=request.agreement, report=request.report)
     raise ConfigError(f"cluster.kind is {cluster.kind}, which needs the command line; from Python, "
                       "choose local or in_process.")
 

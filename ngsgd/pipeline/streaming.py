@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from ngsgd import interface
 from ngsgd.asr.decode import decoding, evaluation, scoring
 from ngsgd.asr.decode.streaming import Score, Search, StreamingDecoder
 from ngsgd.asr.features.cmvn import GLOBAL, CmnState, OnlineMean, mean_and_deviation
@@ -71,7 +72,7 @@ def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
             raise ValueError("wer.json has no decoding weights")
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder.path} has not been decoded yet ({error}); finish it with: "
-                              f"ngsgd resume {folder.path}") from error
+                              f"{interface.resume(folder.path)}") from error
     model, prior_P = load_final(folder, trust=trust)
     corpus = refined_corpus(config, run.data, model, prior_P, run.services.report)
     torch.set_num_threads(1)

@@ -16,8 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from ngsgd import imports
+from ngsgd import imports, interface
+from ngsgd.cluster.fingerprint import why_no_kernels
 from ngsgd.config import RunConfig
+from ngsgd.counting import counted
 from ngsgd.errors import CheckpointError, ConfigError, NgsgdError
 from ngsgd.files import read_json, write_text
 from ngsgd.phase import Phase
@@ -27,7 +29,7 @@ from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.config_file import to_yaml
 from ngsgd.pipeline.runs.final_model import check_final, write_final
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir, resume_command, task_argument
+from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir, resume_command
 from ngsgd.pipeline.services import Services
 from ngsgd.schedules import Schedule
 from ngsgd.tasks.functions import FunctionTask
@@ -58,6 +60,7 @@ def new_task_run(config: RunConfig, services: Services, given: TaskOrFunction | 
         ConfigError: the task or the settings cannot be used.
     """
     check_output_dir(config)
+    why_no_kernels(services.report)
     if given is None:
         config = with_module(config)
     if config.combination.kind == "generalized":
@@ -86,7 +89,7 @@ def task_spec(config: RunConfig, given: TaskOrFunction | None) -> TaskSpec:
     if given is None:
         if config.task.from_python:
             raise ConfigError(f"the task of this run, {config.task.from_python}, came from a Python program; continue "
-                              "the run there, with ngsgd.train(task, resume=RUN).")
+                              f"the run there, with ngsgd.train({interface.argument(config.task.from_python)}, resume=RUN).")
         return ImportedTask(settings, config.task)
     if isinstance(given, nn.Module) or not (isinstance(given, Task) or callable(given)):
         raise ConfigError(f"the task is a {type(given).__name__}; pass an ngsgd.tasks.DatasetTask(dataset, make_model, "
@@ -144,7 +147,7 @@ class TaskRun(BaseRun):
     def _task(self) -> Task:
         if self.config.task.from_python and self._given is None:
             raise ConfigError(f"the model of {self.folder.path} is built by a task of a Python program; pass the task: "
-                              f'ngsgd.load("{self.folder.path}", {task_argument(self.config.task)}).')
+                              f'ngsgd.load("{self.folder.path}", {interface.argument(self.config.task.from_python)}).')
         permission.require(self.config.task, self.folder.config, self.folder.run_id, trust=self._given is not None)
         return task_spec(self.config, self._given).task(torch.device("cpu"))
 
@@ -190,7 +193,8 @@ class TaskRun(BaseRun):
         found = running_mean(models, held_out)
         loss, newest = f"{-found.objf:.4f}", f"{-found.objf_newest:.4f}"
         if loss != newest:
-            self.services.report(f"final model: mean of the last {found.num_models} models, valid loss {loss}; the last model "
+            self.services.report(f"final model: mean of the last {counted(found.num_models, 'model')}, valid loss {loss}; "
+                                 f"the last model "
                                  f"alone has {newest}")
         return found.parameters
 

@@ -26,7 +26,8 @@ from ngsgd.training.worker_pool import WorkerPool
 def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start: Checkpoint,
           ledger: Path, *,
           tracker: Tracker | None = None, stop: StopSignal | None = None,
-          clock: Callable[[], float] = time.monotonic, on_start: Callable[[], None] = lambda: None,
+          clock: Callable[[], float] = time.monotonic, report: Callable[[str], object] = lambda _line: None,
+          on_start: Callable[[], None] = lambda: None,
           catch_signals: Callable[[], AbstractContextManager[None]] = nullcontext) -> Checkpoint:
     """Run the remaining outer iterations and return the last checkpoint.
 
@@ -39,6 +40,7 @@ def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start:
         tracker: receives the records of outer iterations.
         stop: request to stop after the current outer iteration, or immediately.
         clock: seconds; simulated time in a simulation.
+        report: takes lines of progress.
         on_start: called when the workers are ready.
         catch_signals: context that is active while outer iterations run.
     """
@@ -48,7 +50,7 @@ def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start:
     try:
         pool.start()
         on_start()
-        schedule, control = run_schedule(task, settings), RunControl(stop or NeverStop(), clock)
+        schedule, control = run_schedule(task, settings), RunControl(stop or NeverStop(), clock, report)
         coordinator = Coordinator(
             task, seeded_model(task, settings.seed), schedule,
             pool, RunStorage(checkpoints, written, tracker or Trackers([])), settings, control,

@@ -5,19 +5,21 @@ from __future__ import annotations
 import glob
 import multiprocessing
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.recognizer import Recognizer
 from ngsgd.asr.recording import SUFFIXES
 from ngsgd.asr.transcript import Transcript
 from ngsgd.errors import DataError, NgsgdError
-from ngsgd.pipeline.runs.recognizer import open_bundle
+from ngsgd.interface import option
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,6 @@ class Outcome:
     audio: Path
     transcript: Transcript | None
     error: str = ""
-
-
-def open_recognizer(model: str, *, trust: bool = False) -> Recognizer:
-    """Open the recognizer of a bundle, a run folder, or a run by its name under runs/.
-
-    A custom network is imported if this user began the run, or with `trust` (see
-    docs/own-model.md).
-    """
-    return Recognizer(open_bundle(model, trust=trust))
 
 
 def find_audio(names: Sequence[str]) -> tuple[list[Path], list[Path]]:
@@ -92,7 +85,7 @@ def transcribe_all(
         num_best: hypotheses of each segment.
         num_processes: processes that share the files; each loads the model and computes with one
             thread.
-        trust: as for `open_recognizer`, in these processes.
+        trust: import the module of a custom network, in these processes.
     """
     if min(num_processes, len(audio)) <= 1:
         for path in audio:
@@ -103,14 +96,14 @@ def transcribe_all(
         min(num_processes, len(audio)),
         context,
         _begin,
-        (str(recognizer.bundle.path), trust, num_best),
+        (recognizer.bundle.path, trust, num_best, {name: getattr(recognizer.bundle, name) for name in _OF_WORDS}),
     )
     try:
         yield from pool.map(_in_worker, audio)
     except BrokenProcessPool as error:
         raise DataError(
             "a process that recognized recordings died, from lack of memory or on a damaged file; "
-            "find the file with --processes 1."
+            f"find the file with {option('processes', '1', 'num_processes')}."
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -127,14 +120,16 @@ def _outcome(recognizer: Recognizer, path: Path, num_best: int) -> Outcome:
 
 
 _worker: tuple[Recognizer, int]
+# attributes of a model that `Bundle.with_words` replaces
+_OF_WORDS = ("language", "decode", "weights", "calibration")
 
 
-def _begin(model: str, trust: bool, num_best: int) -> None:
+def _begin(model: Path, trust: bool, num_best: int, words: Mapping[str, Any]) -> None:
     global _worker  # noqa: PLW0603 - the state of a worker process
     # Ctrl-C ends the workers without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(1)
-    _worker = Recognizer.load(model, trust=trust), num_best
+    _worker = Recognizer(replace(Bundle.load(model, trust=trust), **words)), num_best
 
 
 def _in_worker(path: Path) -> Outcome:

@@ -57,10 +57,12 @@ class RunStorage:
 
 @dataclass(frozen=True)
 class RunControl:
-    """External inputs of a run: requests to stop, and the time."""
+    """External inputs of a run, and where it reports its progress."""
 
     stop: StopSignal = field(default_factory=NeverStop)
     clock: Callable[[], float] = time.monotonic
+    # takes lines of progress
+    report: Callable[[str], object] = lambda _line: None
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Coordinator:
         self._deferred = DeferredDiagnostics(BackgroundDiagnostics(self.model, self.task),
                                              tracker.outer_iteration)
         self._dispatch = Dispatcher(self.pool, ledger, self._averaged.layout, settings,
-                                    self.control.stop, self._emit_incident, self.control.clock)
+                                    self.control.stop, self._emit_incident, self.control.clock, self.control.report)
         self._refcount = self._dispatch.refcount
         self._job_init = JobInitializer(settings.outer, self._refcount, codec=settings.cluster.codec,
                                         mean_fisher=settings.mean_fisher)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from ngsgd.counting import counted
 from ngsgd.errors import ClusterError, CrashingShardError, DamagedArchiveError, NgsgdError, RunInterrupted
 from ngsgd.schedules import Shard
 from ngsgd.training.auditing.audits import Audits
@@ -42,6 +43,7 @@ from ngsgd.training.snapshots.book import continued
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import is_damaged
 from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
+from ngsgd.training.worker_wait import WorkerWait
 
 # interval at which stop requests and hung workers are checked while jobs run
 _POLL_S = 0.2
@@ -125,7 +127,8 @@ class Dispatcher:
 
     def __init__(self, pool: WorkerPool, ledger: Ledger, layout: FlatLayout,
                  settings: EngineSettings, stop: StopSignal,
-                 emit_incident: EmitIncident, clock: Callable[[], float]) -> None:
+                 emit_incident: EmitIncident, clock: Callable[[], float],
+                 report: Callable[[str], object] = lambda _line: None) -> None:
         self.pool = pool
         self.ledger = ledger
         self.layout = layout
@@ -137,8 +140,7 @@ class Dispatcher:
         self.on_corrupt = settings.on_corrupt
         self._damaged: set[int] = set()                   # archives
         self.num_deaths = 0
-        # last time at which enough workers were alive
-        self._enough_at: float | None = None
+        self._wait = WorkerWait(self.cluster.wait_for_workers_s, report)
         self.num_discarded = 0
         self._num_plans = 0
         # work items that were deferred -> failed attempts
@@ -248,14 +250,11 @@ class Dispatcher:
             self.pool.stop_jobs(state.plan.outer_iter)
 
     def _require_workers(self) -> None:
-        """Raise if too few workers are alive for longer than cluster.start_timeout_s."""
-        now, alive = self._awake.now, self.pool.num_workers_alive()
-        if alive >= self.cluster.min_workers or self._enough_at is None:
-            self._enough_at = now
-        elif now - self._enough_at > self.cluster.start_timeout_s:
-            raise ClusterError(f"only {alive} of {self.cluster.num_workers} workers are alive, and "
-                               "no others joined within cluster.start_timeout_s = "
-                               f"{self.cluster.start_timeout_s:g}; check that the cluster still "
+        """Raise if too few workers are alive for longer than cluster.wait_for_workers_s."""
+        alive, cluster = self.pool.num_workers_alive(), self.cluster
+        if self._wait.is_over(self._awake.now, alive, cluster.min_workers, cluster.num_workers, self.pool.has_busy_start):
+            raise ClusterError(f"only {alive} of {cluster.num_workers} workers are alive, and no others joined within "
+                               f"cluster.wait_for_workers_s = {cluster.wait_for_workers_s:g}; check that the cluster still "
                                "has their CPUs or GPUs, or lower cluster.min_workers and resume.")
 
     def hang_timeout_s(self) -> float:
@@ -441,7 +440,7 @@ class Dispatcher:
         if not failure.worker_died:
             self._give_up(state, job, "dropped", failure.reason)
             self.emit_incident("job_dropped", f"{who}; {where} is skipped in this outer iteration "
-                                              f"after {tries} attempts{failure.last_words}.",
+                                              f"after {counted(tries, 'attempt')}{failure.last_words}.",
                                               job.outer_iter, job.job, failure.worker)
         elif self.failure.on_repeated_crash == "stop":
             raise CrashingShardError(f"{who}; {where} crashed {tries} workers, and "
@@ -451,7 +450,7 @@ class Dispatcher:
             state.quarantined += job.pieces
             self._give_up(state, job, "quarantined", failure.reason)
             self.emit_incident("shard_quarantined",
-                               f"{who}; {where} crashed {tries} workers and is quarantined for the "
+                               f"{who}; {where} crashed {counted(tries, 'worker')} and is quarantined for the "
                                f"rest of this run{failure.last_words}.",
                                job.outer_iter, job.job, failure.worker)
 
@@ -469,7 +468,7 @@ class Dispatcher:
                                      f"hang, then resume{failure.last_words}.")
         self._give_up(state, job, "dropped", failure.reason)
         self.emit_incident("job_dropped", f"{who}; {where} is skipped in this outer iteration "
-                                          f"after {hangs} workers hung and were "
+                                          f"after {counted(hangs, 'worker')} hung and were "
                                           f"killed{failure.last_words}.",
                                           job.outer_iter, job.job,
                            failure.worker)

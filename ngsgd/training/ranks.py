@@ -14,6 +14,8 @@ class Ranks:
 
     rank = 0
     size = 1
+    # backend of the sums, if results depend on it
+    summed_by = ""
 
     def start_vector(self, read: Callable[[], Vector], size: int) -> Vector:
         """Return the parameters before the first minibatch; only rank 0 calls `read`."""

@@ -453,8 +453,10 @@ def choose_device(wanted: str, index: int = 0) -> torch.device:
         ConfigError: the GPU accepts no further process.
     """
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("cluster.device is cuda, but this worker has no visible GPU; set "
-                          "cluster.device=auto or cpu.")
+        raise ConfigError("cluster.device is cuda, but " + (
+            "this worker has no visible GPU; set cluster.device=auto or cpu." if torch.backends.cuda.is_built() else
+            f"torch {torch.__version__} of this worker is for CPUs; install torch for CUDA there (in an image: build it with "
+            "--build-arg TORCH_INDEX=...), or set cluster.device=cpu."))
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", index % torch.cuda.device_count())

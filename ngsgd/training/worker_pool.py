@@ -48,6 +48,9 @@ class WorkerPool(Protocol):
     def num_workers_alive(self) -> int:
         """Workers that run a job or can take one."""
 
+    def has_busy_start(self) -> bool:
+        """Whether a worker that starts was busy since the last call: it imports or compiles."""
+
     def retired(self) -> list[Retired]:
         """Incidents since the last call."""
 

@@ -18,8 +18,7 @@ from ngsgd import files
 from ngsgd.asr import bundle_files
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode.calibration import Calibration
-from ngsgd.asr.lang.language import Language
-from ngsgd.asr.lang.topology import Topology
+from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.errors import CheckpointError, ConfigError
 from tests.asr import tiny_recognizer
 
@@ -38,7 +37,7 @@ def folder_of(path: Path, content: dict[str, bytes]) -> Path:
 
 def write_changed(path: Path, content: dict[str, bytes], change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Write a bundle with other entries of the index, and a valid checksum."""
-    index = files.unsealed(json.loads(content[bundle_files.INDEX]))[0]
+    index = files.unsealed(json.loads(content[bundle_files.INDEX]))
     changed = files.sealed({**index, **change(index)})
     bundle_files.write_file(path, {**content, bundle_files.INDEX: json.dumps(changed).encode()})
 
@@ -70,8 +69,9 @@ def test_scores_of_spliced_frames_are_those_of_the_utterance(tmp_path: Path) -> 
 
 def test_other_words_over_the_same_phones_make_another_graph(tmp_path: Path) -> None:
     found = Bundle.load(tiny_recognizer.write(tmp_path / "a"))
-    other = Language(Topology(("N", "Y"), {"NY": (("N", "Y"),)}))
-    assert found.graph_of(other).words == ("NY",) and found.graph.words == ("NO", "YES")
+    (tmp_path / "lexicon").write_text("NY N Y\n")
+    other = found.with_words(Vocabulary(lexicon=tmp_path / "lexicon"))
+    assert other.graph.words == ("NY",) and found.graph.words == ("NO", "YES")
 
 
 def test_an_invalid_model_is_rejected_with_the_next_step(
@@ -113,9 +113,9 @@ def test_a_missing_file_is_named(tmp_path: Path, content: dict[str, bytes]) -> N
         Bundle.load(folder)
 
 
-def test_a_newer_version_is_named(tmp_path: Path, content: dict[str, bytes]) -> None:
+def test_another_version_is_named(tmp_path: Path, content: dict[str, bytes]) -> None:
     write_changed(tmp_path / "a", content, lambda index: {"version": bundle_files.VERSION + 1})
-    with pytest.raises(CheckpointError, match="newer version"):
+    with pytest.raises(CheckpointError, match="another version"):
         Bundle.load(tmp_path / "a")
 
 

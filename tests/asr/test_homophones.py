@@ -71,7 +71,7 @@ def test_a_new_homophone_of_another_lexicon_loses_to_the_word_of_training(tmp_pa
     pytest.importorskip("kaldi_decoder")
     (tmp_path / "lexicon").write_text("AU OW\nO OW\nOWE OW\n")
     language = Language(TOPOLOGY, word_counts=COUNTS)
-    changed, _ = vocabulary.of_model(language, Vocabulary(lexicon=tmp_path / "lexicon"))
+    changed = vocabulary.of_model(language, Vocabulary(lexicon=tmp_path / "lexicon"))
     graph = evaluation.build_graph(changed, MADE)
     loglik_TP = spell(TOPOLOGY, ["O"], frames_per_state=4)
     assert decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=30.0, max_active=1000).words == ("O",)

@@ -76,7 +76,7 @@ HARMLESS = {
 
 def _first_pass(path: Path) -> str:
     """As --lm; data.lm reads by the same function."""
-    changed, _ = vocabulary.of_model(LANGUAGE, Vocabulary(arpa=path), lambda _line: None)
+    changed = vocabulary.of_model(LANGUAGE, Vocabulary(arpa=path), lambda _line: None)
     return str(graphs.build(changed, silence_prob=0.2).fst.to_str(show_weight_one=True))
 
 
@@ -169,7 +169,7 @@ def test_words_of_lexicon_and_model_are_compared(tmp_path: Path) -> None:
     path = tmp_path / "lm.arpa"
     path.write_text(GOOD)
     said: list[str] = []
-    changed, _ = vocabulary.of_model(LANGUAGE, Vocabulary(arpa=path), said.append)
+    changed = vocabulary.of_model(LANGUAGE, Vocabulary(arpa=path), said.append)
     assert len(said) == 1
     assert "3 of 5" in said[0] and "<s> #0 <eps>" in said[0]
     with pytest.raises(DataError, match=r"lm\.arpa"):

@@ -83,7 +83,7 @@ def test_a_dictionary_with_probabilities_is_found_by_its_usual_name(tmp_path: Pa
 def test_numbers_of_a_lexicon_for_decoding_are_a_warning(tmp_path: Path) -> None:
     (tmp_path / "lexicon").write_text("YES 0.5 Y\nNO 1 N\n")
     with pytest.warns(NgsgdWarning, match="lexicon"):
-        changed, _ = vocabulary.of_model(tiny_recognizer.LANGUAGE, Vocabulary(lexicon=tmp_path / "lexicon"))
+        changed = vocabulary.of_model(tiny_recognizer.LANGUAGE, Vocabulary(lexicon=tmp_path / "lexicon"))
     assert changed.topology.lexicon == {"YES": (("Y",),), "NO": (("N",),)}
 
 

@@ -81,7 +81,7 @@ def _config(address: str) -> RunConfig:
     """Long enough for a node's end to be felt."""
     plain = config()
     return replace(plain, schedule=replace(plain.schedule, num_epochs=_NUM_EPOCHS),
-                   cluster=ClusterConfig(kind="ray", num_workers=2, threads_per_worker=1, address=address, start_timeout_s=60.0))
+                   cluster=ClusterConfig(kind="ray", num_workers=2, threads_per_worker=1, address=address, wait_for_workers_s=60.0))
 
 
 def _main() -> None:

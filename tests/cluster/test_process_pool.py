@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +15,9 @@ import psutil
 import pytest
 
 from ngsgd.cluster.process_pool import ProcessPool
-from ngsgd.config import FailureConfig, OptimizerConfig, OuterConfig
+from ngsgd.config import ClusterConfig, FailureConfig, OptimizerConfig, OuterConfig
 from ngsgd.errors import ClusterError
+from ngsgd.training import worker_wait
 from ngsgd.training.job import Job, JobResult, VectorRef
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.storage.audit import audit
@@ -174,3 +176,24 @@ def test_a_run_without_a_worker_left_ends_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="no worker is left: each died more than"):
         run.train(PoolThatSignals(run, signal.SIGKILL, lambda job: job.outer_iter == 1))
     assert run.store.latest()[0] is not None  # committed work is kept
+
+
+class Compiles:
+    """A worker whose start waits for a compiler."""
+
+    def __call__(self, spec: TaskSpec, index: int) -> Worker:
+        subprocess.run(["sleep", "12"], check=True)
+        return Worker(spec, index)
+
+
+@pytest.mark.slow
+@pytest.mark.entry("Nc13")
+def test_workers_that_compile_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_wait, "EVERY_S", 0.5)
+    whole = undisturbed(config())
+    # the fork server has its time to start
+    run = Run(tmp_path / "run", config(cluster=ClusterConfig(num_workers=2, wait_for_workers_s=10.0)))
+    lines: list[str] = []
+    pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, make_worker=Compiles(), report=lines.append)
+    assert run.train(pool).model_sha256 == whole.model_sha256
+    assert any("0 of 2" in line for line in lines)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from ngsgd.asr.corpora.digits.labels import TOPOLOGY
 from ngsgd.launcher.cli import main
 from tests.docs.pages import FENCE, PAGES, ROOT, name
 from tests.integration.service import TINY
@@ -116,6 +117,8 @@ def test_python_with_a_trained_model_runs(tutorial: Path, monkeypatch: pytest.Mo
     _give(["ngsgd", "export", "--format", "bundle", "first", "model.ngsgd"], tutorial)
     monkeypatch.chdir(tutorial)
     samples = torch.zeros(16000)
+    (tutorial / "names.txt").write_text(f"anna {' '.join(TOPOLOGY.lexicon['one'][0])}\n")
+    (tutorial / "names.jsgf").write_text("<name> = anna+;")
     _run("docs/transcribe.md", {"samples": samples, "chunks": samples.split(4000)})
 
 

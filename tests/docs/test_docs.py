@@ -11,35 +11,25 @@ from pathlib import Path
 import pytest
 
 from ngsgd.launcher import reference
-from ngsgd.launcher.config import compose
-from ngsgd.launcher.help import COMMANDS
 from tests import entries
 from tests.docs.pages import FENCE, ROOT, name
 from tests.docs.pages import PAGES as ALL_PAGES
+from tests.launcher.commands import mistakes
+from tests.suggested import rejection
 
 PAGES = [page for page in ALL_PAGES if page.name not in ("RESULTS.md", "CHANGELOG.md")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != mistakes.PAGE], ids=name)
 def test_commands_in_the_pages_can_be_given(page: Path) -> None:
-    """Commands and flags exist, and settings compose; run folders need not exist."""
-    problems = []
-    for line in _command_lines(page):
-        words = shlex.split(line, comments=True)
-        if not words or words[0] not in COMMANDS:
-            problems.append(f"{line}: no such command")
-            continue
-        flags = [word.partition("=")[0] for word in words[1:] if word.startswith("--") and len(word) > 2]
-        problems += [f"{line}: {flag} is not in its help" for flag in flags if flag not in reference.help_of(words[0])]
-        settings = [word for word in words[1:] if re.match(r"^[a-z_]+([./][a-z_]+)*=", word)]
-        if words[0] in ("train", "plan", "simulate", "align", "submit") and settings:
-            check = compose.check_sweep if "-m" in words else compose.compose
-            try:
-                check(settings)
-            except Exception as error:
-                problems.append(f"{line}: {error}")
-    assert problems == []
+    """The parsers accept them, and settings compose; run folders need not exist."""
+    lines = [_until_operator(shlex.split(line, comments=True)) for line in _command_lines(page)]
+    assert [f"{shlex.join(words)}: {problem}" for words in lines if (problem := rejection(words))] == []
+    for mention in re.findall(r"`ngsgd ([a-z]+ [^`]+)`", FENCE.sub("", page.read_text(encoding="utf-8"))):
+        words = mention.split()
+        flags = [word.partition("=")[0] for word in words[1:] if word.startswith("--")]
+        assert [flag for flag in flags if flag not in reference.help_of(words[0])] == [], mention
 
 
 def _command_lines(page: Path) -> list[str]:
@@ -47,9 +37,14 @@ def _command_lines(page: Path) -> list[str]:
     blocks = [body for language, body in FENCE.findall(text) if language in ("", "console", "bash", "sh")]
     blocks.append("\n".join(line[4:] for line in text.splitlines() if line.startswith("    ")))
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    command = re.compile(r"^(?:\S+=\S+ )*(?:\.venv/bin/)?ngsgd ([a-z]+(?: .+)?)$")
+    command = re.compile(r"^(?:\S+=\S+ |docker .* exec \w+ )*(?:\.venv/bin/)?((?:ngsgd|ray|mlflow) [a-z]+(?: .+)?)$")
     found = [match[1] for line in lines if (match := command.match(line.strip()))]
-    return [line for line in found if not line.startswith(("[", "|"))]
+    return [line for line in found if line.split()[1][0] not in "[|"]
+
+
+def _until_operator(words: list[str]) -> list[str]:
+    """A command without the pipe or the redirection behind it."""
+    return words[:next((at for at, word in enumerate(words) if word[0] in "|><&"), len(words))]
 
 
 @pytest.mark.slow

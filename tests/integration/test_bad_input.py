@@ -112,6 +112,8 @@ def test_an_archive_of_examples_with_a_flipped_bit(tmp_path: Path, tiny_run: Pat
 def test_a_damaged_checkpoint_is_skipped_and_the_run_continues(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newest = sorted((tiny_run / "checkpoints").iterdir())[-1]
     (newest / "model.safetensors").write_bytes(b"")
+    # as of a process that was killed before its end
+    (tiny_run / "finished.json").unlink()
     assert main(["resume", str(tiny_run)]) == 0
     said = capsys.readouterr()
     assert f"{newest.name} is damaged" in said.out + said.err

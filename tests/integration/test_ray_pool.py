@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ from typing import Any
 import psutil
 import pytest
 import ray
+import torch
 
+from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError, DataError
 from ngsgd.launcher.ray.pool import RayPool
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training import worker_wait
 from ngsgd.training.job import Job, JobResult, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.storage.audit import audit
@@ -58,6 +63,16 @@ def test_ray_and_in_process_give_identical_bits_and_leave_no_process(tmp_path: P
     assert len(set(processes)) == 2
     gone, alive = psutil.wait_procs([psutil.Process(p) for p in processes if psutil.pid_exists(p)], timeout=HANGS_S)
     assert not alive, gone
+
+
+@pytest.mark.entry("Nc1")
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_workers_use_kernels_if_the_coordinator_does(has_kernels: bool, tmp_path: Path) -> None:
+    run, here = Run(tmp_path / "ray"), Fingerprint.of_this_process(1)
+    agreement = Agreement(here.without_machine(), has_kernels=has_kernels)
+    run.train(RayPool(run.spec, 1, run.store.layout.size, agreement))
+    assert agreement.found is not None
+    assert agreement.found.is_without_kernels == (not has_kernels or here.is_without_kernels)
 
 
 def test_workers_killed_in_an_outer_iteration_cost_nothing(tmp_path: Path) -> None:
@@ -173,9 +188,9 @@ def test_a_replacement_that_does_not_see_the_data_is_not_used(tmp_path: Path) ->
 
 def test_workers_that_do_not_come_are_given_up_on(tmp_path: Path) -> None:
     # the session has 8 cores
-    too_many = ClusterConfig(num_workers=2, threads_per_worker=5, start_timeout_s=1.0)
+    too_many = ClusterConfig(num_workers=2, threads_per_worker=5, wait_for_workers_s=1.0)
     run = Run(tmp_path, config(cluster=too_many))
-    with pytest.raises(ClusterError, match=r"cluster\.start_timeout_s"):
+    with pytest.raises(ClusterError, match=r"cluster\.wait_for_workers_s"):
         run.train(RayPool(run.spec, 5, run.store.layout.size))
 
 
@@ -184,3 +199,26 @@ def test_a_worker_with_other_code_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("ngsgd.cluster.fingerprint.code_digest", lambda: "other")
     with pytest.raises(ClusterError, match="code: other"):
         run.train(RayPool(run.spec, 1, run.store.layout.size))
+
+
+@dataclasses.dataclass(frozen=True)
+class CompilingSpec(SpeechTaskSpec):
+    """A task whose start in a worker waits for a compiler."""
+
+    coordinator: int = 0
+
+    def task(self, device: torch.device | None = None) -> Any:
+        if os.getpid() != self.coordinator:
+            subprocess.run(["sleep", "20"], check=True)
+        return super().task(device)
+
+
+@pytest.mark.entry("Nc13")
+def test_workers_that_compile_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_wait, "EVERY_S", 0.5)
+    whole = undisturbed(config())
+    run = Run(tmp_path / "run", config(cluster=ClusterConfig(num_workers=2, wait_for_workers_s=15.0)))
+    spec = CompilingSpec(run.config, run.spec.egs_directory, coordinator=os.getpid())
+    lines: list[str] = []
+    assert run.train(RayPool(spec, 1, run.store.layout.size, report=lines.append)).model_sha256 == whole.model_sha256
+    assert any("0 of 2" in line for line in lines)

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from ngsgd.config import RunConfig
-from ngsgd.errors import RunLockedError
+from ngsgd.errors import ConfigError, RunLockedError
 from ngsgd.launcher import cli
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.folder import StoredFolder, newest_manifest
 from ngsgd.object_storage.lease import Lease
+from ngsgd.object_storage.urls import local_root
 from ngsgd.pipeline.runs import config_file, stored_run
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.training.storage.event_log import EventLog
@@ -375,3 +376,29 @@ def test_copies_are_used_where_the_file_system_has_no_locks(bucket: Bucket, monk
     copy = find_run(training.url)
     assert copy != training.folder.path and content(training.folder.path) == before
     assert os.path.samefile(copy, find_run(training.url))
+
+
+@pytest.mark.entry("Nc14")
+def test_a_run_is_found_without_its_time_stamp(bucket: Bucket) -> None:
+    newest = ""
+    for name, when in (("obj-20261101-101010", 1), ("obj-20261129-101010", 2), ("obj-2-20261130-101010", 3), ("obj-more", 4)):
+        folder = local_root(URL) / name
+        folder.mkdir(parents=True)
+        assert stored_run.reserved(folder, URL)
+        config = RunConfig(output_dir=URL)
+        (folder / "config.yaml").write_text(config_file.to_yaml(config))
+        (folder / "number").write_text(str(when))
+        with RunFolder(folder).locked("train", print) as lock:
+            lock.committed()
+        newest = name if when == 2 else newest
+    for words in ({}, {"with_models": False}, {"to_write": True}):
+        for name in ("obj", newest):
+            assert find_run(f"{URL}/{name}", **words).name == newest
+        assert find_run(f"{URL}/obj-2/", **words).name == "obj-2-20261130-101010"
+        for name in ("ob", "obj-", "obj-20261129", "none"):
+            with pytest.raises(ConfigError):
+                find_run(f"{URL}/{name}", **words)
+    # a bucket has no name
+    with pytest.raises(ConfigError):
+        find_run("s3://tests")
+    assert cli.main(["status", f"{URL}/obj"]) == 0

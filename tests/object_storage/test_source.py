@@ -67,7 +67,7 @@ def test_only_changed_objects_are_copied(store: ObjectStore) -> None:
     assert len(lines) == 2
 
 
-@pytest.mark.entry("H1")
+@pytest.mark.entry("At6")
 def test_a_copy_that_another_process_reads_does_not_change(store: ObjectStore) -> None:
     store.put("text", b"a")
     code = ("import sys; from ngsgd.object_storage.client import ObjectStore; from ngsgd.object_storage.mirror import mirrored; "

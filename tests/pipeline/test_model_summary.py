@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from ngsgd.pipeline.model_summary import summary
@@ -18,6 +19,24 @@ def test_a_deep_model_has_one_row_for_each_top_level_module() -> None:
     body = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
     _total, *rows = summary(nn.ModuleDict({"body": body, "head": nn.Linear(4, 2)}))
     assert [(row.split()[0], row.split()[-1]) for row in rows] == [("body", "800"), ("head", "10")]
+
+
+def test_names_are_those_of_public_layers() -> None:
+    class Own(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.scale = nn.Parameter(torch.ones(3))
+
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Parameter(torch.ones(3))
+
+    names = [row.split()[:2] for row in summary(nn.ModuleDict({"a": nn.MultiheadAttention(4, 2), "b": Own()}))[1:]]
+    assert names == [["a", "MultiheadAttention"], ["a.out_proj", "Linear"], ["b", "Own"]]
+    assert summary(Weights())[1].split()[:2] == ["(model)", "Weights"]
+    private = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    assert all(hasattr(nn, row.split()[1]) for row in summary(nn.Sequential(private))[1:])
 
 
 def test_fixed_parameters_are_counted_apart() -> None:

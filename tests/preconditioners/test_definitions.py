@@ -86,7 +86,7 @@ def _plain() -> dict[str, Tensor]:
 
 
 @pytest.mark.entry("A13", "you use DiagonalNG, UnitWiseNG, LayerWiseNG, FullNG, SENG or SMWNG on sequences", "works",
-                   "F is 1/R times the sum over samples of g g^T, where g is the gradient of the sum of a sample's frames. With "
+                   "F is the mean over samples of g g^T, where g is the gradient of one sample: the sum over its frames. With "
                    "fisher=\"exact\" it is the sum over frames, as always with K-FAC and EKFAC. See docs/preconditioners.md "
                    "for other methods.")
 @pytest.mark.parametrize(("fisher", "vectors"), [("empirical", _of_samples), ("exact", _of_root)])

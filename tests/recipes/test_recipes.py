@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from ngsgd.asr.corpora import kaldi_dirs
+from ngsgd.asr.corpora import an4, kaldi_dirs
 from ngsgd.config import FeatureConfig
 from ngsgd.launcher.config.compose import compose, conf_dir
 from ngsgd.pipeline.recipes import recipe
@@ -104,3 +105,50 @@ def test_broken_download_is_named_and_leaves_no_half_of_a_set(tmp_path: Path) ->
     assert done.returncode == 1
     assert "archive" in done.stderr
     assert [path.name for path in (tmp_path / "prepared").iterdir()] == ["train"]
+
+
+def write_an4(folder: Path, *, num_frames: int = 3) -> dict[str, np.ndarray]:
+    """CMU's distribution with two utterances, and their cepstra by name."""
+    rng = np.random.default_rng(0)
+    (folder / "etc").mkdir(parents=True)
+    for name in ("an4.dic", "an4.ug.lm"):
+        (folder / "etc" / name).write_text(name)
+    (folder / "etc" / "an4_train.transcription").write_text("<s> GO ON </s> (an1-fash-b)\n")
+    # the transcripts of test have no marks
+    (folder / "etc" / "an4_test.transcription").write_text("STOP (cen8-mwhw2-b)\n")
+    found = {}
+    for place, utt_id in (("an4_clstk/fash/an1-fash-b", "fash-an1-b"), ("an4test_clstk/mwhw2/cen8-mwhw2-b", "mwhw2-cen8-b")):
+        path = folder / "feat" / f"{place}.mfc"
+        path.parent.mkdir(parents=True)
+        found[utt_id] = rng.normal(size=(num_frames, 13)).astype(np.float32)
+        path.write_bytes((13 * num_frames).to_bytes(4, "big") + found[utt_id].astype(">f4").tobytes())
+    return found
+
+
+@pytest.mark.entry("Nc4")
+def test_an4_is_packed_from_the_public_cepstra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kaldiio = pytest.importorskip("kaldiio")
+    main = runpy.run_path(str(ROOT / "recipes/an4/local/prepare.py"))["main"]
+    cepstra = write_an4(tmp_path / "an4")
+    monkeypatch.setattr(an4, "released_checksums", dict)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path / "an4"), str(tmp_path / "out")])
+    main()
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= set(an4.SPEECH)
+    read = dict(pair for name in ("train", "test") for pair in kaldiio.load_ark(str(tmp_path / "out" / f"feats_{name}.ark")))
+    assert read.keys() == cepstra.keys() and all(np.array_equal(read[name], cepstra[name]) for name in read)
+    assert (tmp_path / "out" / "text_train").read_text() == "fash-an1-b GO ON\n"
+    assert (tmp_path / "out" / "text_test").read_text() == "mwhw2-cen8-b STOP\n"
+    assert (tmp_path / "out" / "utt2spk_test").read_text() == "mwhw2-cen8-b mwhw2\n"
+    # another release, a cut file, a folder that exists: one sentence, and no folder
+    with pytest.raises(SystemExit):
+        main()
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path / "an4"), str(tmp_path / "new")])
+    monkeypatch.setattr(an4, "released_checksums", lambda: {"text_test": "0"})
+    with pytest.raises(SystemExit):
+        main()
+    monkeypatch.setattr(an4, "released_checksums", dict)
+    cut = tmp_path / "an4" / "feat" / "an4_clstk" / "fash" / "an1-fash-b.mfc"
+    cut.write_bytes(cut.read_bytes()[:-4])
+    with pytest.raises(SystemExit):
+        main()
+    assert not (tmp_path / "new").exists()

@@ -21,7 +21,7 @@ def make_task(fault: str) -> DatasetTask:
     _calls["loss"] = 0
     if fault == "not_finite":
         return spoilt.make_task("input")
-    return DatasetTask(blobs.dataset(), blobs.make_model, _LOSSES[fault], shard_size=240, num_eval_examples=50)
+    return DatasetTask(blobs.dataset(), blobs.make_model, LOSSES[fault], shard_size=240, num_eval_examples=50)
 
 
 def plain(model: nn.Module, batch: Any) -> Tensor:
@@ -61,4 +61,5 @@ def _has_begun() -> bool:
     return _calls["loss"] > _QUIET
 
 
-_LOSSES = {"plain": plain, "wrong_type": wrong_type, "no_memory": no_memory, "interrupted": interrupted, "terminated": terminated}
+# fault -> loss function
+LOSSES = {"plain": plain, "wrong_type": wrong_type, "no_memory": no_memory, "interrupted": interrupted, "terminated": terminated}

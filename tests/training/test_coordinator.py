@@ -446,7 +446,7 @@ def test_a_run_that_may_put_work_off_stops_at_once_and_loses_nothing(tmp_path: P
 
 
 def test_too_few_workers_for_too_long_end_the_run(tmp_path: Path) -> None:
-    run = Run(tmp_path, config(cluster=ClusterConfig(num_workers=2, min_workers=2, start_timeout_s=0.05)))
+    run = Run(tmp_path, config(cluster=ClusterConfig(num_workers=2, min_workers=2, wait_for_workers_s=0.05)))
     pool = FaultyPool(run, lambda result: time.sleep(0.1) or result)  # type: ignore[func-returns-value]
     pool.num_workers_alive = lambda: 1 if num_committed(run) >= 2 else 2  # type: ignore[method-assign]
     with pytest.raises(ClusterError, match=r"1.*2 workers.*cluster\.min_workers"):

@@ -138,23 +138,6 @@ def test_a_resumed_run_logs_events_missed_in_a_crash(tmp_path: Path, monkeypatch
     assert told == expected
 
 
-@pytest.mark.parametrize(("content", "is_taken"), [("", False), ("{", False), ('{"outer_iter": 3}', False), ("[]", False),
-                                                   ("whole", True)])
-def test_a_waiting_record_of_an_earlier_version_is_reported_if_it_is_valid(tmp_path: Path, content: str, is_taken: bool) -> None:
-    run = Run(tmp_path)
-    run.train()
-    newest = sorted(run.store.directory.glob("iter-*"))[-1]
-    record = (newest / "record.json").read_text()
-    (newest / "record.json").unlink()
-    manifest = json.loads((newest / "manifest.json").read_text())
-    del manifest["files"]["record.json"], manifest["sha256_of_index"]
-    (newest / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
-    (run.store.directory / "undiagnosed.json").write_text(record if content == "whole" else content)
-    latest, problems = run.store.latest()
-    assert latest is not None and problems == [] and latest.progress.outer_iter == int(newest.name[5:])
-    assert (latest.record is not None) is is_taken
-
-
 def test_the_prior_can_do_without_a_damaged_archive(tmp_path: Path) -> None:
     run = Run(tmp_path)
     expected = average_posterior(run.model, EgsReader(run.egs), 10_000)

@@ -55,7 +55,7 @@ def status(arguments: Sequence[str]) -> int:
     if run:
         answer = explain(run)
         found: Any = {**state_of(run), "why": answer.as_json()}
-        lines = [*describe_run(found), *([f"why        {answer.short}", f"next       {answer.next}"] if answer.short else [])]
+        lines = [*describe_run(found), *([f"why        {answer.short}", *answer.lines_of_next] if answer.short else [])]
     elif is_about_jobs:
         found = _jobs(_job_server(options), options.what)
         lines = [f"{job['job']:40} {job['state']:10} {job['entrypoint']}"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ngsgd.config import RunConfig
+from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import write_text
 from ngsgd.launcher.arguments import JSON, Parser
@@ -263,9 +264,9 @@ def text(summary: Summary) -> list[str]:
     shares = summary.shares
     lost = ", ".join(f"{name} {_percent(share)}" for name, share in shares.items() if name != "efficiency")
     off = summary.virtual_s / summary.predicted_s - 1.0
-    ends = f"{summary.num_deaths} lost workers, {summary.num_hangs} of them hung"
+    ends = f"{counted(summary.num_deaths, 'lost worker')}, {summary.num_hangs} of them hung"
     return [
-        f"simulated  {summary.num_outer_iters} outer iterations on {summary.num_workers} workers: "
+        f"simulated  {counted(summary.num_outer_iters, 'outer iteration')} on {counted(summary.num_workers, 'worker')}: "
         f"{_seconds(summary.virtual_s)} ({_seconds(summary.real_s)} on this machine); {ends}",
         f"predicted  {_seconds(summary.predicted_s)} by the planner's formulas (simulated: "
         f"{100 * off:+.1f}%)",

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ngsgd.errors import EXIT_OK, ClusterError, ConfigError
@@ -93,7 +93,7 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
                               f"{' '.join(options.overrides) or '--config-dir'}.{_meant(options)}")
         more = [*(["--workers", str(options.workers)] if options.workers else []), *_shared_flags(options)]
         # the run may have begun on another cluster, or on one machine
-        return ["resume", os.path.abspath(options.resume), "--address", "auto", *more], options.to or "ray"
+        return ["resume", _absolute(options.resume), "--address", "auto", *more], options.to or "ray"
     if options.workers:
         raise ConfigError(f"--workers is for --resume; set cluster.num_workers={options.workers}.")
     from ngsgd.launcher.config import compose
@@ -114,9 +114,12 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
     given += [] if to == "ray" else _sizes(options, config.cluster)
     if to == "slurm" and not any("grace_period_s=" in word for word in given):
         given.append(f"failure.grace_period_s={slurm.WARN_S - _SAVE_S}")
-    # the job starts in another folder
-    output_dir = config.output_dir if is_url(config.output_dir) else os.path.abspath(config.output_dir)
-    return ["train", *extra, f"output_dir={output_dir}", *given], to
+    return ["train", *extra, f"output_dir={_absolute(config.output_dir)}", *given], to
+
+
+def _absolute(path: str) -> str:
+    """A path for a job, which starts in another folder."""
+    return path if is_url(path) else os.path.abspath(path)
 
 
 def _shared_flags(options: argparse.Namespace) -> list[str]:
@@ -147,6 +150,9 @@ def _sizes(options: argparse.Namespace, cluster: ClusterConfig) -> list[str]:
     if not is_given and num_workers == ClusterConfig().num_workers:
         num_workers = num_nodes * max(1, options.gpus_per_node // cluster.ranks_per_worker)
         words.append(f"cluster.num_workers={num_workers}")
+    if options.gpus_per_node and cluster.device == "auto" and not any("cluster.device=" in word for word in options.overrides):
+        # an environment without CUDA would train on the CPUs in silence
+        words.append("cluster.device=cuda")
     if not cluster.threads_per_worker:
         # by itself, the run would count the cores of one machine, which may have more than the job
         num_processes = math.ceil(num_workers / num_nodes) * cluster.ranks_per_worker
@@ -225,11 +231,8 @@ def _to_slurm(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def _to_kubernetes(options: argparse.Namespace, words: list[str]) -> int:
-    where = next((word for word in words if word.startswith("output_dir=")), words[1])
-    if not PurePosixPath(where.removeprefix("output_dir=")).is_relative_to(options.mount):
-        raise ConfigError(f"{where} is not on the volume of --claim, which the pods mount at {options.mount}; give a folder "
-                          "there, or another --mount.")
-    text = kubernetes.manifest(kubernetes.KubernetesJob.of(options, _name(options)), [*_program(options), *words])
+    where = next((word for word in words if word.startswith("output_dir=")), words[1]).removeprefix("output_dir=")
+    text = kubernetes.manifest(kubernetes.KubernetesJob.of(options, _name(options), where), [*_program(options), *words])
     if options.dry_run:
         print(text, end="")
         return EXIT_OK

@@ -1,8 +1,8 @@
 """AN4 (the Census corpus of CMU) from its public cepstra.
 
-The inputs are Kaldi archives, transcripts, dictionary, language model and alignment. The data are
-not part of the package; corpora/an4/SHA256SUMS lists the required files. There is no development
-set, so complete speakers of the training set are held out for validation.
+The inputs are Kaldi archives, transcripts, dictionary and language model, and optionally the
+labels and the graph of a GMM. The data are not part of the package; an4.sha256 lists the files.
+There is no development set, so complete speakers of the training set are held out for validation.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +22,9 @@ from ngsgd.asr.corpora import alignments
 from ngsgd.asr.corpora.held_out import hold_out
 from ngsgd.asr.kaldi_io import tables
 from ngsgd.asr.lang.language import GivenGraph, Language
-from ngsgd.asr.lang.topology import Pronunciation, Topology
+from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.asr.utterance import FramedUtterance
+from ngsgd.asr.utterance import FramedUtterance, unaligned
 from ngsgd.config import DataConfig, FeatureConfig
 from ngsgd.errors import DataError
 
@@ -31,36 +32,68 @@ SHIPPED = "corpora/an4.sha256"
 # egs/an4 removes these words from the unigrams
 NOT_IN_KALDIS_LM = {"HALL", "LANE", "MEMORY", "TWELVTH", "WEAN"}
 UNKNOWN = "<UNK>"
-WHERE = ("get the feature distribution of AN4 from CMU (the folder an4/ of "
-         "github.com/cphazen/Machine-Learning-Project-ASR, packed as described in "
-         "recipes/an4/README.md) and set data.source=PATH to its folder")
+WHERE = ("make its folder from CMU's distribution of features with recipes/an4/local/prepare.py (see "
+         "recipes/an4/README.md) and set data.source=PATH to it")
+SPEECH = ("feats_train.ark", "feats_test.ark", "text_train", "text_test", "utt2spk_train", "utt2spk_test", "an4.dic",
+          "an4.ug.lm")
+# of a GMM, and not public: the settings that need them, and those that do not
+OF_GMM = {
+    "labels": (("ali_train.npz", "ali_test.npz"), "data.alignment=flat makes labels from the transcripts"),
+    "graph": (("HCLG.fst", "ali.json", "ali_train.npz"), "decode.graph=made makes a graph from dictionary and unigrams"),
+}
+
+
+def require_of_gmm(source: str, wanted: Sequence[str]) -> None:
+    """Raise DataError if the folder lacks files of a GMM.
+
+    Args:
+        source: the folder.
+        wanted: keys of `OF_GMM`.
+    """
+    missing = {kind: [name for name in OF_GMM[kind][0] if not (locate(source) / name).is_file()] for kind in wanted}
+    if names := [name for kind in wanted for name in missing[kind]]:
+        others = "; ".join(OF_GMM[kind][1] for kind in wanted if missing[kind])
+        raise DataError(f"{source} lacks {', '.join(dict.fromkeys(names))}, the {' and '.join(wanted)} of a GMM, "
+                        f"which these settings use; {others}.")
+
+
+def fingerprint(data: DataConfig) -> dict[str, Any]:
+    """The optional files that exist; the content of all files is known."""
+    return {"of_gmm": _of_gmm(locate(data.source))}
+
+
+def _of_gmm(folder: Path) -> list[str]:
+    """Keys of `OF_GMM` whose files all exist."""
+    return [kind for kind, (names, _) in OF_GMM.items() if all((folder / name).is_file() for name in names)]
 
 
 def locate(source: str) -> Path:
-    """Return the folder of the corpus; raise DataError if it is missing or another release."""
+    """Return the folder of the corpus; raise DataError if its speech is missing."""
     if not source:
         raise DataError(f"data.source is empty, and recipe=an4 has no download; {WHERE}.")
     folder = Path(source).expanduser()
     if not folder.is_dir():
         raise DataError(f"data.source is {source}, which is not a folder; {WHERE}.")
-    missing = [name for name in released_checksums() if not (folder / name).is_file()]
+    missing = [name for name in SPEECH if not (folder / name).is_file()]
     if missing:
         raise DataError(f"{folder} lacks {', '.join(missing)}; {WHERE}.")
     return folder
 
 
 def make(data: DataConfig, feature_config: FeatureConfig) -> tuple[dict[str, SpeechSet], Language]:
-    """Return train, valid and test, and the language with the decoding graph of Kaldi."""
+    """Return train, valid and test, and the language; labels and graph of a GMM if they exist."""
     folder = locate(data.source)
-    for name, expected in released_checksums().items():
-        if (found := files.sha256(folder / name)) != expected:
+    of_gmm = _of_gmm(folder)
+    released = released_checksums()
+    for name in dict.fromkeys([*SPEECH, *(name for kind in of_gmm for name in OF_GMM[kind][0])]):
+        if (found := files.sha256(folder / name)) != released[name]:
             raise DataError(f"{folder / name} has the SHA-256 {found[:16]}..., but the supported "
-                            f"release has {expected[:16]}...; {WHERE}.")
-    every, test = (_read_set(folder, name) for name in ("train", "test"))
+                            f"release has {released[name][:16]}...; {WHERE}.")
+    every, test = (_read_set(folder, name, is_labeled="labels" in of_gmm) for name in ("train", "test"))
     train, valid = hold_out(every, share=data.valid_fraction)
     sets: dict[str, Sequence[FramedUtterance]] = {"train": train, "valid": valid, "test": test}
     return {name: speech_set.assemble(utterances, feature_config)
-            for name, utterances in sets.items()}, _language(folder)
+            for name, utterances in sets.items()}, _language(folder, has_graph="graph" in of_gmm)
 
 
 def released_checksums() -> Mapping[str, str]:
@@ -68,30 +101,33 @@ def released_checksums() -> Mapping[str, str]:
     return {name: digest for digest, name in (line.split() for line in lines)}
 
 
-def _read_set(folder: Path, name: str) -> list[FramedUtterance]:
+def _read_set(folder: Path, name: str, *, is_labeled: bool) -> list[FramedUtterance]:
     features = tables.read_ark(folder / f"feats_{name}.ark")
     texts = tables.read_table(folder / f"text_{name}")
     speakers = tables.read_table(folder / f"utt2spk_{name}")
-    pdfs = alignments.read(folder / f"ali_{name}.npz").pdf_T
+    pdfs = alignments.read(folder / f"ali_{name}.npz").pdf_T if is_labeled \
+        else {utt_id: unaligned(len(features[utt_id])) for utt_id in texts}
     return [FramedUtterance(utt_id, speakers[utt_id].value, tuple(text.value.split()),
                             features[utt_id], pdfs[utt_id])
             for utt_id, text in texts.items()]
 
 
-def _language(folder: Path) -> Language:
-    about = json.loads((folder / "ali.json").read_text(encoding="utf-8"))
+def _language(folder: Path, *, has_graph: bool) -> Language:
     lexicon = _lexicon((folder / "an4.dic").read_text(encoding="utf-8"))
-    topology = Topology(tuple(about["phones"][1:]), lexicon,
-                        num_silence_states=about["states_per_phone"])
+    # in this order the GMM numbered its states, three for each phone
+    phones = {phone for spoken in lexicon.values() for phones in spoken for phone in phones} - {SILENCE_PHONE}
+    topology = Topology(tuple(sorted(phones)), lexicon, num_silence_states=3)
+    arpa = _kaldis_unigrams((folder / "an4.ug.lm").read_text(encoding="utf-8"))
+    if not has_graph:
+        return Language(topology, arpa=arpa)
+    about = json.loads((folder / "ali.json").read_text(encoding="utf-8"))
     numbered = sorted((number, word) for word, number in about["words"].items() if number)
     words = dict(numbered)
     with np.load(folder / "ali_train.npz") as arrays:
         tid2pdf = tuple(arrays["tid2pdf"].tolist())
     given = GivenGraph((folder / "HCLG.fst").read_bytes(),
                        tuple(words.get(n, f"#{n}") for n in range(1, max(words) + 1)), tid2pdf)
-    return Language(topology,
-                    arpa=_kaldis_unigrams((folder / "an4.ug.lm").read_text(encoding="utf-8")),
-                    given=given)
+    return Language(topology, arpa=arpa, given=given)
 
 
 def _lexicon(text: str) -> dict[str, tuple[Pronunciation, ...]]:

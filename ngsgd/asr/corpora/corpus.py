@@ -48,11 +48,12 @@ from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
-from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
+from ngsgd.config import AugmentConfig, DataConfig, DecodeConfig, FeatureConfig
+from ngsgd.counting import counted
 from ngsgd.data import mapped
 from ngsgd.data.cache_names import cache_name
 from ngsgd.errors import DataError
-from ngsgd.phase import Phase
+from ngsgd.phase import Phase, Progress
 
 # increase it if the same settings would give other data, so that old caches are not reused
 RECIPE_VERSION = 4
@@ -131,6 +132,14 @@ def check_source(data: DataConfig) -> None:
             synthesis.require()
 
 
+def check_use(data: DataConfig, decode: DecodeConfig) -> None:
+    """Raise DataError if the source is not accessible, or lacks labels or a graph that are used."""
+    check_source(data)
+    if data.corpus == "an4":
+        is_made = decode.graph == "made" or data.lm_order or data.num_leaves or data.labels == "ladder"
+        an4.require_of_gmm(data.source, ([] if data.alignment else ["labels"]) + ([] if is_made else ["graph"]))
+
+
 def needs_alignment(data: DataConfig) -> bool:
     """Whether labels must be made before training."""
     has_none = data.corpus in ("yesno", "kaldi", "lhotse") or bool(data.added_dirs)
@@ -179,8 +188,8 @@ def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
         all_speech = cmvn.statistics(sets["train"].frames.features_TD)
         sets = {name: speech_set.normalized_online(speech, all_speech) for name, speech in sets.items()}
     for name, speech in sets.items():
-        report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {len(speech.texts)} "
-               f"utterances, {speech.num_words} words, {len(set(speech.speakers))} voices")
+        report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {counted(len(speech.texts), 'utterance')}, "
+               f"{counted(speech.num_words, 'word')}, {counted(len(set(speech.speakers)), 'voice')}")
     report(Phase("storing the prepared corpus"))
     cache.store(folder, sets, language, made_from=key)
 
@@ -227,7 +236,8 @@ def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, 
     made_with += ["espeakng-loader"] if is_generated else []
     made_with += ["soxr"] if is_generated or feature_config.resample else []
     made_with += ["soundfile"] if data.corpus in _SHARDED or data.added_dirs else []
-    content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
+    content = {"an4": lambda: an4.fingerprint(data), "yesno": lambda: yesno.fingerprint(data),
+               "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "lhotse": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "fsdd": lambda: {**_content_of_alignment(data), **added.fingerprint(data)},
                "digits": lambda: {**added.fingerprint(data), **_content_of_alignment(data)} if data.added_dirs else {},
@@ -274,13 +284,13 @@ def _with_ngrams(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
 
 
 def ngrams_of(corpus: Corpus, data: DataConfig) -> tuple[ngram.NgramModel, str]:
-    """Return the n-gram model of these settings, and a name of the texts that it is estimated from."""
+    """Return the n-gram model of these settings, and a name of the texts behind it."""
     estimate = functools.partial(ngram.estimate, order=data.lm_order, vocabulary=corpus.language.topology.words)
-    of_transcripts = f"{len(corpus.train.texts)} training transcripts"
+    of_transcripts = f"{counted(len(corpus.train.texts), 'training transcript')}"
     if not data.lm_text:
         return estimate(corpus.train.texts), of_transcripts
     texts = [tuple(line.split()) for _, line in lines.read(Path(data.lm_text).expanduser())]
-    model, of_text = estimate(texts), f"{len(texts)} lines of {data.lm_text}"
+    model, of_text = estimate(texts), f"{counted(len(texts), 'line')} of {data.lm_text}"
     if not data.lm_mix:
         return model, of_text
     transcripts = estimate(corpus.train.texts)
@@ -303,7 +313,7 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
         sets[name], missing = alignments.attach(alignment, name, getattr(corpus, name),
                                                 corpus.num_pdfs)
         if missing:
-            report(f"{name}: {len(missing)} utterances are skipped, because {alignment.path} has "
+            report(f"{name}: {counted(len(missing), 'utterance is', 'utterances are')} skipped, because {alignment.path} has "
                    "no states for them: "
                    f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
     _check_paths(corpus, alignment, sets.values(), data)
@@ -326,7 +336,7 @@ def _check_paths(corpus: Corpus, alignment: Alignment, sets: Iterable[SpeechSet]
 
 
 def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
-                 _work: Path, _report: Report) -> Made:
+                 _work: Path, report: Report) -> Made:
     mix = _noise_of(data)
     more = _added(data, feature_config, changes, labels.TOPOLOGY)
     sets = {}
@@ -338,8 +348,8 @@ def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: Augme
             name, data, minutes=minutes, num_at_once=os.cpu_count() or 1, is_clean=is_clean)
         made = augment.for_set(name, made, changes, silence_pdfs=[SILENCE_PDF],
                                mix=mix if is_late else None)
-        sets[name] = speech_set.build(itertools.chain(made, more if name == "train" else ()),
-                                      feature_config)
+        every = itertools.chain(made, more if name == "train" else ())
+        sets[name] = speech_set.build(Progress(report, f"preparing {name}").each(every), feature_config)
     return sets, Language(labels.TOPOLOGY)
 
 
@@ -396,8 +406,8 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
                                          is_clean=_is_clean(name, changes))
             said = itertools.chain(said, synthetic.relabeled(made, topology))
         said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF])
-        sets[name] = speech_set.build(itertools.chain(said, more if name == "train" else ()),
-                                      feature_config)
+        every = itertools.chain(said, more if name == "train" else ())
+        sets[name] = speech_set.build(Progress(report, f"preparing {name}").each(every), feature_config)
     return sets, Language(topology, is_one_word=data.style == "isolated")
 
 

@@ -29,6 +29,7 @@ from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
+from ngsgd.counting import counted
 from ngsgd.errors import DataError
 from ngsgd.phase import Phase
 
@@ -74,7 +75,8 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
         every = listed["train"]
         listed["train"], listed["valid"] = hold_out(every, share=data.valid_fraction)
         if num_omitted := len(every) - len(listed["train"]) - len(listed["valid"]):
-            report(f"train: {num_omitted} utterances are omitted, because their names are those of copies of "
+            report(f"train: {counted(num_omitted, 'utterance is', 'utterances are')} omitted, because their names "
+                   "are those of copies of "
                    "held-out utterances")
     parts = {name: [Part(name, listed[name], folder=folder)] for name, folder in folders.items()}
     parts["train"] = [replace(parts["train"][0], changes=changes)]

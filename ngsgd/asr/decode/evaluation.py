@@ -5,8 +5,7 @@ This module is independent of the model. Letters: T frames, P pdfs.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,24 +18,25 @@ from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
 from ngsgd.asr.decode.streaming import Search
 from ngsgd.asr.decode.tuning import DecodingWeights, Sweep
 from ngsgd.asr.lang import graphs, homophones
-from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import DecodeConfig
+from ngsgd.counting import counted
 from ngsgd.errors import DataError
-from ngsgd.phase import Phase
+from ngsgd.phase import Phase, Progress
 
-# maximum utterances for the calibration, and the beam of their lattices: it has only two parameters
-_MAX_CALIBRATION = 300
+# maximum utterances and frames for the calibration, and the beam of their lattices: it has only two
+# parameters
+_MAX_CALIBRATION, _MAX_CALIBRATION_FRAMES = 300, 36_000
 _CALIBRATION_BEAM = 4.0
-# seconds between two reports of the calibration
-REPORT_S = 20.0
 # the first pass of speaker adaptation, whose scores are those of Gaussian mixtures
 _FIRST_SCALE, _FIRST_BEAM, _FIRST_ACTIVE = 0.1, 13.0, 7000
 
 # T x P per utterance: log posterior minus log prior
 LogLikelihoods = Sequence[npt.NDArray[np.float32]]
+# such as `Progress.each`
+Each = Callable[[LogLikelihoods], Iterator[npt.NDArray[np.float32]]]
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,20 @@ def tune_and_decode(
     report(Phase("building the decoding graph"))
     graph = build_graph(language, config)
     num_settings = len(config.acoustic_scales) * len(config.word_penalties)
-    report(Phase(f"scale selection: decoding valid with {num_settings} settings"))
-    tried = sweep(graph, config, valid.texts, valid.frames.utt_ids, valid_logliks, language.num_pdfs)
+    selection = Progress(report, f"scale selection: decoding valid with {counted(num_settings, 'setting')}",
+                         num_settings * len(valid.texts))
+    tried = sweep(graph, config, valid.texts, valid.frames.utt_ids, valid_logliks, language.num_pdfs, selection.each)
     setting, valid_errors = tuning.choose(tried)
     penalized = graphs.with_word_penalty(graph, setting.word_penalty)
-    report(Phase("decoding the test set"))
-    hypotheses = decode_set(penalized, config, setting.acoustic_scale, test_logliks, language.num_pdfs)
+    logliks = Progress(report, "decoding the test set", len(test.texts)).each(test_logliks)
+    hypotheses = decode_set(penalized, config, setting.acoustic_scale, logliks, language.num_pdfs)
     total, rows = scoring.score(test.texts, hypotheses, test.frames.utt_ids)
-    on_test = (sweep(graph, config, test.texts, test.frames.utt_ids, test_logliks, language.num_pdfs)
-               if config.oracle else ())
+    # at once: the steps below can take longer than the training
+    report(f"test   {total}")
+    on_test: Sweep = ()
+    if config.oracle:
+        every = Progress(report, f"oracle: decoding test with {counted(num_settings, 'setting')}", num_settings * len(test.texts))
+        on_test = sweep(graph, config, test.texts, test.frames.utt_ids, test_logliks, language.num_pdfs, every.each)
     oracle = min(on_test, key=lambda one: one[1].num_errors, default=None)
     return DecodingResult(
         setting=setting, valid=valid_errors, sweep=tried, test=total,
@@ -92,34 +97,43 @@ def tune_and_decode(
 
 def _calibration(graph: Graph, config: DecodeConfig, setting: DecodingWeights, valid: SpeechSet,
                  logliks: LogLikelihoods, report: Callable[[str], None]) -> Calibration:
-    """Fit the calibration of confidences on at most `_MAX_CALIBRATION` utterances."""
-    report(Phase("calibrating confidences"))
-    texts, some = valid.texts[:_MAX_CALIBRATION], logliks[:_MAX_CALIBRATION]
+    """Fit the calibration of confidences on a part of valid; `calibration_set` chooses it."""
+    chosen = calibration_set([len(loglik_TP) for loglik_TP in logliks])
+    texts, some = [valid.texts[u] for u in chosen], [logliks[u] for u in chosen]
     if not any(texts):
         return Calibration()
-
-    def reported() -> Iterator[npt.NDArray[np.float32]]:
-        # the lattices of an uncertain model can take longer than its training
-        last = time.monotonic()
-        for number, loglik_TP in enumerate(some):
-            if time.monotonic() - last >= REPORT_S:
-                report(Phase(f"calibrating confidences: {number} of {len(some)} utterances"))
-                last = time.monotonic()
-            yield loglik_TP
-
-    return words.calibrate(graph, reported(), texts, Search(setting.acoustic_scale, config.beam, config.max_active),
+    reported = Progress(report, "calibrating confidences", len(some)).each(some)
+    return words.calibrate(graph, reported, texts, Search(setting.acoustic_scale, config.beam, config.max_active),
                            lattice_beam=min(config.lattice_beam, _CALIBRATION_BEAM))
 
 
-def build_graph(language: Language, config: DecodeConfig, rules: Grammar | None = None) -> Graph:
+def calibration_set(num_frames: Sequence[int]) -> range:
+    """Return the utterances for the calibration: all, or every second, third, ... one.
+
+    The lattices of an uncertain model can take longer than its training, so the amount of speech is
+    limited. It is spread over the set, whose utterances are in the order of the speakers.
+
+    Args:
+        num_frames: length of each utterance of the set.
+
+    >>> calibration_set([500] * 200)
+    range(0, 200, 3)
+    """
+    step = 1
+    while len(some := range(0, len(num_frames), step)) > 1 and (
+            len(some) > _MAX_CALIBRATION or sum(num_frames[u] for u in some) > _MAX_CALIBRATION_FRAMES):
+        step += 1
+    return some
+
+
+def build_graph(language: Language, config: DecodeConfig) -> Graph:
     """Return the decoding graph: that of the data, or one built from lexicon and grammar.
 
     Words with the same pronunciation have small additional costs (`ngsgd.asr.lang.homophones`).
 
     Args:
-        language: words, lexicon and language model.
+        language: words, lexicon, and language model or grammar.
         config: the section `decode`.
-        rules: grammar that replaces the language model.
 
     Raises:
         DataError: decode.graph does not match the data.
@@ -135,7 +149,7 @@ def build_graph(language: Language, config: DecodeConfig, rules: Grammar | None 
                         f"{language.topology.num_pdfs} states, not the {language.num_pdfs} of the "
                         "alignment; set decode.graph=given.")
     else:
-        graph = graphs.build(language, silence_prob=config.silence_prob, rules=rules)
+        graph = graphs.build(language, silence_prob=config.silence_prob)
     costs = homophones.costs(language.topology.lexicon, language.word_counts)
     return graphs.with_word_costs(graph, costs) if costs else graph
 
@@ -152,20 +166,20 @@ def first_pass(graph: Graph) -> FindPath:
 
 
 def decode_set(
-    graph: Graph, config: DecodeConfig, acoustic_scale: float, logliks: LogLikelihoods, num_pdfs: int,
+    graph: Graph, config: DecodeConfig, acoustic_scale: float, logliks: Iterable[npt.NDArray[np.float32]], num_pdfs: int,
 ) -> tuple[tuple[str, ...], ...]:
     """Return the recognized words of each utterance."""
     return tuple(_decode_one(graph, config, acoustic_scale, loglik_TP, num_pdfs) for loglik_TP in logliks)
 
 
 def sweep(graph: Graph, config: DecodeConfig, texts: Sequence[Sequence[str]], utt_ids: Sequence[str],
-          logliks: LogLikelihoods, num_pdfs: int) -> Sweep:
-    """Return the errors at every acoustic scale and word penalty."""
+          logliks: LogLikelihoods, num_pdfs: int, each: Each = iter) -> Sweep:
+    """Return the errors at every acoustic scale and word penalty; `each` yields utterances."""
     penalized = {penalty: graphs.with_word_penalty(graph, penalty) for penalty in config.word_penalties}
     tried = []
     for scale in config.acoustic_scales:
         for penalty in config.word_penalties:
-            hypotheses = decode_set(penalized[penalty], config, scale, logliks, num_pdfs)
+            hypotheses = decode_set(penalized[penalty], config, scale, each(logliks), num_pdfs)
             errors = scoring.score(texts, hypotheses, utt_ids)[0]
             tried.append((DecodingWeights(acoustic_scale=scale, word_penalty=penalty), errors))
     return tuple(tried)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,12 +24,18 @@ Sweep = tuple[tuple[DecodingWeights, WordErrors], ...]
 
 
 def choose(sweep: Sweep) -> tuple[DecodingWeights, WordErrors]:
-    """Return the setting with the fewest errors after smoothing over its neighbors in the grid.
+    """Return a robust setting among those that are about as good as the best one.
 
-    A minimum between settings that are much worse is an accident of a small set. Among equals the
-    setting with the most recognized words is chosen, because deletions grow faster than insertions
-    beyond the edge of a flat region. After that the setting nearest to the center of the equals is
-    chosen.
+    1. Errors are smoothed over neighbors in the grid: a minimum between settings that are much
+       worse is an accident of a small set.
+    2. Settings within one standard error of the least smoothed errors are as good as the best (the
+       one-standard-error rule of Breiman, Friedman, Olshen and Stone 1984). The standard error of a
+       number of errors is its square root.
+    3. Of these, those at the fewest edges of the grid: an edge often favors insertions or
+       deletions, of which other speakers and noise make more.
+    4. Of these, the least smoothed errors.
+    5. Of equals, the least difference of insertions and deletions, and then the nearest to their
+       center.
 
     Args:
         sweep: errors of every combination of some scales and some penalties.
@@ -36,20 +43,24 @@ def choose(sweep: Sweep) -> tuple[DecodingWeights, WordErrors]:
     Returns:
         The weights and their errors.
     """
-    scales = sorted({weights.acoustic_scale for weights, _ in sweep})
-    penalties = sorted({weights.word_penalty for weights, _ in sweep})
+    axes = (sorted({weights.acoustic_scale for weights, _ in sweep}), sorted({weights.word_penalty for weights, _ in sweep}))
     errors = {
-        (scales.index(weights.acoustic_scale), penalties.index(weights.word_penalty)): tried
+        (axes[0].index(weights.acoustic_scale), axes[1].index(weights.word_penalty)): tried
         for weights, tried in sweep
     }
     smooth = {place: _smoothed(errors, place) for place in errors}
     least = min(smooth.values())
-    # smoothed counts are sums of halves and quarters over equal weights: equal up to rounding
-    best = [place for place in errors if smooth[place] <= least + 1e-9]
-    most = max(_num_recognized(errors[place]) for place in best)
-    best = [place for place in best if _num_recognized(errors[place]) == most]
+    good = [place for place in errors if smooth[place] <= least + math.sqrt(least) + 1e-9]
+
+    def preference(place: tuple[int, int]) -> tuple[int, float, int]:
+        # two values have no inside
+        edges = sum(at in (0, len(axis) - 1) for at, axis in zip(place, axes, strict=True) if len(axis) > 2)
+        # sums of halves and quarters over equal weights: equal up to rounding
+        return edges, round(smooth[place], 9), abs(errors[place].insertions - errors[place].deletions)
+
+    best = [place for place in good if preference(place) == min(map(preference, good))]
     chosen = min(best, key=lambda place: (_distance(place, best), place))
-    return DecodingWeights(scales[chosen[0]], penalties[chosen[1]]), errors[chosen]
+    return DecodingWeights(axes[0][chosen[0]], axes[1][chosen[1]]), errors[chosen]
 
 
 def _smoothed(errors: dict[tuple[int, int], WordErrors], place: tuple[int, int]) -> float:
@@ -63,10 +74,6 @@ def _smoothed(errors: dict[tuple[int, int], WordErrors], place: tuple[int, int])
                 total += weight * near.num_errors
                 weights += weight
     return total / weights
-
-
-def _num_recognized(errors: WordErrors) -> int:
-    return errors.num_words - errors.deletions + errors.insertions
 
 
 def _distance(place: tuple[int, int], others: Sequence[tuple[int, int]]) -> float:

@@ -49,6 +49,8 @@ class Grammar:
     path: Path
     rules: Mapping[str, _Node]
     start: str
+    # of the file
+    text: str = field(repr=False)
 
     def words(self) -> tuple[str, ...]:
         """All words of all rules, sorted."""
@@ -81,16 +83,24 @@ def read(path: Path) -> Grammar:
     Raises:
         DataError: the file cannot be read, or its syntax is not supported.
     """
-    text = "\n".join(line for _, line in lines.read(path, max_bytes=_MAX_BYTES))
-    tokens = _TOKEN.findall(_without_comments(text).rstrip())
-    return _Parser(path, tokens).grammar()
+    return parse("\n".join(line for _, line in lines.read(path, max_bytes=_MAX_BYTES)), path)
+
+
+def parse(text: str, path: Path) -> Grammar:
+    """Parse the text of the file `path`.
+
+    Raises:
+        DataError: the syntax is not supported.
+    """
+    return _Parser(path, text).grammar()
 
 
 class _Parser:
     """Recursive descent over the tokens."""
 
-    def __init__(self, path: Path, tokens: list[str]) -> None:
-        self._path, self._tokens, self._at = path, tokens, 0
+    def __init__(self, path: Path, text: str) -> None:
+        self._path, self._text, self._at = path, text, 0
+        self._tokens: list[str] = _TOKEN.findall(_without_comments(text).rstrip())
 
     def grammar(self) -> Grammar:
         rules: dict[str, _Node] = {}
@@ -111,7 +121,7 @@ class _Parser:
             public += [name] if is_public else []
         if not rules:
             raise self._error("it has no rule; write <name> = words;")
-        return Grammar(self._path, rules, [*public, *rules][0])
+        return Grammar(self._path, rules, [*public, *rules][0], self._text)
 
     def _alternatives(self, depth: int) -> _Node:
         if depth > _MAX_DEPTH:

@@ -25,7 +25,6 @@ import numpy as np
 from ngsgd.asr import extras
 from ngsgd.asr.lang import arpa, context_graphs, openfst
 from ngsgd.asr.lang.context_graphs import ContextGraphs
-from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import (
     SILENCE_PHONE,
@@ -63,18 +62,17 @@ class Arc(NamedTuple):
     cost: float
 
 
-def build(language: Language, *, silence_prob: float, rules: Grammar | None = None) -> Graph:
+def build(language: Language, *, silence_prob: float) -> Graph:
     """Build HCLG of a language.
 
     Args:
-        language: words, lexicon and language model.
+        language: words, lexicon, and language model or grammar.
         silence_prob: probability of silence before, between and after words. With 0, silence and no
             silence both have cost 0.
-        rules: grammar that replaces the language model.
     """
     topology = language.topology
     lexicon = _Lexicon(topology)
-    grammar = rules.acceptor(topology.word_labels) if rules \
+    grammar = language.grammar.acceptor(topology.word_labels) if language.grammar \
         else _arpa_grammar(language.arpa, topology) if language.arpa else _loop(topology, language.is_one_word)
     _require_words(grammar, len(topology.words))
     fst = lexicon.transducer(silence_prob)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ngsgd.asr.lang import grammar as grammars
 from ngsgd.asr.lang.context_tree import ContextTree
+from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.topology import SILENCE_PHONE, Topology
+
+GRAMMAR = "grammar.jsgf"
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class Language:
     tree: ContextTree | None = None
     # of the training transcripts, for homophones; empty if unknown
     word_counts: Mapping[str, int] = field(default_factory=dict)
+    # replaces the language model
+    grammar: Grammar | None = None
 
     @property
     def num_pdfs(self) -> int:
@@ -81,11 +88,13 @@ class Language:
         """Name -> content of files that are not part of the JSON."""
         found = {"lm.arpa": self.arpa.encode()} if self.arpa else {}
         found |= {"tree.txt": self.tree.to_text().encode()} if self.tree else {}
+        found |= {GRAMMAR: self.grammar.text.encode()} if self.grammar else {}
         return found | ({"HCLG.fst": self.given.hclg} if self.given else {})
 
     @staticmethod
     def from_json(tree: dict[str, Any], files: dict[str, bytes]) -> Language:
         given = tree["given"] and GivenGraph(files["HCLG.fst"], tuple(tree["given"]["words"]), tuple(tree["given"]["tid2pdf"]))
         context = ContextTree.from_text(files["tree.txt"].decode()) if "tree.txt" in files else None
+        rules = grammars.parse(files[GRAMMAR].decode(), Path(GRAMMAR)) if GRAMMAR in files else None
         return Language(Topology.from_json(tree["topology"]), files.get("lm.arpa", b"").decode(),
-                        tree["is_one_word"], given, context, tree.get("word_counts", {}))
+                        tree["is_one_word"], given, context, tree.get("word_counts", {}), rules)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ngsgd.asr.kaldi_io import lines
 from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
+from ngsgd.counting import counted
 from ngsgd.errors import DataError
 from ngsgd.user_warnings import warn
 
@@ -161,7 +162,7 @@ def require_shared(words: Sequence[str], known: Collection[str], source: str,
                         f"{words[0]}{alike(words[0], known)}; use a lexicon and a language model of "
                         "one task, in the same case and form of Unicode.")
     if missing:
-        report(f"{len(missing)} of {len(words)} words of the lexicon are not in {source} and "
+        report(f"{len(missing)} of {counted(len(words), 'word')} of the lexicon are not in {source} and "
                f"{effect}: {listed(missing)}")
 
 

@@ -6,18 +6,21 @@ They must use the phones of the model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ngsgd.asr.kaldi_io import lines
 from ngsgd.asr.lang import arpa, grammar, lexicon
-from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PHONE
-from ngsgd.errors import DataError
+from ngsgd.errors import ConfigError, DataError
+from ngsgd.interface import option
 from ngsgd.user_warnings import warn
 
+# decoding weights far beyond all useful values
+MAX_SCALE, MAX_PENALTY = 100.0, 1000.0
 _NUM_SHOWN = 10
 
 
@@ -53,8 +56,8 @@ class UnknownWords:
 
 
 def of_model(language: Language, vocabulary: Vocabulary,
-             report: Callable[[str], None] = warn) -> tuple[Language, Grammar | None]:
-    """Return the language for decoding, and the grammar that replaces its language model.
+             report: Callable[[str], None] = warn) -> Language:
+    """Return the language for decoding.
 
     Args:
         language: of the model.
@@ -63,11 +66,14 @@ def of_model(language: Language, vocabulary: Vocabulary,
             language model lacks. Default: a warning.
 
     Raises:
+        ConfigError: a grammar and a language model.
         DataError: the model lacks a phone, a word lacks a pronunciation, states are tied, or the
             language model has none of the words.
     """
     if vocabulary.is_empty:
-        return language, None
+        return language
+    if vocabulary.grammar and vocabulary.arpa:
+        raise ConfigError("a grammar replaces the language model; use either a grammar or language models.")
     topology = language.topology
     if not language.tree and language.num_pdfs != topology.num_pdfs:
         raise DataError(
@@ -79,20 +85,31 @@ def of_model(language: Language, vocabulary: Vocabulary,
         read = lexicon.read(vocabulary.lexicon, topology.num_silence_states, report)
         _require_phones(read.phones, topology.phones, vocabulary.lexicon)
         topology = replace(topology, lexicon=read.lexicon)
-    rules = grammar.read(vocabulary.grammar) if vocabulary.grammar else None
+    # a list of words keeps the grammar of the model; a new language model replaces it
+    own = None if vocabulary.arpa else language.grammar
+    rules = grammar.read(vocabulary.grammar) if vocabulary.grammar else own
     wanted = _word_list(vocabulary.words) if vocabulary.words else rules.words() if rules else ()
     if wanted:
-        source = vocabulary.words or vocabulary.grammar
+        source = vocabulary.words or vocabulary.grammar or "the grammar of the model"
         _require_pronunciations(wanted, topology.lexicon, f"{source}")
         topology = replace(topology, lexicon={word: topology.lexicon[word] for word in wanted})
     if rules and vocabulary.words:
-        _require_pronunciations(rules.words(), topology.lexicon, f"{vocabulary.grammar}")
+        _require_pronunciations(rules.words(), topology.lexicon, f"{rules.path}")
     # words of the language model that are not in the lexicon are omitted
     text = arpa.read(vocabulary.arpa, topology.words, report) if vocabulary.arpa else language.arpa
     if text and not (vocabulary.arpa or rules):
         lexicon.require_shared(topology.words, arpa.words(text), "the language model of the model", report)
     one_word = language.is_one_word and not text
-    return Language(topology, text, one_word, tree=language.tree, word_counts=language.word_counts), rules
+    return Language(topology, text, one_word, tree=language.tree, word_counts=language.word_counts, grammar=rules)
+
+
+def weight_problems(scale: Any, penalty: Any) -> Iterator[tuple[str, str]]:
+    """Yield (name, message) for a scale or a penalty out of range; None is valid."""
+    for name, value, low, limit in (("scale", scale, 0.0, MAX_SCALE), ("penalty", penalty, -MAX_PENALTY, MAX_PENALTY)):
+        # also false for NaN
+        is_valid = isinstance(value, (int, float)) and low <= value <= limit and (value or name == "penalty")
+        if value is not None and not is_valid:
+            yield name, f"is {value}; give a number {'above 0 and at most' if name == 'scale' else f'from {low:g} to'} {limit:g}."
 
 
 def unknown_words(texts: Iterable[Sequence[str]], language: Language) -> UnknownWords:
@@ -127,5 +144,6 @@ def _require_pronunciations(words: Sequence[str], known: Collection[str], source
     if missing := sorted(set(words) - set(known)):
         raise DataError(
             f"{source} has words without a pronunciation: {lexicon.listed(missing)}"
-            f"{lexicon.alike(missing[0], known)}; add them to a lexicon (--lexicon FILE)."
+            f"{lexicon.alike(missing[0], known)}; add them to a lexicon "
+            f"({option('lexicon', 'FILE')})."
         )

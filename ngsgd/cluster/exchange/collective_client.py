@@ -23,6 +23,7 @@ from ngsgd.cluster.exchange.collective import GroupFailure, Identity, MeanReques
 from ngsgd.cluster.exchange.process_group import Backend
 from ngsgd.cluster.exchange.rendezvous import Rendezvous
 from ngsgd.config import ClusterConfig
+from ngsgd.counting import counted
 from ngsgd.errors import ClusterError
 from ngsgd.ops.averaging import pool_variances, shares_of
 from ngsgd.ops.compression import Codec
@@ -129,7 +130,7 @@ class Exchange:
         self._num_failures += 1
         found = self._rendezvous
         strangers = "" if found is None or not found.num_refused else (
-            f"; {found.num_refused} connections to {found.host}:{found.port} failed "
+            f"; {counted(found.num_refused, 'connection')} to {found.host}:{found.port} failed "
             "authentication: a process outside the run connects there")
         until = (
             "; collectives are disabled for the rest of this process"

@@ -38,11 +38,13 @@ class ClusterConfig:
     address: str = option(
         "", "address of a Ray cluster, HOST:PORT or auto; empty: new Ray instance on this machine",
         used="kind=ray")
-    start_timeout_s: float = option(
-        120.0, "maximum time until a worker reports that it is ready",
+    wait_for_workers_s: float = option(
+        600.0,
+        "maximum time to wait for workers that are missing, at the start and after the loss of machines; "
+        "counted from the last sign of life of a worker that starts",
         unit="s", above=0.0)
     min_workers: int = option(
-        1, "minimum number of workers; a run with fewer for longer than start_timeout_s stops",
+        1, "minimum number of workers; a run with fewer for longer than wait_for_workers_s stops",
         low=1)
     exchange: Literal["auto", "shared_memory", "object_store", "collective", "nccl"] = option(
         "auto",

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ngsgd.config.option import Section, option
 from ngsgd.config.sections.objective import DISCRIMINATIVE, OF_SEQUENCES
+from ngsgd.schedules import JOB_RATE
 
 # Rates of optimizers whose steps have a fixed length; lr_final is a tenth. One worker was best at
 # 0.0028 (adam), 0.002 and 0.0028 (adamw), 0.004 (soap), 0.0057 and 0.016 (normuon), 0.014 and 0.057
@@ -38,7 +39,7 @@ class ScheduleConfig(Section):
         # several utterances
         default_of_kind={f"objective={kind}": 2000 for kind in OF_SEQUENCES})
     lr_initial: float = option(
-        0.005, "initial effective learning rate; a job uses num_jobs times this rate",
+        0.005, f"initial effective learning rate; {JOB_RATE}",
         unit="per frame", above=0.0, default_of_kind={**_of_objectives(0.002, 0.002), **_of_optimizers(_LR_INITIAL)})
     lr_final: float = option(
         0.0003, "final effective learning rate",

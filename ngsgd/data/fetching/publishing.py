@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ngsgd.counting import counted
 from ngsgd.data.fetching.files import SharedFolder
 from ngsgd.data.fetching.source import PREFIX, is_digest
 from ngsgd.data.fetching.verified import is_sound
@@ -65,7 +66,8 @@ def publish(offers: Iterable[Offer], store: ObjectStore, report: Callable[[str],
     missing = {digest: path for digest, path in paths.items() if there.get(PREFIX + digest) != _size(path)}
     if missing:
         total = sum(map(_size, missing.values()))
-        report(f"writing {len(missing)} of {len(paths)} files of prepared data ({total / 1e6:.3g} MB) to {store.url}/{PREFIX}")
+        report(f"writing {len(missing)} of {counted(len(paths), 'file')} of prepared data ({total / 1e6:.3g} MB) to "
+               f"{store.url}/{PREFIX}")
     for digest, path in missing.items():
         if not is_sound(path, digest):
             raise DataError(f"{path} is missing or does not match its checksum; remove {path.parent} and run again.")

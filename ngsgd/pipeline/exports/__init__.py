@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from ngsgd.asr.bundle_files import write_file
 from ngsgd.errors import ConfigError
 from ngsgd.pipeline.exports import huggingface, onnx, sherpa, torch_program
 from ngsgd.pipeline.exports.source import Source
@@ -17,15 +19,16 @@ WRITERS: Mapping[str, Callable[[Source, Path], list[Path]]] = {
 
 
 def export(model: str, format_name: str, output: Path, *, license_id: str = "unknown",
-           trust: bool = False) -> list[Path]:
+           trust: bool = False, changed: Mapping[str, Any] | None = None) -> list[Path]:
     """Write a model to a new file or folder.
 
     Args:
         model: a run folder, a run by its name under runs/, or a bundle.
-        format_name: a key of `WRITERS`.
-        output: new file (onnx, torch) or folder (sherpa-onnx, huggingface).
+        format_name: a key of `WRITERS`, or "bundle".
+        output: new file (bundle, onnx, torch) or folder (sherpa-onnx, huggingface).
         license_id: license of the model, for the model card. Default: "unknown".
         trust: import the module that a run names (see docs/own-model.md). Default: False.
+        changed: arguments of `Bundle.with_words`: other words or decoding weights. Default: none.
 
     Returns:
         The files written.
@@ -41,9 +44,16 @@ def export(model: str, format_name: str, output: Path, *, license_id: str = "unk
             export("runs/RUN", "onnx", Path("model.onnx"))
     """
     require_new(output)
-    source = Source.of(open_bundle(model, trust=trust), license_id)
+    bundle = open_bundle(model, trust=trust)
+    if changed:
+        bundle = bundle.with_words(**changed)
+        # a graph that cannot be built is an error before anything is written
+        assert bundle.graph is not None
     output.parent.mkdir(parents=True, exist_ok=True)
-    return WRITERS[format_name](source, output)
+    if format_name == "bundle":
+        write_file(output, bundle.files())
+        return [output]
+    return WRITERS[format_name](Source.of(bundle, license_id), output)
 
 
 def require_new(output: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ngsgd.asr.bundle_files import read_files
 from ngsgd.files import new_directory, parse_json, sha256, write_text
 from ngsgd.pipeline.exports.model_card import model_card
 from ngsgd.pipeline.exports.source import Source, write_graph, write_words
@@ -17,7 +16,7 @@ from ngsgd.pipeline.runs.final_model import DIGESTS
 
 def write(source: Source, output: Path) -> list[Path]:
     """Write the folder; its parameters are bitwise identical to those of the run."""
-    content = read_files(source.bundle.path)
+    content = source.bundle.files()
     about = parse_json(content["model.json"].decode())
     num_parameters = sum(parameter.numel() for parameter in source.network.network.parameters())
     features = source.facts["features"]

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
+from ngsgd.counting import counted
 from ngsgd.pipeline.exports.source import Source
 
 # longer vocabularies are counted instead of listed
@@ -55,12 +56,14 @@ def _data(source: Source) -> str:
 
 
 def _results(source: Source) -> str:
+    weights = source.bundle.weights
+    decoding = f"Acoustic scale {weights.acoustic_scale:g} and word penalty {weights.word_penalty:g}"
+    if "wer" not in source.bundle.provenance:
+        return f"## Results\n\n{decoding} are those of this export. The WER of its words and weights was not measured."
     rows = [("test", _wer(source, "test"), _wer(source, "test_interval_95")),
             ("validation", _wer(source, "valid"), "")]
-    weights = source.bundle.weights
     return ("## Results\n\n" + _table(("set", "WER", "95 % interval of WER"), rows)
-            + f"\n\nAcoustic scale {weights.acoustic_scale:g} and word penalty "
-            f"{weights.word_penalty:g} were chosen on the validation set. The interval is a bootstrap "
+            + f"\n\n{decoding} were chosen on the validation set. The interval is a bootstrap "
             "over utterances.")
 
 
@@ -76,7 +79,7 @@ def _settings(source: Source) -> str:
 def _limits(source: Source) -> str:
     words, features = source.bundle.graph.words, source.bundle.features
     listed = ": " + ", ".join(words) if len(words) <= _MAX_WORDS else ""
-    limits = [f"It recognizes only {len(words)} words{listed}.",
+    limits = [f"It recognizes only {counted(len(words), 'word')}{listed}.",
               "Results are for the test set above; other speakers, microphones, rooms and noise "
               "were not measured."]
     if features.kind != "given":

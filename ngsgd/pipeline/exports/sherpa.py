@@ -20,6 +20,7 @@ from ngsgd.asr.features.cmvn import SMALLEST_DEVIATION
 from ngsgd.config import FeatureConfig
 from ngsgd.errors import ConfigError
 from ngsgd.files import new_directory, write_text
+from ngsgd.interface import option
 from ngsgd.models.standalone import StandaloneNetwork
 from ngsgd.pipeline.exports.onnx import check, convert
 from ngsgd.pipeline.exports.source import Source, write_graph, write_words
@@ -60,7 +61,7 @@ def require_support(features: FeatureConfig, ivector_dim: int) -> None:
     if ivector_dim:
         problems.append("the model needs i-vectors, which sherpa-onnx does not compute")
     if problems:
-        raise ConfigError([f"{problem}; export with --format onnx and compute the input "
+        raise ConfigError([f"{problem}; export with {option('format', 'onnx')} and compute the input "
                            "separately, or train with fbank or mfcc features, "
                            "features.cmvn=utterance and without "
                            "i-vectors." for problem in problems])

@@ -16,6 +16,7 @@ from ngsgd.asr.lang.graphs import Graph
 from ngsgd.config import FeatureConfig
 from ngsgd.errors import ConfigError
 from ngsgd.files import write_text
+from ngsgd.interface import option
 from ngsgd.models.inputs import Window
 from ngsgd.models.standalone import StandaloneNetwork
 
@@ -38,7 +39,7 @@ class Source:
         """Extract the network of a bundle as a function of frames, and its facts."""
         if bundle.adaptation is not None:
             raise ConfigError(f"{bundle.path} adapts features to speakers (adaptation.lda_dim), "
-                              "which this format cannot hold; use --format bundle, or train a "
+                              f"which this format cannot hold; use {option('format', 'bundle')}, or train a "
                               "model without adaptation.")
         window, features, language = bundle.window, bundle.features, bundle.language
         is_given = language.given is not None and bundle.decode.graph != "made"

@@ -124,10 +124,10 @@ class FaultyPool:
         self._workers = [_Worker(index, self.world.now + self._start_s(), self._next())
                          for index in range(self.settings.cluster.num_workers)]
         ready = max(worker.ready_at for worker in self._workers)
-        timeout_s = self.settings.cluster.start_timeout_s
+        timeout_s = self.settings.cluster.wait_for_workers_s
         if ready - self.world.now > timeout_s:
             self.world.advance(timeout_s)
-            raise ClusterError(f"not all workers were ready after cluster.start_timeout_s = {timeout_s:g}; reduce "
+            raise ClusterError(f"not all workers were ready after cluster.wait_for_workers_s = {timeout_s:g}; reduce "
                                "cluster.num_workers, or raise the timeout.")
         self.world.advance(ready - self.world.now)
 
@@ -163,6 +163,9 @@ class FaultyPool:
 
     def num_workers_alive(self) -> int:
         return sum(map(self._is_alive, self._workers))
+
+    def has_busy_start(self) -> bool:
+        return False
 
     def retired(self) -> list[Retired]:
         return self._restarts.news()

@@ -52,7 +52,7 @@ class Scenario:
             "outer": outer,
             "optimizer": {"curvature_state": random.choice(("reset", "reset", "keep"))},
             "cluster": {"kind": "local", "num_workers": num_workers, "elastic": random.random() < 0.1,
-                        "threads_per_worker": 1, "start_timeout_s": 60.0},
+                        "threads_per_worker": 1, "wait_for_workers_s": 60.0},
             "failure": {"policy": policy, "max_attempts": random.choice((2, 3, 3, 6)),
                         "on_repeated_crash": random.choice(("quarantine", "quarantine", "stop")),
                         "hang_timeout_s": random.choice((2.0, 3.0, 10.0)),

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 MIN_MINIBATCHES = 10
 # outer iterations, in units of the time constant 1 / (1 - eta) of the outer momentum
 FILL = 5.0
+# with fewer outer iterations a run is little more than one average of independent models
+MIN_OUTER_ITERS = 20
 
 _NORMAL = statistics.NormalDist()
 
@@ -238,13 +240,13 @@ class SampleBounds:
     """Reasonable range of K."""
 
     low: float    # ten minibatches
-    # enough outer iterations for the outer momentum to converge
+    # at least `MIN_OUTER_ITERS`, and enough for the outer momentum to converge
     high: float
 
     @classmethod
     def of(cls, *, minibatch_size: int, total_samples: float, num_jobs: int, outer_momentum: float) -> SampleBounds:
         """`total_samples` are those of the complete run, over all jobs."""
-        outer_iters = FILL / (1.0 - outer_momentum)
+        outer_iters = max(MIN_OUTER_ITERS, FILL / (1.0 - outer_momentum))
         return cls(float(MIN_MINIBATCHES * minibatch_size), total_samples / (num_jobs * outer_iters))
 
 

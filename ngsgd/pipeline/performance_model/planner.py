@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ngsgd.counting import counted
 from ngsgd.pipeline.performance_model.formulas import Link, Spread, straggler_factor, travel_time_s
 from ngsgd.training.records import OuterIterationRecord
 
@@ -293,7 +294,7 @@ def extrapolate(records: Sequence[OuterIterationRecord], job_counts: Sequence[in
         average_s=average_s * count / steady[-1].num_jobs,
         checkpoint_s=checkpoint_s, diagnostics_s=diagnostics_s) for count in job_counts)
     warm_up_s = max(0.0, _seconds(seen[0]) - iterations[0].outer_iter_s)
-    return RunPrediction(iterations, warm_up_s, f"its first {len(seen)} outer iterations")
+    return RunPrediction(iterations, warm_up_s, f"its first {counted(len(seen), 'outer iteration')}")
 
 
 def _turns(num_jobs: int, num_slots: int) -> float:

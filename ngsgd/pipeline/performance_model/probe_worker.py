@@ -64,7 +64,7 @@ class Process:
         try:
             if not self.connection.poll(self.timeout_s):
                 raise ClusterError("a worker of the probe did not answer within "
-                                   f"cluster.start_timeout_s = {self.timeout_s:g}; raise the "
+                                   f"cluster.wait_for_workers_s = {self.timeout_s:g}; raise the "
                                    "timeout.")
             answer = self.connection.recv()
         except (EOFError, OSError) as error:
@@ -93,7 +93,7 @@ def workers(spec: TaskSpec, count: int, num_gpus: int) -> Iterator[list[Process]
             process = context.Process(target=serve, args=(theirs, spec, index, num_gpus), daemon=True)
             process.start()
             theirs.close()
-            started.append(Process(process, ours, spec.settings.cluster.start_timeout_s))
+            started.append(Process(process, ours, spec.settings.cluster.wait_for_workers_s))
         for worker in started:
             worker.receive()
         yield started

@@ -121,6 +121,9 @@ class SimulatedPool:
     def num_workers_alive(self) -> int:
         return sum(slot.back_at is None for slot in self._slots)
 
+    def has_busy_start(self) -> bool:
+        return False
+
     def retired(self) -> list[Retired]:
         return []
 

@@ -7,7 +7,8 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,14 @@ def describe(error: BaseException, signal_name: str = "") -> dict[str, Any]:
     return about
 
 
-def mark_recorded(error: BaseException) -> None:
-    """Mark an error that the folder of its run contains."""
-    error.__dict__["is_recorded_in_run"] = True
+def mark_recorded(error: BaseException, folder: Path) -> None:
+    """Mark an error that the folder of a run contains."""
+    error.__dict__.setdefault("recorded_in", []).append(folder)
 
 
-def is_recorded(error: BaseException) -> bool:
-    """Whether the folder of a run contains the error, or one that it was raised from."""
-    return any("is_recorded_in_run" in one.__dict__ for one in _causes(error))
+def recorded_in(error: BaseException) -> list[Path]:
+    """The folders of runs that contain the error, or one that it was raised from."""
+    return [folder for one in _causes(error) for folder in one.__dict__.get("recorded_in", ())]
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -92,23 +93,62 @@ def state_folder() -> Path:
     return (Path(root) if os.path.isabs(root) else Path.home() / ".local" / "state") / "ngsgd"
 
 
-def failed_command_path(about: Path) -> Path:
-    """File of the last failed command about a run, or about a folder of runs."""
+def failed_command_path(about: Path, kind: str = "") -> Path:
+    """File of the last failed command about a run, or about a folder of runs; "note": wrong steps.
+    """
     # a run in object storage has one record, although commands use several folders for it
     name = hashlib.sha256(os.fsencode(stored_run.address(about.absolute()))).hexdigest()[:32]
-    return state_folder() / "failed" / f"{name}.json"
+    return state_folder() / "failed" / f"{name}{kind}.json"
 
 
-def keep_failed_command(about: Path, error: BaseException, command: str, num_starts: int = 0) -> None:
+def keep_failed_command(about: Path, error: BaseException, command: Sequence[str], kind: str = "") -> None:
     """Record a command that ended with an error outside of a run, such as a rejected setting.
 
     Args:
         about: folder of the run that the command names, or the folder of runs.
         error: its error.
-        command: the command line, without passwords.
-        num_starts: starts of the run so far; a later start makes the record irrelevant.
+        command: the words of the command line, without passwords.
+        kind: "note" for a wrong step of a user, which explains no state of a run.
     """
-    path = failed_command_path(about)
+    path = failed_command_path(about, kind)
     with contextlib.suppress(OSError):
         make_directories(path.parent)
-    write_record(path, {**describe(error), "command": masked(command), "num_starts": num_starts})
+        # older
+        failed_command_path(about, "note").unlink(missing_ok=True)
+    # such as the run of a first network, in the cache
+    runs = [masked(str(folder)) for folder in recorded_in(error)]
+    write_record(path, {**describe(error), "command": masked(shlex.join(command)), "words": [masked(word) for word in command],
+                        "runs": runs, "mark": _mark(about)})
+
+
+def failed_command(about: Path, kind: str = "") -> dict[str, Any]:
+    """The last command that failed, if it is newer than all starts and errors of the run.
+
+    Args:
+        about: folder of a run, or a folder of runs.
+        kind: "note" for the last wrong step of a user.
+
+    Returns:
+        Content of the record; empty if there is none, or if it is older.
+    """
+    record = read_record(failed_command_path(about, kind))
+    return record if record and record.get("mark") == _mark(about) else {}
+
+
+def _mark(about: Path) -> str:
+    """A text that another start or error of a run changes; for a single run, each event does."""
+    if (about / "config.yaml").is_file():
+        events = about / "events.jsonl"
+        found: list[object] = [events.stat().st_size if events.is_file() else 0, read_record(about / "error.json")]
+    else:
+        runs = sorted(config.parent for config in about.glob("*/config.yaml"))
+        found = [(run.name, _fence(run / "lock"), read_record(run / "error.json")) for run in runs]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def _fence(lock: Path) -> object:
+    """The number of processes that held a lock so far."""
+    try:
+        return read_json(lock)["fence"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ngsgd import interface
 from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import CheckpointError
@@ -32,7 +33,10 @@ from ngsgd.tasks.frame_scores import average_posterior
 _TRANSFORM = "input_transform.safetensors"
 # SHA-256 of every other file of a final model
 DIGESTS = "digests.json"
-_AGAIN = "restore it from a copy, or recreate it from the checkpoints of the run with ngsgd resume."
+
+
+def _again(final: Path) -> str:
+    return f"restore it from a copy, or recreate it from the checkpoints of the run with: {interface.resume(final.parent)}"
 
 
 def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsReader) -> None:
@@ -88,7 +92,7 @@ def check_final(path: Path) -> None:
         FileNotFoundError: a file of the digests is missing.
     """
     if not (path / DIGESTS).exists():
-        raise CheckpointError(f"{path} has no {DIGESTS}, so its files cannot be verified; {_AGAIN}")
+        raise CheckpointError(f"{path} has no {DIGESTS}, so its files cannot be verified; {_again(path)}")
     try:
         digests = read_json(path / DIGESTS)
         # plain names only: a malicious file must not make this function read a device
@@ -101,10 +105,10 @@ def check_final(path: Path) -> None:
         raise
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path / DIGESTS} cannot be read ({type(error).__name__}: {error}); "
-                              f"{_AGAIN}") from error
+                              f"{_again(path)}") from error
     if wrong:
         raise CheckpointError(f"{path / wrong[0]} was changed (its SHA-256 differs from "
-                              f"{DIGESTS}); {_AGAIN}")
+                              f"{DIGESTS}); {_again(path)}")
 
 
 def load_final(folder: RunFolder, *, trust: bool = False) -> tuple[nn.Module,
@@ -114,7 +118,7 @@ def load_final(folder: RunFolder, *, trust: bool = False) -> tuple[nn.Module,
         return open_final(folder.final, trust=trust)
     except OSError as error:
         raise CheckpointError(f"{folder.path} has no readable final model ({error}); finish it "
-                              f"with `ngsgd resume {folder.path}`.") from error
+                              f"with: {interface.resume(folder.path)}") from error
 
 
 def open_final(path: Path, *, trust: bool = False,
@@ -143,7 +147,7 @@ def open_final(path: Path, *, trust: bool = False,
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError,
             AttributeError) as error:
         raise CheckpointError(f"the final model in {path} cannot be used ({type(error).__name__}: "
-                              f"{str(error).partition(chr(10))[0]}); {_AGAIN}") from error
+                              f"{str(error).partition(chr(10))[0]}); {_again(path)}") from error
 
 
 def _opened(path: Path, about: Mapping[str, Any],

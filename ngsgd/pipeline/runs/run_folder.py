@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import glob
 import hashlib
 import itertools
 import json
-import re
 import secrets
 import shlex
 import shutil
@@ -16,10 +14,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ngsgd import process_identity
+from ngsgd import interface, process_identity
 from ngsgd.errors import CheckpointError, ConfigChangedError, ConfigError
 from ngsgd.files import (
     fsync,
@@ -32,10 +31,12 @@ from ngsgd.files import (
     read_regular_text,
     remove_abandoned,
     sealed,
+    sha256,
     unsealed,
     write_errors_named,
     write_text,
 )
+from ngsgd.interface import option
 from ngsgd.object_storage.urls import is_url, local_root
 from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.failure_record import describe, mark_recorded, read_record, write_record
@@ -226,13 +227,14 @@ class RunFolder:
     @contextlib.contextmanager
     def error_recorded(self, signal_name: Callable[[], str] = str,
                        also: Callable[[Mapping[str, Any]], None] = lambda about: None) -> Iterator[None]:
-        """Write error.json if the block raises, and remove that of an earlier process.
+        """Write error.json if the block raises, and remove error and result of an earlier process.
 
         Args:
             signal_name: returns the signal that requested the end, such as "SIGTERM".
             also: receives the content as well, for the event log.
         """
         self.error.unlink(missing_ok=True)
+        self.finished.unlink(missing_ok=True)
         try:
             yield
         except BaseException as error:
@@ -241,8 +243,28 @@ class RunFolder:
             # a full disk has been reported already
             with contextlib.suppress(OSError):
                 also(about)
-            mark_recorded(error)
+            mark_recorded(error, self.path)
             raise
+
+    @property
+    def finished(self) -> Path:
+        """Digests of the results, which the process writes that finishes the run."""
+        return self.path / "finished.json"
+
+    def mark_finished(self) -> None:
+        """Record that the run is complete."""
+        write_text(self.finished, json.dumps(sealed(self._results()), indent=1))
+
+    def is_finished(self) -> bool:
+        """Whether the last process that trained finished the run, and the results are unchanged."""
+        try:
+            return unsealed(read_json(self.finished)) == self._results()
+        except (OSError, ValueError):
+            return False
+
+    def _results(self) -> dict[str, Any]:
+        files = [self.config, self.decode / "wer.json", self.metrics, *sorted(self.final.rglob("*"))]
+        return {str(file.relative_to(self.path)): sha256(file) for file in files if file.is_file()}
 
     def last_error(self) -> dict[str, Any]:
         """Content of error.json (`failure_record.describe`); empty where there is none."""
@@ -270,7 +292,7 @@ class RunFolder:
                 yield stored
 
     def _last_fence(self) -> int:
-        """The largest fencing number in the ledger, for a lock file that was removed; 0 without one.
+        """The largest fencing number in the ledger, in case the lock file was removed; 0 if none.
 
         The ledger is read from its end to the first line of its last process, whose number is the
         largest: that process may repeat a commit with the number of an earlier one.
@@ -373,7 +395,7 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
     if not accept:
         raise ConfigChangedError(f"{config} was changed since the run began: its checksum does not "
                               "match. If the change is intended, resume with "
-                              "--accept-changed-config; otherwise the file is damaged, and its "
+                              f"{option('accept-changed-config')}; otherwise the file is damaged, and its "
                               "settings may differ from those at the start.")
     write_text(config, with_digest(body))
     return True
@@ -401,20 +423,14 @@ def what_is_trained(config: RunConfig) -> str:
     return config.task.label if config.task._target_ else f"{config.data.corpus}-{config.model.label}"
 
 
-def resume_command(task: TaskConfig, run: Path) -> str:
-    """The command, or for a task of a Python program the call, that continues a run."""
-    if task.from_python:
-        folder = json.dumps(str(stored_run.address(run)), ensure_ascii=False)
-        return f"ngsgd.train({task_argument(task)}, resume={folder}) in Python"
-    if (run / SIMULATION).exists():
+def resume_command(task: TaskConfig, run: Path, **flags: bool) -> str:
+    """The command, or for a task of a Python program the call, that continues a run.
+
+    `flags` are those of `interface.resume`.
+    """
+    if not task.from_python and (run / SIMULATION).exists():
         return "ngsgd simulate, from the beginning"
-    return f"ngsgd resume {shlex.quote(str(stored_run.address(run)))}"
-
-
-def task_argument(task: TaskConfig) -> str:
-    """The function that a Python program passed as its task; "task" for an object or a lambda."""
-    name = task.from_python
-    return name if name.isidentifier() and not name[0].isupper() else "task"
+    return interface.resume(str(stored_run.address(run)), task.from_python, **flags)
 
 
 def run_name(config: RunConfig) -> str:
@@ -430,28 +446,34 @@ def run_name(config: RunConfig) -> str:
 def run_to_continue(config: RunConfig) -> Path | None:
     """The newest run of the configured name in the output directory; None if there is none."""
     if not config.name:
-        raise ConfigError("--continue selects a run by its name, but name is not set; add "
-                          "name=NAME.")
-    stamped = re.compile(rf"{re.escape(config.name)}-\d{{8}}-\d{{6}}(-\d+)?")
+        raise ConfigError(f"{option('continue', '')} selects a run by its name, but name is not set; add name=NAME.")
     if is_url(config.output_dir):
-        names = [name for name in stored_run.names_of_runs(config.output_dir) if stamped.fullmatch(name)]
-        return find_run(f"{config.output_dir.rstrip('/')}/{max(names)}", to_write=True) if names else None
-    found = [file.parent for file in Path(config.output_dir).glob("*/config.yaml")
-             if stamped.fullmatch(file.parent.name)]
-    return max(found, default=None, key=lambda folder: folder.name)
+        found = stored_run.newest_named(stored_run.names_of_runs(config.output_dir), config.name)
+        return find_run(f"{config.output_dir.rstrip('/')}/{found}", to_write=True) if found else None
+    return _newest_named(Path(config.output_dir), config.name)
+
+
+def _newest_named(output_dir: Path, name: str) -> Path | None:
+    found = stored_run.newest_named((config.parent.name for config in output_dir.glob("*/config.yaml")), name)
+    return output_dir / found if found else None
 
 
 def known_run(run: str, *, with_models: bool = True, to_write: bool = False) -> Path | None:
-    """Folder of a run by path, folder name under runs/, or name=; the newest of several.
+    """Folder of a run by path or URL, folder name under runs/, or name=; the newest of several.
 
     Files of a run in object storage are fetched, those of models only if `with_models`. With
     `to_write`, for a command that continues or decodes the run, the result is the folder that
     training works in, else a copy for this process. None if there is no such run.
     """
     if is_url(run):
-        return stored_run.fetched_to_write(run) if to_write else stored_run.fetched(run, with_models=with_models)
-    named = sorted(Path("runs").glob(f"{glob.escape(run)}-[0-9]*/config.yaml"), reverse=True) if run and "/" not in run else []
-    folders = (Path(run), Path("runs") / run, *(config.parent for config in named))
+        fetch = stored_run.fetched_to_write if to_write else partial(stored_run.fetched, with_models=with_models)
+        output_url, _, name = run.rstrip("/").rpartition("/")
+        if (found := fetch(run)) or not is_url(output_url):
+            return found
+        newest = stored_run.newest_named(stored_run.names_of_runs(output_url), name)
+        return fetch(f"{output_url}/{newest}") if newest else None
+    named = _newest_named(Path("runs"), run) if "/" not in run else None
+    folders = (Path(run), Path("runs") / run, *([named] if named else []))
     return next((folder.resolve() for folder in folders if (folder / "config.yaml").is_file()),
                 None)
 

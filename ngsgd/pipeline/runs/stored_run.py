@@ -12,10 +12,11 @@ import fcntl
 import itertools
 import math
 import os
+import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -261,8 +262,29 @@ def known_folder(url: str) -> Path | None:
     """Return the copy of this process, or the working folder of a run; None if there is neither."""
     output_url, _, name = url.rstrip("/").rpartition("/")
     copies = _folders.get(cache_root(_COPIES, output_url))
-    folders = (*([copies / name] if copies else []), _working_folder(url))
-    return next((folder for folder in folders if (folder / _URL).is_file()), None)
+    for root in (*([copies] if copies else []), local_root(output_url)):
+        found = [file.parent.name for file in root.glob(f"*/{_URL}")]
+        if known := name if name in found else newest_named(found, name):
+            return root / known
+    return None
+
+
+def newest_named(names: Iterable[str], name: str) -> str | None:
+    """The newest of the run folders of a name=, which end with the time; None if there is none."""
+    stamped = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}(-\d+)?")
+    return max(filter(stamped.fullmatch, names), default=None)
+
+
+def with_newest_events(copy: Path) -> Path:
+    """Return the folder with the newest events of a run: its copy, or the working folder.
+
+    A process of this machine that could not publish left its error in the working folder.
+    """
+    url = url_of(copy)
+    folders = [copy, _working_folder(url)] if url else [copy]
+    # event logs only grow; of equals the working folder, which may have an error
+    sizes = [log.stat().st_size if (log := folder / "events.jsonl").is_file() else -1 for folder in folders]
+    return folders[-1] if sizes[-1] >= max(sizes) and url_of(folders[-1]) == url else copy
 
 
 def names_of_runs(output_url: str) -> list[str]:

@@ -1,8 +1,8 @@
 """Permission to import modules of received runs: begun by this user here, or explicitly trusted.
 
 `model._target_` of a run is code, and a run folder or a final model may come from anyone. Its
-module is imported only with permission: by the command line that begins a run, the flag --trust,
-NGSGD_TRUST=1, or the record of runs that this user began, which is outside of every run folder.
+module is imported only with permission: by the command line that begins a run, --trust or
+trust=True, NGSGD_TRUST=1, or the record of runs that this user began, outside of every run folder.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ngsgd import interface
 from ngsgd.config import ModelConfig, TaskConfig
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import digest_of_json, new_file, read_json
+from ngsgd.interface import option
 from ngsgd.pipeline.runs.failure_record import state_folder
 
 if TYPE_CHECKING:
@@ -64,8 +66,8 @@ def remember_or_warn(model: ModelConfig | TaskConfig, run_id: str, warn: Callabl
     try:
         remember(model, run_id)
     except (OSError, RuntimeError) as error:
-        warn(f"the start of this run could not be recorded ({error}); add --trust to resume or "
-             "decode it.")
+        warn(f"the start of this run could not be recorded ({error}); add {option('trust')} to "
+             "resume or decode it.")
 
 
 def require(model: Module, source: Path, run_id: str = "", *, trust: bool = False) -> None:
@@ -75,7 +77,7 @@ def require(model: Module, source: Path, run_id: str = "", *, trust: bool = Fals
         model: settings of the model in `source`; those without a custom module are always allowed.
         source: the file with the settings, for the message.
         run_id: id of the run in that file.
-        trust: True with --trust.
+        trust: the user trusts it.
     """
     settings = _settings(model)
     if not settings.get("_target_"):
@@ -89,8 +91,8 @@ def require(model: Module, source: Path, run_id: str = "", *, trust: bool = Fals
     raise ConfigError(
         f"{source} asks to import {settings['_target_']} from {where}{_shown_args(settings)}, "
         "which runs that code with your permissions, but this user did not begin that run on this "
-        "machine. Inspect that module; if you trust it, repeat the command with --trust (in "
-        f"Python: {VARIABLE}=1 in the environment).")
+        f"machine. Inspect that module; if you trust it, repeat this with {option('trust')}, or "
+        f"{VARIABLE}=1 in the environment.")
 
 
 def require_run(folder: RunFolder, model: ModelConfig | TaskConfig, *, trust: bool = False) -> None:
@@ -129,10 +131,10 @@ def read_about(final: Path) -> dict[str, Any]:
         about = read_json(path)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {str(error)[:100]}); "
-                              "restore it, or recreate it with ngsgd resume.") from error
+                              f"restore it, or recreate it with: {interface.resume(final.parent)}") from error
     if not isinstance(about, dict) or not isinstance(about.get("model"), dict):
-        raise CheckpointError(f"{path} does not describe a model; restore it, or recreate it with "
-                              "ngsgd resume.")
+        raise CheckpointError(f"{path} does not describe a model; restore it, or recreate it with: "
+                              f"{interface.resume(final.parent)}")
     return {**about, "run_id": str(about.get("run_id", ""))}
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import RunConfig
+from ngsgd.counting import counted
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.verification.counted import Starts, counted_jobs, require_any
@@ -81,7 +82,7 @@ def _objectives(folder: RunFolder) -> dict[tuple[int, int], float]:
 
 
 def _coverage(num_repeatable: int, num_counted: int, config: RunConfig) -> str:
-    line = f"{num_repeatable} of {num_counted} counted jobs can be repeated"
+    line = f"{num_repeatable} of {counted(num_counted, 'counted job')} can be repeated"
     if num_repeatable == num_counted:
         return line
     return (f"{line}, because the checkpoints that the others started from are not on disk; checkpoint.num_to_keep="

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Literal
 
 from ngsgd.errors import AuditError, CheckpointError, ConfigError
+from ngsgd.interface import option
 from ngsgd.pipeline.verification.counted import CountedJob, Starts
 from ngsgd.training.auditing.comparison import SMALLEST_OBJECTIVE, TOLERANCE
 from ngsgd.training.job import Job, JobResult
@@ -39,7 +40,8 @@ class Sample:
         except ValueError:
             number = 0
         if not 0 < number < math.inf or (is_fraction and number > 1):
-            raise ConfigError(f"--sample is {text}; give a percentage up to 100, such as 5%, or a number of jobs, such as 20.")
+            raise ConfigError(f"{option('sample', '')} is {text}; give a percentage up to 100, such as 5%, or a number of jobs, "
+                              "such as 20.")
         return cls(fraction=float(number)) if is_fraction else cls(count=int(number))
 
     def of(self, jobs: Sequence[CountedJob], num_counted: int, seed: int) -> list[CountedJob]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ngsgd.errors import AuditError
+from ngsgd.interface import option
 from ngsgd.training.auditing.cases import Case, Conclusion, Key, Round, work_done
 from ngsgd.training.auditing.comparison import Comparison, Run, is_bitwise
 from ngsgd.training.auditing.placement import partners
@@ -346,7 +347,7 @@ class Audits:
         raise AuditError(f"{names} compute different results of job {case.job.job} of outer iteration "
                          f"{case.job.outer_iter + 1}{_how(case.runs)}, and no further worker decides which is right. The last "
                          "checkpoint is complete. Check these machines, then resume with at least three workers "
-                         "(ngsgd resume --workers 3), or on another machine.")
+                         f"({option('workers', '3', 'num_workers')}), or on another machine.")
 
     def _end(self, case: Case, outcome: str, faulty: tuple[int, ...] = (), right: Sequence[Run] = (), *,
              is_right: bool = True) -> None:

@@ -29,6 +29,7 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
+from ngsgd import interface
 from ngsgd.errors import CheckpointError
 from ngsgd.files import (
     fsync,
@@ -165,7 +166,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"outer iteration {progress.outer_iter + 1} could not be saved under "
                 f"{self.directory} ({error.strerror}); free disk space or fix the permissions, "
-                f"then run `ngsgd resume {self.directory.parent}`.") from error
+                f"then continue with: {interface.resume(self.directory.parent)}") from error
         self._keep_candidates({progress.outer_iter: whole.model_sha256})
         found = self._found()
         # if only some contain the state of jobs, one of two of these may be damaged

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ngsgd import process_identity
+from ngsgd import interface, process_identity
 from ngsgd.errors import CheckpointError, RunLockedError
 from ngsgd.files import fsync
 
@@ -98,7 +98,7 @@ class RunLock:
                                  "stops writing. Follow the run with: ngsgd status "
                                  f"{self.path.parent}")
         raise RunLockedError(f"{self.path} was removed while this process held it; this process "
-                             f"stops writing. Resume the run with: ngsgd resume {self.path.parent}")
+                             f"stops writing. Resume the run with: {interface.resume(self.path.parent)}")
 
     def committed(self) -> None:
         """Called after each commit; a lock of a run in object storage publishes it."""

@@ -1,12 +1,14 @@
 import hashlib
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ngsgd.asr.corpora import an4
-from ngsgd.asr.corpora.corpus import check_source, prepare
+from ngsgd.asr.corpora.corpus import check_source, check_use, prepare
 from ngsgd.asr.corpora.held_out import hold_out
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.utterance import FramedUtterance, unaligned
@@ -113,10 +115,34 @@ def test_a_missing_source_is_reported_with_its_location(given: str, sentence: st
         check_source(DataConfig(corpus="an4", source=given))
 
 
-def test_missing_file_is_named(source: Path) -> None:
-    (source / "HCLG.fst").unlink()
-    with pytest.raises(DataError, match=r"an4.*HCLG\.fst"):
-        check_source(DataConfig(corpus="an4", source=str(source)))
+@pytest.mark.parametrize(("missing", "settings", "graph"), [
+    ("feats_test.ark", {"alignment": "flat"}, "made"), ("HCLG.fst", {}, "auto"), ("HCLG.fst", {"alignment": "flat"}, "given"),
+    ("ali_train.npz", {}, "made"), ("ali_train.npz", {"alignment": "flat"}, "auto"), ("ali_test.npz", {"labels": "ladder"}, "auto"),
+    ("ali.json", {"alignment": "flat"}, "auto")])
+@pytest.mark.entry("Nc4")
+def test_a_missing_file_that_the_settings_use_is_named(
+        source: Path, missing: str, settings: dict[str, Any], graph: Any) -> None:
+    (source / missing).unlink()
+    with pytest.raises(DataError, match=re.escape(missing)):
+        check_use(DataConfig(corpus="an4", source=str(source), **settings), DecodeConfig(graph=graph))
+
+
+@pytest.mark.entry("Nc4", "AN4 from its public cepstra, without the labels and the graph of a GMM", "works",
+                   "`recipes/an4/local/prepare.py` packs them, and only the files that the settings use are required.")
+def test_the_public_files_alone_train_from_transcripts(source: Path, tmp_path: Path) -> None:
+    with_gmm = DataConfig(corpus="an4", source=str(source))
+    before = prepare(with_gmm, FEATURES, tmp_path / "cache", silent)
+    for path in [path for path in source.iterdir() if path.name not in an4.SPEECH]:
+        path.unlink()
+    others: list[dict[str, Any]] = [{}, {"labels": "ladder"}, {"lm_order": 1}]
+    for settings in others:
+        check_use(DataConfig(corpus="an4", source=str(source), alignment="flat", **settings),
+                  DecodeConfig(graph="auto" if settings else "made"))
+    corpus = prepare(with_gmm, FEATURES, tmp_path / "cache", silent)
+    # the same speech and words; nothing of the GMM comes from the cache
+    assert corpus.language.topology == before.language.topology and corpus.language.arpa == before.language.arpa
+    assert before.train.is_aligned and not corpus.train.is_aligned
+    assert before.language.given and corpus.language.given is None
 
 
 def test_file_of_another_release_is_named_and_nothing_is_written(source: Path, tmp_path: Path) -> None:

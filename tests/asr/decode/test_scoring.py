@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ngsgd import phase
 from ngsgd.asr.decode import evaluation, scoring
 from ngsgd.asr.decode.evaluation import tune_and_decode
 from ngsgd.asr.decode.scoring import WordErrors
@@ -121,7 +122,7 @@ def speech_that_says(texts: list[list[str]], topology: Topology) -> tuple[Speech
 
 
 def test_the_setting_that_is_best_on_valid_is_used_on_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "REPORT_S", 0.0)
+    monkeypatch.setattr(phase, "REPORT_S", 0.0)
     phases: list[str] = []
     valid, valid_logliks = speech_that_says([["ab", "b", "aa"], ["aa", "ab"]], SMALL)
     test, test_logliks = speech_that_says([["b", "ab"], ["aa"]], SMALL)
@@ -157,3 +158,31 @@ def test_scores_of_another_models_states_are_refused() -> None:
     narrow = [loglik_TP[:, 1:] for loglik_TP in logliks]
     with pytest.raises(DataError, match=r"6 HMM.*7"):
         tune_and_decode(Language(SMALL), DecodeConfig(), valid=speech, valid_logliks=narrow, test=speech, test_logliks=narrow)
+
+
+@pytest.mark.entry("Nc10", "the steps after the training: decoding, oracle, calibration", "works",
+                   "The WER is printed before the calibration, every step reports how many utterances are done, "
+                   "and the calibration takes at most 6 minutes of speech from all speakers.")
+def test_the_wer_is_known_before_the_calibration_and_every_step_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phase, "REPORT_S", 0.0)
+    lines: list[str] = []
+    valid, valid_logliks = speech_that_says([["ab", "b", "aa"], ["aa", "ab"]], SMALL)
+    test, test_logliks = speech_that_says([["b", "ab"], ["aa"]], SMALL)
+    config = DecodeConfig(acoustic_scales=(1.0,), word_penalties=(0.0, 1.0), beam=1e6, oracle=True)
+    result = tune_and_decode(Language(SMALL), config, valid=valid, valid_logliks=valid_logliks, test=test,
+                             test_logliks=test_logliks, report=lines.append)
+    wer = next(n for n, line in enumerate(lines) if str(result.test) in line)
+    steps = {line.partition(":")[0] for line in lines if isinstance(line, phase.Phase) and ": 1 of " in line}
+    assert steps == {"scale selection", "decoding the test set", "oracle", "calibrating confidences"}
+    later = [n for n, line in enumerate(lines) if line.startswith(("oracle", "calibrating"))]
+    assert min(later) > wer
+
+
+@pytest.mark.entry("Nc10")
+def test_the_calibration_is_bounded_and_takes_all_speakers() -> None:
+    for num_utterances, num_frames in ((1, 10**6), (299, 100), (301, 100), (10_000, 1), (200, 500), (1000, 3000)):
+        chosen = evaluation.calibration_set([num_frames] * num_utterances)
+        assert len(chosen) == 1 or (len(chosen) <= 300 and len(chosen) * num_frames <= 36_000)
+        # the last utterances too
+        assert chosen[-1] + 2 * chosen.step > num_utterances
+    assert evaluation.calibration_set([100] * 299) == range(299)

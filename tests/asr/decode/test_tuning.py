@@ -1,3 +1,5 @@
+import pytest
+
 from ngsgd.asr.decode import tuning
 from ngsgd.asr.decode.scoring import WordErrors
 from ngsgd.asr.decode.tuning import DecodingWeights, Sweep
@@ -21,11 +23,25 @@ def test_a_minimum_among_much_worse_settings_does_not_win() -> None:
     assert errors.num_errors == 2
 
 
-def test_among_equals_the_most_words_win() -> None:
-    deletions = {(s, p): (0, 3) for s in (0.1, 0.2) for p in PENALTIES}
-    assert tuning.choose(sweep(deletions, (3, 0)))[0].acoustic_scale >= 0.3
-    insertions = {(s, p): (3, 0) for s in (0.1, 0.2) for p in PENALTIES}
-    assert tuning.choose(sweep(insertions, (0, 3)))[0].acoustic_scale <= 0.2
+def test_among_equals_insertions_and_deletions_are_balanced() -> None:
+    for balanced in (0.2, 0.4):
+        tried = sweep({(balanced, p): (9, 9) for p in PENALTIES}, (14, 4))
+        chosen, errors = tuning.choose(tried)
+        assert chosen.acoustic_scale == balanced and errors.insertions == errors.deletions
+    # fewer errors win, balanced or not
+    assert tuning.choose(sweep({(0.2, p): (9, 9) for p in PENALTIES}, (14, 3)))[0].acoustic_scale != 0.2
+
+
+@pytest.mark.parametrize("edge", [(0.1, 0.0), (0.1, 2.0), (0.5, 4.0), (0.3, 0.0), (0.3, 4.0)])
+@pytest.mark.entry("Nc9", "scale and penalty for other voices than those of the validation set", "works",
+                   "Within one standard error of the best a setting inside the grid is preferred, and of equals the balanced one.")
+def test_a_setting_inside_the_grid_wins_within_one_standard_error(edge: tuple[float, float]) -> None:
+    chosen, _ = tuning.choose(sweep({edge: (4, 4)}, (6, 5)))
+    assert chosen.acoustic_scale in SCALES[1:-1] and chosen.word_penalty == 2.0
+    # an edge wins if it is much better
+    better = {(edge[0], p): (1, 1) for p in PENALTIES} if edge[0] != 0.3 else {(s, edge[1]): (1, 1) for s in SCALES}
+    chosen, _ = tuning.choose(sweep(better, (60, 60)))
+    assert edge[0] in (0.3, chosen.acoustic_scale) and (edge[0] != 0.3 or chosen.word_penalty == edge[1])
 
 
 def test_the_center_of_a_flat_region_wins_whatever_the_order() -> None:

@@ -5,8 +5,11 @@ not asked for.
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +17,7 @@ from types import ModuleType
 
 import pytest
 
+from ngsgd import errors
 from ngsgd.config import RunConfig
 from ngsgd.errors import ClusterError, ConfigError, DataError, NgsgdError
 from ngsgd.launcher import cli
@@ -311,6 +315,20 @@ def test_completion_offers_flags_and_runs(
     assert capsys.readouterr().out.split() == ["--output-dir"]
 
 
+def test_the_completion_script_of_a_shell_completes(capsys: pytest.CaptureFixture[str]) -> None:
+    """As bash calls it; of zsh and fish, where they are installed, only the syntax is checked."""
+    calls = (f'ngsgd() {{ {shlex.quote(sys.executable)} -m ngsgd.launcher "$@"; }}\nCOMP_LINE="ngsgd submit --resu" COMP_POINT=19\n'
+             '_ngsgd\necho "${COMPREPLY[@]}"\ncomplete -p ngsgd\n')
+    for shell, flags, more in (("bash", [], calls), ("zsh", ["-n"], ""), ("fish", ["--no-execute"], "")):
+        assert cli.main(["completion", shell]) == 0
+        text = capsys.readouterr().out + more
+        if program := shutil.which(shell):
+            done = subprocess.run([program, *flags], input=text, capture_output=True, text=True, check=False,
+                                  env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+            assert done.returncode == 0 and done.stderr == ""
+            assert not more or (done.stdout.split()[0] == "--resume" and "-F _ngsgd ngsgd" in done.stdout)
+
+
 @pytest.mark.parametrize(("line", "offered"), [
     ("ngsgd train schedule.lr_", ["schedule.lr_initial=", "schedule.lr_final=", "schedule.lr_schedule=",
                                  "schedule.lr_factors="]),
@@ -381,3 +399,14 @@ def test_a_run_folder_that_cannot_be_made_is_one_error(tmp_path: Path, monkeypat
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="name"):
         RunFolder.create(RunConfig(output_dir=str(tmp_path), name="x" * 300), "")
+
+
+@pytest.mark.entry("Nc14")
+def test_the_help_lists_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.NgsgdError)]
+    codes = {kind.exit_code for kind in kinds} | {value for name, value in vars(errors).items()
+                                                  if name.startswith("EXIT_") and isinstance(value, int)}
+    assert codes == errors.EXIT_CODES.keys() and len(codes) > 8
+    assert cli.main(["--help"]) == 0
+    rows = re.findall(r"^ +(\d+) +\w", capsys.readouterr().out, re.MULTILINE)
+    assert sorted(map(int, rows)) == sorted(codes)

@@ -283,6 +283,19 @@ def test_advice_on_too_little_data() -> None:
     assert plan_text.advice(_rows(1, 2, 1000)).endswith("; for 1000 there is too little data.")
 
 
+@pytest.mark.parametrize("total_samples", [1.2e6, 1e7, 1e8])
+@pytest.mark.entry("Nc11", "`ngsgd plan` for little data", "works",
+                   "Numbers of workers and lengths of jobs are advised only if a run has at least 20 outer iterations.")
+def test_every_advised_number_has_twenty_outer_iterations(total_samples: float) -> None:
+    table = _rows(1, 2, 4, 8, 16, 64, 256, workload=replace(WORKLOAD, total_samples=total_samples))
+    advised = int(re.findall(r"\d+", plan_text.advice(table))[0])
+    row = next(row for row in table if row.workers == advised)
+    assert row.num_outer_iters >= 20
+    assert total_samples > 2e6 or any(other.num_outer_iters < 20 and other.there.efficiency >= 0.5 for other in table)
+    for choice in scaling.choices(MACHINE, replace(WORKLOAD, total_samples=total_samples), RunConfig(), (1, 8, 64), ASSUMED):
+        assert total_samples >= 20 * choice.workers * choice.samples_per_iter * 0.95
+
+
 def test_no_number_is_advised_that_does_not_pay() -> None:
     assert "up to" not in plan_text.advice(_rows(1000, 2000))
 
@@ -351,7 +364,7 @@ def test_the_real_command_measures_prints_and_keeps(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "ngsgd.launcher", "plan",
              f"output_dir={tmp_path}", "data.train_minutes=1.5", "data.valid_minutes=0.3",
              "data.test_minutes=0.3", "egs.samples_per_iter=400", "egs.num_diagnostic_frames=300", "model.num_layers=2",
-             "model.hidden_dim=64", "schedule.minibatch_size=16", "cluster.start_timeout_s=280", "--workers", "1,4",
+             "model.hidden_dim=64", "schedule.minibatch_size=16", "cluster.wait_for_workers_s=280", "--workers", "1,4",
              "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*words, "--seconds", "1"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

@@ -8,17 +8,20 @@ import re
 import shutil
 import stat
 import subprocess
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_RUN_FAILED, ClusterError, ConfigError
 from ngsgd.files import sealed
 from ngsgd.launcher import cli
 from ngsgd.launcher.ray import jobs as ray_jobs
+from ngsgd.training.worker import choose_device
 from tests.tiers import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -349,8 +352,8 @@ def test_the_kubernetes_manifest_fits_the_schema(capsys: pytest.CaptureFixture[s
     manifest = yaml.safe_load(capsys.readouterr().out)
     jsonschema.validate(manifest, _RAY_JOB)
     spec = manifest["spec"]
-    assert re.fullmatch(r"ngsgd train output_dir=/shared/runs seed=1 cluster\.num_workers=3 cluster\.threads_per_worker=4 "
-                        r"--continue name=night-\d{14} cluster.address=auto",
+    assert re.fullmatch(r"ngsgd train output_dir=/shared/runs seed=1 cluster\.num_workers=3 cluster\.device=cuda "
+                        r"cluster\.threads_per_worker=4 --continue name=night-\d{14} cluster.address=auto",
                         spec["entrypoint"]), "a retry finds its run by a name that no other submission has"
     assert spec["backoffLimit"] == 3
     assert yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "60"
@@ -359,6 +362,70 @@ def test_the_kubernetes_manifest_fits_the_schema(capsys: pytest.CaptureFixture[s
     assert (group["replicas"], container["resources"]["limits"]["nvidia.com/gpu"]) == (3, "1")
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in group["template"]["spec"]["volumes"]}
+
+
+def _manifest(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert cli.main(["submit", "--to", "kubernetes", "--dry-run", "--job-name", "night", *words]) == 0
+    found: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.entry("Nc12", "submit a run to Kubernetes with `output_dir=s3://BUCKET/runs` and no `--claim`", "works",
+                   "the manifest mounts no volume. The run is published to the bucket. `--gpus-per-node` takes the image "
+                   "`ngsgd:VERSION-cuda` and sets `cluster.device=cuda`, so that a worker without CUDA ends with a ConfigError; "
+                   "the image holds all extras")
+@pytest.mark.parametrize("words", [["output_dir=s3://bucket/runs"], ["--resume", "s3://bucket/runs/night-20260101-200000"]])
+def test_a_run_in_object_storage_needs_no_claim(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    manifest = _manifest(capsys, *words)
+    jsonschema.validate(manifest, _RAY_JOB)
+    assert words[-1] in manifest["spec"]["entrypoint"].split(), "a URL is no path of this machine"
+    cluster = manifest["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        assert [volume["name"] for volume in pod["volumes"]] == ["shm"]
+        assert [mount["name"] for mount in pod["containers"][0]["volumeMounts"]] == ["shm"]
+    assert cli.main(["submit", "--to", "kubernetes", "--dry-run", "--mount", "/data", *words]) == ConfigError.exit_code
+    assert "--mount" in capsys.readouterr().err
+    claimed = _manifest(capsys, "--claim", "speech", *words)["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    assert "speech" in json.dumps(claimed["volumes"]), "the data may be on a volume"
+
+
+@pytest.mark.parametrize("to", ["ray", "slurm", "kubernetes"])
+def test_the_url_of_a_run_to_resume_is_kept(to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["submit", "--to", to, "--dry-run", "--resume", "s3://bucket/runs/night-20260101-200000"]) == 0
+    assert "resume s3://bucket/runs/night-20260101-200000 --address auto" in capsys.readouterr().out
+
+
+@pytest.mark.entry("Nc12")
+def test_gpus_of_a_job_are_used_or_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = (ROOT / "docs" / "kubernetes.md").read_text() + (ROOT / "docker" / "Dockerfile").read_text()
+    [built] = {tag.rpartition("/")[2] for tag in re.findall(r"docker build .*-t (\S+) .*TORCH_INDEX", pages)}
+    gpus = ["--gpus-per-node", "1"]
+    for words, image, devices in (([], built.removesuffix("-cuda"), []), (gpus, built, ["cuda"]),
+                                  ([*gpus, "--image", "r/mine", "cluster.device=auto"], "r/mine", ["auto"])):
+        spec = _manifest(capsys, "output_dir=s3://bucket/runs", *words)["spec"]
+        [container] = spec["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+        assert (container["image"], re.findall(r"cluster\.device=(\w+)", spec["entrypoint"])) == (image, devices)
+    assert "cluster.device=cuda" in _slurm(capsys, *gpus)
+
+
+@pytest.mark.entry("Nc12")
+@pytest.mark.parametrize(("is_built", "named"), [(False, "TORCH_INDEX"), (True, "cluster.device")])
+def test_a_worker_without_cuda_names_the_cause(is_built: bool, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    with pytest.raises(ConfigError, match=named):
+        choose_device("cuda")
+
+
+@pytest.mark.entry("Nc12")
+def test_the_image_has_all_extras() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = set(tomllib.load(file)["project"]["optional-dependencies"])
+    [installed] = re.findall(r'"\.\[([\w,]+)\]"', (ROOT / "docker" / "build-steps.sh").read_text())
+    # a site of pages and a checkout of the tests are for developers
+    assert set(installed.split(",")) == extras - {"docs", "dev"}
 
 
 def test_docker_files_are_sound() -> None:

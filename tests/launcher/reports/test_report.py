@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -24,12 +25,13 @@ from ngsgd.launcher.commands.report import history_of, write
 from ngsgd.launcher.mlflow import store
 from ngsgd.launcher.reports import sections
 from ngsgd.launcher.reports.charts import charts_of
-from ngsgd.launcher.reports.history import RunHistory
+from ngsgd.launcher.reports.history import RunHistory, errors_by_speaker
 from ngsgd.pipeline.recipes import recipe
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.fisher_spectra import fisher_spectra
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.runs.saved_config import read_config
+from ngsgd.schedules import JOB_RATE
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, job, outer_iteration
@@ -138,6 +140,7 @@ def test_a_report_is_one_file_without_scripts(
     assert cli.main(["report", "first", "--quiet", "--pictures"]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     text = (run / "report.html").read_text()
+    assert JOB_RATE.lower() in html.unescape(text).lower()
     page = Page(text)
     assert page.loaded == [] and page.open == [] and "<script" not in text
     assert len(page.alts) == 7 and all(len(alt) > 20 for alt in page.alts)
@@ -250,6 +253,11 @@ def test_words_that_are_wrong_are_counted_and_aligned() -> None:
     assert text.count("class=wrong") == 4 and page.open == []
     right = [UtteranceErrors("u", (("a", "a"),), WordErrors(1, 0, 0, 0))]
     assert "class=wrong" not in "".join(sections.words(right, ""))
+
+
+def test_a_speaker_of_a_few_words_does_not_head_the_list() -> None:
+    text = "few %WER 60.00 [ 3 / 5, 0 ins, 0 del, 3 sub ]\nmany %WER 20.00 [ 20 / 100, 0 ins, 0 del, 20 sub ]\n"
+    assert [row[0] for row in errors_by_speaker(text)] == ["many", "few"]
 
 
 def test_the_choice_of_scale_and_penalty_is_a_table_on_the_validation_set() -> None:

@@ -44,7 +44,7 @@ def test_the_name_of_a_run_has_the_optimizer_and_an_outer_rule_that_is_not_the_d
 def test_a_changed_configuration_is_refused_until_it_is_accepted(folder: RunFolder, old: str, new: str) -> None:
     text = folder.config.read_text()
     folder.config.write_text(text.replace(old, new, 1) if old in text else text[:-3] + "abc")
-    with pytest.raises(CheckpointError, match="accept-changed-config"):
+    with pytest.raises(CheckpointError, match=r"accept.changed.config"):
         require_unchanged(folder.config)
     assert require_unchanged(folder.config, accept=True)
     assert not require_unchanged(folder.config)
@@ -53,7 +53,7 @@ def test_a_changed_configuration_is_refused_until_it_is_accepted(folder: RunFold
 def test_a_configuration_of_before_the_checksums_is_accepted(folder: RunFolder) -> None:
     folder.config.write_text(config_file.to_yaml(RunConfig(name="old")))
     # without its last line a configuration of this version is changed
-    with pytest.raises(CheckpointError, match="accept-changed-config"):
+    with pytest.raises(CheckpointError, match=r"accept.changed.config"):
         require_unchanged(folder.config)
     (folder.path / folder.RUN_ID).unlink()
     assert not require_unchanged(folder.config) and read_config(folder.config).name == "old"

@@ -153,13 +153,22 @@ def test_a_program_of_torch_export_gives_the_wer_of_the_run(name: str, trained: 
 
 @pytest.mark.parametrize("name", ["tdnn", "mfcc"])
 def test_the_example_recognizes_audio_in_chunks_without_ngsgd(name: str, trained: Trained, tmp_path: Path) -> None:
+    import soundfile
+    import soxr
+
     run, model = trained(name), tmp_path / "model.onnx"
     assert main(["export", "--format", "onnx", str(run.folder.path), str(model)]) == 0
     (tmp_path / "ngsgd.py").write_text("raise ImportError('not installed in this test')\n")
-    done = subprocess.run([sys.executable, str(ROOT / "examples/onnx_recognizer.py"), str(model), *map(str, wav_files(run))],
+    # one of them at another sampling rate
+    recordings = wav_files(run)
+    samples, rate = soundfile.read(recordings[0], dtype="float32")
+    soundfile.write(tmp_path / "22050.wav", soxr.resample(samples, rate, 22050), 22050)
+    done = subprocess.run([sys.executable, str(ROOT / "examples/onnx_recognizer.py"), str(model), *map(str, recordings),
+                           str(tmp_path / "22050.wav")],
                           env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[1:] for line in done.stdout.splitlines()] == words_of_the_run(run)
+    *found, resampled = [line.split()[1:] for line in done.stdout.splitlines()]
+    assert found == words_of_the_run(run) and resampled == found[0]
 
 
 @pytest.mark.parametrize("name", ["relu", "tdnn", "tdnnf", "mfcc", "cnn"])

@@ -269,11 +269,13 @@ def test_gamma_is_found_again_from_runs() -> None:
         fit_gamma({1000.0: 2e6})
 
 
-BOUNDS = SampleBounds.of(minibatch_size=128, total_samples=1e6, num_jobs=4, outer_momentum=0.5)
+BOUNDS = SampleBounds.of(minibatch_size=128, total_samples=2e6, num_jobs=4, outer_momentum=0.5)
 
 
 def test_bounds_are_ten_minibatches_and_five_time_constants_of_the_outer_momentum() -> None:
-    assert (BOUNDS.low, BOUNDS.high) == (1280.0, 1e6 / (4 * 10))
+    assert (BOUNDS.low, BOUNDS.high) == (1280.0, 2e6 / (4 * 20))
+    high = SampleBounds.of(minibatch_size=128, total_samples=1e6, num_jobs=4, outer_momentum=0.9).high
+    assert high == pytest.approx(1e6 / (4 * 50))
 
 
 @pytest.mark.parametrize(("now", "overhead_s", "gamma", "samples", "reason"), [

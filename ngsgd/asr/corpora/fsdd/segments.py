@@ -56,12 +56,12 @@ class Catalogue:
         segments = tuple(segment for segment in self.segments if segment.utt_id in alignment.pdf_T)
         if not segments:
             raise DataError(f"{alignment.path} has no states for any recording of FSDD; use a file "
-                            "of ngsgd align recipe=fsdd.")
+                            "of ngsgd align recipe=fsdd data.source=PATH --output FILE.")
         largest = max(int(pdf_T.max()) for pdf_T in alignment.pdf_T.values())
         if largest >= self.topology.num_pdfs:
             raise DataError(f"{alignment.path} has the state {largest}, but the phones of FSDD "
                             f"have {self.topology.num_pdfs} states, from 0; use a file of ngsgd "
-                            "align recipe=fsdd.")
+                            "align recipe=fsdd data.source=PATH --output FILE.")
         pdf_T = {segment.utt_id: alignment.pdf_T[segment.utt_id] for segment in segments}
         _check_alignment(segments, pdf_T)
         return Catalogue(segments, pdf_T, self.topology)
@@ -152,4 +152,4 @@ def _check_alignment(segments: Sequence[Segment], pdf_T: Mapping[str, PdfIds]) -
         if found != expected:
             raise DataError(f"The alignment has {found} frames for {segment.utt_id} "
                             f"({segment.file}), but its audio has {expected}; create it again with "
-                            "ngsgd align recipe=fsdd.")
+                            "ngsgd align recipe=fsdd data.source=PATH --output FILE.")

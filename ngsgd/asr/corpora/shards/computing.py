@@ -27,6 +27,7 @@ from ngsgd.asr.corpora.shards.plan import SHARD_S, Shard
 from ngsgd.asr.corpora.shards.process import Answer
 from ngsgd.asr.features.audio import Reader
 from ngsgd.config import FeatureConfig
+from ngsgd.counting import counted
 
 # between two questions whether the shards of other processes are complete
 _WAIT_S = 0.5
@@ -54,8 +55,8 @@ def compute(shards: Sequence[Shard], config: FeatureConfig, folder: Path, *,
     num_worth = math.ceil(sum(shard.seconds for shard in pending) / SHARD_S)
     num_processes = min(num_processes or min(len(os.sched_getaffinity(0)), num_worth), len(pending))
     if len(shards) > 1 and pending:
-        report(f"features: {len(shards)} shards, of which {len(shards) - len(pending)} exist "
-               f"already; {num_processes} processes")
+        report(f"features: {counted(len(shards), 'shard')}, of which {len(shards) - len(pending)} exist "
+               f"already; {counted(num_processes, 'process', 'processes')}")
     with _processes(config, folder, num_processes if num_processes > 1 else 0) as idle:
         while pending:
             answers = _parallel(pending, idle, num_processes) if num_processes > 1 else \
