@@ -38,8 +38,8 @@ check test test-all: $(STAMP)
 	@$(MAKE) --no-print-directory -j2 lint run-$@
 
 check:     ## a minute: lint, doctests and one case of each quick test
-test:      ## 3 minutes: lint, doctests, all tests in this process and a few complete runs
-test-all:  ## 20 minutes: everything that CI runs, with faults, services, browsers and slow tests
+test:      ## 4 minutes: lint, doctests, all tests in this process and a few complete runs
+test-all:  ## 35 minutes: everything that CI runs, with faults, services, browsers and slow tests
 
 run-check: $(STAMP)
 	$(PYTEST) $(or $(PROCESSES),2) tests -m "not (end_to_end or slow or faults or services)" --quick $(ARGS)

@@ -38,7 +38,7 @@ def test_every_outer_iteration_equals_kaldi(case: str) -> None:
 
 
 @pytest.mark.entry("Nc8", "the learning rate of a job and the effective rate, in the help, the settings and the report", "works",
-                   "All of them have one sentence: a job uses num_jobs / gain times the effective rate.")
+                   "All of them have the same text: a job uses num_jobs / gain times the effective rate.")
 def test_one_sentence_has_the_rate_of_a_job() -> None:
     [about] = [field.metadata["help"] for field in fields(ScheduleConfig) if field.name == "lr_initial"]
     assert JOB_RATE in about

@@ -9,6 +9,8 @@ from pathlib import Path
 
 # fraction of a processor; waiting threads of Ray and of torch use less
 _BUSY = 0.02
+# seconds; the kernel counts in steps of 10 ms, so two readings can differ by one step for nothing
+_COUNTED = 0.03
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Activity:
 
     def is_busy(self, before: Activity | None) -> bool:
         """Whether the process did something since `before`, an earlier reading of it."""
-        return self.has_child or (before is not None and self.cpu_s - before.cpu_s > _BUSY * (self.at_s - before.at_s))
+        return self.has_child or (before is not None and self.cpu_s - before.cpu_s > _COUNTED + _BUSY * (self.at_s - before.at_s))
 
 
 def activity_of(process_id: int) -> Activity | None:

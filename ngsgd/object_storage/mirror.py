@@ -52,7 +52,7 @@ def mirrored(store: ObjectStore, report: Callable[[str], object]) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = next(one for one in _candidates(root, wanted) if _is_current(store, one, wanted, report))
-        _clear_others(folder)
+        clear_others(folder)
     except OSError as error:
         raise DataError(f"the copy of {store.url} in {root} could not be written ({error.strerror or error}); free disk space, "
                         "or set XDG_CACHE_HOME to a folder on another disk.") from error
@@ -70,7 +70,7 @@ def _is_current(store: ObjectStore, folder: Path, wanted: dict[str, State], repo
     """Update a folder that no other process reads; lock it if it is a copy of the objects then."""
     folder.mkdir(exist_ok=True, mode=0o700)
     if folder not in _held:
-        _held[folder] = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _held[folder] = _opened(folder)
     is_current = False
     try:
         with contextlib.suppress(BlockingIOError):
@@ -85,24 +85,36 @@ def _is_current(store: ObjectStore, folder: Path, wanted: dict[str, State], repo
     return is_current
 
 
-def _clear_others(folder: Path) -> None:
-    """Remove the copies in folders that no process reads."""
-    for other in folder.parent.iterdir():
-        if other == folder or other in _held or not other.is_dir():
-            continue
-        descriptor = os.open(other / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def clear_others(folder: Path, kept: str = "") -> None:
+    """Remove the content of the folders beside this one, but `kept`, that no process has locked."""
+    for other in filter(Path.is_dir, folder.parent.iterdir()):
+        if other not in (folder, folder.parent / kept, *_held) and (descriptor := locked(other)) is not None:
             for path in other.iterdir():
                 if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
+                    shutil.rmtree(path, ignore_errors=True)
                 # another process may wait for this lock
                 elif path.name != _LOCK:
-                    path.unlink()
-        except BlockingIOError:
-            pass
-        finally:
+                    path.unlink(missing_ok=True)
             os.close(descriptor)
+
+
+def locked(folder: Path) -> int | None:
+    """Lock a folder of copies; return the descriptor, None if another process uses the folder."""
+    descriptor = _opened(folder)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        # a file system without locks: two readers may disturb each other, but no training
+        pass
+    return descriptor
+
+
+def _opened(folder: Path) -> int:
+    # the file is never removed: two processes could lock two files of this name
+    return os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def _update(store: ObjectStore, folder: Path, wanted: dict[str, State], report: Callable[[str], object]) -> None:

@@ -7,8 +7,10 @@ docs/fault-tests.md.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -74,11 +76,16 @@ def _once_settled(look: Callable[[], list[str]]) -> list[str]:
 
 
 def _shared_objects() -> set[str]:
-    """Names in /dev/shm of the kinds that multiprocessing and torch make.
+    """Names in /dev/shm of the kinds that multiprocessing and torch make, which others do not use.
 
-    Programs that run at the same time, such as other tests, may have files of other kinds there.
+    Programs that run at the same time, such as other tests, have files there, too.
     """
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "sem.mp-", "torch_"))}
+    used = set[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        # the process may have ended
+        with contextlib.suppress(OSError):
+            used |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text())) if maps.parent.name != str(os.getpid()) else set()
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "sem.mp-", "torch_"))} - used
 
 
 def _shared_memory() -> Counter[str]:

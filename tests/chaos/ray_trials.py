@@ -88,6 +88,8 @@ def _main() -> None:
     when, how, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     os.environ.setdefault("RAY_AUTH_TOKEN", "chaos")
     from ray.cluster_utils import Cluster
+    # the cluster writes its address there, and makes no folder but that of its files
+    (Path(tempfile.gettempdir()) / "ray").mkdir(exist_ok=True)
     # socket paths must stay short
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as scratch:
         cluster = Cluster(initialize_head=True, head_node_args={

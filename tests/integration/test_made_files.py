@@ -124,11 +124,11 @@ def test_a_manifest_without_a_claim_trains_into_object_storage(containers: Machi
 def test_a_submitted_ray_job_trains_and_its_printed_commands_work(containers: Machines, tmp_path: Path) -> None:
     words = ["--dashboard-url", containers.url, "--program", _PROGRAM, "--job-name", "night", "name=night",
              *_settings(tmp_path, "cluster.num_workers=2", "cluster.threads_per_worker=1", f"output_dir={tmp_path}/runs")]
-    told = containers.call("head", _PROGRAM, "submit", *words)
-    assert told.returncode == 0, told.stderr
-    [equivalent] = re.findall(r"^equivalent: (.*)$", told.stdout, re.MULTILINE)
+    report = containers.call("head", _PROGRAM, "submit", *words)
+    assert report.returncode == 0, report.stderr
+    [equivalent] = re.findall(r"^equivalent: (.*)$", report.stdout, re.MULTILINE)
     assert equivalent == containers.call("head", _PROGRAM, "submit", "--dry-run", *words).stdout.strip()
-    [follow] = re.findall(r"^follow it with: (.*)$", told.stdout, re.MULTILINE)
+    [follow] = re.findall(r"^follow it with: (.*)$", report.stdout, re.MULTILINE)
     followed = containers.call("head", *shlex.split(follow))
     assert followed.returncode == 0, followed.stdout + followed.stderr
     _finished(tmp_path / "runs", "night")

@@ -139,7 +139,7 @@ def test_an4_is_packed_from_the_public_cepstra(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "out" / "text_train").read_text() == "fash-an1-b GO ON\n"
     assert (tmp_path / "out" / "text_test").read_text() == "mwhw2-cen8-b STOP\n"
     assert (tmp_path / "out" / "utt2spk_test").read_text() == "mwhw2-cen8-b mwhw2\n"
-    # another release, a cut file, a folder that exists: one sentence, and no folder
+    # another release, a cut file, a folder that exists: a message, and no folder
     with pytest.raises(SystemExit):
         main()
     monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path / "an4"), str(tmp_path / "new")])

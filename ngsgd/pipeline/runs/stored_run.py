@@ -8,12 +8,10 @@ trains the run on this machine.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import math
 import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +20,7 @@ from typing import Any
 
 from ngsgd.errors import CheckpointError, ConfigError, NgsgdError, ObjectStorageError
 from ngsgd.files import make_directories, read_regular_text, write_text
+from ngsgd.object_storage import mirror
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.folder import StoredFolder, fetch, newest_manifest
 from ngsgd.object_storage.lease import Lease, read_head, request_stop, reserve
@@ -223,30 +222,11 @@ def copies_of(output_url: str) -> Path:
         for number in itertools.count():
             folder = root / str(number)
             make_directories(folder)
-            if _locked(folder) is not None:
+            if mirror.locked(folder) is not None:
                 break
-        for other in root.iterdir():
-            if other.name != "0" and other != folder and (descriptor := _locked(other)) is not None:
-                for copy in filter(Path.is_dir, other.iterdir()):
-                    shutil.rmtree(copy, ignore_errors=True)
-                os.close(descriptor)
+        mirror.clear_others(folder, kept="0")
         _folders[root] = folder
     return _folders[root]
-
-
-def _locked(folder: Path) -> int | None:
-    """Lock a folder of copies; return the descriptor, None if another process uses the folder."""
-    # the file is never removed: two processes could lock two files of this name
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    except OSError:
-        # a file system without locks: two readers may disturb each other, but no training
-        pass
-    return descriptor
 
 
 @contextlib.contextmanager
