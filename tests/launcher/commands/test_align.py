@@ -23,6 +23,7 @@ from ngsgd.launcher.config import compose
 from ngsgd.models.build import build_model
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.final_model import write_final
+from ngsgd.pipeline.runs.run_folder import with_digest
 from tests.asr.made_up_speech import write_data, write_yesno
 
 for module in ("kaldi_decoder", "kaldi_native_fbank", "soundfile", "kaldialign"):
@@ -81,7 +82,7 @@ def test_a_model_labels_with_the_settings_of_its_run_or_is_refused(yesno: Path, 
     assert main(["align", "--model", str(tmp_path), "recipe=yesno", "--output", f"{tmp_path}/ali.npz"]) == 2
     assert "recipe=yesno." in capsys.readouterr().err
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(config_file.to_yaml(compose.compose(["recipe=digits"])))
+    (tmp_path / "run" / "config.yaml").write_text(with_digest(config_file.to_yaml(compose.compose(["recipe=digits"]))))
     assert main(["align", "--model", f"{tmp_path}/run", "--output", f"{tmp_path}/ali.npz"]) == 2
     assert "recipe=digits" in capsys.readouterr().err
 
@@ -118,7 +119,7 @@ def write_tied_run(folder: Path, settings: list[str]) -> Path:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
     folder.mkdir()
-    (folder / "config.yaml").write_text(config_file.to_yaml(compose.compose(settings)))
+    (folder / "config.yaml").write_text(with_digest(config_file.to_yaml(compose.compose(settings))))
     about = {"model": asdict(config), "num_inputs": 39, "num_classes": 5, "left_context": 1, "right_context": 1, "feature_dim": 13,
              "side_dim": 0, "priors": [0.2] * 5, "stage": None, "class_counts": [], "objective": "ce"}
     write_final(folder / "final", model, about, None)

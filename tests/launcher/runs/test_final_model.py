@@ -22,7 +22,7 @@ from ngsgd.models.growth_stages import Stage
 from ngsgd.pipeline.finish import wanted_for_combination
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.final_model import DIGESTS, load_final, save_final
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.run_folder import RunFolder, with_digest
 from ngsgd.tasks.frames import stages_of
 from tests import toy
 
@@ -183,7 +183,7 @@ def test_digests_of_a_final_model_name_every_file(whole: Path) -> None:
 
 @pytest.mark.parametrize("words", [["decode", "RUN"], ["evaluate", "RUN"], ["export", "RUN", "-o", "OUT"]], ids=" ".join)
 def test_commands_end_with_the_exit_code_of_a_checkpoint(final: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    (final.parent / "config.yaml").write_text(config_file.to_yaml(toy.config()))
+    (final.parent / "config.yaml").write_text(with_digest(config_file.to_yaml(toy.config())))
     (final / "model.safetensors").write_bytes(cut((final / "model.safetensors").read_bytes()))
     assert cli.main([word.replace("RUN", str(final.parent)).replace("OUT", str(final.parent / "out")) for word in words]) == 6
     said = capsys.readouterr().err

@@ -24,7 +24,7 @@ from ngsgd.models import custom
 from ngsgd.pipeline import run as composition
 from ngsgd.pipeline.runs import config_file, trust
 from ngsgd.pipeline.runs.final_model import DIGESTS, open_final, save_final
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.run_folder import RunFolder, with_digest
 from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.training.storage.event_log import EventLog
 from tests import toy
@@ -95,7 +95,7 @@ def make_run(folder: Path, model: ModelConfig, config: RunConfig | None = None) 
     shutil.copytree(finished(), folder)
     about = json.loads((folder / "final" / "model.json").read_text())
     seal(folder / "final", {**about, "model": asdict(model)})
-    (folder / "config.yaml").write_text(config_file.to_yaml(replace(config, model=model)))
+    (folder / "config.yaml").write_text(with_digest(config_file.to_yaml(replace(config, model=model))))
     log = EventLog(folder / "events.jsonl")
     log.outer_iteration(outer_iteration())
     log.finished(final_report())
@@ -205,9 +205,10 @@ def test_ones_own_run_resumes_without_the_flag_but_not_with_other_settings(
     assert len(ran) == 2
     for change in ({"_target_": "os:system"}, {"search_path": str(tmp_path)}, {"args": {"x": 1}}):
         changed = read_config(Path(moved) / "config.yaml")
-        (Path(moved) / "config.yaml").write_text(config_file.to_yaml(replace(changed, model=replace(changed.model, **change))))
+        other = replace(changed, model=replace(changed.model, **change))
+        (Path(moved) / "config.yaml").write_text(with_digest(config_file.to_yaml(other)))
         assert cli.main(["resume", "--accept-changed-config", str(moved)]) == 2
-        (Path(moved) / "config.yaml").write_text(config_file.to_yaml(changed))
+        (Path(moved) / "config.yaml").write_text(with_digest(config_file.to_yaml(changed)))
         monkeypatch.setattr(trust, "allowed_modules", set())
     assert len(ran) == 2
 
