@@ -179,7 +179,7 @@ def _examples_of(folder: RunFolder) -> str | None:
 def _fingerprint(folder: RunFolder) -> dict[str, Any] | None:
     """The stored numeric fingerprint; the module that compares it imports torch."""
     try:
-        return dict(unsealed(read_json(folder.fingerprint))["history"][-1]["fingerprint"])
+        return dict(unsealed("fingerprint", read_json(folder.fingerprint))["history"][-1]["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         # the run has not started, or the file is damaged
         return None

@@ -344,8 +344,13 @@ MAX_TEXT_BYTES = 256 << 20
 MAX_LINE_BYTES = 64 << 20
 # of a log that is read from its end
 _BLOCK_BYTES = 1 << 16
-# key of the digest in an index file
-DIGEST = "sha256_of_index"
+# keys of the digest and of the format in an index file
+DIGEST, FORMAT = "sha256_of_index", "format"
+# Index -> number of its format. Increase it when the entries or their meaning change: no file of
+# another format is read.
+FORMATS = {"archives": 2, "arrays": 1, "bundle": 1, "checkpoint": 3, "copies": 1, "corpus": 1, "error": 1,
+           "final model": 1, "fingerprint": 1, "i-vectors": 1, "lease": 1, "ledger": 1, "plan": 1,
+           "prepared data": 1, "results": 1, "sequences": 1, "site": 1, "stored run": 1}
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -411,25 +416,40 @@ def digest_of_json(tree: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sealed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of an index with its digest under the key `DIGEST`."""
+def sealed(index: str, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of an index with the number of its format and its digest.
+
+    Args:
+        index: name of the index in `FORMATS`.
+        tree: its content.
+    """
     # tuples and integer keys become the types that reading the file gives
-    content: dict[str, Any] = json.loads(json.dumps(tree))
+    content: dict[str, Any] = json.loads(json.dumps({FORMAT: FORMATS[index], **tree}))
     return {**content, DIGEST: digest_of_json(content)}
 
 
-def unsealed(tree: Any) -> dict[str, Any]:
-    """Return the content of an index.
+def unsealed(index: str, tree: Any) -> dict[str, Any]:
+    """Return the content of an index that `sealed` made, without format and digest.
 
     Raises:
-        ValueError: the tree is not a JSON object, or has no digest or another one.
+        ValueError: the tree is not a JSON object, has no format or another one, or has no digest or
+            another one.
     """
     if not isinstance(tree, dict):
         raise ValueError("not a JSON object")
+    # first: another format may have another digest
+    require_format(index, tree)
     content = {key: value for key, value in tree.items() if key != DIGEST}
     if digest_of_json(content) != tree.get(DIGEST):
         raise ValueError("has no digest" if DIGEST not in tree else "does not match its digest")
+    del content[FORMAT]
     return content
+
+
+def require_format(index: str, tree: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the content of an index has the format that this version reads."""
+    if (found := tree.get(FORMAT)) != FORMATS[index] or type(found) is not type(FORMATS[index]):
+        raise ValueError(f"has format {found}, and this version of ngsgd reads {FORMATS[index]}")
 
 
 def digest_of_arrays(arrays: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -128,15 +129,37 @@ def test_deep_json_is_a_value_error(tmp_path: Path) -> None:
 
 
 def test_index_digest_detects_changed_leaves() -> None:
-    index = files.sealed({"a": 1, "b": {"one": "x", "two": "y"}, "c": (1, 2.5, None), "d": {3: "z"}})
+    index = files.sealed("archives", {"a": 1, "b": {"one": "x", "two": "y"}, "c": (1, 2.5, None), "d": {3: "z"}})
     read = json.loads(json.dumps(index, indent=1))
-    assert files.unsealed(read) == {"a": 1, "b": {"one": "x", "two": "y"}, "c": [1, 2.5, None], "d": {"3": "z"}}
+    assert files.unsealed("archives", read) == {"a": 1, "b": {"one": "x", "two": "y"}, "c": [1, 2.5, None], "d": {"3": "z"}}
     for change in ({"a": 2}, {"a": 1.0}, {"a": True}, {"b": {"one": "y", "two": "x"}}, {"c": [1, 2.5]}, {"e": 0},
                    {files.DIGEST: None}):
         with pytest.raises(ValueError, match="digest"):
-            files.unsealed({**read, **change})
+            files.unsealed("archives", {**read, **change})
     del read[files.DIGEST]
     with pytest.raises(ValueError, match="no digest"):
-        files.unsealed(read)
+        files.unsealed("archives", read)
     with pytest.raises(ValueError, match="object"):
-        files.unsealed([1])
+        files.unsealed("archives", [1])
+
+
+@pytest.mark.parametrize("index", files.FORMATS)
+def test_an_index_of_another_format_is_refused(index: str) -> None:
+    content = files.sealed(index, {"a": 1})
+    assert files.unsealed(index, content) == {"a": 1}
+    for found in (files.FORMATS[index] + 1, str(files.FORMATS[index]), True, None):
+        other = {name: value for name, value in {**content, files.FORMAT: found}.items() if value is not None}
+        with pytest.raises(ValueError, match="format"):
+            files.unsealed(index, other)
+
+
+def test_every_index_is_written_and_read_with_its_format() -> None:
+    """Each name of `FORMATS` is in a call that writes and in one that reads; no call has another name."""
+    found: dict[str, set[str]] = {"sealed": set(), "unsealed": set(), "require_format": set()}
+    product = Path(files.__file__).parent
+    for path in [*product.rglob("*.py"), *(product / "launcher").rglob("*.py")]:
+        for name, index in re.findall(r'\b(sealed|unsealed|require_format)\(\s*"([^"]+)"', path.read_text()):
+            found[name].add(index)
+    # the lines of a ledger and the header of arrays have another digest
+    assert found["require_format"] == {"arrays", "ledger"}
+    assert found["sealed"] == found["unsealed"] == set(files.FORMATS) - found["require_format"]

@@ -316,7 +316,7 @@ class _MlflowRun:
     def _log_dataset(self, run_id: str) -> None:
         """The prepared data of a speech recipe; a custom task has none that could be named."""
         try:
-            about = unsealed(read_json(RunFolder(self.run_dir).data))
+            about = unsealed("prepared data", read_json(RunFolder(self.run_dir).data))
             digest, source = str(about["digest"]), str(about["egs"])
         except (OSError, ValueError, KeyError):
             return

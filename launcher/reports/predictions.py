@@ -10,27 +10,25 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ngsgd.config import RunConfig
-from ngsgd.files import read_json, write_text
+from ngsgd.files import read_json, sealed, unsealed, write_text
 from ngsgd.object_storage.urls import local_root
 from ngsgd.pipeline.performance_model import planner
 from ngsgd.pipeline.performance_model.planner import Machine, RunPrediction, Workload
 from ngsgd.pipeline.performance_model.scaling import site_of
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
-_FORMAT = 1
-
 
 def keep(config: RunConfig, machine: Machine, workload: Workload) -> None:
     """Writes down a measurement of these settings."""
-    kept = {"format": _FORMAT, "settings": settings_key(config), "machine": machine.to_json(), "workload": asdict(workload)}
-    write_text(kept_in(config), json.dumps(kept, indent=1))
+    kept = {"settings": settings_key(config), "machine": machine.to_json(), "workload": asdict(workload)}
+    write_text(kept_in(config), json.dumps(sealed("plan", kept), indent=1))
 
 
 def saved(config: RunConfig) -> tuple[Machine, Workload] | None:
     """The last measurement in this output directory, if settings and core count are the same."""
     try:
-        kept = read_json(kept_in(config))
-        if (kept["format"], kept["settings"]) != (_FORMAT, settings_key(config)):
+        kept = unsealed("plan", read_json(kept_in(config)))
+        if kept["settings"] != settings_key(config):
             return None
         return Machine.from_json(kept["machine"]), Workload(**kept["workload"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
-from ngsgd.files import DIGEST, digest_of_arrays, new_file, read_regular_bytes
+from ngsgd.files import DIGEST, FORMAT, FORMATS, digest_of_arrays, new_file, read_regular_bytes, require_format
 
 _MAX_BYTES = 1 << 34
 
@@ -19,7 +19,7 @@ _MAX_BYTES = 1 << 34
 def write(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write the arrays, with their digest in the header."""
     content = save({name: np.ascontiguousarray(array) for name, array in arrays.items()},
-                   {DIGEST: digest_of_arrays(arrays)})
+                   {FORMAT: str(FORMATS["arrays"]), DIGEST: digest_of_arrays(arrays)})
     with new_file(path) as temporary:
         temporary.write_bytes(content)
 
@@ -32,14 +32,15 @@ def read(path: Path) -> dict[str, npt.NDArray[Any]]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is damaged, or does not match its digest.
+        ValueError: it is damaged, of another format, or does not match its digest.
     """
     try:
         arrays: dict[str, npt.NDArray[Any]] = load(read_regular_bytes(path, _MAX_BYTES))
         with safe_open(path, framework="np") as file:
-            expected = (file.metadata() or {}).get(DIGEST)
+            header = file.metadata() or {}
     except SafetensorError as error:
         raise ValueError(str(error)) from error
-    if expected != digest_of_arrays(arrays):
+    require_format("arrays", {FORMAT: int(number) if (number := header.get(FORMAT, "")).isdecimal() else None})
+    if header.get(DIGEST) != digest_of_arrays(arrays):
         raise ValueError("it does not match its digest")
     return arrays

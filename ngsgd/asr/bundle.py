@@ -31,7 +31,6 @@ from ngsgd.asr.bundle_files import (
     LANGUAGE_FILES,
     MODEL_FILES,
     TRANSFORM,
-    VERSION,
     index_of,
     read_files,
     read_index,
@@ -68,7 +67,7 @@ from ngsgd.models.growing import utterance_logits
 from ngsgd.models.saved import least_parameters, rebuild, window_of
 from ngsgd.user_warnings import warn
 
-__all__ = ["INDEX", "MODEL_FILES", "VERSION", "Bundle", "index_of", "read_files", "write_file"]
+__all__ = ["INDEX", "MODEL_FILES", "Bundle", "index_of", "read_files", "write_file"]
 
 # larger than that of any archive of examples
 _MAX_CONTEXT, _MAX_FEATURES, _MAX_SILENCE_STATES = 1000, 10_000, 10
@@ -125,7 +124,7 @@ class Bundle:
             The model.
 
         Raises:
-            CheckpointError: the model is missing, damaged, modified, or of a newer version.
+            CheckpointError: the model is missing, damaged, modified, or of another format.
             ConfigError: a custom network without `trust`.
         """
         path = Path(path)

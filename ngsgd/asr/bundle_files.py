@@ -33,8 +33,6 @@ from ngsgd.errors import CheckpointError
 
 INDEX = "recognizer.json"
 # increase it if earlier readers would misread the files
-VERSION = 1
-_KIND = "ngsgd recognizer"
 TRANSFORM, IVECTORS = "input_transform.safetensors", "ivectors.safetensors"
 ADAPTATION = "adaptation.safetensors"
 # files that a model may consist of
@@ -68,9 +66,8 @@ def index_of(
     content = {**model_files, **language.files()}
     return json.dumps(
         files.sealed(
+            "bundle",
             {
-                "kind": _KIND,
-                "version": VERSION,
                 "sha256": {
                     name: sha256(data).hexdigest() for name, data in sorted(content.items())
                 },
@@ -81,7 +78,7 @@ def index_of(
                 "calibration": asdict(calibration),
                 "all_speech": None if all_speech is None else all_speech.tolist(),
                 "provenance": dict(provenance),
-            }
+            },
         ),
         indent=1,
     )
@@ -107,7 +104,7 @@ def read_files(path: Path) -> dict[str, bytes]:
     """Read name -> content of every file of a model, with verified digests and the index last.
 
     Raises:
-        CheckpointError: the model is missing, damaged, modified, or of a newer version.
+        CheckpointError: the model is missing, damaged, modified, or of another format.
     """
     return {**read_index(path)["files"], INDEX: _reader(path)(INDEX)}
 
@@ -116,18 +113,11 @@ def read_index(path: Path) -> dict[str, Any]:
     """Return the index, with the content of the listed files under "files", all verified."""
     try:
         read = _reader(path)
-        index = files.unsealed(files.parse_json(read(INDEX).decode("utf-8")))
+        index = files.unsealed("bundle", files.parse_json(read(INDEX).decode("utf-8")))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read as a model ({_reason(error)}); {AGAIN}."
         ) from error
-    if index.get("kind") != _KIND or type(index.get("version")) is not int:
-        raise CheckpointError(f"{path} is not a model exported by ngsgd; {AGAIN}.")
-    if index["version"] != VERSION:
-        raise CheckpointError(
-            f"{path} was written by another version of ngsgd (format {index['version']}; this "
-            f"version reads {VERSION}); export the model again."
-        )
     listed = index.get("sha256")
     if not isinstance(listed, dict) or not set(listed) <= {*MODEL_FILES, *LANGUAGE_FILES}:
         raise CheckpointError(f"{path} lists files that are not part of a model; {AGAIN}.")

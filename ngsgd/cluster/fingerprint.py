@@ -218,12 +218,12 @@ class FingerprintFile:
         """Add the fingerprint that is valid from outer iteration `outer_iter`."""
         entry = {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "outer_iter": outer_iter,
                  "differences": list(differences), "fingerprint": fingerprint.to_json()}
-        write_text(self.path, json.dumps(sealed({"history": [*self._history(), entry]}),
+        write_text(self.path, json.dumps(sealed("fingerprint", {"history": [*self._history(), entry]}),
                                          indent=1) + "\n")
 
     def _history(self) -> list[dict[str, Any]]:
         try:
-            history = unsealed(read_json(self.path))["history"]
+            history = unsealed("fingerprint", read_json(self.path))["history"]
             for entry in history:
                 Fingerprint.from_json(entry["fingerprint"]).differences(Fingerprint())
         except FileNotFoundError:

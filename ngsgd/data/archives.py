@@ -29,14 +29,13 @@ from ngsgd.data.frames import FrameSet
 from ngsgd.data.storage import FormatError, write_arrays
 from ngsgd.data.write_process import Target, write_in_processes
 from ngsgd.errors import DataError
-from ngsgd.files import new_file, read_json, sealed, sha256, shared_directory, unsealed, write_text
+from ngsgd.files import FORMATS, new_file, read_json, sealed, sha256, shared_directory, unsealed, write_text
 from ngsgd.phase import Phase
 
 __all__ = ["NO_FRAME", "EgsInfo", "archive_name", "diagnostic_name", "prepare_archives",
            "read_index", "spliced_utterances", "write_archives"]
 
 # format of the files; increase it after a change, so that old files are not reused
-FORMAT_VERSION = 2
 INDEX = "info.json"
 UTTERANCES = "utterances.json"
 # minimum bytes per writing process, whose start takes about 0.3 s
@@ -47,7 +46,6 @@ _WORTH_A_PROCESS = 1 << 26
 class EgsInfo:
     """The index of a directory of archives, stored in info.json with a checksum."""
 
-    format_version: int
     num_archives: int
     frames_per_eg: int
     left_context: int
@@ -100,14 +98,9 @@ def read_index_file(path: Path) -> EgsInfo:
         FormatError: as `read_index`.
     """
     try:
-        tree = read_json(path)
-        if isinstance(tree, dict) and tree.get("format_version") != FORMAT_VERSION:
-            raise FormatError(f"it holds examples of format {tree.get('format_version')}, and this "
-                              f"version reads {FORMAT_VERSION}")
-        info = EgsInfo(**unsealed(tree))
+        return EgsInfo(**unsealed("archives", read_json(path)))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise FormatError(f"its info.json cannot be read: {error}") from error
-    return info
 
 
 def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_classes: int,
@@ -137,7 +130,7 @@ def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num
     content = {name: getattr(config, name) for name in ("left_context", "right_context",
                                                         "frames_per_eg", "samples_per_iter",
                                                         "num_diagnostic_frames", "silence_weight")}
-    directory = cache_root / cache_name("egs", version=FORMAT_VERSION, corpus=digest, settings=content,
+    directory = cache_root / cache_name("egs", version=FORMATS["archives"], corpus=digest, settings=content,
                                         num_classes=num_classes, silence_classes=list(silence_classes))
     if not _is_there(directory, (config.left_context, config.right_context, config.frames_per_eg,
                                  num_classes, list(silence_classes)), report):
@@ -196,12 +189,12 @@ def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_c
         columns.write_json(file, {"utt_ids": train.utt_ids, "groups": groups})
     files[UTTERANCES] = sha256(directory / UTTERANCES)
     num_rows = [entry.num_rows for entry in entries]
-    info = EgsInfo(FORMAT_VERSION, len(entries), config.frames_per_eg, config.left_context,
+    info = EgsInfo(len(entries), config.frames_per_eg, config.left_context,
                    config.right_context, train.dim,
                    num_classes, sum(map(sum, num_rows)), [entry.num_examples for entry in entries],
                    num_rows,
                    train.weight_T is not None, list(silence_classes), files, train.side_dim)
-    write_text(directory / "info.json", json.dumps(sealed(asdict(info)), indent=1))
+    write_text(directory / "info.json", json.dumps(sealed("archives", asdict(info)), indent=1))
 
 
 def archive_name(index: int) -> str:

@@ -32,7 +32,6 @@ from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.lease import Lease, read_head
 
 OBJECTS, MANIFESTS = "objects", "manifests"
-_FORMAT = 1
 # files of one machine, not of the run
 _LOCAL = ("lock", "process.json")
 _LOG_SUFFIXES = (".jsonl", ".log")
@@ -68,7 +67,7 @@ class Manifest:
         return {part.key for part in (*self.files.values(), *(part for parts in self.logs.values() for part in parts))}
 
     def content(self) -> bytes:
-        return json.dumps(sealed({"format": _FORMAT, **asdict(self)})).encode()
+        return json.dumps(sealed("stored run", asdict(self))).encode()
 
 
 @dataclass(frozen=True)
@@ -125,9 +124,7 @@ def read_manifest(store: ObjectStore, key: str, digest: str) -> Manifest:
             raise ValueError("it does not exist")
         if hashlib.sha256(found[0]).hexdigest() != digest:
             raise ValueError("its checksum does not match")
-        about = unsealed(parse_json(found[0].decode("utf-8")))
-        if about["format"] != _FORMAT:
-            raise ValueError(f"format {about['format']} is not supported by this version")
+        about = unsealed("stored run", parse_json(found[0].decode("utf-8")))
         files = {_checked(path): _part(part) for path, part in about["files"].items()}
         logs = {_checked(path): [_part(part) for part in parts] for path, parts in about["logs"].items()}
         return Manifest(int(about["number"]), files, logs)

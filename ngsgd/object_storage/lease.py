@@ -28,7 +28,6 @@ LEASE_S = 60.0
 # of a lease written by another process, which is not trusted
 _LONGEST_LEASE_S = 3600.0
 _RENEWALS_PER_LEASE, _POLLS_PER_LEASE = 4, 12
-_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Head:
 
     def content(self) -> bytes:
         fields = {name: value for name, value in vars(self).items() if name != "version"}
-        return json.dumps(sealed({"format": _FORMAT, **fields}), indent=1).encode()
+        return json.dumps(sealed("lease", fields), indent=1).encode()
 
 
 @dataclass(frozen=True)
@@ -76,9 +75,7 @@ def read_head(store: ObjectStore) -> Head | None:
         return None
     content, version = found
     try:
-        about = unsealed(parse_json(content.decode("utf-8")))
-        if about.pop("format") != _FORMAT:
-            raise ValueError("it has another format")
+        about = unsealed("lease", parse_json(content.decode("utf-8")))
         head = Head(**about, version=version)
         if type(head.fence) is not int or head.fence < 0 or not isinstance(head.holder, dict):
             raise ValueError("it has no valid fencing number or holder")

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from ngsgd.counting import counted
 from ngsgd.errors import DataError
-from ngsgd.files import new_file, read_json, write_text
+from ngsgd.files import new_file, read_json, sealed, unsealed, write_text
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.urls import cache_root
 
@@ -129,7 +129,7 @@ def _update(store: ObjectStore, folder: Path, wanted: dict[str, State], report: 
             here[key] = wanted[key]
     finally:
         # a later process continues with the others
-        write_text(folder / _INDEX, json.dumps(here))
+        write_text(folder / _INDEX, json.dumps(sealed("copies", {"objects": here})))
     kept = {*wanted, _INDEX, _LOCK}
     for path in [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]:
         if path.relative_to(folder).as_posix() not in kept:
@@ -148,9 +148,10 @@ def _copy(store: ObjectStore, key: str, path: Path, size: int) -> None:
 def _known(folder: Path) -> dict[str, State]:
     """The objects whose copies are complete; empty if that is not known."""
     try:
-        found = {str(key): (int(size), str(e_tag)) for key, (size, e_tag) in read_json(folder / _INDEX).items()}
+        objects = unsealed("copies", read_json(folder / _INDEX))["objects"]
+        found = {str(key): (int(size), str(e_tag)) for key, (size, e_tag) in objects.items()}
         return {key: state for key, state in found.items() if _size(folder / key) == state[0]}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 

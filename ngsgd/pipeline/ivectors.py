@@ -79,7 +79,7 @@ def _store(folder: Path, corpus: Corpus, model: IvectorModel) -> None:
             num_rows = int(_num_rows(speech, model.front.config.period).sum())
             mapped.write_rows(new / f"{name}.npy", (num_rows, model.front.config.dim),
                               extract_each(speech, model, most_utterances=_UTTERANCES[name]))
-        index = files.sealed({"sha256": {name: files.sha256(new / f"{name}.npy") for name in _SETS}})
+        index = files.sealed("i-vectors", {"sha256": {name: files.sha256(new / f"{name}.npy") for name in _SETS}})
         (new / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
@@ -96,7 +96,7 @@ def _is_there(folder: Path, corpus: Corpus, config: RunConfig, report: Report) -
 
 def _check(folder: Path, corpus: Corpus, config: RunConfig) -> None:
     """Raise for files that do not match their digests or the corpus."""
-    digests = files.unsealed(files.read_json(folder / _INDEX))["sha256"]
+    digests = files.unsealed("i-vectors", files.read_json(folder / _INDEX))["sha256"]
     for name in _SETS:
         if files.sha256(folder / f"{name}.npy") != digests[name]:
             raise ValueError(f"{name}.npy does not match its checksum")

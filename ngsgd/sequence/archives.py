@@ -35,13 +35,12 @@ from ngsgd.data.prefetch import ahead
 from ngsgd.data.reader import EgsReader
 from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.errors import DamagedArchiveError, DataError
-from ngsgd.files import read_json, sealed, shared_directory, unsealed, write_text
+from ngsgd.files import FORMATS, read_json, sealed, shared_directory, unsealed, write_text
 from ngsgd.phase import Phase
 from ngsgd.schedules import Shard
 from ngsgd.sequence.graph import StateGraph
 from ngsgd.sequence.numerators import Chain, Chains, chain_of
 
-FORMAT_VERSION = 1
 INDEX = "sequences.json"
 # Stored frames around a chunk: the largest possible context (egs.left_context).
 _MARGIN = 100
@@ -80,7 +79,6 @@ class SequenceMinibatch(NamedTuple):
 class SequenceIndex:
     """Contents of the archives of one directory, stored in its sequences.json."""
 
-    format_version: int
     num_frames: list[int]       # of each archive
     num_sequences: list[int]    # of each archive
     # sequences whose labels have no path through the graph
@@ -111,7 +109,7 @@ def prepare_sequences(train: FrameSet, graph: StateGraph, *, samples_per_iter: i
     """
     content = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in graph.arrays().values())).hexdigest()
     outputs = outputs or Outputs()
-    directory = cache_root / cache_name("sequences", version=FORMAT_VERSION, corpus=digest, graph=content,
+    directory = cache_root / cache_name("sequences", version=FORMATS["sequences"], corpus=digest, graph=content,
                                         samples_per_iter=samples_per_iter, chunk_frames=chunk_frames, outputs=list(outputs))
     if not _is_there(directory, report):
         report(Phase("writing the archives of training sequences"))
@@ -141,14 +139,9 @@ def _is_there(directory: Path, report: Callable[[str], None]) -> bool:
 def read_index_file(path: Path) -> SequenceIndex:
     """Read the index; raises FormatError if it is missing, damaged or of another format."""
     try:
-        tree = read_json(path)
-        if isinstance(tree, dict) and tree.get("format_version") != FORMAT_VERSION:
-            raise FormatError(f"it contains sequences of format {tree.get('format_version')}; this "
-                              f"version needs {FORMAT_VERSION}")
-        index = SequenceIndex(**unsealed(tree))
+        return SequenceIndex(**unsealed("sequences", read_json(path)))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise FormatError(f"its sequences.json cannot be read: {error}") from error
-    return index
 
 
 class _Span(NamedTuple):
@@ -191,8 +184,8 @@ def _write(train: FrameSet, groups: list[_Group], samples_per_iter: int, directo
     entries = [_write_archive(train, [usable[at] for at in part], directory / _name(number))
                for number, part in enumerate(np.array_split(order, min(num_archives, len(usable))))]
     num_frames, num_sequences, digests = (list(column) for column in zip(*entries, strict=True))
-    index = SequenceIndex(FORMAT_VERSION, num_frames, num_sequences, num_spans - sum(num_sequences), digests)
-    write_text(directory / "sequences.json", json.dumps(sealed(asdict(index)), indent=1))
+    index = SequenceIndex(num_frames, num_sequences, num_spans - sum(num_sequences), digests)
+    write_text(directory / "sequences.json", json.dumps(sealed("sequences", asdict(index)), indent=1))
 
 
 def _groups(train: FrameSet, graph: StateGraph, chunk_frames: int, outputs: Outputs) -> Iterator[_Group]:

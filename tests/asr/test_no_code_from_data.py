@@ -167,9 +167,9 @@ def in_cache(name: str) -> Callable[[Path, bytes], None]:
     """A file of a prepared corpus, with the digests that belong to the changed file."""
     def plant(folder: Path, payload: bytes) -> None:
         (folder / "corpus" / name).write_bytes(payload)
-        manifest = files.unsealed(json.loads((folder / "corpus/manifest.json").read_text()))
+        manifest = files.unsealed("corpus", json.loads((folder / "corpus/manifest.json").read_text()))
         manifest["sha256"][name] = files.sha256(folder / "corpus" / name)
-        (folder / "corpus/manifest.json").write_text(json.dumps(files.sealed(manifest)))
+        (folder / "corpus/manifest.json").write_text(json.dumps(files.sealed("corpus", manifest)))
     return plant
 
 
@@ -183,9 +183,9 @@ def in_egs(name: str) -> Callable[[Path, bytes], None]:
         directory = next(folder.glob("egs-*"))
         (directory / name).write_bytes(payload)
         if name != "info.json":
-            index = files.unsealed(json.loads((directory / "info.json").read_text()))
+            index = files.unsealed("archives", json.loads((directory / "info.json").read_text()))
             index["sha256"][name] = files.sha256(directory / name)
-            (directory / "info.json").write_text(json.dumps(files.sealed(index)))
+            (directory / "info.json").write_text(json.dumps(files.sealed("archives", index)))
     return plant
 
 

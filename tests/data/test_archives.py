@@ -359,7 +359,7 @@ def test_a_checksum_is_made_once_in_a_process_and_again_when_the_file_has_change
 def test_examples_of_another_format_are_refused(tmp_path: Path) -> None:
     directory = prepare(tmp_path)
     index = json.loads((directory / "info.json").read_text())
-    (directory / "info.json").write_text(json.dumps({**index, "format_version": 1}))
+    (directory / "info.json").write_text(json.dumps({**index, "format": 1}))
     with pytest.raises(DataError, match=r"format 1.*2"):
         EgsReader(directory)
 

@@ -280,7 +280,7 @@ def _custom(content: dict[str, bytes], _rng: random.Random, canary: Path) -> byt
 
 
 def _newer(content: dict[str, bytes], rng: random.Random, _canary: Path) -> bytes:
-    index = json.loads(content[INDEX]) | {"version": rng.randrange(2, 100)}
+    index = json.loads(content[INDEX]) | {files.FORMAT: rng.randrange(2, 100)}
     return _zipped({**content, INDEX: _index(index)})
 
 
@@ -318,7 +318,7 @@ def _sealed(content: dict[str, bytes]) -> bytes:
 
 def _index(index: dict[str, Any]) -> bytes:
     return json.dumps(
-        files.sealed({name: value for name, value in index.items() if name != files.DIGEST})
+        files.sealed("bundle", {name: value for name, value in index.items() if name != files.DIGEST})
     ).encode()
 
 

@@ -33,7 +33,7 @@ def write_logs(folder: RunFolder, num_outer_iters: int, num_jobs: int = NUM_JOBS
     template = json.dumps({"event": "outer_iteration", **asdict(outer_iteration(0, num_outer_iters=num_outer_iters, jobs=jobs))})
     with folder.events.open("w") as events, folder.ledger.open("w") as ledger:
         events.write('{"event": "opened", "purpose": "train"}\n')
-        ledger.write('{"event": "started", "after": -1, "min_accepted_fraction": 0.5, "fence": 3}\n')
+        ledger.write('{"event": "started", "format": 1, "after": -1, "min_accepted_fraction": 0.5, "fence": 3}\n')
         for number in range(num_outer_iters):
             incident = {"event": "incident", "what": "worker_died", "message": f"incident {number}", "outer_iter": number}
             events.write(json.dumps(incident) + "\n")

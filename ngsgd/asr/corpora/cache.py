@@ -63,7 +63,7 @@ def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, ma
             (new / name).write_bytes(content)
         checksums = {path.name: files.sha256(path) for path in sorted(new.iterdir())}
         manifest = {"made_from": made_from, "language": language.to_json(), "sets": list(sets), "sha256": checksums}
-        (new / MANIFEST).write_text(json.dumps(files.sealed(manifest), indent=1), encoding="utf-8")
+        (new / MANIFEST).write_text(json.dumps(files.sealed("corpus", manifest), indent=1), encoding="utf-8")
 
 
 def _save(path: Path, array: npt.NDArray[Any]) -> None:
@@ -110,7 +110,7 @@ def load(folder: Path) -> tuple[dict[str, SpeechSet], Language, str]:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
-        manifest = files.unsealed(files.read_json(folder / MANIFEST))
+        manifest = files.unsealed("corpus", files.read_json(folder / MANIFEST))
     except (OSError, ValueError) as error:
         raise DamagedError(f"{folder / MANIFEST} is missing or damaged ({error})") from error
     if set(manifest) != {"made_from", "sets", "sha256", "language"} or not isinstance(manifest["sha256"], dict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ngsgd.files import new_directory, parse_json, sha256, write_text
+from ngsgd.files import new_directory, parse_json, sealed, sha256, write_text
 from ngsgd.pipeline.exports.model_card import model_card
 from ngsgd.pipeline.exports.source import Source, write_graph, write_words
 from ngsgd.pipeline.runs.final_model import DIGESTS
@@ -35,5 +35,5 @@ def write(source: Source, output: Path) -> list[Path]:
         write_words(source.bundle.graph, temporary / "words.txt")
         write_text(temporary / "README.md", model_card(source, num_parameters))
         digests = {file.name: sha256(file) for file in sorted(temporary.iterdir())}
-        write_text(temporary / DIGESTS, json.dumps(digests, indent=1))
+        write_text(temporary / DIGESTS, json.dumps(sealed("final model", digests), indent=1))
     return [output]

@@ -71,13 +71,13 @@ def write_record(path: Path, about: Mapping[str, Any]) -> None:
     The error that is recorded has been reported already.
     """
     with contextlib.suppress(OSError):
-        write_text(path, json.dumps(sealed(about), indent=1))
+        write_text(path, json.dumps(sealed("error", about), indent=1))
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """Read a record; empty if it is missing or damaged."""
     try:
-        about = unsealed(read_json(path))
+        about = unsealed("error", read_json(path))
     except (OSError, ValueError):
         return {}
     is_valid = type(about.get("exit_code")) is int and isinstance(about.get("message"), str)

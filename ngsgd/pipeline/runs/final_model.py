@@ -20,7 +20,7 @@ from ngsgd import interface
 from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import CheckpointError
-from ngsgd.files import new_directory, read_json, sha256, write_text
+from ngsgd.files import new_directory, read_json, sealed, sha256, unsealed, write_text
 from ngsgd.models import DataStatistics
 from ngsgd.models.growing import StagedModel
 from ngsgd.models.saved import rebuild
@@ -81,7 +81,7 @@ def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transfor
             shutil.copyfile(adaptation, temporary / RunFolder.ADAPTATION)
         write_text(temporary / "model.json", json.dumps(about, indent=1))
         digests = {file.name: sha256(file) for file in sorted(temporary.iterdir())}
-        write_text(temporary / DIGESTS, json.dumps(digests, indent=1))
+        write_text(temporary / DIGESTS, json.dumps(sealed("final model", digests), indent=1))
 
 
 def check_final(path: Path) -> None:
@@ -94,7 +94,7 @@ def check_final(path: Path) -> None:
     if not (path / DIGESTS).exists():
         raise CheckpointError(f"{path} has no {DIGESTS}, so its files cannot be verified; {_again(path)}")
     try:
-        digests = read_json(path / DIGESTS)
+        digests = unsealed("final model", read_json(path / DIGESTS))
         # plain names only: a malicious file must not make this function read a device
         wrong = [name for name, digest in digests.items() if Path(name).name != name
                  or sha256(path / name) != digest]

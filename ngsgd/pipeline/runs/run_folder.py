@@ -253,12 +253,12 @@ class RunFolder:
 
     def mark_finished(self) -> None:
         """Record that the run is complete."""
-        write_text(self.finished, json.dumps(sealed(self._results()), indent=1))
+        write_text(self.finished, json.dumps(sealed("results", self._results()), indent=1))
 
     def is_finished(self) -> bool:
         """Whether the last process that trained finished the run, and the results are unchanged."""
         try:
-            return unsealed(read_json(self.finished)) == self._results()
+            return unsealed("results", read_json(self.finished)) == self._results()
         except (OSError, ValueError):
             return False
 
@@ -346,7 +346,7 @@ class RunFolder:
         about = {"digest": digest, "egs": str(egs_directory), "alignment": alignment, "key": key}
         # with the same data, other settings or times of the source files give another key
         if known.get("key") != key:
-            write_text(self.data, json.dumps(sealed(about), indent=1))
+            write_text(self.data, json.dumps(sealed("prepared data", about), indent=1))
 
     def archives(self, key: str) -> Path | None:
         """Archives that were recorded with this key by `remember_data`; None for another key."""
@@ -359,7 +359,7 @@ class RunFolder:
 
     def _known_data(self) -> dict[str, Any]:
         try:
-            about = unsealed(read_json(self.data))
+            about = unsealed("prepared data", read_json(self.data))
             if not isinstance(about.get("digest"), str):
                 raise ValueError("it names no data")
         except (OSError, ValueError) as error:

@@ -222,7 +222,7 @@ def _key(number: int, site: str) -> str:
 
 
 def _text(tree: Mapping[str, Any]) -> bytes:
-    return json.dumps(sealed(tree)).encode()
+    return json.dumps(sealed("site", tree)).encode()
 
 
 def _closed(content: bytes, url: str) -> Closed:
@@ -237,6 +237,6 @@ def _closed(content: bytes, url: str) -> Closed:
 
 def _checked(content: bytes, what: str) -> dict[str, Any]:
     try:
-        return unsealed(parse_json(content.decode()))
+        return unsealed("site", parse_json(content.decode()))
     except ValueError as error:
         raise ObjectStorageError(f"{what} is damaged ({error}); start a new exchange.") from error

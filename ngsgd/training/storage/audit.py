@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngsgd.files import log_lines, parse_json_lines
+from ngsgd.files import log_lines, parse_json_lines, require_format
 
 _SETTLED = ("accepted", "rejected", "dropped", "deferred", "quarantined")
 # (first minibatch, index after the last)
@@ -116,6 +116,11 @@ def _malformed(line: dict[str, Any]) -> str:
     for name, types in wanted.items():
         if isinstance(line.get(name), bool) or not isinstance(line.get(name), types):
             return f"{event}: {name} is {line.get(name)!r:.60}"
+    if event == "started":
+        try:
+            require_format("ledger", line)
+        except ValueError as error:
+            return f"{event}: {error}"
     for name in ("pieces", "left"):
         if not all(map(_is_piece, line.get(name, []))):
             return f"{event}: {name} holds values that are not work items"

@@ -51,7 +51,6 @@ from ngsgd.training.storage.job_states import JobStates
 from ngsgd.training.storage.ledger import piece_fields, pieces_of
 from ngsgd.training.storage.lock import RunLock
 
-_FORMAT = 3
 _MODEL, _OUTER, _FISHER = "model.safetensors", "outer.safetensors", "fisher.safetensors"
 _JOBS, _RECORD = "jobs.safetensors", "record.json"
 # the newest, the one being written, and a damaged one
@@ -355,9 +354,9 @@ class CheckpointStore:
         progress = checkpoint.progress
         fields = {**asdict(progress), "pending": list(map(piece_fields, progress.pending)),
                   "quarantined": list(map(piece_fields, progress.quarantined))}
-        manifest = {"format": _FORMAT, "files": digests, "numbers": dict(checkpoint.numbers),
+        manifest = {"files": digests, "numbers": dict(checkpoint.numbers),
                     "progress": fields, "commit": commit}
-        (folder / "manifest.json").write_text(json.dumps(sealed(manifest), indent=1),
+        (folder / "manifest.json").write_text(json.dumps(sealed("checkpoint", manifest), indent=1),
                                               encoding="utf-8")
         return replace(checkpoint, model_sha256=digests[_MODEL], commit=commit, jobs=None)
 
@@ -383,9 +382,7 @@ def _verified_manifest(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: a checksum does not match, or the format is not supported.
     """
-    manifest = unsealed(read_json(path / "manifest.json"))
-    if manifest["format"] != _FORMAT:
-        raise ValueError(f"format {manifest['format']} is not supported by this version")
+    manifest = unsealed("checkpoint", read_json(path / "manifest.json"))
     if _MODEL not in manifest["files"]:
         raise ValueError("manifest.json lists no model")
     for name, expected in manifest["files"].items():

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngsgd.files import JsonLines
+from ngsgd.files import FORMATS, JsonLines
 from ngsgd.training.job import Job, JobFailure, JobResult, WorkItem
 from ngsgd.training.planning import Plan
 
@@ -35,7 +35,7 @@ class Ledger:
     def started(self, after: int, min_accepted_fraction: float) -> None:
         """Record that a process begins the run, or resumes it after a committed outer iteration."""
         fields = {"fence": self._fence} if self._fence else {}
-        self._write("started", after=after, min_accepted_fraction=min_accepted_fraction, **fields)
+        self._write("started", format=FORMATS["ledger"], after=after, min_accepted_fraction=min_accepted_fraction, **fields)
 
     def planned(self, plan: Plan) -> None:
         for job, pieces in enumerate(plan.work):

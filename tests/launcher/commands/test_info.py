@@ -147,10 +147,11 @@ def test_an_id_that_was_reused_is_a_lost_run(tmp_path: Path, stranger: subproces
 
 
 def test_stop_ends_the_process_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = ("import json, sys, time; from ngsgd import process_identity\n"
-              "open(sys.argv[1], 'w').write(json.dumps(process_identity.current())); print('up', flush=True); time.sleep(600)")
+    script = ("import pathlib, sys, time; from ngsgd.pipeline.runs.run_folder import RunFolder\n"
+              "run = RunFolder(pathlib.Path(sys.argv[1]))\n"
+              "with run.locked('train', print), run.marked_as_running(): print('up', flush=True); time.sleep(600)")
     run = make_run(tmp_path / "run", {})
-    with subprocess.Popen([sys.executable, "-c", script, str(run / "process.json")], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", script, str(run)], stdout=subprocess.PIPE) as process:
         assert process.stdout
         process.stdout.readline()
         assert info.state_of(run)["state"] == "RUNNING"

@@ -177,7 +177,7 @@ def test_logs_of_a_failed_run_end_with_its_error(status: str, code: int, tmp_pat
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     (tmp_path / "events.jsonl").write_text(json.dumps({"event": "closed", "status": status}) + "\n")
-    (tmp_path / "error.json").write_text(json.dumps(sealed({"exit_code": 3, "message": "the cause"})))
+    (tmp_path / "error.json").write_text(json.dumps(sealed("error", {"exit_code": 3, "message": "the cause"})))
     assert cli.main(["logs", "--follow", str(tmp_path)]) == code
     assert "the cause" in capsys.readouterr().out
 

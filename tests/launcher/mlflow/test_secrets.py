@@ -22,6 +22,7 @@ from ngsgd.launcher.reports.progress import ProgressTracker
 from ngsgd.launcher.text import is_masked, masked, printable
 from ngsgd.pipeline.run import Run
 from ngsgd.pipeline.runs import config_file
+from ngsgd.pipeline.runs.run_folder import with_digest
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.mlflow.test_mlflow_tracker import Client
@@ -70,7 +71,7 @@ def test_a_long_word_of_a_worker_is_masked_in_linear_time(part: str, end: str) -
 def make_run(root: Path, config: Any) -> Path:
     run = root / "runs" / "first-20260101-000000"
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text(config_file.to_yaml(config))
+    (run / "config.yaml").write_text(with_digest(config_file.to_yaml(config)))
     log = EventLog(run / "events.jsonl")
     for number in range(2):
         log.outer_iteration(outer_iteration(number, num_outer_iters=2))

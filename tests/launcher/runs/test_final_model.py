@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from ngsgd.config import CombinationConfig, ModelConfig, RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
-from ngsgd.files import sha256
+from ngsgd.files import sealed, sha256, unsealed
 from ngsgd.launcher import cli
 from ngsgd.models.growing import set_stage, utterance_logits
 from ngsgd.models.growth_stages import Stage
@@ -145,7 +145,7 @@ def test_a_model_that_is_not_finite_is_refused_with_its_digest_too(final: Path, 
 
 def write_digests(final: Path) -> None:
     digests = {path.name: sha256(path) for path in final.iterdir() if path.name != DIGESTS}
-    (final / DIGESTS).write_text(json.dumps(digests))
+    (final / DIGESTS).write_text(json.dumps(sealed("final model", digests)))
 
 
 @pytest.mark.entry("C2", "use a final model without its `digests.json`, or a file of a run without its checksum", "error",
@@ -162,22 +162,22 @@ def test_a_final_model_without_digests_is_refused(final: Path) -> None:
 @pytest.mark.entry("C2")
 @pytest.mark.parametrize("name", ["input_transform.safetensors", RunFolder.IVECTORS, RunFolder.ADAPTATION])
 def test_a_file_of_a_model_that_no_digest_covers_is_refused(final: Path, name: str) -> None:
-    digests = json.loads((final / DIGESTS).read_text())
+    digests = unsealed("final model", json.loads((final / DIGESTS).read_text()))
     (final / name).write_bytes(b"added")
-    (final / DIGESTS).write_text(json.dumps({key: value for key, value in digests.items() if key != name}))
+    (final / DIGESTS).write_text(json.dumps(sealed("final model", {key: value for key, value in digests.items() if key != name})))
     with pytest.raises(CheckpointError, match=name):
         load_final(RunFolder(final.parent))
 
 
 def test_digests_of_files_elsewhere_are_not_read(final: Path) -> None:
-    digests = json.loads((final / DIGESTS).read_text())
-    (final / DIGESTS).write_text(json.dumps({"/dev/zero": "0", **digests}))
+    digests = unsealed("final model", json.loads((final / DIGESTS).read_text()))
+    (final / DIGESTS).write_text(json.dumps(sealed("final model", {"/dev/zero": "0", **digests})))
     with pytest.raises(CheckpointError, match="zero"):
         load_final(RunFolder(final.parent))
 
 
 def test_digests_of_a_final_model_name_every_file(whole: Path) -> None:
-    digests = json.loads((whole / DIGESTS).read_text())
+    digests = unsealed("final model", json.loads((whole / DIGESTS).read_text()))
     assert digests == {path.name: sha256(path) for path in whole.iterdir() if path.name != DIGESTS}
 
 

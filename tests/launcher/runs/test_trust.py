@@ -17,7 +17,7 @@ import pytest
 
 from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.errors import ConfigError
-from ngsgd.files import sha256
+from ngsgd.files import sealed, sha256
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands import info
 from ngsgd.models import custom
@@ -110,7 +110,7 @@ def seal(final: Path, about: dict[str, Any]) -> None:
     """What an attacker can do as well: a changed file, and all digests right."""
     (final / "model.json").write_text(json.dumps(about))
     digests = {file.name: sha256(file) for file in final.iterdir() if file.name != DIGESTS}
-    (final / DIGESTS).write_text(json.dumps(digests))
+    (final / DIGESTS).write_text(json.dumps(sealed("final model", digests)))
 
 
 def call(words: list[str], run: Path) -> int:

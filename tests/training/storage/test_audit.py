@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ngsgd.files import FORMATS
 from ngsgd.training.storage.audit import audit
 
 Line = dict[str, Any]
@@ -36,7 +37,7 @@ def committed(outer_iter: int = 0, frames: int = 20, model: str = "a", parent: s
             "num_accepted": num_accepted, "numbers": {"lr": 0.1}, **fields}
 
 
-STARTED = {"event": "started", "after": -1, "min_accepted_fraction": 0.5}
+STARTED = {"event": "started", "format": FORMATS["ledger"], "after": -1, "min_accepted_fraction": 0.5}
 PLAN = [planned(0), planned(1), submitted(0), submitted(1)]
 FIRST = [*PLAN, settled(1), settled(0), committed()]
 SECOND = [planned(0, 1), planned(1, 1), submitted(0, 1), submitted(1, 1), settled(0, outer_iter=1), settled(1, outer_iter=1),
