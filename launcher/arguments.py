@@ -1,4 +1,4 @@
-"""The argument parser of all commands: settings among flags, renamed flags, typed errors."""
+"""The argument parser of all commands: settings among flags, typed errors."""
 
 from __future__ import annotations
 
@@ -52,11 +52,6 @@ class Parser(argparse.ArgumentParser):
         options.overrides += foreign
         return options
 
-    def renamed(self, old: str, new: str, **options: Any) -> None:
-        """Accept an old flag, with a line of warning."""
-        self.add_argument(old, action=_Renamed, new=new, dest=new.lstrip("-").replace("-", "_"),
-                          default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options)
-
     def _split(self, words: list[str]) -> tuple[list[str], list[str]]:
         """Own words, and flags of other trainers with their values as one word each."""
         own: list[str] = []
@@ -107,16 +102,3 @@ def words_of(options: argparse.Namespace) -> dict[str, Any]:
     return {"words": Vocabulary(options.lexicon, options.words, options.lm, options.grammar),
             "scale": options.scale, "penalty": options.penalty,
             "report": lambda line: print(printable(line), file=sys.stderr)}
-
-
-class _Renamed(argparse.Action):
-    """The old name of a flag."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, new: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, **options)
-        self._new = new
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
-        print(f"ngsgd: {option_string} is now {self._new}; the old name will be removed.", file=sys.stderr)
-        setattr(namespace, self.dest, True if self.nargs == 0 else values)

@@ -129,7 +129,6 @@ def _of_ngsgd(words: list[str]) -> str:
         patches.enter_context(contextlib.redirect_stderr(said))
         patches.enter_context(contextlib.redirect_stdout(io.StringIO()))
         code = cli.main([_PLACEHOLDERS.get(word, word) for word in words])
-    # a renamed flag is accepted with a line
     return said.getvalue().strip() or (f"exit code {code}" if code else "") or _of_settings(words)
 
 

@@ -94,7 +94,7 @@ MESSAGES: dict[str, Callable[[Path], str]] = {
     "allow-other-bits of a worker": lambda _tmp: _refused(),
     "trust": _received,
     "sample": lambda _tmp: _raised(lambda: Sample.parse("-3")),
-    "resume": lambda _tmp: did_you_mean("ckpt_path", [], "ckpt_path"),
+    "resume": lambda _tmp: did_you_mean("resume", [], "resume"),
 }
 
 

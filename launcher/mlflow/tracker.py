@@ -348,7 +348,7 @@ class _MlflowRun:
             # the store was emptied meanwhile: the rest of the run goes to a new one
             return ""
         self.experiment_id, self._worker_runs = str(stored["experiment_id"]), worker_runs
-        self._sent, self._model_id = int(stored.get("sent", -1)), str(stored.get("model_id", ""))
+        self._sent, self._model_id = int(stored["sent"]), str(stored["model_id"])
         return str(stored["run_id"])
 
     def _created(self) -> str:

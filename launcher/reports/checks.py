@@ -129,12 +129,8 @@ def _ending(run: RunHistory) -> Check:
             return Check(
                 _RUN, RED, f"Its process is gone without an error message, at {done}; {resume}."
             )
-    if error := run.state.get("error"):
-        reason = f"exit code {error['exit_code']}: {error['message']}"
-    else:
-        # runs of earlier versions keep no error: the newest incident is the nearest thing
-        messages = [str(event["message"]) for event in run.incidents]
-        reason = messages[-1] if messages else "no message was recorded, see its console output"
+    error = run.state["error"]
+    reason = f"exit code {error['exit_code']}: {error['message']}" if error else "see its console output"
     return Check(_RUN, RED, f"It ended with an error at {done}: {masked(reason).rstrip('.')}.")
 
 

@@ -149,7 +149,7 @@ _OF_KIND = {
     "MemoryError": _MEMORY, "OutOfMemory": _MEMORY, "OutOfMemoryError": _MEMORY,
     "FileNotFoundError": Cause("path", WORKLOAD, CANNOT_HELP, "A file does not exist.", "correct the path", "{repeat}"),
 }
-# of other classes, and of runs of earlier versions, which recorded none
+# of other classes
 _OF_EXIT_CODE = {2: _SETTINGS, 3: _DATA, 4: _RATE, 5: _CLUSTER, 6: _RUN_FOLDER, 7: _STORAGE}
 _STOPPED = Cause("operator", INFRASTRUCTURE, MAY_HELP, "The run was stopped on request.")
 # the coordinator ended without a last event: nothing in the process had time to report a reason

@@ -280,7 +280,7 @@ def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
         language,
         config.decode,
         _weights(index["weights"]),
-        _calibration(index.get("calibration")),
+        _calibration(index["calibration"]),
         dict(index["provenance"]),
     )
 
@@ -293,19 +293,14 @@ def _config(index: Mapping[str, Any], about: Mapping[str, Any]) -> RunConfig:
         "decode": index["decode"],
         "ivectors": about.get("ivectors", {}),
     }
-    config, problems = build(
-        with_defaults(sections)
-    )
+    config, problems = build(with_defaults(sections))
     wrong = [one.message for one in problems] or check_values(config)
     if wrong:
         raise ValueError(wrong[0])
     return config
 
 
-def _calibration(values: Mapping[str, Any] | None) -> Calibration:
-    """Parse the calibration; a model that was not calibrated has none."""
-    if values is None:
-        return Calibration()
+def _calibration(values: Mapping[str, Any]) -> Calibration:
     found = Calibration(float(values["slope"]), float(values["offset"]))
     if not (0.0 <= found.slope <= _MAX_CALIBRATION and abs(found.offset) <= _MAX_CALIBRATION):
         raise ValueError(f"its calibration is {found}")

@@ -65,10 +65,7 @@ def rebuild(
 def window_of(about: Mapping[str, Any]) -> Window:
     """Return the window of the network input."""
     return Window(
-        about["left_context"],
-        about["right_context"],
-        about["feature_dim"],
-        about.get("side_dim", 0),
+        about["left_context"], about["right_context"], about["feature_dim"], about["side_dim"]
     )
 
 

@@ -29,8 +29,6 @@ from ngsgd.schedules import Shard
 _ROWS_AT_ONCE = 8192
 # Increase it when equal settings would yield other numbers.
 _FORMAT = 1
-# Defaults of lda_transform and "all rows", which are part of the file names of earlier versions.
-_OF_LDA = [0.001, 5.0, 0]
 
 
 def model_for(config: RunConfig, reader: EgsReader) -> nn.Module:
@@ -85,7 +83,6 @@ def _key(config: ModelConfig, reader: EgsReader) -> str:
     """
     wanted: list[object] = [_FORMAT, config.input_transform]
     if config.input_transform == "lda":
-        wanted += _OF_LDA
         wanted += _columns(config, reader).tolist()
     return hashlib.sha256(json.dumps(wanted).encode()).hexdigest()[:12]
 

@@ -40,9 +40,9 @@ def export_model(run: Run, output: Path, *, trust: bool) -> list[Path]:
     folder = run.folder
     model, prior_P = load_final(folder, trust=trust)
     about = read_json(folder.final / "model.json")
-    window = Window(about["left_context"], about["right_context"], about["feature_dim"], about.get("side_dim", 0))
+    window = Window(about["left_context"], about["right_context"], about["feature_dim"], about["side_dim"])
     config = ModelConfig(**about["model"])
-    network = describe(model, config, window, has_softmax=about.get("objective") != "lfmmi")
+    network = describe(model, config, window, has_softmax=about["objective"] != "lfmmi")
     write_text(output / "final.raw", to_text(network, updates_of(model, run.config)))
     write_text(output / "priors.vec", vector_to_text(prior_P))
     return [output / "final.raw", output / "priors.vec"]

@@ -111,7 +111,7 @@ def test_a_missing_file_is_named(tmp_path: Path, content: dict[str, bytes]) -> N
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        (None, Calibration()),
+        (None, None),
         ({"slope": 0.5, "offset": -1.0}, Calibration(0.5, -1.0)),
         ({"slope": -1.0, "offset": 0.0}, None),
         ({"slope": 1e300, "offset": 0.0}, None),

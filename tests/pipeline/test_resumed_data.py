@@ -46,7 +46,7 @@ def test_a_resumed_run_prepares_no_data_unless_they_were_touched(tmp_path: Path,
     os.utime(text)
     # compared once, and then known again
     assert resume() == resume() == 1
-    # a run of an earlier version
+    # the note of the data is lost
     run.folder.data.unlink()
     assert resume() == resume() == 2
     # one word less

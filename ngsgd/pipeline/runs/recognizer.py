@@ -82,7 +82,7 @@ def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: 
     try:
         scores = read_json(path)
         weights = DecodingWeights(float(scores["acoustic_scale"]), float(scores["word_penalty"]))
-        calibration = Calibration(**scores.get("calibration", {}))
+        calibration = Calibration(**scores["calibration"])
         wer = {**{name: str(scores[name]) for name in ("valid", "test")}, **_interval(scores["test_interval_95"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(

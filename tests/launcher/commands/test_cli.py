@@ -119,18 +119,6 @@ def test_help_can_be_asked_for_in_several_ways(words: list[str], same: list[str]
     assert first.err == ""
 
 
-@pytest.mark.parametrize(("words", "new"), [
-    (["status", "--address", "http://127.0.0.1:1"], "--dashboard-url"), (["simulate", "--rate", "0"], "--frames-per-s"),
-    (["transcribe", "RUN", "a.wav", "--rate", "8000"], "--sample-rate"),
-    (["export", "RUN", "OUT", "--format", "onnx", "--data"], "--include-data")], ids=lambda words: words[0])
-def test_an_old_flag_works_and_names_the_new_one(words: list[str], new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The commands fail because of its value, so it was read."""
-    assert cli.main(words) != 0
-    warning, *errors = capsys.readouterr().err.splitlines()
-    assert new in warning
-    assert any(new in line for line in errors)
-
-
 BAD_INPUTS = [
     (["trian"], "'trian'"),
     (["train", "optimizer.max_chnage=1"], "optimizer.max_change=1"),

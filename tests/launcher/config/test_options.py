@@ -102,8 +102,7 @@ def test_an_option_that_is_not_used_is_refused_by_name(overrides: list[str], sen
 
 
 @pytest.mark.entry("P1", "you set an option of another method in the library or with `optimizer.*`", "error",
-                   "ConfigError names the method and its options, from the library and from the command line; "
-                   "run folders of older versions still load")
+                   "ConfigError names the method and its options, from the library and from the command line")
 @pytest.mark.parametrize("kind", METHODS)
 def test_every_option_of_another_method_is_refused(kind: Any) -> None:
     dead = [spec.name for spec in fields(OptimizerConfig) if spec.name not in options_of(kind)]

@@ -105,8 +105,8 @@ def _is_accepted(word: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.entry("F31")
-# every third: a command line is composed in about half a second
-@pytest.mark.parametrize("name", [*OTHER_NAMES, *SETTINGS_INSTEAD][::3])
+# every second: a command line is composed in about half a second
+@pytest.mark.parametrize("name", [*OTHER_NAMES, *SETTINGS_INSTEAD][::2])
 def test_a_name_of_another_trainer_is_answered_with_a_line_that_composes(name: str) -> None:
     for form in (f"{name}=1", f"--{name.replace('_', '-')}=abc", f"{name}=a b"):
         for words in suggested_in(_message(form)):

@@ -47,7 +47,7 @@ def history(
     events += [{"event": "incident", **asdict(one)} for one in incidents]
     events += [{"event": "finished", **asdict(final)}] if final else []
     about = {"state": state, "outer_iter": len(records), "num_outer_iters": 4, "run": "runs/x",
-             "resume": "ngsgd resume runs/x"}
+             "resume": "ngsgd resume runs/x", "error": {}}
     return RunHistory("x", config or RunConfig(), events, about, **others)
 
 

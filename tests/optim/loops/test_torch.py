@@ -51,8 +51,7 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *
                    "a run that is loaded continues bitwise identically, with its Fisher estimates, velocities and settings of the "
                    "param groups; a state of torch's optimizers is refused with OptimizerStateError")
 @pytest.mark.entry("B2", "you use `get_optimizer_state_dict` and `set_optimizer_state_dict`", "works",
-                   "the estimates are in `state` of each weight, where torch.distributed.checkpoint keeps them; states of "
-                   "earlier versions load")
+                   "the estimates are in `state` of each weight, where torch.distributed.checkpoint keeps them")
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_run_continues_from_a_distributed_checkpoint(kind: type[SGD], momentum: float, flatten: bool, tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def test_a_damaged_contribution_is_skipped_before_the_round_is_closed(what: str)
 @pytest.mark.entry("At1")
 @pytest.mark.parametrize("site", ["b", "unknown"])
 def test_a_round_that_is_closed_with_a_damaged_contribution_is_one_error(site: str) -> None:
-    """As an earlier version closed it."""
+    """As an earlier life of the site closed it."""
     world = World("a", "b")
     a, content = world.sites["a"], BAD["two dimensions"] if site == "b" else with_header("unknown")
     a.link.create(f"rounds/000001/{site}.safetensors", content)
