@@ -50,7 +50,9 @@ def try_service(case: Case, folder: Path) -> Seen:
     assert audit(run / "ledger.jsonl") == []
     assert final_hash(run) == final_hash(_whole_run()[1])
     assert not list(run.rglob("*.tmp"))
-    num_lines = len((broken.stdout + broken.stderr + done.stdout + done.stderr).splitlines())
+    # progress is printed by time: a slow machine has more of these lines
+    num_lines = sum(not line.endswith(" ...") and not line.startswith("waiting for workers")
+                    for line in (broken.stdout + broken.stderr + done.stdout + done.stderr).splitlines())
     budget = len(events(run, "outer_iteration")) + len(events(run, "incident")) + 2 * _LINES_AROUND
     assert num_lines <= budget, f"{num_lines} lines were printed, the budget is {budget}"
     return Seen("resumed with `ngsgd resume`", True, took_s)
