@@ -32,10 +32,10 @@ from tests.chaos.cases import Case, Seen
 from tests.chaos.faults import Fault
 from tests.chaos.invariants import TAG, Surroundings
 from tests.chaos.recorded import RecordedRun, note_answer
+from tests.tiers import HANGS_S
 from tests.toy import Run, config
 
 _STORE_BYTES = 80 * 2**20
-_DEADLINE_S = 240.0
 _NUM_EPOCHS = 30.0
 _AT = (2, 1)
 
@@ -51,7 +51,7 @@ def try_ray(case: Case, folder: Path) -> Seen:
     words = [sys.executable, "-m", "tests.chaos.ray_trials", case.when, case.how, str(folder)]
     began = time.time()
     with (folder / "output.txt").open("w") as output:
-        code = subprocess.run(words, stdout=output, stderr=output, timeout=_DEADLINE_S, check=False,
+        code = subprocess.run(words, stdout=output, stderr=output, timeout=HANGS_S, check=False,
                               env={**os.environ, TAG: tag, "PYTHONPATH": os.pathsep.join(sys.path)}).returncode
     said = (folder / "output.txt").read_text()
     strikes = Fault(case.when, case.how, str(folder / "struck")).strikes()

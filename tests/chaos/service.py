@@ -21,6 +21,7 @@ from tests.chaos.faults import Fault
 from tests.chaos.invariants import TAG, Surroundings
 from tests.chaos.recorded import note_answer
 from tests.integration.service import TINY, Service, events, final_hash
+from tests.tiers import HANGS_S
 
 _INTERRUPTED = 130
 
@@ -34,7 +35,7 @@ def try_service(case: Case, folder: Path) -> Seen:
     around = Surroundings(tag=tag)
     words = [sys.executable, "-m", "tests.chaos.service", case.when, case.how, fault.mark, "train", "cluster=local",
              f"name={name}", "failure.grace_period_s=30", f"output_dir={service.output_dir}", *TINY]
-    broken = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False, cwd=folder,
+    broken = subprocess.run(words, capture_output=True, text=True, timeout=HANGS_S, check=False, cwd=folder,
                             env={**os.environ, TAG: tag, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert fault.strikes(), f"the fault never struck: {broken.stderr}"
     assert broken.returncode == (-signal.SIGKILL if case.how == "SIGKILL" else _INTERRUPTED), broken.stderr
@@ -50,7 +51,9 @@ def try_service(case: Case, folder: Path) -> Seen:
     assert audit(run / "ledger.jsonl") == []
     assert final_hash(run) == final_hash(_whole_run()[1])
     assert not list(run.rglob("*.tmp"))
-    num_lines = len((broken.stdout + broken.stderr + done.stdout + done.stderr).splitlines())
+    # progress is printed by time: a slow machine has more of these lines
+    num_lines = sum(not line.endswith(" ...") and not line.startswith("waiting for workers")
+                    for line in (broken.stdout + broken.stderr + done.stdout + done.stderr).splitlines())
     budget = len(events(run, "outer_iteration")) + len(events(run, "incident")) + 2 * _LINES_AROUND
     assert num_lines <= budget, f"{num_lines} lines were printed, the budget is {budget}"
     return Seen("resumed with `ngsgd resume`", True, took_s)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.fuzz import interposer
+from tests.tiers import HANGS_S
 
 if TYPE_CHECKING:
     from tests.fuzz.report import Report
@@ -68,7 +69,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--how", default="kill", help="crash: kill, full, eio or half")
     parser.add_argument("--seed", type=int, default=0, help="of the damages")
     parser.add_argument("--tries", type=int, default=20, help="two-resumes: number of tries")
-    parser.add_argument("--hang-s", type=float, default=30.0, help="limit of one command, in seconds")
+    parser.add_argument("--hang-s", type=float, default=HANGS_S, help="limit of one command, in seconds")
     parser.add_argument("--scratch", type=Path, help="parent of the scratch folder")
     parser.add_argument("--json", type=Path, help="file for the results")
     return parser.parse_args()

@@ -16,8 +16,7 @@ from tests.fuzz.judge import Expected
 from tests.fuzz.report import Report
 from tests.fuzz.server import Child
 from tests.fuzz.stage import Stage
-
-_TIMEOUT_S = 120.0
+from tests.tiers import HANGS_S
 
 
 def campaign(stage: Stage, num_tries: int) -> Report:
@@ -55,14 +54,14 @@ def _try(stage: Stage, expected: Expected) -> Iterator[str]:
     both = [_Held(stage), _Held(stage)]
     pending = [one.waits for one in both]
     while pending:
-        ready, _, _ = select.select(pending, [], [], _TIMEOUT_S)
+        ready, _, _ = select.select(pending, [], [], HANGS_S)
         if not ready:
             break
         pending = [waits for waits in pending if waits not in ready]
     is_held = [bool(os.read(one.waits, 1)) if one.waits not in pending else False for one in both]
     for one in both:
         one.release()
-    outcomes = [one.child.wait(_TIMEOUT_S) for one in both]
+    outcomes = [one.child.wait(HANGS_S) for one in both]
     for one in both:
         one.close()
     if sum(is_held) != 1:

@@ -1,0 +1,83 @@
+"""Limits of the source tree: its size, its small helpers, and what modules know of one another."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.structure import ROOT, measure, sources
+
+# goal of the contraction: 68,000 lines in 450 files; a number here may only become smaller
+MAX_LINES, MAX_FILES = 90_000, 600
+MAX_LINES_OF_A_FILE, MAX_FILES_OF_A_FOLDER = 500, 15
+# of at most five lines, called once; the goal is 80
+MAX_SMALL_HELPERS = 260
+# what users name: `train(task, **settings)` has the settings of the command line
+_KEYWORDS_OF_USERS = {"settings"}
+_PRIVATE = re.compile(r"_[A-Za-z]\w*$")
+# of the standard library and of torch, without another name
+_PUBLIC_IN_PRACTICE = {"_replace", "_asdict", "_fields", "_make", "_value_", "_name_", "_exit", "_target_",
+                       "_C", "_version", "_parameters", "_modules", "_buffers", "_world"}
+
+
+@functools.cache
+def _modules() -> dict[Path, ast.Module]:
+    return {path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in sources(ROOT)}
+
+
+def test_the_product_does_not_grow() -> None:
+    found = measure(ROOT)
+    assert sum(found.file_lines) <= MAX_LINES and len(found.file_lines) <= MAX_FILES
+    assert found.short_one_use_private <= MAX_SMALL_HELPERS
+
+
+def test_files_and_folders_can_be_read() -> None:
+    found = measure(ROOT)
+    assert not {str(path) for path in _modules() if len((ROOT / path).read_text().splitlines()) > MAX_LINES_OF_A_FILE}
+    assert not {folder: number for folder, number in found.files_per_folder.items() if number > MAX_FILES_OF_A_FOLDER}
+
+
+def _public_functions(module: ast.Module) -> Iterator[ast.FunctionDef]:
+    for node in module.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from (inner for inner in node.body if isinstance(inner, ast.FunctionDef)
+                        and (inner.name == "__init__" or not inner.name.startswith("_")))
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            yield node
+
+
+def test_public_signatures_name_their_arguments() -> None:
+    """Type checkers and readers see nothing of `**options`."""
+    assert not [f"{path}:{function.lineno} {function.name}" for path, module in _modules().items()
+                for function in _public_functions(module)
+                if function.args.kwarg and function.args.kwarg.arg not in _KEYWORDS_OF_USERS]
+
+
+def _defined(module: ast.Module) -> set[str]:
+    names = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Assign) and "__slots__" in map(ast.unparse, node.targets):
+            names |= {inner.value for inner in ast.walk(node.value) if isinstance(inner, ast.Constant)}
+    return {name for name in names if _PRIVATE.match(name)} - _PUBLIC_IN_PRACTICE
+
+
+def test_no_module_uses_private_names_of_another() -> None:
+    """Also no subclass those of a base class in another module."""
+    own = {path: _defined(module) for path, module in _modules().items()}
+    ours = set().union(*own.values())
+    assert not sorted(f"{path}:{node.lineno} {node.attr}" for path, module in _modules().items() for node in ast.walk(module)
+                      if isinstance(node, ast.Attribute) and node.attr in ours - own[path])
+    assert not sorted(f"{path}:{node.lineno} {alias.name}" for path, module in _modules().items() for node in ast.walk(module)
+                      if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("ngsgd")
+                      for alias in node.names if _PRIVATE.match(alias.name))
