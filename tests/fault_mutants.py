@@ -35,7 +35,7 @@ LOCK = "ngsgd/training/storage/lock.py"
 EVENTS = "ngsgd/training/storage/event_log.py"
 FILES = "ngsgd/files.py"
 RESUME = "ngsgd/pipeline/base_run.py"
-FOLDER = "ngsgd/pipeline/runs/run_folder.py"
+FOLDER = "ngsgd/runs/run_folder.py"
 AWAKE = "ngsgd/training/awake_clock.py"
 PLANNING = "ngsgd/training/planning.py"
 

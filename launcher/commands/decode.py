@@ -12,7 +12,7 @@ from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.arguments import JSON, TRUST, Parser, add_words, words_of
 from ngsgd.launcher.text import printable
-from ngsgd.pipeline.runs.run_folder import find_run
+from ngsgd.runs.run_folder import find_run
 
 if TYPE_CHECKING:
     from ngsgd.pipeline.decode_data import DataResult
@@ -139,7 +139,7 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
 
 def _decode_data(options: argparse.Namespace) -> int:
     from ngsgd.pipeline import decode_data as service
-    from ngsgd.pipeline.runs.recognizer import open_bundle
+    from ngsgd.runs.recognizer import open_bundle
 
     bundle = open_bundle(options.model, trust=options.trust)
     changed = options.changed

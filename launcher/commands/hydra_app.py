@@ -22,7 +22,7 @@ from ngsgd.launcher.ray.probe import require_cluster
 from ngsgd.launcher.screen import SCREEN
 from ngsgd.launcher.text import masked
 from ngsgd.launcher.why import failed_commands
-from ngsgd.pipeline.runs.run_folder import find_run, run_to_continue
+from ngsgd.runs.run_folder import find_run, run_to_continue
 
 if TYPE_CHECKING:
     from ngsgd.training.records import FinalReport

@@ -24,11 +24,11 @@ from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.signals import SignalStop, signals_to, sigterm_interrupts
 from ngsgd.launcher.text import masked
 from ngsgd.phase import Phase
-from ngsgd.pipeline.runs import trust as permission
-from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.run_folder import SIMULATION, RunFolder, require_unchanged, resume_command
-from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.services import PoolRequest, Services, local_pool
+from ngsgd.runs import trust as permission
+from ngsgd.runs.fingerprint_check import FingerprintCheck
+from ngsgd.runs.run_folder import SIMULATION, RunFolder, require_unchanged, resume_command
+from ngsgd.runs.saved_config import read_config
 from ngsgd.training.records import FinalReport
 from ngsgd.training.storage.event_log import events_of
 from ngsgd.training.tracking import Tracker

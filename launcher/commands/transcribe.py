@@ -35,7 +35,7 @@ def command(arguments: Sequence[str]) -> int:
     changed = words_of(options)
     from ngsgd.asr.recognizer import Recognizer
     from ngsgd.pipeline import transcribe as service
-    from ngsgd.pipeline.runs.recognizer import open_bundle
+    from ngsgd.runs.recognizer import open_bundle
 
     audio, others = ([], []) if options.audio == [_STREAM] else service.find_audio(options.audio)
     if options.output:

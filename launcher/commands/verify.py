@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK
 from ngsgd.launcher.arguments import JSON, TRUST, Parser
-from ngsgd.pipeline.runs.run_folder import find_run
+from ngsgd.runs.run_folder import find_run
 
 # import torch, which would slow down --help
 if TYPE_CHECKING:

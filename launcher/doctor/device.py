@@ -10,7 +10,7 @@ from ngsgd.config import RunConfig
 from ngsgd.counting import counted
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.doctor.machine import Finding
-from ngsgd.pipeline.performance_model.batch_size import FittingBatch, fitting_batch
+from ngsgd.planning.batch_size import FittingBatch, fitting_batch
 from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import choose_device
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from ngsgd.counting import counted
 from ngsgd.launcher.text import duration
-from ngsgd.pipeline.performance_model.formulas import MIN_OUTER_ITERS
-from ngsgd.pipeline.performance_model.multi_gpu import Interconnect, NodesRow
-from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Workload
-from ngsgd.pipeline.performance_model.scaling import MAX_OVERHEAD, Assumptions, Choice, Row, choose
+from ngsgd.planning.formulas import MIN_OUTER_ITERS
+from ngsgd.planning.multi_gpu import Interconnect, NodesRow
+from ngsgd.planning.planner import Machine, Prediction, Workload
+from ngsgd.planning.scaling import MAX_OVERHEAD, Assumptions, Choice, Row, choose
 
 # efficiency below which more workers are a waste
 _WORTH_IT = 0.5

@@ -12,9 +12,9 @@ from pathlib import Path
 from ngsgd.config import RunConfig
 from ngsgd.files import read_json, write_text
 from ngsgd.object_storage.urls import local_root
-from ngsgd.pipeline.performance_model import planner
-from ngsgd.pipeline.performance_model.planner import Machine, RunPrediction, Workload
-from ngsgd.pipeline.performance_model.scaling import site_of
+from ngsgd.planning import planner
+from ngsgd.planning.planner import Machine, RunPrediction, Workload
+from ngsgd.planning.scaling import site_of
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
 _FORMAT = 1

@@ -38,10 +38,10 @@ from ngsgd.phase import Phase, Progress
 from ngsgd.pipeline.adaptation import network_input
 from ngsgd.pipeline.ivectors import with_ivectors
 from ngsgd.pipeline.rungs import Stopwatch, word_errors
-from ngsgd.pipeline.runs.final_model import load_final
-from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.score import computed_log_likelihoods
 from ngsgd.pipeline.train import train
+from ngsgd.runs.final_model import load_final
+from ngsgd.runs.run_folder import RunFolder
 from ngsgd.tasks.frame_scores import average_posterior
 from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.parameter_vector import FlatLayout

@@ -19,12 +19,12 @@ from ngsgd.errors import CheckpointError, ConfigError, NoCheckpointError, RunInt
 from ngsgd.optim.outer import make_rule
 from ngsgd.phase import Phase
 from ngsgd.pipeline.model_summary import summary
-from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command
 from ngsgd.pipeline.services import PoolRequest, Services
 from ngsgd.pipeline.train import train
 from ngsgd.pipeline.verification.run import Request, verify_run
 from ngsgd.pipeline.verification.verification import Verification
+from ngsgd.runs.fingerprint_check import FingerprintCheck
+from ngsgd.runs.run_folder import RunFolder, resume_command
 from ngsgd.schedules import Schedule
 from ngsgd.training.diagnostics.clipped_updates import ClippedUpdates
 from ngsgd.training.dispatcher import StopSignal

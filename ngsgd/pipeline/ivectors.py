@@ -26,7 +26,7 @@ from ngsgd.data import mapped
 from ngsgd.data.cache_names import cache_name
 from ngsgd.data.frames import Side
 from ngsgd.phase import Phase
-from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
+from ngsgd.runs.run_folder import RunFolder, folder_of_model
 
 # increase it if the same settings would give other i-vectors
 RECIPE_VERSION = 2

@@ -32,8 +32,8 @@ from ngsgd.pipeline.adaptation import network_input, read
 from ngsgd.pipeline.align import cache_folder, label, with_alignment
 from ngsgd.pipeline.base_run import BaseRun
 from ngsgd.pipeline.rungs import Rung, Stopwatch, stored, word_errors
-from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model, run_to_continue
 from ngsgd.pipeline.services import Report, Services
+from ngsgd.runs.run_folder import RunFolder, folder_of_model, run_to_continue
 from ngsgd.training.records import FinalReport
 from ngsgd.training.tracking import Trackers
 

@@ -20,9 +20,9 @@ from ngsgd.pipeline.adaptation import network_input
 from ngsgd.pipeline.align import cache_folder, with_alignment
 from ngsgd.pipeline.ivectors import extractor_of, with_ivectors
 from ngsgd.pipeline.rungs import Rung
-from ngsgd.pipeline.runs import limits
-from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.stored_source import with_local_source
+from ngsgd.runs import limits
+from ngsgd.runs.run_folder import RunFolder
 
 # settings, folder of prepared data, progress -> settings of the data with labels
 Labels = Callable[[RunConfig, Path, Callable[[str], None]], DataConfig]

@@ -25,8 +25,8 @@ from ngsgd.data.frames import FrameSet
 from ngsgd.files import new_directory, write_text
 from ngsgd.models.growing import utterance_logits
 from ngsgd.phase import Phase, Progress
-from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.services import Report
+from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.records import SubsetScore
 
 

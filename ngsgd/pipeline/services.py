@@ -14,7 +14,7 @@ from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.dispatcher import NeverStop, StopSignal
 from ngsgd.training.task import TaskSpec
 from ngsgd.training.tracking import Tracker

@@ -26,9 +26,9 @@ from ngsgd.errors import CheckpointError
 from ngsgd.files import read_json, write_text
 from ngsgd.pipeline.finish import refined_corpus
 from ngsgd.pipeline.run import Run
-from ngsgd.pipeline.runs.final_model import load_final
-from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.score import log_likelihoods
+from ngsgd.runs.final_model import load_final
+from ngsgd.runs.run_folder import RunFolder
 
 FRAME_S = 0.01
 # half of the window of a frame: audio after its center that it needs

@@ -25,9 +25,9 @@ from ngsgd.pipeline.finish import refined_corpus
 from ngsgd.pipeline.ladder import with_rungs
 from ngsgd.pipeline.recipes import recipe
 from ngsgd.pipeline.run import Run, build_run
-from ngsgd.pipeline.runs.final_model import load_final
 from ngsgd.pipeline.score import log_likelihoods
 from ngsgd.pipeline.services import Services
+from ngsgd.runs.final_model import load_final
 from tests.asr.made_up_speech import write_data
 from tests.stops import StopAfter
 

@@ -14,7 +14,7 @@ from ngsgd.errors import CheckpointError, RunLockedError
 from ngsgd.files import JsonLines, read_json_lines
 from ngsgd.pipeline.fault_simulation.disk import SimulatedDisk
 from ngsgd.pipeline.fault_simulation.world import Fault, Killed, World
-from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir
+from ngsgd.runs.run_folder import RunFolder, check_output_dir
 from ngsgd.training.storage.event_log import EventLog
 from ngsgd.training.storage.lock import RunLock
 from tests.launcher.records import outer_iteration

@@ -27,9 +27,9 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.launcher import cli
-from ngsgd.pipeline.runs import trust
-from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.services import PoolRequest, Services
+from ngsgd.runs import trust
+from ngsgd.runs.run_folder import RunFolder
 from ngsgd.tasks import DatasetTask
 from ngsgd.training.job import Job
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord

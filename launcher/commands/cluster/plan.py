@@ -17,10 +17,10 @@ from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.reports.plan_text import Wishes, as_json, nodes_text, text
 from ngsgd.launcher.reports.predictions import keep, kept_in, saved
-from ngsgd.pipeline.performance_model.multi_gpu import INTERCONNECTS
-from ngsgd.pipeline.performance_model.multi_gpu import rows as on_nodes
-from ngsgd.pipeline.performance_model.planner import Machine, Workload
-from ngsgd.pipeline.performance_model.scaling import Assumptions, choices, momentum_of, rows
+from ngsgd.planning.multi_gpu import INTERCONNECTS
+from ngsgd.planning.multi_gpu import rows as on_nodes
+from ngsgd.planning.planner import Machine, Workload
+from ngsgd.planning.scaling import Assumptions, choices, momentum_of, rows
 
 if TYPE_CHECKING:
     from ngsgd.training.task import TaskSpec
@@ -188,8 +188,8 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import tempfile
 
-    from ngsgd.pipeline.performance_model import probe
-    from ngsgd.pipeline.runs.run_folder import check_output_dir
+    from ngsgd.planning import probe
+    from ngsgd.runs.run_folder import check_output_dir
 
     def report(line: str) -> None:
         print(line, file=sys.stderr if to_stderr else sys.stdout, flush=True)

@@ -25,16 +25,16 @@ from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.commands.cluster import fault_simulation
 from ngsgd.launcher.reports.progress import ProgressTracker, iteration_line
 from ngsgd.launcher.text import duration
-from ngsgd.pipeline.performance_model.formulas import Link, Spread
-from ngsgd.pipeline.performance_model.simulated_cluster import TOPOLOGIES, Expected, SimulatedCluster, expected
+from ngsgd.planning.formulas import Link, Spread
+from ngsgd.planning.simulated_cluster import TOPOLOGIES, Expected, SimulatedCluster, expected
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, SubsetScore
 
 # these import torch, which would slow down --help
 if TYPE_CHECKING:
     from ngsgd.data.reader import EgsReader
-    from ngsgd.pipeline.performance_model.simulator import SimulatedPool
-    from ngsgd.pipeline.runs.run_folder import RunFolder
     from ngsgd.pipeline.services import PoolRequest
+    from ngsgd.planning.simulator import SimulatedPool
+    from ngsgd.runs.run_folder import RunFolder
 
 # bytes per second of adding parameters to a mean, limited by the memory
 _ADD_SPEED = 8e9
@@ -187,7 +187,7 @@ class _VirtualCluster:
         self.num_parameters = 0
 
     def make_pool(self, request: PoolRequest) -> SimulatedPool:
-        from ngsgd.pipeline.performance_model.simulator import SimulatedPool
+        from ngsgd.planning.simulator import SimulatedPool
         from ngsgd.tasks.speech import SpeechTaskSpec
 
         if not isinstance(request.spec, SpeechTaskSpec):
@@ -212,7 +212,7 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
     from ngsgd.data.reader import EgsReader
     from ngsgd.launcher.commands.train import services_of
     from ngsgd.pipeline.run import Run, build_run
-    from ngsgd.pipeline.runs.run_folder import SIMULATION, run_name
+    from ngsgd.runs.run_folder import SIMULATION, run_name
     from ngsgd.tasks.frames import schedule_of
 
     config = replace(config, name=f"{run_name(config)}-simulated")

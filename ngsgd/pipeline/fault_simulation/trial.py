@@ -17,11 +17,11 @@ from ngsgd.pipeline.fault_simulation.pool import FaultyPool
 from ngsgd.pipeline.fault_simulation.scenario import Scenario
 from ngsgd.pipeline.fault_simulation.task import SimulatedTask
 from ngsgd.pipeline.fault_simulation.world import Fault, Killed, NoProgressError, World
-from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.run_folder import RunFolder
-from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.services import PoolRequest, Services
 from ngsgd.pipeline.task_run import TaskRun, new_task_run
+from ngsgd.runs.fingerprint_check import FingerprintCheck
+from ngsgd.runs.run_folder import RunFolder
+from ngsgd.runs.saved_config import read_config
 from ngsgd.training.job import Job
 
 # simulated seconds until every run must have ended

@@ -22,11 +22,11 @@ from ngsgd.launcher.commands.cluster import plan
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.reports import plan_text
 from ngsgd.launcher.reports.predictions import Forecast, keep, kept_in, saved, settings_key
-from ngsgd.pipeline.performance_model import scaling
-from ngsgd.pipeline.performance_model.formulas import Link, Spread
-from ngsgd.pipeline.performance_model.planner import Machine, Speed, Workload
-from ngsgd.pipeline.performance_model.scaling import Assumptions
-from ngsgd.pipeline.runs import trust
+from ngsgd.planning import scaling
+from ngsgd.planning.formulas import Link, Spread
+from ngsgd.planning.planner import Machine, Speed, Workload
+from ngsgd.planning.scaling import Assumptions
+from ngsgd.runs import trust
 from tests.launcher.records import final_report, outer_iteration
 
 ROOT = Path(__file__).resolve().parents[3]

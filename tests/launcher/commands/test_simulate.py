@@ -18,7 +18,7 @@ from ngsgd.launcher.commands.cluster import simulate
 from ngsgd.launcher.commands.cluster.simulate import Summary, VirtualProgress
 from ngsgd.launcher.text import duration
 from ngsgd.pipeline.fault_simulation import campaign
-from ngsgd.pipeline.performance_model.formulas import Spread
+from ngsgd.planning.formulas import Spread
 from ngsgd.training.records import SubsetScore
 from tests.integration.service import TINY
 from tests.launcher.records import outer_iteration
