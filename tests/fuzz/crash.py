@@ -7,12 +7,12 @@ import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ngsgd.pipeline.fault_simulation.durability import Operation
 from tests.fuzz import judge
 from tests.fuzz.interposer import Arming, Mode
 from tests.fuzz.judge import Expected
 from tests.fuzz.report import Report, chosen
 from tests.fuzz.stage import Stage
+from tests.simulation.durability import Operation
 
 _HOW = {"kill": Mode.KILL, "full": Mode.FAIL_REST, "eio": Mode.FAIL_ONE, "half": Mode.HALF}
 _ERRORS = {"eio": errno.EIO}

@@ -22,7 +22,6 @@ from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import write_text
 from ngsgd.launcher.arguments import JSON, Parser
-from ngsgd.launcher.commands.cluster import fault_simulation
 from ngsgd.launcher.reports.progress import ProgressTracker, iteration_line
 from ngsgd.launcher.text import duration
 from ngsgd.planning.formulas import Link, Spread
@@ -43,8 +42,6 @@ _ADD_SPEED = 8e9
 def command(arguments: Sequence[str]) -> int:
     """Simulate, print the summary, and keep it with the event log in a run folder."""
     options = argument_parser().parse_with_settings(arguments)
-    if options.faults:
-        return fault_simulation.command(options)
     _check(options)
     from ngsgd.launcher.config import compose
 
@@ -97,13 +94,12 @@ def argument_parser() -> Parser:
                        help="latency of a link in seconds (default: %(default)s)")
     group.add_argument("--topology", choices=TOPOLOGIES, default="central",
                        help="topology of averaging (default: %(default)s)")
-    fault_simulation.add_arguments(parser)
     return parser
 
 
 def _check(options: argparse.Namespace) -> None:
     """Raise one ConfigError with all mistakes."""
-    problems = [f"{flag} needs --faults." for flag in fault_simulation.given(options)]
+    problems = []
     for name in ("frames_per_s", "bandwidth"):
         value = getattr(options, name)
         if not (math.isfinite(value) and value > 0.0):

@@ -29,9 +29,9 @@ import torch
 from safetensors import SafetensorError
 
 from ngsgd import process_identity
-from ngsgd.pipeline.fault_simulation.durability import Disk, Operation
-from ngsgd.pipeline.fault_simulation.world import MAX_OPERATIONS, Fault, Killed, NoProgressError, World
 from ngsgd.training.diagnostics import background
+from tests.simulation.durability import Disk, Operation
+from tests.simulation.world import MAX_OPERATIONS, Fault, Killed, NoProgressError, World
 
 _CREATE = os.O_CREAT | os.O_TRUNC
 _ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}

@@ -11,8 +11,8 @@ from typing import Any
 from ngsgd.config import RunConfig, build
 from ngsgd.config.build import defaults, merged
 from ngsgd.config.sections.model import FROM_PYTHON
-from ngsgd.pipeline.fault_simulation.durability import KINDS
-from ngsgd.pipeline.fault_simulation.world import Fault
+from tests.simulation.durability import KINDS
+from tests.simulation.world import Fault
 
 _OUTER: Sequence[dict[str, Any]] = (
     {"kind": "average"}, {"kind": "bmuf"}, {"kind": "bmuf", "gain": 1.5}, {"kind": "diloco"},

@@ -12,17 +12,17 @@ from ngsgd.cluster.fingerprint import Agreement, Fingerprint, FingerprintFile
 from ngsgd.config import RunConfig
 from ngsgd.errors import NgsgdError, QuarantineError, RunInterrupted, RunLockedError
 from ngsgd.files import read_log
-from ngsgd.pipeline.fault_simulation.disk import SimulatedDisk
-from ngsgd.pipeline.fault_simulation.pool import FaultyPool
-from ngsgd.pipeline.fault_simulation.scenario import Scenario
-from ngsgd.pipeline.fault_simulation.task import SimulatedTask
-from ngsgd.pipeline.fault_simulation.world import Fault, Killed, NoProgressError, World
 from ngsgd.pipeline.services import PoolRequest, Services
 from ngsgd.pipeline.task_run import TaskRun, new_task_run
 from ngsgd.runs.fingerprint_check import FingerprintCheck
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.runs.saved_config import read_config
 from ngsgd.training.job import Job
+from tests.simulation.disk import SimulatedDisk
+from tests.simulation.pool import FaultyPool
+from tests.simulation.scenario import Scenario
+from tests.simulation.task import SimulatedTask
+from tests.simulation.world import Fault, Killed, NoProgressError, World
 
 # simulated seconds until every run must have ended
 _LIMIT_S = 48 * 3600.0

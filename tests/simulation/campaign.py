@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import random
@@ -14,14 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ngsgd.pipeline.fault_simulation import checks
-from ngsgd.pipeline.fault_simulation.disk import SimulatedDisk
-from ngsgd.pipeline.fault_simulation.scenario import Scenario, draw_faults, draw_faulty_worker
-from ngsgd.pipeline.fault_simulation.trial import Trial
-from ngsgd.pipeline.fault_simulation.world import Fault
+from ngsgd.cluster.newborn import die_with_parent
+from tests.simulation import checks
+from tests.simulation.disk import SimulatedDisk
+from tests.simulation.scenario import Scenario, draw_faults, draw_faulty_worker
+from tests.simulation.trial import Trial
+from tests.simulation.world import Fault
 
 # trials that shrinking may cost
 _MAX_SHRINK = 100
@@ -50,10 +53,10 @@ class Verdict:
     lines: tuple[str, ...] = field(default=(), repr=False)
 
     def replay(self) -> str:
-        """The command that repeats the trial."""
+        """The arguments of `python -m tests.simulation` that repeat the trial."""
         only = "" if len(self.kept) == len(self.faults) else f" --only-faults {','.join(map(str, self.kept)) or 'none'}"
         every = " --audit-all" if self.audits_all else ""
-        return f"ngsgd simulate --faults --seed {self.seed}{only}{every}"
+        return f"--seed {self.seed}{only}{every}"
 
 
 class Simulator:
@@ -165,3 +168,12 @@ def run_seeds(first: int, count: int | None, seconds: float | None, step: int = 
             verdict = one.run(seed)
             yield one.shrink(verdict) if verdict.problems else verdict
             seed += step
+
+
+def share_of_seeds(options: argparse.Namespace, number: int, count: int | None, parent: int, results: Any,
+                   stopped: Any) -> None:
+    """Run every `options.processes`-th seed in a process of `python -m tests.simulation`."""
+    die_with_parent(parent)
+    for verdict in run_seeds(options.first_seed + number, count, options.seconds, options.processes,
+                             audits_all=options.audit_all, is_stopped=stopped.is_set):
+        results.put(verdict)

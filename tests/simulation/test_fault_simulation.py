@@ -15,10 +15,12 @@ import psutil
 import pytest
 
 from ngsgd.errors import EXIT_INTERRUPTED
-from ngsgd.pipeline.fault_simulation.campaign import Simulator, simulator
-from ngsgd.pipeline.fault_simulation.disk import SimulatedDisk
-from ngsgd.pipeline.fault_simulation.durability import KINDS
-from ngsgd.pipeline.fault_simulation.world import Fault, Killed, World
+from tests.simulation import __main__ as simulation
+from tests.simulation import campaign
+from tests.simulation.campaign import Simulator, simulator
+from tests.simulation.disk import SimulatedDisk
+from tests.simulation.durability import KINDS
+from tests.simulation.world import Fault, Killed, World
 from tests.tiers import HANGS_S
 
 
@@ -73,7 +75,7 @@ def test_traces_do_not_depend_on_earlier_seeds(simulated: Simulator) -> None:
 
 @pytest.mark.slow
 def test_traces_do_not_depend_on_the_process(simulated: Simulator) -> None:
-    command = [sys.executable, "-m", "ngsgd.launcher", "simulate", "--faults", "--seed", "21", "--quiet"]
+    command = [sys.executable, "-m", "tests.simulation", "--seed", "21", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert simulated.run(21).trace in done.stdout
 
@@ -131,10 +133,25 @@ def test_files_outside_are_not_touched(disk: SimulatedDisk, tmp_path: Path) -> N
         assert (tmp_path / "outside").read_text() == "x"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_fault_simulation_after_the_seed(number: signal.Signals, monkeypatch: pytest.MonkeyPatch,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    def run(self: campaign.Simulator, seed: int) -> campaign.Verdict:
+        if seed == 2:
+            signal.raise_signal(number)
+        return campaign.Verdict(seed, (), (), (), "")
+
+    monkeypatch.setattr(campaign.Simulator, "run", run)
+    before = signal.getsignal(number)
+    assert simulation.main(["--json"]) == EXIT_INTERRUPTED
+    assert json.loads(capsys.readouterr().out)["num_seeds"] == 3
+    assert signal.getsignal(number) == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_stops_after_their_seeds(number: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ngsgd.launcher", "simulate", "--faults", "--seconds", "600", "--processes", "2", "--json"]
+    command = [sys.executable, "-m", "tests.simulation", "--seconds", "600", "--processes", "2", "--json"]
     log = tmp_path / "log"
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                                                    env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
@@ -150,7 +167,7 @@ def test_a_signal_to_all_processes_stops_after_their_seeds(number: signal.Signal
 
 @pytest.mark.slow
 def test_some_hundred_seeds_have_no_problem() -> None:
-    command = [sys.executable, "-m", "ngsgd.launcher", "simulate", "--faults", "--first-seed", "200", "--seeds", "400",
+    command = [sys.executable, "-m", "tests.simulation", "--first-seed", "200", "--seeds", "400",
                "--until-failure"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,9 +13,6 @@ import numpy as np
 
 from ngsgd.cluster.restarts import Restarts, distrusted
 from ngsgd.errors import ClusterError, DamagedArchiveError
-from ngsgd.pipeline.fault_simulation.scenario import Scenario
-from ngsgd.pipeline.fault_simulation.task import EXAMPLES, SimulatedTask, objective, train_job, work_size
-from ngsgd.pipeline.fault_simulation.world import MAX_WAITS, Fault, Killed, NoProgressError, World
 from ngsgd.pipeline.services import PoolRequest
 from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
 from ngsgd.training.delta_compression import compress
@@ -23,6 +20,9 @@ from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, ResultsLost,
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.worker_pool import Retired
+from tests.simulation.scenario import Scenario
+from tests.simulation.task import EXAMPLES, SimulatedTask, objective, train_job, work_size
+from tests.simulation.world import MAX_WAITS, Fault, Killed, NoProgressError, World
 
 _LATENCY_S = 0.01
 # a worker is replaced after so long

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ngsgd.files import read_json_lines
-from ngsgd.pipeline.fault_simulation.trial import Life, Trial
 from ngsgd.training.storage.audit import OuterIterationLines, audit, read
 from ngsgd.training.task import run_schedule
+from tests.simulation.trial import Life, Trial
 
 # an error is one message that names the next step
 _NEXT_STEP = re.compile(r"\b(resume|restart|retry|free|fix|restore|choose|lower|raise|reduce|wait|check|start|follow|inspect|"

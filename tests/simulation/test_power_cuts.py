@@ -12,12 +12,12 @@ import pytest
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, RunLockedError
 from ngsgd.files import JsonLines, read_json_lines
-from ngsgd.pipeline.fault_simulation.disk import SimulatedDisk
-from ngsgd.pipeline.fault_simulation.world import Fault, Killed, World
 from ngsgd.runs.run_folder import RunFolder, check_output_dir
 from ngsgd.training.storage.event_log import EventLog
 from ngsgd.training.storage.lock import RunLock
 from tests.launcher.records import outer_iteration
+from tests.simulation.disk import SimulatedDisk
+from tests.simulation.world import Fault, Killed, World
 
 
 @pytest.fixture
