@@ -220,15 +220,15 @@ class BaseRun(ABC):
                           lock=lock)
         if latest and events.has(latest.progress.outer_iter):
             latest = replace(latest, record=None)
-        job_counts = [schedule.num_jobs(number) for number in range(schedule.num_outer_iters)]
+        num_jobs = sum(schedule.num_jobs(number) for number in range(schedule.num_outer_iters))
         # an outer iteration has no fewer jobs because the data is small
-        if sum(job_counts) >= 2 * schedule.num_passes:
-            num_epochs = sum(job_counts) / (schedule.num_archives * schedule.frames_per_eg)
-            self.services.warn(f"{sum(job_counts)} jobs train for {num_epochs:.3g} epochs, and schedule.num_epochs is "
+        if num_jobs >= 2 * schedule.num_passes:
+            num_epochs = num_jobs / (schedule.num_archives * schedule.frames_per_eg)
+            self.services.warn(f"{num_jobs} jobs train for {num_epochs:.3g} epochs, and schedule.num_epochs is "
                                f"{schedule.num_epochs:g}: the data is too small for so many jobs; lower cluster.num_workers or "
                                "egs.samples_per_iter")
         try:
-            others = self.services.make_trackers(config, folder, job_counts)
+            others = self.services.make_trackers(config, folder)
         except BaseException:
             events.close("FAILED")
             raise

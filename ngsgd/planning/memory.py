@@ -92,8 +92,8 @@ def _tensors_per_parameter(optimizer: torch.optim.Optimizer, group: dict[str, An
         return int(group["momentum"] > 0.0)
     if kind not in _MOMENTS:
         raise ConfigError(
-            f"The memory of {kind} cannot be predicted; measure it on a GPU with: ngsgd doctor "
-            "--device."
+            f"The memory of {kind} cannot be predicted; measure it on a GPU with "
+            "torch.cuda.max_memory_allocated."
         )
     return _MOMENTS[kind] + bool(group.get("amsgrad"))
 
@@ -159,7 +159,7 @@ def predict_run(config: RunConfig, task: Task, *, size: int | None = None) -> Me
     if config.optimizer.preconditions:
         raise ConfigError(
             f"The memory of optimizer={config.optimizer.kind} cannot be predicted; measure it on a "
-            "GPU with: ngsgd doctor --device."
+            "GPU with torch.cuda.max_memory_allocated."
         )
     model = seeded_model(task, config.seed)
     optimizer = make_optimizer(model, config.optimizer, config.schedule.lr_initial, 1.0)
@@ -226,8 +226,8 @@ def _saved_tensors(
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(
             "The memory of this model cannot be predicted: its forward pass does not run on the "
-            f"meta device of torch ({str(error).partition(chr(10))[0]}); measure it on a GPU with: "
-            "ngsgd doctor --device."
+            f"meta device of torch ({str(error).partition(chr(10))[0]}); measure it on a GPU with "
+            "torch.cuda.max_memory_allocated."
         ) from error
     del total
     return saved

@@ -1,23 +1,18 @@
-"""Predictions of the wall-clock time of a run on N workers, and comparison with measured times.
+"""Predictions of the wall-clock time of an outer iteration on N workers.
 
 This module uses no clock and no files. `probe` measures a `Machine`; `formulas` has the formulas
-and the letters. A prediction is for one outer iteration, and a run is a sequence of them.
+and the letters.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ngsgd.counting import counted
 from ngsgd.planning.formulas import Link, Spread, straggler_factor, travel_time_s
-from ngsgd.training.records import OuterIterationRecord
 
-# initial outer iterations of a run from which `extrapolate` predicts the rest
-_WATCHED = 3
 # of Ray's object store: a job and its result are each announced, looked up, requested and sent
 # (docs/multi-node.md)
 _RAY_MESSAGES = 7
@@ -77,8 +72,6 @@ class Machine:
     # between the coordinator and a worker on the same machine
     link: Link
     checkpoint_s: float
-    # once per run: extra duration of the first job of each worker
-    warm_up_s: float
 
     def slots(self, num_threads: int) -> int:
         """Workers of so many threads that can compute at full speed concurrently."""
@@ -242,100 +235,3 @@ def _between(measured: Sequence[Speed], wanted: int, axis: str) -> Speed:
                         * math.log(max(second, 1e-9)))
     return replace(low, rate=mix("rate"), fixed_s=mix("fixed_s"),
                    diagnostics_s=mix("diagnostics_s"))
-
-
-@dataclass(frozen=True)
-class RunPrediction:
-    """All outer iterations of a run."""
-
-    iterations: tuple[Prediction, ...]
-    # in the first one
-    warm_up_s: float
-    # description of the source of the prediction
-    source: str
-
-    @property
-    def total_s(self) -> float:
-        return self.warm_up_s + sum(one.outer_iter_s for one in self.iterations)
-
-
-def predict_run(machine: Machine, workload: Workload, site: Site, job_counts: Sequence[int], *,
-                num_workers: int) -> RunPrediction:
-    """Predict a run; `job_counts` has the number of jobs of each outer iteration."""
-    by_count = {count: predict(machine, workload, site, num_jobs=count, num_workers=num_workers)
-                for count in set(job_counts)}
-    first = by_count[job_counts[0]]
-    turns = min(job_counts[0], num_workers) / first.slots_used
-    return RunPrediction(tuple(by_count[count] for count in job_counts), machine.warm_up_s * turns,
-                         "a probe of this machine")
-
-
-def extrapolate(records: Sequence[OuterIterationRecord], job_counts: Sequence[int], *,
-                num_slots: int) -> RunPrediction | None:
-    """Predict from the first outer iterations of the run; None if there are fewer than two.
-
-    The first one only gives the warm-up. The duration grows with the number of jobs beyond
-    `num_slots` (cores, GPUs or workers, whichever are fewest).
-    """
-    seen = list(records[:_WATCHED])
-    if len(seen) < 2:
-        return None
-    steady = seen[1:]
-    base = statistics.fmean(_turns(record.num_jobs, num_slots) for record in steady)
-    compute_s, average_s, checkpoint_s, diagnostics_s = (
-        statistics.fmean(getattr(record, name) for record in steady)
-        for name in ("compute_s", "average_s", "checkpoint_s", "diagnostics_s"))
-    jobs = [job for record in steady for job in record.jobs if job.accepted]
-    samples = statistics.fmean(job.num_frames for job in jobs)
-    iterations = tuple(Prediction(
-        num_jobs=count, samples=samples, work_s=statistics.fmean(job.seconds for job in jobs),
-        slots_used=min(count, num_slots),
-        compute_s=compute_s * _turns(count, num_slots) / base,
-        average_s=average_s * count / steady[-1].num_jobs,
-        checkpoint_s=checkpoint_s, diagnostics_s=diagnostics_s) for count in job_counts)
-    warm_up_s = max(0.0, _seconds(seen[0]) - iterations[0].outer_iter_s)
-    return RunPrediction(iterations, warm_up_s, f"its first {counted(len(seen), 'outer iteration')}")
-
-
-def _turns(num_jobs: int, num_slots: int) -> float:
-    return max(1.0, num_jobs / num_slots)
-
-
-# Comparison ---------------------------------------------------------------------------------------
-
-
-def compare(records: Sequence[OuterIterationRecord], predicted: RunPrediction) -> list[str]:
-    """Return two lines: seconds per outer iteration by part, and in total; empty without records.
-
-    Records are matched by their outer iteration, so a resumed run may contain only new ones.
-    """
-    pairs = [(record, predicted.iterations[record.outer_iter]) for record in records
-             if record.outer_iter < len(predicted.iterations)]
-    if not pairs:
-        return []
-    warm_up_s = predicted.warm_up_s if any(record.outer_iter == 0 for record, _ in pairs) else 0.0
-    told_s = warm_up_s + sum(one.outer_iter_s for _, one in pairs)
-    took_s = sum(_seconds(record) for record, _ in pairs)
-    parts = []
-    for label, name in (("jobs", "compute_s"), ("average", "average_s"),
-                        ("checkpoint", "checkpoint_s"), ("diagnostics", "diagnostics_s")):
-        extra = warm_up_s if name == "compute_s" else 0.0
-        told, took = (statistics.fmean(getattr(pair[side], name) for pair in pairs)
-                      for side in (1, 0))
-        parts.append(f"{label} {_short(told + extra / len(pairs))}/{_short(took)}")
-    error = took_s / max(told_s, 1e-9) - 1
-    each = (f"predicted {_short(told_s / len(pairs))}, took {_short(took_s / len(pairs))} "
-            f"({100 * error:+.0f}%)")
-    return [f"an outer iteration: {each}: {', '.join(parts)}",
-            f"{len(pairs)} of them: predicted {_short(told_s)}, took {_short(took_s)}; predicted "
-            f"from {predicted.source}"]
-
-
-def _seconds(record: OuterIterationRecord) -> float:
-    return record.compute_s + record.average_s + record.checkpoint_s + record.diagnostics_s
-
-
-def _short(seconds: float) -> str:
-    if seconds >= 100:
-        return f"{seconds:.0f}s"
-    return f"{seconds:.2f}s" if seconds < 10 else f"{seconds:.1f}s"

@@ -84,9 +84,7 @@ def measure(spec: TaskSpec, config: RunConfig, *, num_cores: int, seconds: float
     most = settings[-1]
     with workers(spec, most.num_processes, num_gpus) as processes:
         limit_s = max(_MIN_LIMIT_S, (deadline - time.monotonic()) / (len(settings) * (_CYCLES + 1)))
-        full = fullest(settings, num_cores=num_cores, num_gpus=num_gpus)
-        cold = coordinator.round(processes, full, limit_s)
-        # first jobs of the other workers, which differ from later ones
+        # the first jobs of the workers differ from later ones
         coordinator.round(processes, most, limit_s)
         link = _link(processes[0], coordinator.start)
         rounds: dict[ProcessLayout, list[_Round]] = defaultdict(list)
@@ -94,7 +92,7 @@ def measure(spec: TaskSpec, config: RunConfig, *, num_cores: int, seconds: float
             for setting in settings:
                 rounds[setting].append(coordinator.round(processes, setting, limit_s))
     workload = workload_of(config, coordinator.task, coordinator.layout)
-    return _summary(num_cores, num_gpus, rounds, cold, link, workload), workload
+    return _summary(num_cores, num_gpus, rounds, link, workload), workload
 
 
 def settings_to_measure(config: RunConfig, *, num_cores: int, num_gpus: int) -> list[ProcessLayout]:
@@ -203,7 +201,7 @@ def _link(worker: Process, vector: Vector) -> Link:
     return Link(bandwidth=vector.nbytes / max(echo_s(vector) / 2 - latency_s, 1e-9), latency_s=latency_s, add_speed=1.0)
 
 
-def _summary(num_cores: int, num_gpus: int, rounds: dict[ProcessLayout, list[_Round]], cold: _Round, link: Link,
+def _summary(num_cores: int, num_gpus: int, rounds: dict[ProcessLayout, list[_Round]], link: Link,
              workload: Workload) -> Machine:
     speeds = {setting: _speed(setting, found, workload, slots_of(setting.num_threads, num_cores=num_cores, num_gpus=num_gpus))
               for setting, found in rounds.items()}
@@ -215,15 +213,13 @@ def _summary(num_cores: int, num_gpus: int, rounds: dict[ProcessLayout, list[_Ro
     parallel = [s for s in speeds if s.num_processes > 1 or s == alone]
     serial = [s for s in speeds if s == alone or (s.num_processes == 1 and s.num_threads == fewest)]
     average_s = statistics.median(one.average_s for one in rounds[full])
-    warm_s = statistics.median(max(job.seconds for job in one.jobs) for one in rounds[full])
     return Machine(
         num_cores=num_cores, num_gpus=num_gpus,
         parallel=tuple(speeds[s] for s in sorted(parallel, key=lambda s: s.num_processes)),
         serial=tuple(speeds[s] for s in sorted(serial, key=lambda s: s.num_threads)),
         spread=_spread(rounds[full]),
         link=Link(link.bandwidth, link.latency_s, full.num_processes * workload.model_bytes / max(average_s, 1e-9)),
-        checkpoint_s=statistics.median(one.checkpoint_s for found in rounds.values() for one in found),
-        warm_up_s=max(0.0, max(job.seconds for job in cold.jobs) - warm_s))
+        checkpoint_s=statistics.median(one.checkpoint_s for found in rounds.values() for one in found))
 
 
 def _speed(setting: ProcessLayout, rounds: Sequence[_Round], workload: Workload, num_slots: int) -> Speed:

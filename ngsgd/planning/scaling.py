@@ -15,10 +15,7 @@ from ngsgd.planning.formulas import (
     SampleAdvice,
     SampleBounds,
     Spread,
-    averaging_times,
-    data_factor,
     recommend_samples,
-    restart_all_s,
     retry_wait_s,
 )
 from ngsgd.planning.planner import Machine, Prediction, Site, Workload
@@ -48,9 +45,6 @@ class Assumptions:
     replace_s: float
     # spread of the job time over the machines; None: as measured here
     sigma: float | None
-    # growth of the data needed with samples_per_iter; None: unknown
-    gamma: float | None
-    outer_momentum: float        # eta; 0: plain averaging
 
 
 @dataclass(frozen=True)
@@ -68,11 +62,6 @@ class Row:
     speed_up_here: float | None
     # fraction of the time lost to failures, with the recovery of the coordinator
     lost: float
-    # the same if any failure restarted the outer iteration on all workers
-    lost_restarting: float
-    # fastest averaging method
-    averaging: str
-    averaging_s: float
     samples: SampleAdvice
     # of a run with these jobs in every outer iteration
     num_outer_iters: int
@@ -82,14 +71,7 @@ class Row:
     cost: float = 0.0
 
 
-def momentum_of(config: RunConfig) -> float:
-    """eta of the outer optimizer; bmuf adapts eta to the number of outer iterations."""
-    outer = config.outer
-    momenta = {"diloco": outer.momentum, "streaming": outer.momentum}
-    return momenta.get(outer.kind, 0.0)
-
-
-def site_of(machine: Machine, config: RunConfig, num_workers: int) -> Site:
+def _site_here(machine: Machine, config: RunConfig, num_workers: int) -> Site:
     """Location of the workers of a run if they are all on the measured machine."""
     return planner.this_machine(machine, num_workers, threads_per_worker=config.cluster.threads_per_worker,
                                 one_by_one=config.cluster.kind == "in_process")
@@ -103,9 +85,7 @@ def rows(machine: Machine, workload: Workload, config: RunConfig, workers: Seque
     for count in workers:
         site, there, wait_s = _on_cluster(machine, workload, config, count, assumed)
         here = _here(machine, workload, config, count) if count <= _SHARED_CORES * machine.slots(1) else None
-        average, average_s = _best_average(count, workload, site.link, there.outer_iter_s)
-        restarting_s = restart_all_s(assumed.failures_per_worker_hour / 3600, count, there.outer_iter_s, assumed.replace_s)
-        advice = _samples(there, workload, count, assumed)
+        advice = _samples(there, workload, config, count)
         # archives contain about the configured number of samples
         if advice.samples == round(workload.samples):
             advice = replace(advice, samples=config.egs.samples_per_iter)
@@ -113,8 +93,7 @@ def rows(machine: Machine, workload: Workload, config: RunConfig, workers: Seque
         total_s = num_outer_iters * (there.outer_iter_s + wait_s)
         found.append(Row(
             count, here, there, site.num_machines, there.frames_per_s / base.frames_per_s,
-            here.frames_per_s / base.frames_per_s if here else None, wait_s / (there.outer_iter_s + wait_s),
-            1.0 - there.outer_iter_s / restarting_s, average, average_s, advice,
+            here.frames_per_s / base.frames_per_s if here else None, wait_s / (there.outer_iter_s + wait_s), advice,
             num_outer_iters, total_s, total_s / 3600 * count * config.cluster.price_per_hour))
     return found
 
@@ -174,13 +153,12 @@ def _choice(machine: Machine, workload: Workload, config: RunConfig, count: int,
             assumed: Assumptions) -> Choice | None:
     """Settings with the samples_per_iter that the table recommends; None with too little data."""
     _, there, _ = _on_cluster(machine, workload, config, count, assumed)
-    advice = _samples(there, workload, count, assumed)
+    advice = _samples(there, workload, config, count)
     if not advice.enough_data:
         return None
     chosen = replace(workload, samples=float(advice.samples))
     _, there, wait_s = _on_cluster(machine, chosen, config, count, assumed)
-    data = data_factor(chosen.samples, assumed.gamma) / data_factor(workload.samples, assumed.gamma) if assumed.gamma else 1.0
-    total_s = _num_outer_iters(chosen, count) * (there.outer_iter_s + wait_s) * data
+    total_s = _num_outer_iters(chosen, count) * (there.outer_iter_s + wait_s)
     samples = config.egs.samples_per_iter if advice.samples == round(workload.samples) else advice.samples
     cost = total_s / 3600 * count * config.cluster.price_per_hour
     return Choice(count, samples, codec or "none", total_s, cost, there.efficiency)
@@ -209,35 +187,27 @@ def _on_cluster(machine: Machine, workload: Workload, config: RunConfig, count: 
     return site, there, retry_wait_s(assumed.failures_per_worker_hour / 3600, count, there.compute_s, assumed.replace_s)
 
 
-def _samples(there: Prediction, workload: Workload, count: int, assumed: Assumptions) -> SampleAdvice:
+def _samples(there: Prediction, workload: Workload, config: RunConfig, count: int) -> SampleAdvice:
+    # bmuf adapts its momentum to the number of outer iterations
+    momentum = config.outer.momentum if config.outer.kind in ("diloco", "streaming") else 0.0
     bounds = SampleBounds.of(minibatch_size=workload.minibatch_size, total_samples=workload.total_samples, num_jobs=count,
-                             outer_momentum=assumed.outer_momentum)
+                             outer_momentum=momentum)
     return recommend_samples(now=workload.samples, rate=there.effective_rate, overhead_s=there.overhead_s, bounds=bounds,
-                             gamma=assumed.gamma, max_overhead=MAX_OVERHEAD)
+                             max_overhead=MAX_OVERHEAD)
 
 
 def _num_outer_iters(workload: Workload, count: int) -> int:
     return max(1, int(workload.total_samples / (count * workload.samples)))
 
 
-def _best_average(num_workers: int, workload: Workload, link: Link, outer_iter_s: float) -> tuple[str, float]:
-    """Return the fastest method and its seconds.
-
-    The central method is preferred if no other method saves 1 % of the outer iteration.
-    """
-    times = averaging_times(num_workers, workload.model_bytes, link)
-    quickest = min(times, key=lambda name: times[name])
-    best = quickest if times["central"] - times[quickest] > 0.01 * outer_iter_s else "central"
-    return best, times[best]
-
-
 def _here(machine: Machine, workload: Workload, config: RunConfig, num_workers: int) -> Prediction:
-    return planner.predict(machine, workload, site_of(machine, config, num_workers), num_jobs=num_workers, num_workers=num_workers)
+    site = _site_here(machine, config, num_workers)
+    return planner.predict(machine, workload, site, num_jobs=num_workers, num_workers=num_workers)
 
 
 def _site(machine: Machine, config: RunConfig, num_workers: int, assumed: Assumptions, link: Link) -> Site:
     """A cluster; workers on a single machine have no network between them."""
     if num_workers <= assumed.slots_per_machine:
-        return replace(site_of(machine, config, num_workers), one_by_one=False,
+        return replace(_site_here(machine, config, num_workers), one_by_one=False,
                        slots_per_machine=max(num_workers, machine.slots(config.cluster.threads_per_worker or 1)))
     return planner.machines_like(num_workers, slots_per_machine=assumed.slots_per_machine, link=link)

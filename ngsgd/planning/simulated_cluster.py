@@ -12,10 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ngsgd.config import RunConfig
-from ngsgd.planning.formulas import Link, Spread, averaging_times, exposed_s, retry_wait_s, straggler_factor
+from ngsgd.planning.formulas import Link, Spread, central_s, retry_wait_s, straggler_factor
 
-TOPOLOGIES = {"central": "central", "tree": "tree of 8", "ring": "ring", "halving-doubling": "halving-doubling",
-              "shards": "8 shards"}
 _EVEN = Spread(0.0, 0.0)
 _GIGABIT = Link(bandwidth=1.25e8, latency_s=2e-4, add_speed=8e9)
 # streams of random numbers
@@ -39,8 +37,6 @@ class SimulatedCluster:
     # from the end of a worker until its replacement is ready
     replace_s: float = 20.0
     link: Link = _GIGABIT
-    # averaging method: one of TOPOLOGIES
-    topology: str = "central"
     seed: int = 0
 
     def pace(self, worker: int) -> float:
@@ -62,7 +58,7 @@ class SimulatedCluster:
 
     def average_s(self, num_jobs: int, num_bytes: float) -> float:
         """Seconds for sending the model and the results, and adding them."""
-        return averaging_times(num_jobs, num_bytes, self.link)[TOPOLOGIES[self.topology]]
+        return central_s(num_jobs, num_bytes, self.link)
 
     def _random(self, stream: int, *key: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, stream, *key])
@@ -100,8 +96,8 @@ def expected(cluster: SimulatedCluster, config: RunConfig, *, num_jobs: int, sam
         cluster.overhead_s + work_s * straggler_factor(spread.of_job(num_minibatches), num_jobs))
     fragments = config.outer.num_fragments if config.outer.kind == "streaming" else 1
     is_ahead = config.outer.overlap or (config.outer.kind == "streaming" and config.outer.fragment_delay > 0)
-    average_s = exposed_s(cluster.average_s(num_jobs, model_bytes / fragments),
-                          overlap_steps=num_minibatches if is_ahead else 0.0, step_s=schedule.minibatch_size / cluster.rate)
+    # the next jobs hide it for as long as they compute
+    average_s = max(0.0, cluster.average_s(num_jobs, model_bytes / fragments) - (work_s if is_ahead else 0.0))
     waits = config.failure.policy == "retry"
     failures_s = retry_wait_s(cluster.failures_per_worker_hour / 3600.0, num_jobs, job_s, cluster.replace_s) if waits else 0.0
     return Expected(work_s, job_s, average_s, failures_s)

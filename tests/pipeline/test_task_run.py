@@ -81,7 +81,7 @@ class StopAfter:
     def __init__(self) -> None:
         self.num_done = 0
 
-    def trackers(self, _config: RunConfig, _folder: RunFolder, _job_counts: Sequence[int]) -> Sequence[Any]:
+    def trackers(self, _config: RunConfig, _folder: RunFolder) -> Sequence[Any]:
         return [self]
 
     def outer_iteration(self, record: OuterIterationRecord) -> None:

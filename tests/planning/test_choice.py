@@ -13,14 +13,14 @@ from ngsgd.planning.scaling import Assumptions, Choice, choices, choose, compres
 
 # one core per machine; no spread, no cost of a checkpoint
 MACHINE = Machine(1, 0, (Speed(1, 1, 1000.0, 0.1, 0.0),), (Speed(1, 1, 1000.0, 0.1, 0.0),), Spread(0.0, 0.0),
-                  Link(1e9, 0.0, 1e12), 0.0, 0.0)
+                  Link(1e9, 0.0, 1e12), 0.0)
 # 10 s of computation in a job
 WORKLOAD = Workload(10_000.0, 100, 4_000_000, 1e8)
 CONFIG = RunConfig(cluster=ClusterConfig(price_per_hour=2.0), egs=EgsConfig(samples_per_iter=10_000))
 
 
 def assumed(bandwidth: float, failures: float = 0.0) -> Assumptions:
-    return Assumptions(1, bandwidth, 0.0, failures, 20.0, None, None, 0.0)
+    return Assumptions(1, bandwidth, 0.0, failures, 20.0, None)
 
 
 def test_a_slow_link_is_compressed_and_a_fast_one_is_not() -> None:

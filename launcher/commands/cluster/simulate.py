@@ -25,7 +25,7 @@ from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.reports.progress import ProgressTracker, iteration_line
 from ngsgd.launcher.text import duration
 from ngsgd.planning.formulas import Link, Spread
-from ngsgd.planning.simulated_cluster import TOPOLOGIES, Expected, SimulatedCluster, expected
+from ngsgd.planning.simulated_cluster import Expected, SimulatedCluster, expected
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, SubsetScore
 
 # these import torch, which would slow down --help
@@ -92,8 +92,6 @@ def argument_parser() -> Parser:
                        help="bandwidth of a link in bytes/s (default: 1.25e8, 1 Gb/s)")
     group.add_argument("--latency", type=float, default=2e-4, metavar="S",
                        help="latency of a link in seconds (default: %(default)s)")
-    group.add_argument("--topology", choices=TOPOLOGIES, default="central",
-                       help="topology of averaging (default: %(default)s)")
     return parser
 
 
@@ -121,7 +119,7 @@ def cluster_of(options: argparse.Namespace, *, num_minibatches: float, seed: int
     link = Link(options.bandwidth, options.latency, _ADD_SPEED)
     return SimulatedCluster(options.frames_per_s, spread, options.overhead_s,
                             options.failures_per_worker_hour, options.hang_fraction,
-                            options.replace_s, link, options.topology, seed)
+                            options.replace_s, link, seed)
 
 
 # The simulation -----------------------------------------------------------------------------------
