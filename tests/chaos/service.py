@@ -15,7 +15,7 @@ import time
 import uuid
 from pathlib import Path
 
-from ngsgd.training.storage.audit import audit
+from tests import judge
 from tests.chaos.cases import Case, Seen
 from tests.chaos.faults import Fault
 from tests.chaos.invariants import TAG, Surroundings
@@ -47,9 +47,7 @@ def try_service(case: Case, folder: Path) -> Seen:
     done = service.call(str(run), command="resume")
     took_s = time.monotonic() - began
     assert done.returncode == 0, done.stderr
-    assert audit(run / "ledger.jsonl") == []
-    assert final_hash(run) == final_hash(_whole_run()[1])
-    assert not list(run.rglob("*.tmp"))
+    assert judge.finished_run(run, final=final_hash(run), expected=final_hash(_whole_run()[1])) == []
     num_lines = len((broken.stdout + broken.stderr + done.stdout + done.stderr).splitlines())
     budget = len(events(run, "outer_iteration")) + len(events(run, "incident")) + 2 * _LINES_AROUND
     assert num_lines <= budget, f"{num_lines} lines were printed, the budget is {budget}"

@@ -67,7 +67,6 @@ def recover(stage: Stage, expected: Expected, *, must_resume: bool = False) -> I
     done = stage.call("resume")
     if done.code == 0:
         yield from judge.finished_run(stage.run, expected)
-        yield from judge.garbage(stage, stage.run)
         return
     yield from judge.well_told(done)
     if len(done.sentences) > 1:
@@ -84,4 +83,3 @@ def _new_run(stage: Stage, expected: Expected) -> Iterator[str]:
     if done.code == 0:
         (run,) = set(stage.runs()) - before
         yield from (f"a new run: {problem}" for problem in judge.finished_run(run, expected))
-        yield from judge.garbage(stage, run)

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ngsgd.files import read_json_lines
-from ngsgd.training.storage.audit import OuterIterationLines, audit, read
+from ngsgd.training.storage.audit import OuterIterationLines, read
 from ngsgd.training.task import run_schedule
+from tests import judge
 from tests.simulation.trial import Life, Trial
 
 # an error is one message that names the next step
@@ -35,20 +36,18 @@ def problems(trial: Trial, baseline: Trial) -> list[str]:
 
 
 def _of_finished_run(trial: Trial, baseline: Trial) -> list[str]:
-    ledger = trial.folder / "ledger.jsonl"
     try:
-        found, done = audit(ledger), read(ledger)
+        done = read(trial.folder / "ledger.jsonl")
     except Exception as error:
         return [f"the ledger cannot be audited: {type(error).__name__}: {error}"]
-    if trial.was_taken_over:
-        # without locks the ledger may hold lines of two processes for one outer iteration
-        found = []
-    else:
+    # without locks it is unknown whether the writer of a temporary file lives, and the ledger may
+    # hold lines of two processes for one outer iteration
+    found = judge.finished_run(trial.folder, final=trial.final, expected=baseline.final if keeps_bits(trial, done) else "",
+                               of_two_processes=trial.was_taken_over,
+                               keeps_temporary=not trial.scenario.has_locks or not _is_removable(trial))
+    if not trial.was_taken_over:
         found += [*_shards(trial, done), *_given_up(trial, done), *_without_data(done)]
-    found += [*_events(trial, done), *_leftovers(trial), *false_alarms(trial)]
-    if keeps_bits(trial, done) and trial.final != baseline.final:
-        found.append(f"the final model is {trial.final[:12]}, without faults it is {baseline.final[:12]}")
-    return found
+    return [*found, *_leftovers(trial), *false_alarms(trial)]
 
 
 def keeps_bits(trial: Trial, done: list[OuterIterationLines]) -> bool:
@@ -186,44 +185,17 @@ def _given_up(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
                         yield f"{where} was given up after {trial.num_failures[key]} failures ({entry['reason']})"
 
 
-def _events(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
-    """events.jsonl has exactly one line per commit, and the end of the run."""
-    events = read_json_lines(trial.folder / "events.jsonl")
-    seen = Counter(event["outer_iter"] for event in events if event["event"] == "outer_iteration")
-    for one in done:
-        if seen[one.outer_iter] != 1:
-            yield f"events.jsonl has {seen[one.outer_iter]} lines of outer iteration {one.outer_iter}"
-    for outer_iter in seen.keys() - {one.outer_iter for one in done}:
-        yield f"events.jsonl has a line of outer iteration {outer_iter}, which is not committed"
-    for event in events:
-        if event["event"] == "outer_iteration" and event["outer_iter"] < len(done) and not trial.was_taken_over:
-            yield from _record(event, done[event["outer_iter"]])
-    if not any(event["event"] == "finished" for event in events):
-        yield "events.jsonl has no line of the end"
-
-
-def _record(event: dict[str, Any], one: OuterIterationLines) -> Iterator[str]:
-    if event["examples_processed"] != one.commit["frames_processed"] or event["num_accepted"] != len(one.accepted):
-        yield f"events.jsonl and the ledger differ in outer iteration {one.outer_iter}"
+def _is_removable(trial: Trial) -> bool:
+    """Whether the disk never refused to read or to remove a file, for which some need space."""
+    return not any(fault.what in ("EIO", "ENOSPC") and fault.where in ("operation", "read") for fault in trial.world.occurred)
 
 
 def _leftovers(trial: Trial) -> Iterator[str]:
     """Files that nobody needs after the end."""
-    # a file that the disk refuses to read or to remove stays
-    # some file systems need space to remove one
-    is_removable = not any(fault.what in ("EIO", "ENOSPC") and fault.where in ("operation", "read")
-                           for fault in trial.world.occurred)
-    for path in sorted(trial.folder.rglob("*")):
-        # without locks it is unknown whether the writer of a temporary file lives
-        if path.name.endswith(".tmp") and trial.scenario.has_locks and is_removable:
-            yield f"a temporary file is left under {path.parent.name}"
-    for name in ("process.json", "error.json"):
-        if (trial.folder / name).exists():
-            yield f"{name} is left"
     kept = [path.name for path in (trial.folder / "checkpoints").glob("iter-*")]
     # a process that ended before it removed the oldest one leaves it
     # a power cut may bring back removed files
-    is_removable = is_removable and not any(fault.what.startswith("power cut") for fault in trial.world.occurred)
+    is_removable = _is_removable(trial) and not any(fault.what.startswith("power cut") for fault in trial.world.occurred)
     # the newest two with the state of jobs may be older
     num_to_keep = trial.config.checkpoint.num_to_keep + 2 * (trial.config.job_states_interval > 1)
     if len(kept) > num_to_keep + len(trial.lives) - 1 and is_removable:
