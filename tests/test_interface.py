@@ -15,8 +15,8 @@ from ngsgd.cluster.restarts import Restarts, check_fingerprint, none_agrees
 from ngsgd.config import ModelConfig
 from ngsgd.config.other_names import did_you_mean
 from ngsgd.errors import NgsgdError
-from ngsgd.pipeline.verification.verification import Sample
 from ngsgd.runs import trust
+from ngsgd.training.verification.repetition import Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 # `ngsgd.launcher` is the command line, but `ngsgd.train` also uses its clusters and trackers

@@ -27,7 +27,7 @@ KNOWN = {
     "training/worker.py": FINGERPRINT, "cluster/groups.py": FINGERPRINT, "runs/fingerprint_check.py": FINGERPRINT,
     # numbers of processes and threads of work in a fixed order
     "asr/corpora/corpus.py": NO_RESULT, "asr/corpora/shards/computing.py": NO_RESULT, "data/archives.py": NO_RESULT,
-    "pipeline/train.py": NO_RESULT, "planning/probe.py": NO_RESULT,
+    "pipeline/base_run.py": NO_RESULT, "planning/probe.py": NO_RESULT,
     # waits of threads and connections
     "data/prefetch.py": NO_RESULT, "training/sites/ahead.py": NO_RESULT, "cluster/exchange/authentication.py": NO_RESULT,
     "cluster/rank_group.py": NO_RESULT, "asr/corpora/fsdd/source.py": SHOWN, "asr/corpora/digits/synthesis.py": SHOWN,

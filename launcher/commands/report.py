@@ -250,7 +250,7 @@ def _word_errors(folder: RunFolder) -> list[tuple[str, str, str, str]]:
     Empty where nothing was decoded.
     """
     from ngsgd.launcher.reports.comparison import interval_in
-    from ngsgd.pipeline.rungs import rungs_of
+    from ngsgd.runs.rungs import rungs_of
 
     try:
         about = read_json(folder.decode / "wer.json")

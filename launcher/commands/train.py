@@ -35,8 +35,8 @@ from ngsgd.training.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from ngsgd.pipeline.run import Run
-    from ngsgd.pipeline.verification.run import Request
-    from ngsgd.pipeline.verification.verification import Verification
+    from ngsgd.pipeline.verification import Request
+    from ngsgd.training.verification.repetition import Verification
 
 
 def train(config: RunConfig, quiet: bool, trust: bool = False, *,

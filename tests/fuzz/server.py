@@ -38,7 +38,7 @@ _MODULES = (
     "kaldi_decoder", "kaldialign", "soxr", "espeakng_loader", "torch._dynamo", "ngsgd.training.storage.audit",
     "ngsgd.models.nnet3.text", "ngsgd.models.nnet3.network", "ngsgd.cluster.process_pool",
     "ngsgd.runs.final_model", "ngsgd.launcher.mlflow.store", "psutil", "rich.console",
-    "ngsgd.launcher.commands.transcribe", "ngsgd.pipeline.transcribe", "soundfile", "webrtcvad",
+    "ngsgd.launcher.commands.transcribe", "ngsgd.pipeline.decoding.transcribe", "soundfile", "webrtcvad",
 )
 
 

@@ -12,9 +12,9 @@ from typing import Literal
 
 from ngsgd.errors import AuditError, CheckpointError, ConfigError
 from ngsgd.interface import option
-from ngsgd.pipeline.verification.counted import CountedJob, Starts
 from ngsgd.training.auditing.comparison import SMALLEST_OBJECTIVE, TOLERANCE
 from ngsgd.training.job import Job, JobResult
+from ngsgd.training.verification.counted import CountedJob, Starts
 from ngsgd.training.worker_pool import WorkerPool
 
 Outcome = Literal["identical", "close", "differs", "not reproducible", "failed"]

@@ -6,21 +6,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from ngsgd import files
-from ngsgd.asr.corpora.corpus import Corpus
-from ngsgd.asr.decode import evaluation, scoring, tuning
-from ngsgd.asr.lang import graphs
-from ngsgd.config import DecodeConfig
-
-# every which scale and penalty is tried for the errors of a rung
-_STEP = 2
 
 
 @dataclass(frozen=True)
@@ -86,28 +76,3 @@ def stored(path: Path) -> list[Rung]:
 
 def _note_of(path: Path) -> Path:
     return path.with_suffix(".rung.json")
-
-
-def word_errors(corpus: Corpus, config: DecodeConfig,
-                logliks: Mapping[str, npt.NDArray[np.float32]]) -> tuple[str, str]:
-    """Decode valid and test with some of the scales and penalties, chosen on valid.
-
-    Args:
-        corpus: the speech; its language names the states.
-        config: the section `decode`.
-        logliks: T x P scores of each utterance of valid and test, by its name.
-
-    Returns:
-        The errors on valid and on test.
-    """
-    language, valid, test = corpus.language, corpus.valid, corpus.test
-    coarse = replace(config, acoustic_scales=config.acoustic_scales[::_STEP],
-                     word_penalties=config.word_penalties[::_STEP])
-    graph = evaluation.build_graph(language, coarse)
-    of_valid, of_test = ([logliks[utt_id] for utt_id in one.frames.utt_ids]
-                         for one in (valid, test))
-    weights, errors = tuning.choose(evaluation.sweep(
-        graph, coarse, valid.texts, valid.frames.utt_ids, of_valid, language.num_pdfs))
-    said = evaluation.decode_set(graphs.with_word_penalty(graph, weights.word_penalty), coarse,
-                                 weights.acoustic_scale, of_test, language.num_pdfs)
-    return str(errors), str(scoring.score(test.texts, said, test.frames.utt_ids)[0])

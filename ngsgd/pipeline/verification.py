@@ -10,14 +10,14 @@ import torch
 from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import RunConfig
 from ngsgd.counting import counted
-from ngsgd.pipeline.verification.counted import Starts, counted_jobs, require_any
-from ngsgd.pipeline.verification.verification import Check, Sample, Verification, verify
 from ngsgd.runs.fingerprint_check import FingerprintCheck
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.storage.checkpoint import CheckpointStore
 from ngsgd.training.storage.event_log import read_events
 from ngsgd.training.task import Task, TaskSpec, run_schedule, seeded_model
+from ngsgd.training.verification.counted import Starts, counted_jobs, require_any
+from ngsgd.training.verification.repetition import Check, Sample, Verification, verify
 
 
 @dataclass(frozen=True)
