@@ -52,6 +52,16 @@ SIMULATION = "simulation.json"
 _DIGEST = "# sha256 of the lines above: "
 
 
+class _Below:
+    """A file of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, _: object) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Paths of the files of a run; docs/files.md describes their content."""
@@ -62,6 +72,46 @@ class RunFolder:
     # the extractor; also next to the final model
     IVECTORS: ClassVar[str] = "ivectors.safetensors"
     ADAPTATION: ClassVar[str] = "adaptation.safetensors"
+
+    config = _Below("config.yaml")
+    checkpoints = _Below("checkpoints")
+    # candidates for the final combination
+    models = _Below("models")
+    events = _Below("events.jsonl")
+    ledger = _Below("ledger.jsonl")
+    # output of the worker processes (cluster=local)
+    workers = _Below("workers")
+    # prepared data of the run
+    data = _Below("data.json")
+    # numeric fingerprint of the results: versions, processor, kernels, threads
+    fingerprint = _Below("fingerprint.json")
+    final = _Below("final")
+    # denominator of a sequence objective
+    denominator = _Below("denominator.safetensors")
+    # the final model that training started from (init_model)
+    init_model = _Below("init")
+    # the projection and the mixtures of speaker adaptation (adaptation.lda_dim)
+    adaptation = _Below(ADAPTATION)
+    # i-vector extractor of the run (ivectors.dim)
+    ivectors = _Below(IVECTORS)
+    decode = _Below("decode")
+    # scores of the final model of a custom task
+    metrics = _Below("metrics.json")
+    learning_curve = _Below("learning_curve.png")
+    # report of `ngsgd report`
+    report = _Below("report.html")
+    # measurements of the training process by `ngsgd compare`, if it trained the run
+    measured = _Below("measured.json")
+    # identity of the training process, while there is one
+    process = _Below("process.json")
+    # times and errors of the rungs below the run (data.labels=ladder)
+    rungs = _Below("rungs.json")
+    # exit code and message of the process that trained last, if it failed
+    error = _Below("error.json")
+    # digests of the results, which the process writes that finishes the run
+    finished = _Below("finished.json")
+    # holder of the run lock, and number of holders so far
+    lock = _Below("lock")
 
     @classmethod
     def create(cls, config: RunConfig, config_yaml: str) -> RunFolder:
@@ -116,10 +166,6 @@ class RunFolder:
         return stored_run.address(self.path)
 
     @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
     def run_id(self) -> str:
         """Random id that identifies runs of this user; empty if it cannot be read.
 
@@ -129,100 +175,6 @@ class RunFolder:
             return read_regular_text(self.path / self.RUN_ID, max_bytes=1024).strip()
         except (OSError, ValueError):
             return ""
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def models(self) -> Path:
-        """Candidates for the final combination."""
-        return self.path / "models"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def workers(self) -> Path:
-        """Output of the worker processes (cluster=local)."""
-        return self.path / "workers"
-
-    @property
-    def data(self) -> Path:
-        """Prepared data of the run."""
-        return self.path / "data.json"
-
-    @property
-    def fingerprint(self) -> Path:
-        """Numeric fingerprint of the results: versions, processor, kernels, threads."""
-        return self.path / "fingerprint.json"
-
-    @property
-    def final(self) -> Path:
-        return self.path / "final"
-
-    @property
-    def denominator(self) -> Path:
-        """Denominator of a sequence objective."""
-        return self.path / "denominator.safetensors"
-
-    @property
-    def init_model(self) -> Path:
-        """The final model that training started from (init_model)."""
-        return self.path / "init"
-
-    @property
-    def adaptation(self) -> Path:
-        """The projection and the mixtures of speaker adaptation (adaptation.lda_dim)."""
-        return self.path / self.ADAPTATION
-
-    @property
-    def ivectors(self) -> Path:
-        """i-vector extractor of the run (ivectors.dim)."""
-        return self.path / self.IVECTORS
-
-    @property
-    def decode(self) -> Path:
-        return self.path / "decode"
-
-    @property
-    def metrics(self) -> Path:
-        """Scores of the final model of a custom task."""
-        return self.path / "metrics.json"
-
-    @property
-    def learning_curve(self) -> Path:
-        return self.path / "learning_curve.png"
-
-    @property
-    def report(self) -> Path:
-        """Report of `ngsgd report`."""
-        return self.path / "report.html"
-
-    @property
-    def measured(self) -> Path:
-        """Measurements of the training process by `ngsgd compare`, if it trained the run."""
-        return self.path / "measured.json"
-
-    @property
-    def process(self) -> Path:
-        """Identity of the training process, while there is one."""
-        return self.path / "process.json"
-
-    @property
-    def rungs(self) -> Path:
-        """Times and errors of the rungs below the run (data.labels=ladder)."""
-        return self.path / "rungs.json"
-
-    @property
-    def error(self) -> Path:
-        """Exit code and message of the process that trained last, if it failed."""
-        return self.path / "error.json"
 
     @contextlib.contextmanager
     def error_recorded(self, signal_name: Callable[[], str] = str,
@@ -246,11 +198,6 @@ class RunFolder:
             mark_recorded(error, self.path)
             raise
 
-    @property
-    def finished(self) -> Path:
-        """Digests of the results, which the process writes that finishes the run."""
-        return self.path / "finished.json"
-
     def mark_finished(self) -> None:
         """Record that the run is complete."""
         write_text(self.finished, json.dumps(sealed(self._results()), indent=1))
@@ -269,11 +216,6 @@ class RunFolder:
     def last_error(self) -> dict[str, Any]:
         """Content of error.json (`failure_record.describe`); empty where there is none."""
         return read_record(self.error)
-
-    @property
-    def lock(self) -> Path:
-        """Holder of the run lock, and number of holders so far."""
-        return self.path / "lock"
 
     @contextlib.contextmanager
     def locked(self, purpose: str, warn: Callable[[str], None]) -> Iterator[RunLock]:
