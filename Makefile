@@ -82,10 +82,10 @@ fuzz: $(STAMP)  ## crash points, full disks, damaged files, power cuts, two coor
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(or $(ARGS),all)
 
 fault-simulation: $(STAMP)  ## 10,000 seeds of simulated faults in two processes (10 min); make fault-simulation ARGS="--seconds 60"
-	OMP_NUM_THREADS=1 $(BIN)/ngsgd simulate --faults --processes 2 $(or $(ARGS),--seeds 10000)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --processes 2 $(or $(ARGS),--seeds 10000)
 
 fault-simulation-nightly: $(STAMP)  ## 50,000 seeds of simulated faults (45 min)
-	OMP_NUM_THREADS=1 $(BIN)/ngsgd simulate --faults --processes 2 --seeds 50000 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --processes 2 --seeds 50000 $(ARGS)
 
 fault-mutants: $(STAMP)  ## plant bugs in coordinator, ledger and checkpoints and let simulated faults find them (10 min)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fault_mutants --write docs/fault-simulation.md $(ARGS)

@@ -58,10 +58,10 @@ from ngsgd.launcher.commands.train import services_of
 from ngsgd.launcher.config.compose import compose
 from ngsgd.optim import SGD
 from ngsgd.pipeline.base_run import BaseRun, Training
-from ngsgd.pipeline.runs.config_file import to_yaml
-from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.services import PoolRequest
+from ngsgd.runs.config_file import to_yaml
+from ngsgd.runs.fingerprint_check import FingerprintCheck
+from ngsgd.runs.run_folder import RunFolder
 from ngsgd.schedules import Schedule
 from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.job import Job

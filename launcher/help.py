@@ -112,7 +112,6 @@ _TRAIN_FLAGS = {
     "--allow-other-bits": "accept workers, or a resumed run, on other processors, versions or "
                           "kernels; results then agree up to rounding",
     "--quiet, -q": "print incidents and the result only",
-    "--verbose, -v": "compare predicted with measured times at the end",
     "--debug": "print the traceback of an error",
     "--info, --package, --hydra-help": "flags of Hydra",
 }

@@ -13,8 +13,8 @@ from typing import Any
 from ngsgd import process_identity
 from ngsgd.config import TaskConfig
 from ngsgd.files import read_json, read_regular_text, unsealed
-from ngsgd.pipeline.runs import stored_run
-from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command
+from ngsgd.runs import stored_run
+from ngsgd.runs.run_folder import RunFolder, resume_command
 from ngsgd.training.storage.event_log import newest_events
 from ngsgd.training.storage.lock import holder_of
 

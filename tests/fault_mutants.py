@@ -1,8 +1,8 @@
 """Whether the fault simulation finds planted bugs: `python -m tests.fault_mutants [NAME ...]`.
 
 Each mutant is one change of the coordinator, the dispatcher, the checkpoint store, the ledger, the
-run lock or the resumption. In a copy of the package the change is made, and `ngsgd simulate
---faults` runs seeds until one fails. Mutants with a commit are bugs that an earlier version had,
+run lock or the resumption. In a copy of the package the change is made, and
+`tests.simulation` runs seeds until one fails. Mutants with a commit are bugs that an earlier version had,
 which that commit fixed. `--write PAGE` replaces the table in a page of the documentation.
 """
 
@@ -35,7 +35,7 @@ LOCK = "ngsgd/training/storage/lock.py"
 EVENTS = "ngsgd/training/storage/event_log.py"
 FILES = "ngsgd/files.py"
 RESUME = "ngsgd/pipeline/base_run.py"
-FOLDER = "ngsgd/pipeline/runs/run_folder.py"
+FOLDER = "ngsgd/runs/run_folder.py"
 AWAKE = "ngsgd/training/awake_clock.py"
 PLANNING = "ngsgd/training/planning.py"
 
@@ -184,11 +184,11 @@ def _simulate(copy: Path, output: Path, seconds: float, seeds: int) -> None:
     sys.path.insert(0, str(copy))
     with output.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         import ngsgd
-        from ngsgd.launcher import cli
+        from tests.simulation import __main__ as simulation
 
         # an editable install must not be tested
         assert ngsgd.__file__ and Path(ngsgd.__file__).is_relative_to(copy), ngsgd.__file__
-        code = cli.main(["simulate", "--faults", "--until-failure", "--seeds", str(seeds), "--seconds", str(seconds)])
+        code = simulation.main(["--until-failure", "--seeds", str(seeds), "--seconds", str(seconds)])
     sys.exit(code)
 
 
@@ -199,7 +199,7 @@ def row_of(mutant: FaultMutant, output: str, seconds: float) -> str:
         return f"{about} not found | | |"
     problem = re.search(r"^seed \d+ failed: (.*)", output, re.MULTILINE)
     faults = re.search(r"^  faults: (.*)", output, re.MULTILINE)
-    replay = re.search(r"^  replay: ngsgd simulate --faults (.*)", output, re.MULTILINE)
+    replay = re.search(r"^  replay: python -m tests.simulation (.*)", output, re.MULTILINE)
     assert problem and faults and replay
     text = re.sub(r"/\S*/", "", problem[1]).replace("|", "/")[:90]
     return f"{about} {text} | {faults[1][:120]} | `{replay[1]}` | {seconds:.0f} |"

@@ -41,8 +41,8 @@ from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.folder import read_manifest
 from ngsgd.object_storage.lease import HEAD, read_head
 from ngsgd.object_storage.urls import check_url
-from ngsgd.pipeline.runs.failure_record import read_record
-from ngsgd.pipeline.runs.saved_config import read_config
+from ngsgd.runs.failure_record import read_record
+from ngsgd.runs.saved_config import read_config
 from ngsgd.training.sites.contribution import from_bytes
 from ngsgd.training.storage import audit
 from ngsgd.training.storage.event_log import EventLog, newest_events, read_events

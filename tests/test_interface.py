@@ -15,8 +15,8 @@ from ngsgd.cluster.restarts import Restarts, check_fingerprint, none_agrees
 from ngsgd.config import ModelConfig
 from ngsgd.config.other_names import did_you_mean
 from ngsgd.errors import NgsgdError
-from ngsgd.pipeline.runs import trust
-from ngsgd.pipeline.verification.verification import Sample
+from ngsgd.runs import trust
+from ngsgd.training.verification.repetition import Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 # `ngsgd.launcher` is the command line, but `ngsgd.train` also uses its clusters and trackers
@@ -30,8 +30,7 @@ _COMMAND = re.compile(r"ngsgd [a-z]+ |pip install|apply-cmvn|copy-tree|nnet3-[\w
                       r"|snip-edges|--force-reinstall|--build-arg")
 # where flags are made or parsed: file -> reason
 _MADE = {"ngsgd/interface.py": "the names of both interfaces",
-         "ngsgd/training/storage/audit.py": "a separate command",
-         "ngsgd/pipeline/fault_simulation/campaign.py": "arguments of a command that it suggests"}
+         "ngsgd/training/storage/audit.py": "a separate command"}
 
 
 def texts(path: Path, word: re.Pattern[str]) -> Iterator[tuple[int, str]]:

@@ -12,7 +12,7 @@ from ngsgd.launcher.arguments import TRUST, Parser
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.config.paths import require_paths, require_writable
 from ngsgd.object_storage.urls import is_url
-from ngsgd.pipeline.runs.run_folder import find_run
+from ngsgd.runs.run_folder import find_run
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -54,8 +54,8 @@ def _from_flat_start(config: RunConfig, output: Path) -> None:
 def _with_model(run: Path, output: Path, *, trust: bool) -> None:
     from ngsgd.asr.corpora import alignments
     from ngsgd.pipeline import align
-    from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged
-    from ngsgd.pipeline.runs.saved_config import read_config
+    from ngsgd.runs.run_folder import RunFolder, require_unchanged
+    from ngsgd.runs.saved_config import read_config
 
     folder = RunFolder.open(run)
     config = read_config(folder.config)

@@ -22,7 +22,7 @@ from ngsgd.launcher.reports import comparison
 from ngsgd.launcher.reports.comparison import ComparedRun, Group
 from ngsgd.launcher.reports.final_models import Identity, identity
 from ngsgd.launcher.text import duration, masked, printable
-from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
+from ngsgd.runs.run_folder import RunFolder, find_run
 
 # rows of the table on the terminal; the page has all
 _MOST_PRINTED = 30

@@ -12,10 +12,10 @@ from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.arguments import JSON, TRUST, Parser, add_words, words_of
 from ngsgd.launcher.text import printable
-from ngsgd.pipeline.runs.run_folder import find_run
+from ngsgd.runs.run_folder import find_run
 
 if TYPE_CHECKING:
-    from ngsgd.pipeline.decode_data import DataResult
+    from ngsgd.pipeline.decoding.decode_data import DataResult
 
 # options that need --data, as attributes of the parsed arguments
 _OF_DATA = ("lm", "lexicon", "words", "grammar", "scale", "penalty", "tune_on", "rescore_lm", "confidences", "output")
@@ -34,7 +34,7 @@ def decode(arguments: Sequence[str]) -> int:
         return _frame_scores(run, options)
     if options.streaming:
         from ngsgd.launcher.commands.train import open_run
-        from ngsgd.pipeline import streaming
+        from ngsgd.pipeline.decoding import streaming
 
         print(
             streaming.measure(
@@ -138,8 +138,8 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _decode_data(options: argparse.Namespace) -> int:
-    from ngsgd.pipeline import decode_data as service
-    from ngsgd.pipeline.runs.recognizer import open_bundle
+    from ngsgd.pipeline.decoding import decode_data as service
+    from ngsgd.runs.recognizer import open_bundle
 
     bundle = open_bundle(options.model, trust=options.trust)
     changed = options.changed
@@ -169,7 +169,7 @@ def _decode_data(options: argparse.Namespace) -> int:
 
 def as_text(result: DataResult, *, quiet: bool) -> str:
     from ngsgd.asr.decode.calibration import expected_calibration_error
-    from ngsgd.pipeline.decode_data import by_length, by_speaker
+    from ngsgd.pipeline.decoding.decode_data import by_length, by_speaker
 
     lines = [
         f"{result.total}, 95 % interval {result.interval.low:.1f} to {result.interval.high:.1f}"

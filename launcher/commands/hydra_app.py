@@ -22,7 +22,7 @@ from ngsgd.launcher.ray.probe import require_cluster
 from ngsgd.launcher.screen import SCREEN
 from ngsgd.launcher.text import masked
 from ngsgd.launcher.why import failed_commands
-from ngsgd.pipeline.runs.run_folder import find_run, run_to_continue
+from ngsgd.runs.run_folder import find_run, run_to_continue
 
 if TYPE_CHECKING:
     from ngsgd.training.records import FinalReport
@@ -50,7 +50,7 @@ def train(arguments: list[str], *, debug: bool) -> int:
         codes.touch()
 
         def task(composed: Any) -> float | None:
-            return _train_one(composed, codes, quiet=options.quiet, verbose=options.verbose, debug=debug,
+            return _train_one(composed, codes, quiet=options.quiet, debug=debug,
                               continues=options.continues, trust=options.trust,
                               allow_other_bits=options.allow_other_bits)
 
@@ -75,8 +75,6 @@ def resume(arguments: Sequence[str]) -> int:
     parser.add_argument("--allow-other-bits", action="store_true", help=OTHER_BITS)
     parser.add_argument("--quiet", "-q", action="store_true",
                         help="print incidents and the result only")
-    parser.add_argument("--verbose", "-v", action="store_true",
-                        help="compare predicted with measured times at the end")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     options = parser.parse_args(list(arguments))
     if options.workers is not None and options.workers < 1:
@@ -86,7 +84,7 @@ def resume(arguments: Sequence[str]) -> int:
         SCREEN.phase("loading ngsgd")
     from ngsgd.launcher.commands import train as service
 
-    return service.resume(run, quiet=options.quiet, verbose=options.verbose, address=options.address, num_workers=options.workers,
+    return service.resume(run, quiet=options.quiet, address=options.address, num_workers=options.workers,
                           accept_changed_config=options.accept_changed_config, trust=options.trust,
                           allow_other_bits=options.allow_other_bits)
 
@@ -96,7 +94,6 @@ def _parser() -> Parser:
     parser = Parser("train", add_help=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--quiet", "-q", action="store_true")
-    parser.add_argument("--verbose", "-v", action="store_true")
     parser.add_argument("--continue", dest="continues", action="store_true")
     parser.add_argument("--trust", action="store_true")
     parser.add_argument("--allow-other-bits", action="store_true")
@@ -124,7 +121,7 @@ def _hydra_arguments(options: argparse.Namespace) -> list[str]:
     return [*valued, *plain, *options.overrides]
 
 
-def _train_one(composed: Any, codes: Path, *, quiet: bool, verbose: bool, debug: bool, continues: bool,
+def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, continues: bool,
                trust: bool = False, allow_other_bits: bool = False) -> float | None:
     """Train a run, or with `continues` resume one; return the value that a sweeper minimizes."""
     from hydra.core.hydra_config import HydraConfig
@@ -145,10 +142,10 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, verbose: bool, debug:
 
         begun = run_to_continue(config) if continues else None
         if begun:
-            return service.resume(begun, quiet=quiet, verbose=verbose, address=config.cluster.address,
+            return service.resume(begun, quiet=quiet, address=config.cluster.address,
                                   num_workers=config.cluster.num_workers,
                                   trust=trust, given=config, allow_other_bits=allow_other_bits)
-        reports.append(service.train(config, quiet=quiet, verbose=verbose, trust=trust,
+        reports.append(service.train(config, quiet=quiet, trust=trust,
                                      allow_other_bits=allow_other_bits))
         return EXIT_OK
 

@@ -14,7 +14,7 @@ from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.console import version
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.text import duration, masked, printable
-from ngsgd.pipeline.runs.run_folder import find_run
+from ngsgd.runs.run_folder import find_run
 
 __all__ = ["command", "describe_run", "end_lines", "examples", "progress_line", "state_of"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import read_regular_bytes
 from ngsgd.launcher.arguments import TRUST, Parser, add_words, words_of
-from ngsgd.pipeline.runs.run_folder import find_run
+from ngsgd.runs.run_folder import find_run
 
 # of ngsgd export
 FORMATS = ("nnet3", "bundle", "onnx", "torch", "sherpa-onnx", "huggingface")
@@ -82,20 +82,20 @@ def _export_parser() -> Parser:
 
 
 def _export_nnet3(options: argparse.Namespace, output: Path) -> list[Path]:
+    from ngsgd.exports import kaldi
     from ngsgd.launcher.commands.train import open_run
-    from ngsgd.pipeline import kaldi_exchange
 
     run = open_run(find_run(options.run), quiet=False, is_unchanged=options.include_data)
     output.mkdir(parents=True, exist_ok=True)
-    return [*kaldi_exchange.export_model(run, output, trust=options.trust),
-            *(kaldi_exchange.export_data(run, output) if options.include_data else []),
-            *(kaldi_exchange.export_egs(run.folder, output, options.egs) if options.egs else [])]
+    return [*kaldi.export_model(run.folder, run.config, output, trust=options.trust),
+            *(kaldi.export_data(run.folder, run.config, run.data.corpus, output) if options.include_data else []),
+            *(kaldi.export_egs(run.folder, output, options.egs) if options.egs else [])]
 
 
 def _export_bundle(options: argparse.Namespace, output: Path) -> list[Path]:
+    from ngsgd.exports import require_new
     from ngsgd.launcher.commands.train import open_run
-    from ngsgd.pipeline.exports import require_new
-    from ngsgd.pipeline.runs.recognizer import export_bundle
+    from ngsgd.runs.recognizer import export_bundle
 
     require_new(output)
     run = open_run(find_run(options.run), quiet=True)
@@ -104,7 +104,7 @@ def _export_bundle(options: argparse.Namespace, output: Path) -> list[Path]:
 
 
 def _export_other(options: argparse.Namespace, output: Path) -> list[Path]:
-    from ngsgd.pipeline import exports
+    from ngsgd import exports
 
     return exports.export(options.run, options.format, output, license_id=options.license or "unknown", trust=options.trust,
                           changed=options.changed)
@@ -124,9 +124,9 @@ def import_(arguments: Sequence[str]) -> int:
     output = Path(options.output)
     if (output / "final").exists():
         raise ConfigError(f"{output} holds a model already; choose a new folder.")
-    from ngsgd.pipeline import kaldi_exchange
+    from ngsgd.exports import kaldi
 
-    kaldi_exchange.import_model(_read(Path(options.model)), _read(Path(options.priors)) if options.priors else b"", output)
+    kaldi.import_model(_read(Path(options.model)), _read(Path(options.priors)) if options.priors else b"", output)
     print(output / "final")
     return EXIT_OK
 

@@ -12,7 +12,7 @@ from ngsgd.errors import EXIT_OK, ConfigError, NgsgdError
 from ngsgd.files import log_lines, parse_json_lines, read_json, read_log, write_text
 from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.console import version
-from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
+from ngsgd.runs.run_folder import RunFolder, find_run
 from ngsgd.training.storage.event_log import read_events, valid_events
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def history_of(folder: RunFolder) -> RunHistory:
     from ngsgd.launcher.reports.comparison import interval_in
     from ngsgd.launcher.reports.history import RunHistory
     from ngsgd.launcher.run_state import state_of
-    from ngsgd.pipeline.runs.saved_config import read_config
+    from ngsgd.runs.saved_config import read_config
 
     config, events = read_config(folder.config), _without_old_jobs(folder.events)
     if all(event["event"] == "opened" for event in events):
@@ -180,7 +180,7 @@ def _spectra(
     folder: RunFolder, run: RunHistory, say: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """Empty, with a reason, for a run that has none."""
-    from ngsgd.pipeline.runs.fisher_spectra import fisher_spectra
+    from ngsgd.runs.fisher_spectra import fisher_spectra
 
     if run.config.optimizer.kind != "ngsgd":
         say(f"without Fisher spectra: optimizer.kind is {run.config.optimizer.kind}")
@@ -202,7 +202,7 @@ def _page(
     from ngsgd.asr.decode.scoring import read_per_utterance
     from ngsgd.launcher.reports import page as html
     from ngsgd.launcher.reports import sections
-    from ngsgd.pipeline.runs.config_file import to_yaml
+    from ngsgd.runs.config_file import to_yaml
 
     utterances = read_per_utterance(_text_of(folder.decode / "test.per_utt.txt"))
     without = [event["outer_iter"] + 1 for event in run.iterations if event.get("without_jobs")]
@@ -250,7 +250,7 @@ def _word_errors(folder: RunFolder) -> list[tuple[str, str, str, str]]:
     Empty where nothing was decoded.
     """
     from ngsgd.launcher.reports.comparison import interval_in
-    from ngsgd.pipeline.rungs import rungs_of
+    from ngsgd.runs.rungs import rungs_of
 
     try:
         about = read_json(folder.decode / "wer.json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,17 +18,16 @@ from ngsgd.launcher.mlflow.store import tracking_uri
 from ngsgd.launcher.mlflow.tracker import MlflowTracker
 from ngsgd.launcher.ray.probe import require_cluster
 from ngsgd.launcher.reports.plots import draw
-from ngsgd.launcher.reports.predictions import Forecast
 from ngsgd.launcher.reports.progress import ProgressTracker
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.signals import SignalStop, signals_to, sigterm_interrupts
 from ngsgd.launcher.text import masked
 from ngsgd.phase import Phase
-from ngsgd.pipeline.runs import trust as permission
-from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.run_folder import SIMULATION, RunFolder, require_unchanged, resume_command
-from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.services import PoolRequest, Services, local_pool
+from ngsgd.runs import trust as permission
+from ngsgd.runs.fingerprint_check import FingerprintCheck
+from ngsgd.runs.run_folder import SIMULATION, RunFolder, require_unchanged, resume_command
+from ngsgd.runs.saved_config import read_config
 from ngsgd.training.records import FinalReport
 from ngsgd.training.storage.event_log import events_of
 from ngsgd.training.tracking import Tracker
@@ -36,11 +35,11 @@ from ngsgd.training.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from ngsgd.pipeline.run import Run
-    from ngsgd.pipeline.verification.run import Request
-    from ngsgd.pipeline.verification.verification import Verification
+    from ngsgd.pipeline.verification import Request
+    from ngsgd.training.verification.repetition import Verification
 
 
-def train(config: RunConfig, quiet: bool, trust: bool = False, *, verbose: bool = False,
+def train(config: RunConfig, quiet: bool, trust: bool = False, *,
           allow_other_bits: bool = False) -> FinalReport:
     """Train a new run, from data to WER.
 
@@ -48,7 +47,6 @@ def train(config: RunConfig, quiet: bool, trust: bool = False, *, verbose: bool 
         config: complete configuration of the run.
         quiet: print incidents and the result only.
         trust: import a module that only the model to start from names.
-        verbose: compare predicted with measured times at the end.
         allow_other_bits: accept workers whose results agree to rounding only.
     """
     if config.cluster.kind in ("slurm", "kubernetes"):
@@ -60,12 +58,12 @@ def train(config: RunConfig, quiet: bool, trust: bool = False, *, verbose: bool 
     # imports speech recognition, which a custom task does not need
     from ngsgd.pipeline.run import build_run
 
-    with _services_with_ray(config, quiet, verbose=verbose) as services:
+    with _services_with_ray(config, quiet) as services:
         return build_run(config, services, trust=trust, allow_other_bits=allow_other_bits).train()
 
 
 def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None, *,
-           verbose: bool = False, accept_changed_config: bool = False, trust: bool = False, given: RunConfig | None = None,
+           accept_changed_config: bool = False, trust: bool = False, given: RunConfig | None = None,
            allow_other_bits: bool = False) -> int:
     """Continue a run after its last outer iteration, with its own configuration.
 
@@ -79,7 +77,6 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
         quiet: print incidents and the result only.
         address: Ray cluster; None: that of the run.
         num_workers: number of workers; None: that of the run.
-        verbose: compare predicted with measured times at the end.
         accept_changed_config: accept a config.yaml that was edited.
         trust: import the module that the run names.
         given: settings of the command line of --continue; a module named there needs no `trust`.
@@ -116,7 +113,7 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     _require_cluster(config)
     from ngsgd.pipeline.run import build_run
 
-    with _services_with_ray(config, quiet, verbose=verbose) as services:
+    with _services_with_ray(config, quiet) as services:
         build_run(config, services, folder=folder, fingerprint=fingerprint, trust=trust).train()
     return EXIT_OK
 
@@ -179,16 +176,15 @@ def open_run(run_dir: Path, quiet: bool, *, is_unchanged: bool = True) -> Run:
     return Run(config, folder, Services(progress.report, progress.warn))
 
 
-def services_of(config: RunConfig, quiet: bool, *, verbose: bool = False) -> Services:
+def services_of(config: RunConfig, quiet: bool) -> Services:
     """Progress lines on the terminal, MLflow, Ray, stop signals and plots."""
     progress = _progress(config, quiet)
     stop = SignalStop(config.failure.grace_period_s, progress.report)
 
-    def trackers(config: RunConfig, folder: RunFolder, job_counts: Sequence[int]) -> list[Tracker]:
+    def trackers(config: RunConfig, folder: RunFolder) -> list[Tracker]:
         mlflow = [] if config.tracking.kind == "none" else [MlflowTracker(config, folder.path, progress.warn, progress.report)]
-        forecast = [Forecast(config, job_counts, progress.report)] if verbose else []
         # the progress last, so that the wait for MLflow is shown
-        return [*mlflow, *forecast, progress]
+        return [*mlflow, progress]
 
     return Services(progress.report, progress.warn, make_pool=_pool, make_trackers=trackers, stop=stop,
                     catch_signals=partial(signals_to, stop),
@@ -202,14 +198,14 @@ def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:
 
 
 @contextlib.contextmanager
-def _services_with_ray(config: RunConfig, quiet: bool, *, verbose: bool) -> Iterator[Services]:
+def _services_with_ray(config: RunConfig, quiet: bool) -> Iterator[Services]:
     """Services whose Ray instance starts before data preparation, and ends if that fails.
 
     Raises:
         RunInterrupted: Ctrl-C or SIGTERM outside of the outer iterations.
     """
     begun = False
-    services = services_of(config, quiet, verbose=verbose)
+    services = services_of(config, quiet)
 
     def begin(config: RunConfig) -> None:
         nonlocal begun

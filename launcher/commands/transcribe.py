@@ -19,7 +19,7 @@ from ngsgd.launcher.text import printable
 
 if TYPE_CHECKING:
     from ngsgd.asr.recognizer import Recognizer
-    from ngsgd.pipeline.transcribe import Outcome
+    from ngsgd.pipeline.decoding.transcribe import Outcome
 
 _STREAM = "-"
 _ENDINGS = {"text": ".txt", "json": ".json", "ctm": ".ctm", "srt": ".srt"}
@@ -34,8 +34,8 @@ def command(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     changed = words_of(options)
     from ngsgd.asr.recognizer import Recognizer
-    from ngsgd.pipeline import transcribe as service
-    from ngsgd.pipeline.runs.recognizer import open_bundle
+    from ngsgd.pipeline.decoding import transcribe as service
+    from ngsgd.runs.recognizer import open_bundle
 
     audio, others = ([], []) if options.audio == [_STREAM] else service.find_audio(options.audio)
     if options.output:

@@ -83,7 +83,7 @@ def _parser() -> Parser:
 @contextmanager
 def _proxy(config: RunConfig, report: Report, *, steps: int = 0) -> Iterator[Proxy]:
     from ngsgd.pipeline import prepare
-    from ngsgd.pipeline.runs.run_folder import check_output_dir
+    from ngsgd.runs.run_folder import check_output_dir
 
     check_output_dir(config)
     proxy = Proxy.of(config, prepare.prepare(config, report).egs_directory, steps=steps)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK
 from ngsgd.launcher.arguments import JSON, TRUST, Parser
-from ngsgd.pipeline.runs.run_folder import find_run
+from ngsgd.runs.run_folder import find_run
 
 # import torch, which would slow down --help
 if TYPE_CHECKING:
-    from ngsgd.pipeline.verification.verification import Check, Verification
+    from ngsgd.training.verification.repetition import Check, Verification
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -30,8 +30,8 @@ def command(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     run = find_run(options.run, to_write=True)
     from ngsgd.launcher.commands import train as service
-    from ngsgd.pipeline.verification.run import Request
-    from ngsgd.pipeline.verification.verification import Sample
+    from ngsgd.pipeline.verification import Request
+    from ngsgd.training.verification.repetition import Sample
 
     is_quiet = options.quiet or options.json
 

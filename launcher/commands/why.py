@@ -12,8 +12,8 @@ from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.text import masked, printable
 from ngsgd.launcher.why.explain import Answer, explain, explain_command, lines_about
 from ngsgd.object_storage.urls import is_url, local_root
-from ngsgd.pipeline.runs import stored_run
-from ngsgd.pipeline.runs.run_folder import find_run
+from ngsgd.runs import stored_run
+from ngsgd.runs.run_folder import find_run
 
 
 def command(arguments: Sequence[str]) -> int:

@@ -22,7 +22,7 @@ from ngsgd.config.sections.sites import total_jobs
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.config import suggestions
 from ngsgd.launcher.config.config_builder import Given, build_checked
-from ngsgd.pipeline.runs.saved_config import yaml_problem
+from ngsgd.runs.saved_config import yaml_problem
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

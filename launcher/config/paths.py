@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.object_storage.urls import check_url, is_url, local_root
-from ngsgd.pipeline.runs.run_folder import folder_of_model
+from ngsgd.runs.run_folder import folder_of_model
 
 if TYPE_CHECKING:
     from ngsgd.config import RunConfig

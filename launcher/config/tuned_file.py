@@ -8,7 +8,7 @@ from typing import Any
 
 from ngsgd.errors import ConfigError
 from ngsgd.files import write_text
-from ngsgd.pipeline.runs.yaml_text import dump_yaml, load_yaml, read_yaml_text
+from ngsgd.runs.yaml_text import dump_yaml, load_yaml, read_yaml_text
 
 _WORDS = ("+tuned=", "tuned=")
 

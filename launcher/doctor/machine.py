@@ -22,7 +22,7 @@ from ngsgd.errors import NgsgdError
 from ngsgd.launcher.console import version
 from ngsgd.launcher.mlflow.store import without_login
 from ngsgd.launcher.text import conceal
-from ngsgd.pipeline.runs.stored_run import check_output_url
+from ngsgd.runs.stored_run import check_output_url
 
 # prepared digits, checkpoints and a tracking store take less than 1 GiB
 _FREE_BYTES = 2 * 2**30

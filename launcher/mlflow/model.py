@@ -19,7 +19,7 @@ class AcousticModel(PythonModel):  # type: ignore[misc]
     """Spliced frames in, log posteriors out."""
 
     def load_context(self, context: Any) -> None:
-        from ngsgd.pipeline.runs.final_model import open_final
+        from ngsgd.runs.final_model import open_final
 
         self._model, _ = open_final(Path(context.artifacts["final"]))
 

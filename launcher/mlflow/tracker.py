@@ -40,7 +40,7 @@ from ngsgd.launcher.text import masked
 from ngsgd.launcher.timeline.efficiency import of_record
 from ngsgd.object_storage.urls import local_root
 from ngsgd.phase import Phase
-from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command, what_is_trained
+from ngsgd.runs.run_folder import RunFolder, resume_command, what_is_trained
 from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
 from ngsgd.training.storage.event_log import events_of
 

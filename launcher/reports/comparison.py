@@ -18,9 +18,9 @@ from ngsgd.errors import ConfigError
 from ngsgd.files import log_lines, parse_json, read_json, read_log
 from ngsgd.launcher.reports.checks import PLACES, flat_defaults
 from ngsgd.launcher.text import masked
-from ngsgd.pipeline.runs.run_folder import RunFolder
-from ngsgd.pipeline.runs.saved_config import read_config
-from ngsgd.pipeline.runs.yaml_text import load_yaml, read_yaml_text
+from ngsgd.runs.run_folder import RunFolder
+from ngsgd.runs.saved_config import read_config
+from ngsgd.runs.yaml_text import load_yaml, read_yaml_text
 
 # settings of places and names, or that follow from others
 _NO_DIFFERENCE = (*PLACES, "tracking.uri", "tracking.experiment_name", "schedule.num_jobs_initial")

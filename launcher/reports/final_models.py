@@ -9,7 +9,7 @@ from ngsgd.counting import counted
 from ngsgd.files import sha256
 from ngsgd.launcher.reports import comparison
 from ngsgd.launcher.reports.comparison import ComparedRun
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.runs.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

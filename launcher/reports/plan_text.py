@@ -9,10 +9,9 @@ from typing import Any
 
 from ngsgd.counting import counted
 from ngsgd.launcher.text import duration
-from ngsgd.pipeline.performance_model.formulas import MIN_OUTER_ITERS
-from ngsgd.pipeline.performance_model.multi_gpu import Interconnect, NodesRow
-from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Workload
-from ngsgd.pipeline.performance_model.scaling import MAX_OVERHEAD, Assumptions, Choice, Row, choose
+from ngsgd.planning.formulas import MIN_OUTER_ITERS
+from ngsgd.planning.planner import Machine, Prediction, Workload
+from ngsgd.planning.scaling import MAX_OVERHEAD, Assumptions, Choice, Row, choose
 
 # efficiency below which more workers are a waste
 _WORTH_IT = 0.5
@@ -40,15 +39,14 @@ def text(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequ
     length = "samples_per_iter" if is_speech else "shard_size"
     lines = _heading(machine, workload, assumed, "frames" if is_speech else "examples")
     lines += ["", "               here                a core or GPU for each worker",
-              "workers  s/iter  speed-up   machines  s/iter  efficient  speed-up    lost  best average          " + f"{length:>18}"
+              "workers  s/iter  speed-up   machines  s/iter  efficient  speed-up    lost  " + f"{length:>16}"
               "  iters  training" + ("      cost" if has_cost else "")]
     for row in table:
         cost = f"  {row.cost:>8.3g}" if has_cost else ""
         here = f"{_seconds(row.here.outer_iter_s):>6}  {row.speed_up_here:>8.3g}" if row.here else f"{'-':>6}  {'-':>8}"
         samples = f"{row.samples.samples}" if row.samples.enough_data else "-"
-        best = f"{row.averaging} {_seconds(row.averaging_s)}"
         lines.append(f"{row.workers:>7}  {here}   {row.num_machines:>8}  {_seconds(row.there.outer_iter_s):>6}  "
-                     f"{_percent(row.there.efficiency):>9}  {row.speed_up:>8.3g}  {_percent(row.lost):>6}  {best:<22}  "
+                     f"{_percent(row.there.efficiency):>9}  {row.speed_up:>8.3g}  {_percent(row.lost):>6}  "
                      f"{samples:>16}  {row.num_outer_iters:>5}  {duration(row.total_s):>8}{cost}")
     threads = thread_advice(machine)
     return [*lines, "", *_reasons(table, length), *([f"threads: {threads}"] if threads else []),
@@ -142,9 +140,6 @@ def _what_stops(row: Row) -> str:
     """Why so many workers do not pay."""
     if not row.samples.enough_data:
         return f"for {row.workers} there is too little data"
-    gain_s = row.there.travel_s + row.there.average_s - row.averaging_s
-    if gain_s > MAX_OVERHEAD * row.there.outer_iter_s:
-        return f"with {row.workers} averaging in one place takes {_seconds(gain_s)} s longer than {row.averaging} would"
     if row.num_outer_iters < MIN_OUTER_ITERS:
         return f"with {row.workers} a run has {counted(row.num_outer_iters, 'outer iteration')}, not {MIN_OUTER_ITERS}"
     return f"with {row.workers} too little of the time is training ({_percent(row.there.efficiency)})"
@@ -168,19 +163,6 @@ def as_json(machine: Machine, workload: Workload, assumed: Assumptions, table: S
             "rows": [{**asdict(row), "here": told(row.here), "there": told(row.there)} for row in table],
             "thread_advice": thread_advice(machine), "advice": advice(table, is_speech=is_speech),
             "choices": [asdict(one) for one in found], "choice": asdict(chosen) if chosen else None}
-
-
-def nodes_text(num_parameters: float, minibatch_size: int, steps_between: float, link: Interconnect, table: Sequence[NodesRow]
-               ) -> list[str]:
-    """The table of `ngsgd plan --nodes`: shares of the GPUs' time that is training."""
-    lines = [f"on paper   {num_parameters:.3g} parameters, {minibatch_size} rows per GPU and step, averaging every "
-             f"{steps_between:.0f} steps; nodes of 8 x H200",
-             f"link       {link.source}", "",
-             "nodes  step, ms  inside, ms  between, ms  synchronous  averaging  groups  data factor"]
-    lines += [f"{row.num_nodes:>5}  {1e3 * row.step_s:>8.4g}  {1e3 * row.inside_s:>10.4g}  {1e3 * row.between_s:>11.4g}  "
-              f"{_percent(row.synchronous):>11}  {_percent(row.averaging):>9}  {_percent(row.groups):>6}  {row.data_factor:>11.3g}"
-              for row in table]
-    return [*lines, "", "averaging is ahead where it needs less than the data factor times the data of synchronous training"]
 
 
 def _seconds(value: float) -> str:

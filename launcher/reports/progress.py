@@ -19,8 +19,8 @@ from ngsgd.launcher.timeline.sites import sites_of
 from ngsgd.launcher.why.faults import bad_examples
 from ngsgd.object_storage.urls import is_url
 from ngsgd.phase import Phase
-from ngsgd.pipeline.runs import stored_run
-from ngsgd.pipeline.runs.saved_config import read_config
+from ngsgd.runs import stored_run
+from ngsgd.runs.saved_config import read_config
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from ngsgd.training.storage.event_log import events_of
 

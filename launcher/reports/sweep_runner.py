@@ -18,7 +18,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.files import write_text
 from ngsgd.launcher.config import compose
 from ngsgd.object_storage.urls import local_root
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import psutil

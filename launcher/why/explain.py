@@ -20,9 +20,9 @@ from ngsgd.launcher.text import masked
 from ngsgd.launcher.why.causes import KILLED, MAY_HELP, WORKLOAD, of_error, of_worker
 from ngsgd.launcher.why.facts import Evidence, Line, cut, lines_of, log_tail, quoted, setting
 from ngsgd.launcher.why.faults import INTERRUPTED, LOST_WORK, Fault, bad_examples, faults_of
-from ngsgd.pipeline.runs import stored_run
-from ngsgd.pipeline.runs.failure_record import failed_command
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.runs import stored_run
+from ngsgd.runs.failure_record import failed_command
+from ngsgd.runs.run_folder import RunFolder
 
 _MAX_EVIDENCE = 8
 # in the message of an incident "bad_batch": diverging training does not change inputs

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.files import last_lines, lines_from_end, parse_json_lines, read_regular_text
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.runs.run_folder import RunFolder
 
 # characters of one piece of evidence
 _WIDEST = 300

@@ -35,13 +35,12 @@ from ngsgd.interface import option
 from ngsgd.models import build_model
 from ngsgd.object_storage.urls import local_root
 from ngsgd.phase import Phase, Progress
-from ngsgd.pipeline.adaptation import network_input
-from ngsgd.pipeline.ivectors import with_ivectors
-from ngsgd.pipeline.rungs import Stopwatch, word_errors
-from ngsgd.pipeline.runs.final_model import load_final
-from ngsgd.pipeline.runs.run_folder import RunFolder
-from ngsgd.pipeline.score import computed_log_likelihoods
-from ngsgd.pipeline.train import train
+from ngsgd.pipeline.adaptation import network_input, with_ivectors
+from ngsgd.pipeline.base_run import train
+from ngsgd.pipeline.score import computed_log_likelihoods, word_errors
+from ngsgd.runs.final_model import load_final
+from ngsgd.runs.run_folder import RunFolder
+from ngsgd.runs.rungs import Stopwatch
 from ngsgd.tasks.frame_scores import average_posterior
 from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.parameter_vector import FlatLayout

@@ -18,12 +18,12 @@ from ngsgd.config.sections.sites import total_jobs
 from ngsgd.config.unused import of_speech
 from ngsgd.errors import ArgumentError, ConfigError
 from ngsgd.pipeline.base_run import BaseRun
-from ngsgd.pipeline.runs import trust as permission
-from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.run_folder import RunFolder, find_run, resume_command
-from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.services import Services
 from ngsgd.pipeline.task_run import TaskOrFunction, TaskRun, new_task_run, task_spec
+from ngsgd.runs import trust as permission
+from ngsgd.runs.fingerprint_check import FingerprintCheck
+from ngsgd.runs.run_folder import RunFolder, find_run, resume_command
+from ngsgd.runs.saved_config import read_config
 from ngsgd.tasks.spec import name_of
 
 # packages for progress lines, Ray, MLflow and plots

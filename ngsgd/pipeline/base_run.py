@@ -1,10 +1,16 @@
-"""Base class of runs: a folder, a lock, checkpoints, trackers, and training on injected workers."""
+"""Base class of runs: a folder, a lock, checkpoints, trackers, and training on injected workers.
+
+`train` is the only place that constructs a `Coordinator`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,23 +24,27 @@ from ngsgd.counting import counted
 from ngsgd.errors import CheckpointError, ConfigError, NoCheckpointError, RunInterrupted
 from ngsgd.optim.outer import make_rule
 from ngsgd.phase import Phase
-from ngsgd.pipeline.model_summary import summary
-from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command
 from ngsgd.pipeline.services import PoolRequest, Services
-from ngsgd.pipeline.train import train
-from ngsgd.pipeline.verification.run import Request, verify_run
-from ngsgd.pipeline.verification.verification import Verification
+from ngsgd.pipeline.verification import Request, verify_run
+from ngsgd.runs.fingerprint_check import FingerprintCheck
+from ngsgd.runs.run_folder import RunFolder, resume_command
 from ngsgd.schedules import Schedule
+from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
 from ngsgd.training.diagnostics.clipped_updates import ClippedUpdates
-from ngsgd.training.dispatcher import StopSignal
+from ngsgd.training.dispatcher import NeverStop, StopSignal
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.records import FinalReport, Incident
+from ngsgd.training.settings import EngineSettings
+from ngsgd.training.sites.rounds import Rounds, open_exchange
+from ngsgd.training.sites.site_average import SiteAverage, SiteClock
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint, require_room
 from ngsgd.training.storage.event_log import EventLog
+from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.storage.lock import RunLock
 from ngsgd.training.task import Task, TaskSpec, run_schedule, seeded_model
-from ngsgd.training.tracking import Trackers
+from ngsgd.training.tracking import Tracker, Trackers
+from ngsgd.training.verification.repetition import Verification
+from ngsgd.training.worker_pool import WorkerPool
 
 
 def _ignore(_about: Mapping[str, Any]) -> None:
@@ -220,15 +230,15 @@ class BaseRun(ABC):
                           lock=lock)
         if latest and events.has(latest.progress.outer_iter):
             latest = replace(latest, record=None)
-        job_counts = [schedule.num_jobs(number) for number in range(schedule.num_outer_iters)]
+        num_jobs = sum(schedule.num_jobs(number) for number in range(schedule.num_outer_iters))
         # an outer iteration has no fewer jobs because the data is small
-        if sum(job_counts) >= 2 * schedule.num_passes:
-            num_epochs = sum(job_counts) / (schedule.num_archives * schedule.frames_per_eg)
-            self.services.warn(f"{sum(job_counts)} jobs train for {num_epochs:.3g} epochs, and schedule.num_epochs is "
+        if num_jobs >= 2 * schedule.num_passes:
+            num_epochs = num_jobs / (schedule.num_archives * schedule.frames_per_eg)
+            self.services.warn(f"{num_jobs} jobs train for {num_epochs:.3g} epochs, and schedule.num_epochs is "
                                f"{schedule.num_epochs:g}: the data is too small for so many jobs; lower cluster.num_workers or "
                                "egs.samples_per_iter")
         try:
-            others = self.services.make_trackers(config, folder, job_counts)
+            others = self.services.make_trackers(config, folder)
         except BaseException:
             events.close("FAILED")
             raise
@@ -286,3 +296,104 @@ class BaseRun(ABC):
         self.services.report("continuing after outer iteration "
                              f"{training.latest.progress.outer_iter + 1}")
         return training.latest
+
+
+# The engine ---------------------------------------------------------------------------------------
+
+def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start: Checkpoint,
+          ledger: Path, *,
+          tracker: Tracker | None = None, stop: StopSignal | None = None,
+          clock: Callable[[], float] = time.monotonic, report: Callable[[str], object] = lambda _line: None,
+          on_start: Callable[[], None] = lambda: None,
+          catch_signals: Callable[[], AbstractContextManager[None]] = nullcontext) -> Checkpoint:
+    """Run the remaining outer iterations and return the last checkpoint.
+
+    Args:
+        spec: settings and task.
+        pool: workers; started here and closed at the end.
+        checkpoints: store for the model of every outer iteration.
+        start: the checkpoint to continue from.
+        ledger: path of the write-ahead record of shards.
+        tracker: receives the records of outer iterations.
+        stop: request to stop after the current outer iteration, or immediately.
+        clock: seconds; simulated time in a simulation.
+        report: takes lines of progress.
+        on_start: called when the workers are ready.
+        catch_signals: context that is active while outer iterations run.
+    """
+    settings = replace(spec.settings, num_averaging_threads=os.cpu_count() or 1)
+    task = spec.task(torch.device("cpu"))
+    written = Ledger(ledger, checkpoints.lock.fence if checkpoints.lock else 0)
+    try:
+        pool.start()
+        on_start()
+        schedule, control = run_schedule(task, settings), RunControl(stop or NeverStop(), clock, report)
+        coordinator = Coordinator(
+            task, seeded_model(task, settings.seed), schedule,
+            pool, RunStorage(checkpoints, written, tracker or Trackers([])), settings, control,
+            _sites(settings, checkpoints, schedule.num_outer_iters, control))
+        with catch_signals():
+            return coordinator.train(start)
+    finally:
+        written.close()
+        pool.close()
+
+
+def _sites(settings: EngineSettings, checkpoints: CheckpointStore, num_outer_iters: int, control: RunControl) -> SiteAverage | None:
+    """The averages over sites; None for a run of one site."""
+    if not settings.sites.jobs:
+        return None
+    rounds = Rounds(open_exchange(settings.sites.exchange, checkpoints.layout.size))
+    # the name of the run folder
+    run = checkpoints.directory.parent.name
+    return SiteAverage(rounds, settings, checkpoints.layout, num_outer_iters, run, SiteClock(control.stop, control.clock))
+
+
+# A table of the model -----------------------------------------------------------------------------
+
+# longer tables list the top-level modules only
+_MAX_ROWS = 20
+
+
+def summary(model: nn.Module) -> list[str]:
+    """List the modules that own parameters: name, type, shape of the largest parameter, number of
+    parameters.
+
+    Args:
+        model: any module. Parameters shared by several modules count once.
+
+    Returns:
+        A line with the totals, then one line per module; in models with more than 20 such modules,
+        one line per top-level module.
+
+    Example:
+        >>> summary(nn.Sequential(nn.Linear(3, 2)))
+        ['model: 8 parameters', '  0  Linear  2 x 3  8']
+    """
+    seen: set[nn.Parameter] = set()
+    rows = []
+    for name, module in model.named_modules():
+        own = [one for one in module.parameters(recurse=False) if one not in seen]
+        seen.update(own)
+        if own:
+            largest = max(own, key=nn.Parameter.numel)
+            rows.append((name or "(model)", _public_name(type(module)), " x ".join(map(str, largest.shape)), _count(own)))
+    if len(rows) > _MAX_ROWS:
+        rows = [(name, _public_name(type(module)), "", _count(list(module.parameters())))
+                for name, module in model.named_children() if any(True for _ in module.parameters())][:_MAX_ROWS]
+    fixed = sum(one.numel() for one in seen if not one.requires_grad)
+    total = f"model: {sum(one.numel() for one in seen):,} parameters{f', {fixed:,} of them fixed' if fixed else ''}"
+    widths = [max(len(row[column]) for row in rows) for column in range(4)] if rows else []
+    return [total, *("  " + "  ".join([*(f"{cell:{width}}" for cell, width in zip(row[:3], widths, strict=False)),
+                                       f"{row[3]:>{widths[3]}}"]) for row in rows)]
+
+
+def _public_name(kind: type[nn.Module]) -> str:
+    """The name of a class; a private class of torch has that of the layer that it derives from."""
+    if kind.__module__.partition(".")[0] != "torch":
+        return kind.__name__
+    return next((base.__name__ for base in kind.__mro__ if hasattr(nn, base.__name__)), kind.__name__)
+
+
+def _count(parameters: list[nn.Parameter]) -> str:
+    return f"{sum(one.numel() for one in parameters):,}"

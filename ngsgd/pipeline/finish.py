@@ -24,11 +24,11 @@ from ngsgd.phase import Phase
 from ngsgd.pipeline.adaptation import refined_by_network
 from ngsgd.pipeline.combination import Candidate, HeldOut, candidates, generalized, normalize_stddev, running_mean
 from ngsgd.pipeline.prepare import PreparedData
-from ngsgd.pipeline.runs.final_model import load_final, save_final
-from ngsgd.pipeline.runs.recognizer import keep_recognizer
-from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.score import decode_and_score, log_likelihoods
 from ngsgd.pipeline.services import Services
+from ngsgd.runs.final_model import load_final, save_final
+from ngsgd.runs.recognizer import keep_recognizer
+from ngsgd.runs.run_folder import RunFolder
 from ngsgd.schedules import Schedule
 from ngsgd.tasks.frame_scores import score_subset
 from ngsgd.tasks.frames import stages_of

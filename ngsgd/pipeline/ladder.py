@@ -31,9 +31,10 @@ from ngsgd.phase import Phase
 from ngsgd.pipeline.adaptation import network_input, read
 from ngsgd.pipeline.align import cache_folder, label, with_alignment
 from ngsgd.pipeline.base_run import BaseRun
-from ngsgd.pipeline.rungs import Rung, Stopwatch, stored, word_errors
-from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model, run_to_continue
+from ngsgd.pipeline.score import word_errors
 from ngsgd.pipeline.services import Report, Services
+from ngsgd.runs.run_folder import RunFolder, folder_of_model, run_to_continue
+from ngsgd.runs.rungs import Rung, Stopwatch, stored
 from ngsgd.training.records import FinalReport
 from ngsgd.training.tracking import Trackers
 

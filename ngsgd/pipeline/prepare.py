@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +16,14 @@ from ngsgd.config import DataConfig, RunConfig
 from ngsgd.data.archives import prepare_archives
 from ngsgd.errors import DataError
 from ngsgd.files import remove_abandoned
+from ngsgd.object_storage.client import ObjectStore
+from ngsgd.object_storage.mirror import mirrored
 from ngsgd.object_storage.urls import check_url, is_url
-from ngsgd.pipeline.adaptation import network_input
+from ngsgd.pipeline.adaptation import extractor_of, network_input, with_ivectors
 from ngsgd.pipeline.align import cache_folder, with_alignment
-from ngsgd.pipeline.ivectors import extractor_of, with_ivectors
-from ngsgd.pipeline.rungs import Rung
-from ngsgd.pipeline.runs import limits
-from ngsgd.pipeline.runs.run_folder import RunFolder
-from ngsgd.pipeline.stored_source import with_local_source
+from ngsgd.runs import limits
+from ngsgd.runs.run_folder import RunFolder
+from ngsgd.runs.rungs import Rung
 
 # settings, folder of prepared data, progress -> settings of the data with labels
 Labels = Callable[[RunConfig, Path, Callable[[str], None]], DataConfig]
@@ -85,3 +86,30 @@ def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder 
                         f"({error.strerror or error}); free disk space, or choose another folder "
                         "with data.cache_dir=PATH.") from error
     return PreparedData(corpus, unadapted, egs_directory, cache_root, extractor, adaptation, data.alignment)
+
+
+def with_local_source(data: DataConfig, report: Callable[[str], object]) -> DataConfig:
+    """Copy `data.source` if it is a URL, and return settings with paths of the copy.
+
+    Other options whose values are below that URL name files of the copy, too.
+
+    Args:
+        data: the section `data`.
+        report: receives one line if files are copied.
+
+    Raises:
+        DataError, ObjectStorageError: the files cannot be copied.
+    """
+    url = data.source.rstrip("/")
+    if not is_url(url):
+        return data
+    folder = mirrored(ObjectStore(url), report)
+    return replace(data, **{name: _local(value, url, folder) for name, value in asdict(data).items()})
+
+
+def _local(value: Any, url: str, folder: Path) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_local(one, url, folder) for one in value)
+    if not isinstance(value, str) or f"{value.rstrip('/')}/"[:len(url) + 1] != f"{url}/":
+        return value
+    return str(folder / value[len(url):].strip("/"))

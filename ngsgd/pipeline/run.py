@@ -35,15 +35,15 @@ from ngsgd.pipeline.base_run import BaseRun, Training
 from ngsgd.pipeline.finish import decode_final, finish, refined_corpus, wanted_for_combination
 from ngsgd.pipeline.ladder import Ladder, with_rungs
 from ngsgd.pipeline.prepare import PreparedData, check_data, prepare
-from ngsgd.pipeline.runs import trust as permission
-from ngsgd.pipeline.runs.config_file import to_yaml
-from ngsgd.pipeline.runs.final_model import check_final, load_final
-from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.known_data import known_archives, preparation_key
-from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir, folder_of_model
 from ngsgd.pipeline.score import score_held_out
 from ngsgd.pipeline.services import Report, Services
 from ngsgd.pipeline.task_run import TaskRun, new_task_run
+from ngsgd.runs import trust as permission
+from ngsgd.runs.config_file import to_yaml
+from ngsgd.runs.final_model import check_final, load_final
+from ngsgd.runs.fingerprint_check import FingerprintCheck
+from ngsgd.runs.known_data import known_archives, preparation_key
+from ngsgd.runs.run_folder import RunFolder, check_output_dir, folder_of_model
 from ngsgd.schedules import Schedule
 from ngsgd.tasks.frame_scores import average_posterior
 from ngsgd.tasks.frames import FrameClassification, stages_of

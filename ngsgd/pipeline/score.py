@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -14,20 +14,24 @@ from torch import nn
 
 from ngsgd.asr.align.forced_alignment import Computed, Scores
 from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
+from ngsgd.asr.decode import evaluation, scoring, tuning
 from ngsgd.asr.decode.decoding import write_lattices
 from ngsgd.asr.decode.evaluation import DecodingResult, tune_and_decode
 from ngsgd.asr.decode.scoring import write_operations, write_per_speaker, write_per_utterance, write_recogs
 from ngsgd.asr.decode.worst_utterances import as_text, utterance_scores
-from ngsgd.asr.lang import ngram
-from ngsgd.config import EgsConfig, RunConfig
+from ngsgd.asr.lang import graphs, ngram
+from ngsgd.config import DecodeConfig, EgsConfig, RunConfig
 from ngsgd.data.archives import spliced_utterances
 from ngsgd.data.frames import FrameSet
 from ngsgd.files import new_directory, write_text
 from ngsgd.models.growing import utterance_logits
 from ngsgd.phase import Phase, Progress
-from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.services import Report
+from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.records import SubsetScore
+
+# every which scale and penalty is tried for the errors of a rung
+_STEP = 2
 
 
 def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model: nn.Module,
@@ -128,3 +132,28 @@ def computed_log_likelihoods(sets: Sequence[SpeechSet], egs: EgsConfig, model: n
         return log_likelihoods(speech.only(u).frames, egs, model, prior_P)[0]
 
     return Computed(list(place), compute)
+
+
+def word_errors(corpus: Corpus, config: DecodeConfig,
+                logliks: Mapping[str, npt.NDArray[np.float32]]) -> tuple[str, str]:
+    """Decode valid and test with some of the scales and penalties, chosen on valid.
+
+    Args:
+        corpus: the speech; its language names the states.
+        config: the section `decode`.
+        logliks: T x P scores of each utterance of valid and test, by its name.
+
+    Returns:
+        The errors on valid and on test.
+    """
+    language, valid, test = corpus.language, corpus.valid, corpus.test
+    coarse = replace(config, acoustic_scales=config.acoustic_scales[::_STEP],
+                     word_penalties=config.word_penalties[::_STEP])
+    graph = evaluation.build_graph(language, coarse)
+    of_valid, of_test = ([logliks[utt_id] for utt_id in one.frames.utt_ids]
+                         for one in (valid, test))
+    weights, errors = tuning.choose(evaluation.sweep(
+        graph, coarse, valid.texts, valid.frames.utt_ids, of_valid, language.num_pdfs))
+    said = evaluation.decode_set(graphs.with_word_penalty(graph, weights.word_penalty), coarse,
+                                 weights.acoustic_scale, of_test, language.num_pdfs)
+    return str(errors), str(scoring.score(test.texts, said, test.frames.utt_ids)[0])

@@ -25,8 +25,8 @@ from ngsgd.counting import counted
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import keep_digest, matches_digest, new_directory, new_file, sha256
 from ngsgd.phase import Phase
-from ngsgd.pipeline.runs.final_model import open_final
-from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
+from ngsgd.runs.final_model import open_final
+from ngsgd.runs.run_folder import RunFolder, folder_of_model
 from ngsgd.sequence.archives import Outputs, SequenceReader, prepare_sequences
 from ngsgd.sequence.objectives import Denominator
 from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec

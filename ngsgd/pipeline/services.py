@@ -14,7 +14,7 @@ from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.dispatcher import NeverStop, StopSignal
 from ngsgd.training.task import TaskSpec
 from ngsgd.training.tracking import Tracker
@@ -63,7 +63,7 @@ def _no_start(_config: RunConfig) -> None:
     pass
 
 
-def _no_trackers(_config: RunConfig, _folder: RunFolder, _job_counts: Sequence[int]) -> Sequence[Tracker]:
+def _no_trackers(_config: RunConfig, _folder: RunFolder) -> Sequence[Tracker]:
     return ()
 
 
@@ -84,8 +84,7 @@ class Services:
     make_pool: Callable[[PoolRequest], WorkerPool] = local_pool
     # type of the workers for a line of progress; empty: cluster.kind
     workers: str = ""
-    # receives the numbers of jobs of all outer iterations
-    make_trackers: Callable[[RunConfig, RunFolder, Sequence[int]], Sequence[Tracker]] = _no_trackers
+    make_trackers: Callable[[RunConfig, RunFolder], Sequence[Tracker]] = _no_trackers
     stop: StopSignal = field(default_factory=NeverStop)
     # active while outer iterations run; Ctrl-C raises KeyboardInterrupt outside of it
     catch_signals: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -25,12 +25,12 @@ from ngsgd.files import read_json, write_text
 from ngsgd.phase import Phase
 from ngsgd.pipeline.base_run import BaseRun, Training
 from ngsgd.pipeline.combination import Candidate, candidates, running_mean
-from ngsgd.pipeline.runs import trust as permission
-from ngsgd.pipeline.runs.config_file import to_yaml
-from ngsgd.pipeline.runs.final_model import check_final, write_final
-from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
-from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir, resume_command
 from ngsgd.pipeline.services import Services
+from ngsgd.runs import trust as permission
+from ngsgd.runs.config_file import to_yaml
+from ngsgd.runs.final_model import check_final, write_final
+from ngsgd.runs.fingerprint_check import FingerprintCheck
+from ngsgd.runs.run_folder import RunFolder, check_output_dir, resume_command
 from ngsgd.schedules import Schedule
 from ngsgd.tasks.functions import FunctionTask
 from ngsgd.tasks.spec import GivenTask, ImportedTask

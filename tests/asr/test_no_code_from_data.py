@@ -41,8 +41,8 @@ from ngsgd.errors import NgsgdError
 from ngsgd.launcher.config import tuned_file
 from ngsgd.models.nnet3.binary import model_from_bytes, vector_from_bytes
 from ngsgd.models.nnet3.network import rebuild
-from ngsgd.pipeline.runs import config_file
-from ngsgd.pipeline.runs.saved_config import read_config
+from ngsgd.runs import config_file
+from ngsgd.runs.saved_config import read_config
 from ngsgd.schedules import Shard
 from tests.asr.made_up_speech import write_data
 from tests.models.test_nnet3 import SAMPLE

@@ -19,16 +19,14 @@ import sys
 import tempfile
 import time
 import uuid
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from ngsgd.files import read_json_lines
-from ngsgd.training.storage.audit import audit
+from tests import judge
 from tests.chaos.invariants import TAG, tagged
 from tests.integration.service import Service, events, final_hash
 
-_NOT_AS_PLANNED = ("failed", "dropped", "quarantined", "deferred", "rejected")
 WHO = ("all", "coordinator", "workers")
 _ITERS_PER_FREEZE = 6   # outer iterations, so that the run outlasts the last freeze
 _WAKE_FIRST_S = 0.2     # by which the coordinator wakes before its workers: the worst order
@@ -89,13 +87,9 @@ def _freeze_in_turns(service: Service, process: subprocess.Popen[str], tag: str,
 
 
 def _problems(run: Path, whole: Path) -> list[str]:
-    found = audit(run / "ledger.jsonl")
-    found += [f"incident: {one['message']}" for one in events(run, "incident")]
-    lost = Counter(line["event"] for line in read_json_lines(run / "ledger.jsonl"))
-    found += [f"{lost[event]} jobs were {event}" for event in _NOT_AS_PLANNED if lost[event]]
-    if final_hash(run) != final_hash(whole):
-        found.append("the final model is not that of the undisturbed run")
-    return found
+    return [*judge.finished_run(run, final=final_hash(run), expected=final_hash(whole)), *judge.not_counted(run / "ledger.jsonl"),
+            *(f"incident: {one['message']}" for one in events(run, "incident")),
+            *(f"job {line['job']} failed" for line in read_json_lines(run / "ledger.jsonl") if line["event"] == "failed")]
 
 
 def main() -> int:

@@ -25,6 +25,7 @@ from ngsgd.models import build_model
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.storage.audit import audit, read
+from tests import judge
 from tests.toy import Run
 
 # environment variable that marks programs started by a case, and with them all their children
@@ -117,8 +118,7 @@ class Surroundings:
         found += [f"/dev/shm/{name} is left" for name in _once_settled(lambda: sorted(_shared_objects() - self.shared))]
         found += [f"{name}: {count} more than before" for name, count in (_shared_memory() - self.memory).items()]
         found += [f"port {port} is open" for port in _listening() - self.ports]
-        found += [f"{path} is left" for path in folder.rglob("*.tmp")]
-        return found
+        return [*found, *judge.temporary_files(folder)]
 
     def _processes_left(self) -> list[str]:
         left = set(_children()) - self.processes
@@ -140,9 +140,7 @@ def problems(run: Run, *, pause_s: float | None = None, within: str = "") -> lis
     patience_s = run.config.failure.hang_timeout_s
     if pause_s is not None and pause_s > patience_s + _NOISE_S:                              # I9
         found.append(f"nothing happened for {pause_s:.1f} s, and a worker may be silent for {patience_s:.1f} s")
-    if within and final_hash(run) != within:                                                 # I12
-        found.append(f"the final model is {final_hash(run)[:12]}, without faults it is {within[:12]}")
-    return found
+    return found + judge.same_model(final_hash(run), within)                                 # I12
 
 
 def final_hash(run: Run) -> str:

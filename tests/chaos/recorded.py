@@ -11,8 +11,8 @@ from typing import Any
 
 from ngsgd.config import RunConfig
 from ngsgd.launcher.why.explain import explain
-from ngsgd.pipeline.runs.config_file import to_yaml
-from ngsgd.pipeline.runs.run_folder import RunFolder, with_digest
+from ngsgd.runs.config_file import to_yaml
+from ngsgd.runs.run_folder import RunFolder, with_digest
 from ngsgd.training.storage.checkpoint import Checkpoint
 from ngsgd.training.storage.event_log import EventLog
 from ngsgd.training.worker_pool import WorkerPool

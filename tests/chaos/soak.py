@@ -25,7 +25,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import ClusterConfig, FailureConfig, RunConfig
@@ -33,6 +32,7 @@ from ngsgd.errors import NgsgdError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.training.records import OuterIterationRecord
 from ngsgd.training.storage.audit import audit
+from tests import judge
 from tests.chaos.invariants import Surroundings, final_hash
 from tests.chaos.steady import Steady
 from tests.toy import Recorder, Run, config
@@ -86,11 +86,6 @@ class Report:
 
 def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{count} x {kind}" for kind, count in counts.most_common())
-
-
-def _kind_of(reason: str) -> str:
-    """How a try ended, without the number of its process."""
-    return re.sub(r"^process \d+ ", "", reason)
 
 
 @dataclass
@@ -209,11 +204,10 @@ def soak(plan: Plan, folder: Path) -> Report:
         found.append(f"the run ended: {error}")
     luck.join()
     found += audit(run.ledger_path) + around.problems(run.folder)
-    lines = read_json_lines(run.ledger_path)
-    found += losses(lines)
-    if final_hash(run) != hash_without_faults(plan, folder / "whole", len(times.commits)):
-        found.append("the final model is not that of the run without faults")
-    reasons = Counter(_kind_of(line["reason"]) for line in lines if line["event"] == "failed")
+    found += judge.not_counted(run.ledger_path)
+    found += judge.same_model(final_hash(run), hash_without_faults(plan, folder / "whole", len(times.commits)))
+    reasons = Counter(re.sub(r"^process \d+ ", "", line["reason"])
+                      for line in read_json_lines(run.ledger_path) if line["event"] == "failed")
     kinds = Counter(kind for kind, _ in luck.faults)
     return Report(kinds, *_speeds(luck, times), len(times.commits), reasons, found)
 
@@ -221,12 +215,6 @@ def soak(plan: Plan, folder: Path) -> Report:
 def steady_of(plan: Plan, folder: Path) -> Steady:
     """Makes workers whose jobs last as long as those of the plan."""
     return Steady(str(folder), plan.job_s / _NUM_MINIBATCHES)
-
-
-def losses(lines: list[dict[str, Any]]) -> list[str]:
-    """Jobs of a ledger that were not counted in their outer iteration."""
-    return [f"job {line['job']} of outer iteration {line['outer_iter']} was {line['event']}: {line['reason']}"
-            for line in lines if line["event"] in ("dropped", "quarantined", "rejected", "deferred")]
 
 
 def make_run(plan: Plan, folder: Path) -> tuple[Run, Times]:

@@ -46,6 +46,7 @@ from ngsgd.files import JsonLines, read_json_lines
 from ngsgd.launcher.timeline.efficiency import Efficiency, efficiency_of
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.storage.event_log import read_events
+from tests import judge
 from tests.chaos import soak
 from tests.chaos.invariants import TAG, Surroundings, final_hash
 from tests.chaos.recorded import RecordedRun
@@ -236,11 +237,10 @@ def storm_of(plan: soak.Plan, folder: Path, num_faults: int, command: Sequence[s
                     statistics.median(b - a for a, b in itertools.pairwise(ends)), load)
     if codes[-1] != _INTERRUPTED:
         report.problems.append(f"the run ended with {codes[-1]}: {(folder / 'output').read_text()[-2000:]}")
-    report.problems += audit(run.ledger_path) + around.problems(faulty) + soak.losses(read_json_lines(run.ledger_path))
+    report.problems += audit(run.ledger_path) + around.problems(faulty) + judge.not_counted(run.ledger_path)
     if [event["outer_iter"] for event in events] != list(range(len(events))):
         report.problems.append("events.jsonl does not have each outer iteration once")
-    if final_hash(run) != hash_without_faults(plan, folder / "whole", len(events)):
-        report.problems.append("the final model is not that of the run without faults")
+    report.problems += judge.same_model(final_hash(run), hash_without_faults(plan, folder / "whole", len(events)))
     return report
 
 

@@ -138,7 +138,7 @@ def test_a_worker_that_cannot_read_its_data_reports_it(tmp_path: Path) -> None:
 @pytest.mark.faults
 def test_rounds_of_fixed_length_lose_nothing(tmp_path: Path) -> None:
     """Their length is tested in simulated time
-    (tests/pipeline/performance_model/test_simulator.py).
+    (tests/planning/test_simulator.py).
     """
     timed = replace(config().schedule, load_balancing="time", sync_interval_s=0.3, num_epochs=4.0)
     run = Run(tmp_path, config(schedule=timed))

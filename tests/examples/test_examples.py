@@ -69,6 +69,6 @@ def test_a_hypergradient_is_the_finite_difference_of_torch(tmp_path: Path) -> No
 
 
 def test_every_example_is_run() -> None:
-    # in tests/pipeline/exports, which has exported models, and in tests/docs
+    # in tests/exports, which has exported models, and in tests/docs
     elsewhere = {"onnx_recognizer.py", "speak_digits.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == {*_SMALL, *elsewhere, "gradient_variance.py", "hypergradient.py"}

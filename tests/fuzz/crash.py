@@ -7,12 +7,12 @@ import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ngsgd.pipeline.fault_simulation.durability import Operation
 from tests.fuzz import judge
 from tests.fuzz.interposer import Arming, Mode
 from tests.fuzz.judge import Expected
 from tests.fuzz.report import Report, chosen
 from tests.fuzz.stage import Stage
+from tests.simulation.durability import Operation
 
 _HOW = {"kill": Mode.KILL, "full": Mode.FAIL_REST, "eio": Mode.FAIL_ONE, "half": Mode.HALF}
 _ERRORS = {"eio": errno.EIO}
@@ -67,7 +67,6 @@ def recover(stage: Stage, expected: Expected, *, must_resume: bool = False) -> I
     done = stage.call("resume")
     if done.code == 0:
         yield from judge.finished_run(stage.run, expected)
-        yield from judge.garbage(stage, stage.run)
         return
     yield from judge.well_told(done)
     if len(done.sentences) > 1:
@@ -84,4 +83,3 @@ def _new_run(stage: Stage, expected: Expected) -> Iterator[str]:
     if done.code == 0:
         (run,) = set(stage.runs()) - before
         yield from (f"a new run: {problem}" for problem in judge.finished_run(run, expected))
-        yield from judge.garbage(stage, run)

@@ -14,6 +14,7 @@ from tests.fuzz.judge import Expected
 from tests.fuzz.report import Report, chosen
 from tests.fuzz.server import AUDIT, Outcome
 from tests.fuzz.stage import FINISHED, STOPPED, Stage, digest, remove, tree
+from tests.judge import FINAL
 
 _LOOKING = ("status", "info", "logs")
 _WORDS_OF_WARNING = ("damaged", "checksum", "digest", "differs", "changed")
@@ -132,7 +133,7 @@ def _result(bench: Bench, command: str, done: Outcome) -> object:
     if command == "export":
         return tree(bench.export)
     run = bench.stage.run
-    return (digest(run / judge.FINAL), digest(run / "decode" / "wer.json")) if command == "resume" else None
+    return (digest(run / FINAL), digest(run / "decode" / "wer.json")) if command == "resume" else None
 
 
 def _try(bench: Bench, case: Case) -> Iterator[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ngsgd.pipeline.fault_simulation.durability import Operation
+from tests.simulation.durability import Operation
 
 SOURCE = Path(__file__).with_name("interpose.c")
 LIBRARY = "NGSGD_FUZZ_LIBRARY"   # environment variable with the path of the compiled library

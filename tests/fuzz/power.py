@@ -1,6 +1,6 @@
 """Power cuts: the states of the disk that a crash of the machine may leave, made from a record.
 
-The states are those of `ngsgd.pipeline.fault_simulation.durability`, which the fault simulation
+The states are those of `tests.simulation.durability`, which the fault simulation
 uses, too.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ngsgd.pipeline.fault_simulation.durability import KINDS, Content, Disk, Operation
 from tests.fuzz import crash, judge
 from tests.fuzz.judge import Expected
 from tests.fuzz.report import Report, chosen
 from tests.fuzz.stage import Stage, remove, tree
+from tests.simulation.durability import KINDS, Content, Disk, Operation
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from ngsgd.pipeline.fault_simulation.durability import Operation
 from tests.fuzz import server
 from tests.fuzz.interposer import Arming, Mode, operations
 from tests.fuzz.server import Outcome
+from tests.simulation.durability import Operation
 
 NAME = "fuzz"
 _STAMPED = re.compile(rf"{NAME}-\d{{8}}-\d{{6}}(-\d+)?")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ngsgd.pipeline.fault_simulation.durability import KINDS, Disk, Operation
 from tests.fuzz.damages import NotApplicable, kinds_for
 from tests.fuzz.power import cuts
+from tests.simulation.durability import KINDS, Disk, Operation
 
 ROOT = Path("/root-of-the-disk")
 

@@ -74,4 +74,3 @@ def _try(stage: Stage, expected: Expected) -> Iterator[str]:
         if outcome.code != 0 and len(outcome.sentences) != 1:
             yield f"the refused one printed {len(outcome.sentences)} sentences"
     yield from judge.finished_run(stage.run, expected)
-    yield from judge.garbage(stage, stage.run)

@@ -24,9 +24,9 @@ from ngsgd.launcher.config import compose
 from ngsgd.launcher.mlflow import tracker as mlflow_tracker
 from ngsgd.launcher.mlflow.store import read_tracking
 from ngsgd.launcher.mlflow.tracker import MlflowTracker
-from ngsgd.pipeline.runs import config_file
-from ngsgd.pipeline.runs.final_model import open_final, save_final
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.runs import config_file
+from ngsgd.runs.final_model import open_final, save_final
+from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.storage.event_log import EventLog
 from tests import toy
 from tests.launcher.records import final_report, outer_iteration

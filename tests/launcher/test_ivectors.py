@@ -16,9 +16,9 @@ from ngsgd.asr.speech_set import SpeechSet, assemble
 from ngsgd.asr.utterance import FramedUtterance
 from ngsgd.config import FeatureConfig, IvectorConfig, RunConfig
 from ngsgd.errors import DataError
-from ngsgd.pipeline.ivectors import extractor_of, with_ivectors
-from ngsgd.pipeline.runs import config_file
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.adaptation import extractor_of, with_ivectors
+from ngsgd.runs import config_file
+from ngsgd.runs.run_folder import RunFolder
 from tests.reported import Reported, nothing
 
 CONFIG = RunConfig(ivectors=IvectorConfig(dim=2, num_gaussians=4, num_iters=2, posterior_scale=1.0))

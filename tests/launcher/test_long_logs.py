@@ -17,8 +17,8 @@ from ngsgd.launcher import cli, run_state
 from ngsgd.launcher.commands import report
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.why import facts
-from ngsgd.pipeline.runs import config_file
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.runs import config_file
+from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.storage.event_log import EventLog, read_events
 from tests.launcher.records import job, outer_iteration
 

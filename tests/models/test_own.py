@@ -17,8 +17,8 @@ from ngsgd.config import ModelConfig, RunConfig, check
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.config import compose
 from ngsgd.models import Window, build_model
-from ngsgd.pipeline.runs import config_file
-from ngsgd.pipeline.runs.saved_config import read_config
+from ngsgd.runs import config_file
+from ngsgd.runs.saved_config import read_config
 from ngsgd.training.worker import make_optimizer
 from tests import toy
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.errors import ClusterError
-from ngsgd.pipeline.performance_model.formulas import Link, central_s
+from ngsgd.planning.formulas import Link, central_s
 from tests.integration.service import events, final_hash
 from tests.nodes.fetched import data_without_a_shared_disk
 from tests.nodes.jobs import by_the_documented_commands

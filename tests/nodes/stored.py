@@ -23,7 +23,7 @@ PORT = 9000
 _URL = f"s3://{BUCKET}/runs"
 _COMMAND_S = 400.0
 # of the model, as this machine reads it
-_DIGEST = ("import sys; from ngsgd.pipeline.runs import stored_run; from tests.integration.service import final_hash; "
+_DIGEST = ("import sys; from ngsgd.runs import stored_run; from tests.integration.service import final_hash; "
            "print(final_hash(stored_run.fetched(sys.argv[1])))")
 
 

@@ -22,8 +22,8 @@ from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.folder import StoredFolder, newest_manifest
 from ngsgd.object_storage.lease import Lease
 from ngsgd.object_storage.urls import local_root
-from ngsgd.pipeline.runs import config_file, stored_run
-from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
+from ngsgd.runs import config_file, stored_run
+from ngsgd.runs.run_folder import RunFolder, find_run
 from ngsgd.training.storage.event_log import EventLog
 from ngsgd.training.storage.ledger import Ledger
 from tests.launcher.records import outer_iteration
@@ -258,7 +258,7 @@ def test_two_processes_that_read_have_different_folders_while_they_live(bucket: 
     training = Training()
     training.end()
     copies = stored_run.copies_of(URL)
-    code = ("import sys; from pathlib import Path; from ngsgd.pipeline.runs import stored_run; "
+    code = ("import sys; from pathlib import Path; from ngsgd.runs import stored_run; "
             "folder = stored_run.copies_of(sys.argv[1]); (folder / 'one').mkdir(exist_ok=True); print(folder)")
 
     def of_another_process() -> Path:

@@ -19,9 +19,8 @@ from ngsgd.config import DataConfig
 from ngsgd.errors import DataError, ObjectStorageError
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.mirror import mirrored
-from ngsgd.pipeline.prepare import PreparedData, prepare
+from ngsgd.pipeline.prepare import PreparedData, prepare, with_local_source
 from ngsgd.pipeline.recipes import recipe
-from ngsgd.pipeline.stored_source import with_local_source
 from tests.asr.made_up_speech import write_data
 from tests.object_storage.service import BUCKET, running
 

@@ -24,8 +24,8 @@ import ngsgd
 from ngsgd.errors import NgsgdError
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.lease import Lease
-from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.services import Services
+from ngsgd.runs import stored_run
 from tests.tasks import blobs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from ngsgd.errors import ObjectStorageError, RunLockedError
 from ngsgd.object_storage.client import ObjectStore
 from ngsgd.object_storage.folder import newest_manifest
 from ngsgd.object_storage.lease import read_head
-from ngsgd.pipeline.runs import stored_run
+from ngsgd.runs import stored_run
 from ngsgd.training.storage import audit
 from tests.object_storage.service import BUCKET, FAULTS, Fault, Faults, Service, running
 from tests.object_storage.trainer import Trainer

@@ -13,8 +13,8 @@ from ngsgd.errors import AuditError
 from ngsgd.files import read_json_lines
 from ngsgd.launcher import cli
 from ngsgd.pipeline.services import PoolRequest, Services
-from ngsgd.pipeline.verification.run import Request
-from ngsgd.pipeline.verification.verification import Sample
+from ngsgd.pipeline.verification import Request
+from ngsgd.training.verification.repetition import Sample
 from ngsgd.training.worker_pool import WorkerPool
 from tests.tasks import blobs
 from tests.training.auditing.faulty import FAULTY, WrongBit

@@ -21,7 +21,7 @@ from ngsgd.data import cache_names
 from ngsgd.data.archives import prepare_archives
 from ngsgd.errors import DataError
 from ngsgd.files import digest_of_json
-from ngsgd.pipeline import adaptation, align, ivectors, ladder
+from ngsgd.pipeline import adaptation, align, ladder
 from ngsgd.pipeline.recipes import recipe
 from ngsgd.pipeline.sequences import uniform_priors
 from ngsgd.sequence.archives import prepare_sequences
@@ -64,7 +64,8 @@ def names(config: RunConfig, cache: Path, monkeypatch: pytest.MonkeyPatch) -> di
         adapted, _ = adaptation.with_adaptation(config, tied, cache, silent)
         ladder.network_name(config, adapted)
         of_vectors = replace(config, ivectors=replace(config.ivectors, dim=2, num_gaussians=2, num_iters=1, posterior_scale=1.0))
-        ivectors.with_ivectors(of_vectors, speech, ivectors.extractor_of(of_vectors, speech, cache, silent, None), cache, silent)
+        extractor = adaptation.extractor_of(of_vectors, speech, cache, silent, None)
+        adaptation.with_ivectors(of_vectors, speech, extractor, cache, silent)
         prepare_archives(speech.train.frames, speech.valid.frames, config.egs, num_classes=speech.num_pdfs, digest=speech.digest,
                          cache_root=cache, groups=speech.train.speakers)
         denominator = denominators.of_corpus(speech, ObjectiveConfig(kind="lfmmi"), config.decode, uniform_priors(speech.num_pdfs))

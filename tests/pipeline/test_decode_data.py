@@ -14,8 +14,8 @@ from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.launcher.cli import main
 from ngsgd.launcher.commands import decode as command
-from ngsgd.pipeline import decode_data
-from ngsgd.pipeline.decode_data import DataResult, DecodeRequest
+from ngsgd.pipeline.decoding import decode_data
+from ngsgd.pipeline.decoding.decode_data import DataResult, DecodeRequest
 from tests.asr import made_up_speech, tiny_recognizer
 
 pytest.importorskip("kaldi_decoder")

@@ -19,15 +19,16 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AdaptationConfig, RunConfig
 from ngsgd.data.frames import FrameSet
 from ngsgd.errors import RunInterrupted
-from ngsgd.pipeline import adaptation, rungs
-from ngsgd.pipeline.decode_data import DecodeRequest, decode_data
+from ngsgd.pipeline import adaptation
+from ngsgd.pipeline.decoding.decode_data import DecodeRequest, decode_data
 from ngsgd.pipeline.finish import refined_corpus
 from ngsgd.pipeline.ladder import with_rungs
 from ngsgd.pipeline.recipes import recipe
 from ngsgd.pipeline.run import Run, build_run
-from ngsgd.pipeline.runs.final_model import load_final
 from ngsgd.pipeline.score import log_likelihoods
 from ngsgd.pipeline.services import Services
+from ngsgd.runs import rungs
+from ngsgd.runs.final_model import load_final
 from tests.asr.made_up_speech import write_data
 from tests.stops import StopAfter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ngsgd.pipeline.model_summary import summary
+from ngsgd.pipeline.base_run import summary
 
 
 def test_every_module_with_parameters_has_a_row_and_shared_ones_count_once() -> None:

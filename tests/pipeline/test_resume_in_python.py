@@ -17,8 +17,8 @@ from ngsgd.errors import ArgumentError, ConfigError, FingerprintError, RunInterr
 from ngsgd.files import read_json_lines
 from ngsgd.launcher import cli
 from ngsgd.pipeline.run import build_run
-from ngsgd.pipeline.runs import trust
 from ngsgd.pipeline.services import Services
+from ngsgd.runs import trust
 from tests.pipeline.test_task_run import StopAfter
 from tests.tasks import blobs
 

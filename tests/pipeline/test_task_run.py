@@ -27,9 +27,9 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.launcher import cli
-from ngsgd.pipeline.runs import trust
-from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.services import PoolRequest, Services
+from ngsgd.runs import trust
+from ngsgd.runs.run_folder import RunFolder
 from ngsgd.tasks import DatasetTask
 from ngsgd.training.job import Job
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
@@ -81,7 +81,7 @@ class StopAfter:
     def __init__(self) -> None:
         self.num_done = 0
 
-    def trackers(self, _config: RunConfig, _folder: RunFolder, _job_counts: Sequence[int]) -> Sequence[Any]:
+    def trackers(self, _config: RunConfig, _folder: RunFolder) -> Sequence[Any]:
         return [self]
 
     def outer_iteration(self, record: OuterIterationRecord) -> None:

@@ -15,8 +15,8 @@ from torch import nn
 import ngsgd
 from ngsgd.errors import ConfigError, DataError, NgsgdError
 from ngsgd.launcher import cli
-from ngsgd.pipeline.runs import trust
 from ngsgd.pipeline.services import Services
+from ngsgd.runs import trust
 from ngsgd.schedules import Shard
 from ngsgd.tasks import DatasetTask, StreamTask
 from ngsgd.training.task import map_tensors, seeded_model

@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.gpu.measurement import Measurement
 from benchmarks.gpu.training import DRY_WORKLOADS, WORKLOADS, TrainingStep, Workload
-from ngsgd.pipeline.performance_model.memory import MemoryUse, predict
+from ngsgd.planning.memory import MemoryUse, predict
 
 _OPTIMIZERS = ("SGD", "NG-SGD", "AdamW")
 

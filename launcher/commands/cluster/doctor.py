@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
-from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ConfigError
 from ngsgd.launcher.arguments import JSON, Parser
 from ngsgd.launcher.doctor import machine
@@ -18,15 +16,11 @@ from ngsgd.object_storage.urls import is_url, local_root
 
 def command(arguments: Sequence[str]) -> int:
     """Print a line per check; return exit code 1 if a check fails."""
-    options = _parser().parse_intermixed_args(list(arguments))
+    options = _parser().parse_args(list(arguments))
     if options.workers < 1:
         raise ConfigError(f"--workers is {options.workers}; it must be at least 1.")
-    if options.overrides and not options.device:
-        raise ConfigError(f"{options.overrides[0]} is a setting of a run; add --device, or remove "
-                          "it.")
-    config = _config(options.overrides, options.output_dir) if options.device else None
     findings = list(examine(options.output_dir, options.workers, options.address,
-                            options.tracking_uri, config))
+                            options.tracking_uri))
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -42,11 +36,6 @@ def command(arguments: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser("doctor")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
-                        help="with --device: settings of ngsgd train")
-    parser.add_argument("--device", action="store_true",
-                        help="find the largest minibatch that fits on the GPU, or in memory, with "
-                             "the settings of a run; prepares its data")
     parser.add_argument("--output-dir", default="runs", metavar="DIR",
                         help="folder of the planned runs (default: %(default)s)")
     parser.add_argument("--address", default="", metavar="HOST:PORT",
@@ -63,8 +52,8 @@ def _parser() -> Parser:
 
 
 def examine(output_dir: str, num_workers: int, address: str = "",
-            tracking_uri: str = "", config: RunConfig | None = None) -> Iterator[Finding]:
-    """Yield all findings, causes before effects; with a configuration also the batch size."""
+            tracking_uri: str = "") -> Iterator[Finding]:
+    """Yield all findings, causes before effects."""
     root = local_root(output_dir)
     checks: list[Callable[[], Iterator[Finding]]] = [
         machine.python, machine.packages, machine.shadows, lambda: machine.threads(num_workers),
@@ -77,21 +66,5 @@ def examine(output_dir: str, num_workers: int, address: str = "",
         from ngsgd.launcher.doctor import cluster
 
         checks.append(lambda: cluster.nodes(address, root))
-    if config is not None:
-        from ngsgd.launcher.commands.cluster.plan import spec_of
-        from ngsgd.launcher.doctor import device
-
-        checks.append(lambda: device.batch_size(config, lambda: spec_of(config, _progress)))
     for check in checks:
         yield from check()
-
-
-def _config(overrides: Sequence[str], output_dir: str) -> RunConfig:
-    from ngsgd.launcher.config import compose
-
-    return compose.compose([f"output_dir={output_dir}", *overrides])
-
-
-def _progress(line: str) -> None:
-    # stdout holds the findings
-    print(line, file=sys.stderr, flush=True)

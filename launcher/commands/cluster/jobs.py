@@ -24,8 +24,8 @@ from ngsgd.launcher.run_state import is_elsewhere, may_be_alive, state_of
 from ngsgd.launcher.text import masked, printable
 from ngsgd.launcher.why.explain import explain
 from ngsgd.object_storage.urls import is_url
-from ngsgd.pipeline.runs import stored_run
-from ngsgd.pipeline.runs.run_folder import RunFolder, find_run, known_run
+from ngsgd.runs import stored_run
+from ngsgd.runs.run_folder import RunFolder, find_run, known_run
 from ngsgd.training.storage.event_log import valid_events
 from ngsgd.training.storage.lock import holder_of
 

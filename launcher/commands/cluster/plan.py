@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -14,20 +15,20 @@ from typing import TYPE_CHECKING
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
+from ngsgd.files import read_json, write_text
 from ngsgd.launcher.arguments import JSON, Parser
-from ngsgd.launcher.reports.plan_text import Wishes, as_json, nodes_text, text
-from ngsgd.launcher.reports.predictions import keep, kept_in, saved
-from ngsgd.pipeline.performance_model.multi_gpu import INTERCONNECTS
-from ngsgd.pipeline.performance_model.multi_gpu import rows as on_nodes
-from ngsgd.pipeline.performance_model.planner import Machine, Workload
-from ngsgd.pipeline.performance_model.scaling import Assumptions, choices, momentum_of, rows
+from ngsgd.launcher.reports.plan_text import Wishes, as_json, text
+from ngsgd.object_storage.urls import local_root
+from ngsgd.planning.planner import Machine, Workload
+from ngsgd.planning.scaling import Assumptions, choices, rows
 
 if TYPE_CHECKING:
     from ngsgd.training.task import TaskSpec
 
 _WORKERS = "1,2,4,8,16,32,64,256,1000"
 _MAX_WORKERS = 100_000
-_LINK = "ethernet-100"
+# of plan.json
+_FORMAT = 2
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -40,10 +41,9 @@ def command(arguments: Sequence[str]) -> int:
     config.sites.require_none("ngsgd plan")
     if math.isfinite(options.budget) and not config.cluster.price_per_hour:
         raise ConfigError("--budget needs the price of a worker; add cluster.price_per_hour=PRICE.")
-    if options.nodes:
-        return _on_nodes(config, options)
-    machine, workload = _saved(config) if options.saved else measure_machine(config, options.seconds, to_stderr=options.json)
-    assumed = _assumptions(options, config, machine)
+    machine, workload = saved(config) if options.saved else measure_machine(config, options.seconds, to_stderr=options.json)
+    assumed = Assumptions(options.cores_per_node or machine.slots(1), options.bandwidth, options.latency,
+                          options.failures_per_worker_hour, options.replace_s, options.sigma)
     table = rows(machine, workload, config, workers, assumed)
     wishes = Wishes(config.cluster.price_per_hour, options.deadline * 3600, options.budget)
     found = choices(machine, workload, config, workers, assumed) if wishes.any() else []
@@ -79,17 +79,6 @@ def _parser() -> Parser:
                         help="choose the fastest settings with at most this cost of training, by "
                              "cluster.price_per_hour")
     _add_assumptions(parser)
-    nodes = parser.add_argument_group("GPU nodes")
-    nodes.add_argument("--nodes", metavar="N,N,...",
-                       help="predict synchronous training and averaging on nodes of 8 H200 GPUs, "
-                                                          "such as 1,4,16, by a formula without a "
-                                                          "measurement")
-    nodes.add_argument("--link", choices=list(INTERCONNECTS),
-                       help="network between the nodes; within a node NVLink, except pcie "
-                            f"(default: {_LINK})")
-    nodes.add_argument("--parameters", type=float, metavar="P",
-                       help="number of parameters of the model (default: that of the last "
-                            "measurement)")
     return parser
 
 
@@ -109,19 +98,19 @@ def _add_assumptions(parser: Parser) -> None:
     group.add_argument("--sigma", type=float, metavar="X",
                        help="relative spread of a job's time over the machines (default: as "
                             "measured)")
-    group.add_argument("--gamma", type=float, metavar="X",
-                       help="growth of the data needed per sample of a job (default: unknown)")
-    group.add_argument("--outer-momentum", type=float, metavar="X",
-                       help="momentum of the outer optimizer (default: that of the settings)")
 
 
 def _checked(options: argparse.Namespace) -> list[int]:
     """Return the numbers of workers; raise one ConfigError with all mistakes."""
     problems: list[str] = []
-    workers = _counts("workers", options.workers, problems)
-    for name in ("seconds", "bandwidth", "gamma", "parameters"):
+    words = options.workers.split(",")
+    workers = {int(word) for word in words if word.strip().isdecimal() and 1 <= int(word) <= _MAX_WORKERS}
+    if not all(word.strip().isdecimal() and int(word) in workers for word in words):
+        problems.append(f"--workers is {options.workers!r}; give integers from 1 to {_MAX_WORKERS} with "
+                        "commas between them, such as 1,2,8.")
+    for name in ("seconds", "bandwidth"):
         value = getattr(options, name)
-        if value is not None and not (math.isfinite(value) and value > 0.0):
+        if not (math.isfinite(value) and value > 0.0):
             problems.append(f"--{name} is {value}; it must be greater than 0.")
     for name in ("deadline", "budget"):
         if not getattr(options, name) > 0.0:
@@ -130,54 +119,11 @@ def _checked(options: argparse.Namespace) -> list[int]:
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value >= 0.0):
             problems.append(f"--{name.replace('_', '-')} is {value}; it must be at least 0.")
-    if options.outer_momentum is not None and not 0.0 <= options.outer_momentum < 1.0:
-        problems.append(f"--outer-momentum is {options.outer_momentum}; it must be at least 0 and "
-                        "less than 1.")
     if options.cores_per_node is not None and options.cores_per_node < 1:
         problems.append(f"--cores-per-node is {options.cores_per_node}; it must be at least 1.")
-    if options.nodes and (math.isfinite(options.deadline) or math.isfinite(options.budget)):
-        problems.append("--deadline and --budget have no effect with --nodes; remove them.")
-    if not options.nodes and (options.link or options.parameters):
-        problems.append("--link and --parameters need --nodes; add it, or remove them.")
     if problems:
         raise ConfigError(problems)
-    return workers
-
-
-def _counts(name: str, given: str, problems: list[str]) -> list[int]:
-    """Return comma-separated integers in rising order; append a message if they are wrong."""
-    words = given.split(",")
-    counts = [int(word) for word in words if word.strip().isdecimal() and 1 <= int(word) <= _MAX_WORKERS]
-    if len(counts) != len(words):
-        problems.append(f"--{name} is {given!r}; give integers from 1 to {_MAX_WORKERS} with "
-                        "commas between them, such as 1,2,8.")
-    return sorted(set(counts))
-
-
-def _assumptions(options: argparse.Namespace, config: RunConfig, machine: Machine) -> Assumptions:
-    momentum = momentum_of(config) if options.outer_momentum is None else options.outer_momentum
-    return Assumptions(options.cores_per_node or machine.slots(1), options.bandwidth, options.latency,
-                       options.failures_per_worker_hour, options.replace_s, options.sigma, options.gamma, momentum)
-
-
-def _on_nodes(config: RunConfig, options: argparse.Namespace) -> int:
-    """The table of --nodes."""
-    problems: list[str] = []
-    counts = _counts("nodes", options.nodes, problems)
-    if problems:
-        raise ConfigError(problems)
-    num_parameters = options.parameters or _saved(config)[1].model_bytes / 4
-    size = config.schedule.minibatch_size
-    steps_between = max(1.0, config.egs.samples_per_iter / size)
-    link = INTERCONNECTS[options.link or _LINK]
-    table = on_nodes(num_parameters, size, steps_between, counts, link)
-    if options.json:
-        about = {"parameters": num_parameters, "minibatch_size": size, "steps_between": steps_between, "link": asdict(link),
-                "rows": [{**asdict(row), "data_factor": row.data_factor} for row in table]}
-        print(json.dumps(about, indent=1))
-    else:
-        print("\n".join(nodes_text(num_parameters, size, steps_between, link, table)))
-    return EXIT_OK
+    return sorted(workers)
 
 
 # Measurement --------------------------------------------------------------------------------------
@@ -188,8 +134,8 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import tempfile
 
-    from ngsgd.pipeline.performance_model import probe
-    from ngsgd.pipeline.runs.run_folder import check_output_dir
+    from ngsgd.planning import probe
+    from ngsgd.runs.run_folder import check_output_dir
 
     def report(line: str) -> None:
         print(line, file=sys.stderr if to_stderr else sys.stdout, flush=True)
@@ -219,9 +165,38 @@ def spec_of(config: RunConfig, report: Callable[[str], None]) -> TaskSpec:
     return SpeechTaskSpec(config, str(prepare(config, report).egs_directory))
 
 
-def _saved(config: RunConfig) -> tuple[Machine, Workload]:
-    found = saved(config)
-    if found is None:
-        raise ConfigError(f"{kept_in(config)} has no measurement of these settings; run without "
-                          "--saved to measure.")
-    return found
+def keep(config: RunConfig, machine: Machine, workload: Workload) -> None:
+    """Write the measurement of these settings to <output_dir>/plan.json."""
+    kept = {"format": _FORMAT, "settings": settings_key(config), "machine": machine.to_json(), "workload": asdict(workload)}
+    write_text(kept_in(config), json.dumps(kept, indent=1))
+
+
+def saved(config: RunConfig) -> tuple[Machine, Workload]:
+    """Return the last measurement in this output directory, of equal settings and cores.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        kept = read_json(kept_in(config))
+        if (kept["format"], kept["settings"]) == (_FORMAT, settings_key(config)):
+            return Machine.from_json(kept["machine"]), Workload(**kept["workload"])
+    except (OSError, ValueError, KeyError, TypeError):
+        # there is none, or it is damaged: measure again
+        pass
+    raise ConfigError(f"{kept_in(config)} has no measurement of these settings; run without "
+                      "--saved to measure.")
+
+
+def kept_in(config: RunConfig) -> Path:
+    return local_root(config.output_dir) / "plan.json"
+
+
+def settings_key(config: RunConfig) -> str:
+    """Return a digest of everything that the measurement depends on."""
+    cluster = config.cluster
+    parts = [asdict(part) for part in (config.data, config.features, config.egs, config.model, config.optimizer)]
+    rest = [config.schedule.minibatch_size, config.schedule.num_epochs, cluster.threads_per_worker, cluster.device, os.cpu_count(),
+            # without task.search_path, which a run makes absolute
+            config.task._target_, dict(config.task.args or {})]
+    return hashlib.sha256(json.dumps([*parts, *rest]).encode()).hexdigest()[:16]

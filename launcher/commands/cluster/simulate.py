@@ -22,19 +22,18 @@ from ngsgd.counting import counted
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import write_text
 from ngsgd.launcher.arguments import JSON, Parser
-from ngsgd.launcher.commands.cluster import fault_simulation
 from ngsgd.launcher.reports.progress import ProgressTracker, iteration_line
 from ngsgd.launcher.text import duration
-from ngsgd.pipeline.performance_model.formulas import Link, Spread
-from ngsgd.pipeline.performance_model.simulated_cluster import TOPOLOGIES, Expected, SimulatedCluster, expected
+from ngsgd.planning.formulas import Link, Spread
+from ngsgd.planning.simulated_cluster import Expected, SimulatedCluster, expected
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, SubsetScore
 
 # these import torch, which would slow down --help
 if TYPE_CHECKING:
     from ngsgd.data.reader import EgsReader
-    from ngsgd.pipeline.performance_model.simulator import SimulatedPool
-    from ngsgd.pipeline.runs.run_folder import RunFolder
     from ngsgd.pipeline.services import PoolRequest
+    from ngsgd.planning.simulator import SimulatedPool
+    from ngsgd.runs.run_folder import RunFolder
 
 # bytes per second of adding parameters to a mean, limited by the memory
 _ADD_SPEED = 8e9
@@ -43,8 +42,6 @@ _ADD_SPEED = 8e9
 def command(arguments: Sequence[str]) -> int:
     """Simulate, print the summary, and keep it with the event log in a run folder."""
     options = argument_parser().parse_with_settings(arguments)
-    if options.faults:
-        return fault_simulation.command(options)
     _check(options)
     from ngsgd.launcher.config import compose
 
@@ -93,15 +90,12 @@ def argument_parser() -> Parser:
                        help="bandwidth of a link in bytes/s (default: 1.25e8, 1 Gb/s)")
     group.add_argument("--latency", type=float, default=2e-4, metavar="S",
                        help="latency of a link in seconds (default: %(default)s)")
-    group.add_argument("--topology", choices=TOPOLOGIES, default="central",
-                       help="topology of averaging (default: %(default)s)")
-    fault_simulation.add_arguments(parser)
     return parser
 
 
 def _check(options: argparse.Namespace) -> None:
     """Raise one ConfigError with all mistakes."""
-    problems = [f"{flag} needs --faults." for flag in fault_simulation.given(options)]
+    problems = []
     for name in ("frames_per_s", "bandwidth"):
         value = getattr(options, name)
         if not (math.isfinite(value) and value > 0.0):
@@ -123,7 +117,7 @@ def cluster_of(options: argparse.Namespace, *, num_minibatches: float, seed: int
     link = Link(options.bandwidth, options.latency, _ADD_SPEED)
     return SimulatedCluster(options.frames_per_s, spread, options.overhead_s,
                             options.failures_per_worker_hour, options.hang_fraction,
-                            options.replace_s, link, options.topology, seed)
+                            options.replace_s, link, seed)
 
 
 # The simulation -----------------------------------------------------------------------------------
@@ -185,7 +179,7 @@ class _VirtualCluster:
         self.num_parameters = 0
 
     def make_pool(self, request: PoolRequest) -> SimulatedPool:
-        from ngsgd.pipeline.performance_model.simulator import SimulatedPool
+        from ngsgd.planning.simulator import SimulatedPool
         from ngsgd.tasks.speech import SpeechTaskSpec
 
         if not isinstance(request.spec, SpeechTaskSpec):
@@ -210,7 +204,7 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
     from ngsgd.data.reader import EgsReader
     from ngsgd.launcher.commands.train import services_of
     from ngsgd.pipeline.run import Run, build_run
-    from ngsgd.pipeline.runs.run_folder import SIMULATION, run_name
+    from ngsgd.runs.run_folder import SIMULATION, run_name
     from ngsgd.tasks.frames import schedule_of
 
     config = replace(config, name=f"{run_name(config)}-simulated")

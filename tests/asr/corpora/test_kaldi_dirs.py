@@ -16,7 +16,7 @@ from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.utterance import UNALIGNED, num_frames
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError
-from ngsgd.pipeline.kaldi_exchange import export_set
+from ngsgd.exports.kaldi import export_set
 from tests.asr.fake_fsdd import write_wav
 from tests.asr.made_up_speech import LEXICON, write_data
 

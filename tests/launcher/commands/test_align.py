@@ -21,9 +21,9 @@ from ngsgd.config import ModelConfig
 from ngsgd.launcher.cli import main
 from ngsgd.launcher.config import compose
 from ngsgd.models.build import build_model
-from ngsgd.pipeline.runs import config_file
-from ngsgd.pipeline.runs.final_model import write_final
-from ngsgd.pipeline.runs.run_folder import with_digest
+from ngsgd.runs import config_file
+from ngsgd.runs.final_model import write_final
+from ngsgd.runs.run_folder import with_digest
 from tests.asr.made_up_speech import write_data, write_yesno
 
 for module in ("kaldi_decoder", "kaldi_native_fbank", "soundfile", "kaldialign"):

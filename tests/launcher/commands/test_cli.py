@@ -23,7 +23,7 @@ from ngsgd.errors import ClusterError, ConfigError, DataError, NgsgdError
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose, describe
 from ngsgd.launcher.help import COMMANDS
-from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
+from ngsgd.runs.run_folder import RunFolder, find_run
 from ngsgd.training.records import FinalReport
 from tests.launcher.records import final_report
 

@@ -208,22 +208,3 @@ def test_a_node_that_cannot_work_fails(sees: bool, writes: bool, code: str, told
     found = cluster.NodeReport(sees, writes, code or version_digest(), ())
     first, _ = cluster.judged("n1", found, tmp_path, skew_s=0.0)
     assert first.verdict == "fail" and told in first.found and first.fix
-
-
-def test_the_batch_size_that_fits_is_found_for_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["doctor", "--device", "--json", "--output-dir", str(tmp_path),
-             "task=tests.tasks.blobs:make_task", "cluster.device=cpu"]
-    cli.main([*words, "schedule.minibatch_size=64"])
-    [found] = [one for one in json.loads(capsys.readouterr().out) if one["what"] == "batch size"]
-    assert found["verdict"] == "ok"
-    assert "predicted" in found["found"]
-    # more examples than the first shard has
-    cli.main([*words, "schedule.minibatch_size=4096"])
-    [found] = [one for one in json.loads(capsys.readouterr().out) if one["what"] == "batch size"]
-    assert found["verdict"] == "warn"
-    assert "minibatch_size" in found["found"]
-
-
-def test_settings_without_device_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "model=tdnn"]) == 2
-    assert "--device" in capsys.readouterr().err

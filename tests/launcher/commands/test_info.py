@@ -17,7 +17,7 @@ from ngsgd import process_identity
 from ngsgd.errors import ClusterError
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands import info
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, outer_iteration

@@ -25,15 +25,15 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import DataConfig, FeatureConfig, OptimizerConfig, RunConfig, ScheduleConfig
 from ngsgd.data.frames import FrameSet, Side
 from ngsgd.errors import DataError
+from ngsgd.exports.kaldi import export_language, export_set, updates_of
 from ngsgd.launcher.cli import main
 from ngsgd.launcher.config import compose
 from ngsgd.models.inputs import Window
 from ngsgd.models.nnet3.network import describe
 from ngsgd.models.nnet3.text import to_text
 from ngsgd.optim.ngsgd import NGSGD
-from ngsgd.pipeline.kaldi_exchange import export_language, export_set, updates_of
-from ngsgd.pipeline.runs import config_file
-from ngsgd.pipeline.runs.final_model import write_final
+from ngsgd.runs import config_file
+from ngsgd.runs.final_model import write_final
 from ngsgd.training.worker import make_optimizer
 from tests.models.test_nnet3 import BESIDE, SHAPES, WINDOW, trained
 from tests.reference import ivectors, nnet3_text

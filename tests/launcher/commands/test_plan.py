@@ -1,5 +1,4 @@
-"""`ngsgd plan`: computed times, printed lines and refused settings; and the lines
-at the end of a run.
+"""`ngsgd plan`: computed times, printed lines and refused settings.
 """
 
 from __future__ import annotations
@@ -11,32 +10,30 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ngsgd.config import ClusterConfig, OuterConfig, RunConfig, ScheduleConfig
+from ngsgd.config import ClusterConfig, RunConfig
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands.cluster import plan
+from ngsgd.launcher.commands.cluster.plan import keep, kept_in, saved, settings_key
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.reports import plan_text
-from ngsgd.launcher.reports.predictions import Forecast, keep, kept_in, saved, settings_key
-from ngsgd.pipeline.performance_model import scaling
-from ngsgd.pipeline.performance_model.formulas import Link, Spread
-from ngsgd.pipeline.performance_model.planner import Machine, Speed, Workload
-from ngsgd.pipeline.performance_model.scaling import Assumptions
-from ngsgd.pipeline.runs import trust
-from tests.launcher.records import final_report, outer_iteration
+from ngsgd.planning import scaling
+from ngsgd.planning.formulas import Link, Spread
+from ngsgd.planning.planner import Machine, Speed, Workload
+from ngsgd.planning.scaling import Assumptions
+from ngsgd.runs import trust
 
 ROOT = Path(__file__).resolve().parents[3]
 MACHINE = Machine(
     num_cores=2, num_gpus=0,
     parallel=(Speed(1, 2, 30000.0, 0.05, 0.06), Speed(2, 1, 20000.0, 0.05, 0.06), Speed(4, 1, 18000.0, 0.06, 0.06)),
     serial=(Speed(1, 1, 21000.0, 0.05, 0.06), Speed(1, 2, 30000.0, 0.05, 0.06)),
-    spread=Spread(0.02, 0.0), link=Link(4e9, 4e-5, 1.5e9), checkpoint_s=0.007, warm_up_s=0.2)
+    spread=Spread(0.02, 0.0), link=Link(4e9, 4e-5, 1.5e9), checkpoint_s=0.007)
 WORKLOAD = Workload(samples=16000.0, minibatch_size=128, model_bytes=1_300_000, total_samples=1.2e6)
-ASSUMED = Assumptions(2, 1.25e8, 2e-4, 1.2e-4, 20.0, None, None, 0.0)
+ASSUMED = Assumptions(2, 1.25e8, 2e-4, 1.2e-4, 20.0, None)
 # 10.4 million parameters, much data
 LARGE = replace(WORKLOAD, model_bytes=41_600_000, total_samples=1e9)
 
@@ -125,16 +122,14 @@ def test_a_deadline_that_cannot_be_kept_is_told_with_the_fastest_settings(
 @pytest.mark.parametrize(("arguments", "told"), [
     (["--deadline", "0"], "--deadline is 0.0"),
     (["--budget", "3"], "cluster.price_per_hour=PRICE"),
-    (["--nodes", "1,2", "--deadline", "3"], "--nodes; remove them"),
     (["--workers", "1,x"], "--workers is '1,x'"),
     (["--workers", "0"], "--workers is '0'"),
     (["--workers", "1000000"], "from 1 to 100000"),
     (["--bandwidth", "0"], "--bandwidth is 0.0"),
     (["--seconds", "nan"], "--seconds"),
     (["--failures-per-worker-hour", "-1"], "--failures-per-worker-hour is -1.0"),
-    (["--outer-momentum", "1"], "--outer-momentum is 1.0"),
     (["--cores-per-node", "0"], "--cores-per-node is 0"),
-    (["--gamma", "much"], "'much'"),
+    (["--sigma", "much"], "'much'"),
     (["optimizer.max_chnage=1"], "optimizer.max_change=1"),
     (["--saved"], "--saved"),
 ])
@@ -163,16 +158,12 @@ def test_a_saved_measurement_is_used_for_its_own_settings_only(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 0}',
-                                     '{"format": 1, "settings": "KEY", "machine": {}, "workload": {}}'])
+                                     '{"format": 2, "settings": "KEY", "machine": {}, "workload": {}}'])
 def test_a_damaged_measurement_counts_as_none(content: str, tmp_path: Path) -> None:
     config = RunConfig(output_dir=str(tmp_path))
     kept_in(config).write_text(content.replace("KEY", settings_key(config)))
-    assert saved(config) is None
-
-
-def test_the_momentum_of_the_outer_optimizer_is_that_of_the_settings() -> None:
-    momenta = {kind: scaling.momentum_of(RunConfig(outer=OuterConfig(kind=kind))) for kind in ("average", "bmuf", "diloco")}
-    assert momenta == {"average": 0.0, "bmuf": 0.0, "diloco": 0.9}
+    with pytest.raises(ConfigError):
+        saved(config)
 
 
 # The table ----------------------------------------------------------------------------------------
@@ -208,22 +199,19 @@ def test_faster_links_and_a_smaller_spread_make_an_outer_iteration_shorter() -> 
         ASSUMED, replace(ASSUMED, bandwidth=1.25e9), replace(ASSUMED, sigma=0.0)))
     assert fast.there.outer_iter_s < base.there.outer_iter_s
     assert even.there.outer_iter_s < base.there.outer_iter_s
-    assert base.averaging != "central"
-    assert base.averaging_s < base.there.travel_s
 
 
-def test_failures_cost_more_with_more_workers_and_most_when_all_restart() -> None:
+def test_failures_cost_more_with_more_workers() -> None:
     few, many = _rows(4, 256, assumed=replace(ASSUMED, failures_per_worker_hour=0.5))
-    assert 0.0 < few.lost < many.lost < many.lost_restarting < 1.0
+    assert 0.0 < few.lost < many.lost < 1.0
     (never,) = _rows(256, assumed=replace(ASSUMED, failures_per_worker_hour=0.0))
-    assert never.lost == never.lost_restarting == 0.0
+    assert never.lost == 0.0
 
 
 def test_harmless_settings_are_kept() -> None:
     (row,) = _rows(2, workload=replace(WORKLOAD, samples=15000.0, total_samples=1e9), machine=replace(MACHINE, parallel=(
         Speed(1, 2, 3000.0, 0.05, 0.06), Speed(2, 1, 2000.0, 0.05, 0.06))))
     assert row.samples.samples == RunConfig().egs.samples_per_iter == 16000
-    assert row.averaging == "central"  # nothing to gain by anything else
 
 
 def test_every_number_of_workers_gets_samples_and_each_reason_is_printed_once() -> None:
@@ -273,12 +261,6 @@ def test_advice_on_fixed_costs() -> None:
     assert f"egs.samples_per_iter={table[0].samples.samples};" in plan_text.advice(table)
 
 
-def test_advice_on_averaging_in_one_place() -> None:
-    told = plan_text.advice(_rows(2, 1000, workload=replace(LARGE, samples=1e5)))
-    assert re.fullmatch(r"up to 2 workers run at \d+% efficiency.*; with 1000 averaging in one place takes \d+ s longer than "
-                        r"halving-doubling would\.", told)
-
-
 def test_advice_on_too_little_data() -> None:
     assert plan_text.advice(_rows(1, 2, 1000)).endswith("; for 1000 there is too little data.")
 
@@ -303,57 +285,6 @@ def test_no_number_is_advised_that_does_not_pay() -> None:
 def test_advice_when_all_is_well() -> None:
     table = _rows(1, 2, workload=replace(WORKLOAD, samples=1e6, total_samples=1e9))
     assert re.fullmatch(r"up to 2 workers run at 9\d% efficiency; the table ends there\.", plan_text.advice(table))
-
-
-# After a run --------------------------------------------------------------------------------------
-
-
-def _forecast(tmp_path: Path, *, address: str = "", **changes: Any) -> tuple[Forecast, list[str]]:
-    lines: list[str] = []
-    config = RunConfig(output_dir=str(tmp_path), cluster=ClusterConfig(kind="ray", num_workers=2, address=address), **changes)
-    return Forecast(config, [2] * 4, lines.append), lines
-
-
-def _finish(forecast: Forecast) -> None:
-    for outer_iter in range(4):
-        forecast.outer_iteration(outer_iteration(outer_iter, num_outer_iters=4))
-    forecast.finished(final_report())
-    forecast.close("FINISHED")
-
-
-def test_a_run_prints_the_prediction_of_its_first_iterations(tmp_path: Path) -> None:
-    forecast, lines = _forecast(tmp_path)
-    _finish(forecast)
-    assert lines == [
-        "an outer iteration: predicted 2.08s, took 2.08s (+0%): jobs 2.00s/2.00s, average 0.01s/0.01s, checkpoint 0.02s/0.02s, "
-        "diagnostics 0.05s/0.05s",
-        "4 of them: predicted 8.32s, took 8.32s; predicted from its first 3 outer iterations"]
-
-
-def test_a_run_prints_the_prediction_of_the_probe(tmp_path: Path) -> None:
-    forecast, lines = _forecast(tmp_path)
-    _keep(RunConfig(output_dir=str(tmp_path)))
-    _finish(forecast)
-    told = [row.here for row in _rows(2)]
-    assert told[0] is not None
-    assert f"{4 * told[0].outer_iter_s + 0.2:.2f}s," in lines[1].split() and "8.32s" in lines[1]
-    assert lines[1].endswith("predicted from a probe of this machine")
-
-
-@pytest.mark.parametrize("changes", [{"address": "auto"}, {"outer": OuterConfig(overlap=True)},
-                                     {"schedule": ScheduleConfig(load_balancing="time")}])
-def test_the_probe_makes_no_prediction_for_other_clusters_or_jobs(tmp_path: Path, changes: dict[str, Any]) -> None:
-    forecast, lines = _forecast(tmp_path, **changes)
-    _keep(RunConfig(output_dir=str(tmp_path)))
-    _finish(forecast)
-    assert lines[1].endswith("predicted from its first 3 outer iterations")
-
-
-def test_a_run_of_one_outer_iteration_ends_without_a_forecast(tmp_path: Path) -> None:
-    forecast, lines = _forecast(tmp_path)
-    forecast.outer_iteration(outer_iteration(0, num_outer_iters=1))
-    forecast.finished(final_report())
-    assert lines == []
 
 
 # For real -----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from ngsgd.errors import EXIT_INTERRUPTED, ConfigError
+from ngsgd.errors import ConfigError
 from ngsgd.files import read_json_lines
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands.cluster import simulate
 from ngsgd.launcher.commands.cluster.simulate import Summary, VirtualProgress
 from ngsgd.launcher.text import duration
-from ngsgd.pipeline.fault_simulation import campaign
-from ngsgd.pipeline.performance_model.formulas import Spread
+from ngsgd.planning.formulas import Spread
 from ngsgd.training.records import SubsetScore
 from tests.integration.service import TINY
 from tests.launcher.records import outer_iteration
@@ -44,28 +42,6 @@ def test_everything_wrong_is_reported_at_once(capsys: pytest.CaptureFixture[str]
     assert "--sigma is -1.0" in told
     assert "--hang-fraction" in told
     assert "--latency is nan" in told
-
-
-@pytest.mark.parametrize("flags", [["--seed", "3"], ["--until-failure"], ["--audit-all"],
-                                   ["--faults", "--seed", "3", "--seeds", "2"], ["--faults", "--only-faults", "1"]])
-def test_options_of_the_fault_simulation_without_effect_are_errors(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", *flags]) == ConfigError.exit_code
-    assert flags[-2 if flags[-1].isdigit() else -1] in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_fault_simulation_after_the_seed(number: signal.Signals, monkeypatch: pytest.MonkeyPatch,
-                                                            capsys: pytest.CaptureFixture[str]) -> None:
-    def run(self: campaign.Simulator, seed: int) -> campaign.Verdict:
-        if seed == 2:
-            signal.raise_signal(number)
-        return campaign.Verdict(seed, (), (), (), "")
-
-    monkeypatch.setattr(campaign.Simulator, "run", run)
-    before = signal.getsignal(number)
-    assert cli.main(["simulate", "--faults", "--json"]) == EXIT_INTERRUPTED
-    assert json.loads(capsys.readouterr().out)["num_seeds"] == 3
-    assert signal.getsignal(number) == before
 
 
 def test_the_requested_spread_is_that_of_a_complete_job() -> None:

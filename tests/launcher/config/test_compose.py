@@ -16,8 +16,8 @@ from ngsgd.config.other_names import OTHER_NAMES, SETTINGS_INSTEAD, instead_of
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose
-from ngsgd.pipeline.runs import config_file
-from ngsgd.pipeline.runs.saved_config import read_config
+from ngsgd.runs import config_file
+from ngsgd.runs.saved_config import read_config
 
 
 def problems_of(*overrides: str, config_dir: Path | None = None) -> list[str]:

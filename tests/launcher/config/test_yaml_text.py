@@ -11,9 +11,9 @@ import pytest
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.config import tuned_file
-from ngsgd.pipeline.runs import config_file
-from ngsgd.pipeline.runs.saved_config import read_config
-from ngsgd.pipeline.runs.yaml_text import dump_yaml, load_yaml
+from ngsgd.runs import config_file
+from ngsgd.runs.saved_config import read_config
+from ngsgd.runs.yaml_text import dump_yaml, load_yaml
 
 
 def expand_aliases(path: Path) -> None:

@@ -27,8 +27,8 @@ from ngsgd.launcher.mlflow import tracker as mlflow_tracker
 from ngsgd.launcher.mlflow.store import read_tracking
 from ngsgd.launcher.mlflow.tables import WorkerTable
 from ngsgd.launcher.mlflow.tracker import MlflowTracker
-from ngsgd.pipeline.runs import config_file
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.runs import config_file
+from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, job, outer_iteration

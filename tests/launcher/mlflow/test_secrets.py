@@ -21,8 +21,8 @@ from ngsgd.launcher.mlflow.tracker import MlflowTracker
 from ngsgd.launcher.reports.progress import ProgressTracker
 from ngsgd.launcher.text import is_masked, masked, printable
 from ngsgd.pipeline.run import Run
-from ngsgd.pipeline.runs import config_file
-from ngsgd.pipeline.runs.run_folder import with_digest
+from ngsgd.runs import config_file
+from ngsgd.runs.run_folder import with_digest
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.mlflow.test_mlflow_tracker import Client

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ngsgd.pipeline.recipes import recipe
-from ngsgd.pipeline.runs import config_file
+from ngsgd.runs import config_file
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, job, outer_iteration
 from tests.launcher.reports.test_report import decode_files

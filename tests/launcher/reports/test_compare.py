@@ -16,7 +16,7 @@ from ngsgd.launcher.reports import comparison
 from ngsgd.launcher.reports.checks import flat_defaults
 from ngsgd.launcher.reports.comparison import LOSS, WER, ComparedRun, Group, Point
 from ngsgd.launcher.reports.final_models import identity
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.runs.run_folder import RunFolder
 from tests.launcher.reports.test_report import Page, make_run
 
 
@@ -190,7 +190,7 @@ def test_time_to_an_objective_is_interpolated() -> None:
 def test_a_run_is_read_as_the_slow_readers_do(tmp_path: Path) -> None:
     """Sections that are parsed on their own give the settings of the complete file."""
     from ngsgd.config.build import flatten
-    from ngsgd.pipeline.runs.saved_config import read_config
+    from ngsgd.runs.saved_config import read_config
 
     folder = RunFolder(make_run(tmp_path, "first", seed=7, wer=2.0))
     found = comparison.read(folder)

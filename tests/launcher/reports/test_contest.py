@@ -14,7 +14,7 @@ import pytest
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.reports import sweep_runner
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.runs.run_folder import RunFolder
 from tests.launcher.reports.test_report import make_run
 
 

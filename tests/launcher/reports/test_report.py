@@ -27,10 +27,10 @@ from ngsgd.launcher.reports import sections
 from ngsgd.launcher.reports.charts import charts_of
 from ngsgd.launcher.reports.history import RunHistory, errors_by_speaker
 from ngsgd.pipeline.recipes import recipe
-from ngsgd.pipeline.runs import config_file
-from ngsgd.pipeline.runs.fisher_spectra import fisher_spectra
-from ngsgd.pipeline.runs.run_folder import RunFolder
-from ngsgd.pipeline.runs.saved_config import read_config
+from ngsgd.runs import config_file
+from ngsgd.runs.fisher_spectra import fisher_spectra
+from ngsgd.runs.run_folder import RunFolder
+from ngsgd.runs.saved_config import read_config
 from ngsgd.schedules import JOB_RATE
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog

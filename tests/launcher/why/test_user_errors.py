@@ -24,8 +24,8 @@ from ngsgd.files import read_json
 from ngsgd.launcher import cli
 from ngsgd.launcher.why.causes import of_error
 from ngsgd.object_storage.folder import StoredFolder
-from ngsgd.pipeline.runs import stored_run, trust
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.runs import stored_run, trust
+from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.storage import checkpoint
 from ngsgd.training.storage.lock import RunLock
 from tests.launcher.records import final_report

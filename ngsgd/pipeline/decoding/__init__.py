@@ -1,0 +1,1 @@
+"""Recognition with a trained model: other test sets, streams, recordings."""

@@ -1,0 +1,89 @@
+"""`ngsgd verify`: jobs of a run are repeated in this process and compared with its ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ngsgd.cluster.in_process import InProcessPool
+from ngsgd.config import RunConfig
+from ngsgd.counting import counted
+from ngsgd.runs.fingerprint_check import FingerprintCheck
+from ngsgd.runs.run_folder import RunFolder
+from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.storage.checkpoint import CheckpointStore
+from ngsgd.training.storage.event_log import read_events
+from ngsgd.training.task import Task, TaskSpec, run_schedule, seeded_model
+from ngsgd.training.verification.counted import Starts, counted_jobs, require_any
+from ngsgd.training.verification.repetition import Check, Sample, Verification, verify
+
+
+@dataclass(frozen=True)
+class Request:
+    """A sample of jobs, and the function that receives each check."""
+
+    sample: Sample
+    seed: int = 0
+    report: Callable[[Check], object] = lambda _check: None
+
+
+def verify_run(config: RunConfig, folder: RunFolder, spec: TaskSpec, task: Task, initial: Vector, request: Request,
+               report: Callable[[str], None]) -> Verification:
+    """Repeat a sample of the jobs of a run.
+
+    Args:
+        config: configuration of the run.
+        folder: the run folder, locked.
+        spec: description of the task.
+        task: the task, on the CPU.
+        initial: initial parameters of the run.
+        request: which jobs.
+        report: receives progress lines.
+
+    Returns:
+        The checks; they may contain differences.
+
+    Raises:
+        CheckpointError: no job can be repeated.
+    """
+    counted = counted_jobs(folder.ledger)
+    layout = FlatLayout.of(seeded_model(task, config.seed))
+    starts = Starts(task, spec.settings, CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep),
+                    run_schedule(task, config), initial)
+    jobs = require_any(counted, starts)
+    report(_coverage(len(jobs), len(counted), config))
+    fingerprint = FingerprintCheck.of_resumed_run(config, folder, report, allow_other_bits=True)
+    torch.set_num_threads(fingerprint.num_threads)
+    pool = InProcessPool(spec, 1, fingerprint.num_threads)
+    pool.start()
+    try:
+        differences = _differences(fingerprint, pool)
+        for line in differences:
+            report(f"compared with a tolerance, because bits may differ: {line}")
+        checks = verify(request.sample.of(jobs, len(counted), request.seed), starts, pool, _objectives(folder),
+                        is_bitwise=not differences, report=request.report)
+    finally:
+        pool.close()
+    return Verification(len(counted), len(jobs), tuple(differences), tuple(checks))
+
+
+def _differences(fingerprint: FingerprintCheck, pool: InProcessPool) -> Sequence[str]:
+    if fingerprint.differences:
+        return fingerprint.differences
+    return () if pool.device.type == "cpu" else (f"{pool.device} adds in no fixed order",)
+
+
+def _objectives(folder: RunFolder) -> dict[tuple[int, int], float]:
+    """(outer iteration, job) -> objective per frame during training."""
+    return {(event["outer_iter"], job["job"]): job["objf"] for event in read_events(folder.events)
+            if event["event"] == "outer_iteration" for job in event["jobs"]}
+
+
+def _coverage(num_repeatable: int, num_counted: int, config: RunConfig) -> str:
+    line = f"{num_repeatable} of {counted(num_counted, 'counted job')} can be repeated"
+    if num_repeatable == num_counted:
+        return line
+    return (f"{line}, because the checkpoints that the others started from are not on disk; checkpoint.num_to_keep="
+            f"{config.checkpoint.num_to_keep} keeps the last ones, and a larger number keeps more")

@@ -1,0 +1,78 @@
+"""Rungs of the ladder to good labels: their times and word error rates, stored next to their files.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ngsgd import files
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A finished rung.
+
+    Attributes:
+        name: model or labels that the rung makes.
+        seconds: time that it took when it was computed.
+        valid: errors on the validation set; empty if they were not measured.
+        test: errors on the test set; empty if they were not measured.
+    """
+
+    name: str
+    seconds: float
+    valid: str = ""
+    test: str = ""
+
+    def __str__(self) -> str:
+        errors = f"; valid {self.valid}, test {self.test}" if self.valid else ""
+        return f"{self.name}, {self.seconds:.0f} s{errors}"
+
+    @staticmethod
+    def of_json(about: Mapping[str, Any]) -> Rung:
+        """Read what `asdict` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        return Rung(str(about["name"]), float(about["seconds"]), str(about["valid"]),
+                    str(about["test"]))
+
+
+def rungs_of(path: Path) -> list[Rung]:
+    """Read rungs.json of a run; empty for runs without a ladder, and where it is damaged."""
+    try:
+        return [Rung.of_json(about) for about in files.read_json(path)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+class Stopwatch:
+    """Measures the time of a rung."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun = time.monotonic()
+
+    def stored(self, path: Path, errors: tuple[str, str] = ("", "")) -> Rung:
+        """Store the rung that made the file `path`, with its errors on valid and test."""
+        rung = Rung(self._name, round(time.monotonic() - self._begun, 1), *errors)
+        files.write_text(_note_of(path), json.dumps(asdict(rung), indent=1))
+        return rung
+
+
+def stored(path: Path) -> list[Rung]:
+    """The rung that made a file; none if its note cannot be read."""
+    try:
+        return [Rung.of_json(files.read_json(_note_of(path)))]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _note_of(path: Path) -> Path:
+    return path.with_suffix(".rung.json")

@@ -1,0 +1,196 @@
+"""Permission to import modules of received runs: begun by this user here, or explicitly trusted.
+
+`model._target_` of a run is code, and a run folder or a final model may come from anyone. Its
+module is imported only with permission: by the command line that begins a run, --trust or
+trust=True, NGSGD_TRUST=1, or the record of runs that this user began, outside of every run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ngsgd import interface
+from ngsgd.config import ModelConfig, TaskConfig
+from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.files import digest_of_json, new_file, read_json
+from ngsgd.interface import option
+from ngsgd.runs.failure_record import state_folder
+
+if TYPE_CHECKING:
+    from ngsgd.runs.run_folder import RunFolder
+
+VARIABLE = "NGSGD_TRUST"
+# settings that name a module, or their content in a file
+Module = ModelConfig | TaskConfig | Mapping[str, Any]
+# the settings that determine the imported code and its arguments
+_EXECUTED = ("_target_", "search_path", "args")
+_MAX_RECORDS = 5000
+_YES = ("1", "true", "yes")
+_LOCK_TIMEOUT_S, _POLL_S = 5.0, 0.05
+
+# digests of the model settings that this process may import
+allowed_modules: set[str] = set()
+
+
+def allow(model: Module) -> None:
+    """Allow these settings for the rest of this process: they are given or trusted by the user."""
+    allowed_modules.add(_digest(_settings(model)))
+
+
+def remember(model: ModelConfig | TaskConfig, run_id: str) -> None:
+    """Record that this user began the run, so that it resumes without --trust.
+
+    Raises:
+        OSError: the record cannot be written.
+    """
+    path = _record_path()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _locked(path):
+        records = {**_records(), run_id: _digest(asdict(model))}
+        newest = dict(list(records.items())[-_MAX_RECORDS:])
+        with new_file(path, mode=0o600) as temporary:
+            temporary.write_text(json.dumps(newest, indent=0), encoding="utf-8")
+
+
+def remember_or_warn(model: ModelConfig | TaskConfig, run_id: str, warn: Callable[[str], None]) -> None:
+    """Call `remember`; warn if there is no home directory or no disk space."""
+    try:
+        remember(model, run_id)
+    except (OSError, RuntimeError) as error:
+        warn(f"the start of this run could not be recorded ({error}); add {option('trust')} to "
+             "resume or decode it.")
+
+
+def require(model: Module, source: Path, run_id: str = "", *, trust: bool = False) -> None:
+    """Raise ConfigError unless the module of these settings may be imported here.
+
+    Args:
+        model: settings of the model in `source`; those without a custom module are always allowed.
+        source: the file with the settings, for the message.
+        run_id: id of the run in that file.
+        trust: the user trusts it.
+    """
+    settings = _settings(model)
+    if not settings.get("_target_"):
+        return
+    digest = _digest(settings)
+    is_told = trust or os.environ.get(VARIABLE, "").lower() in _YES
+    if is_told or digest in allowed_modules or (run_id and _records().get(run_id) == digest):
+        allowed_modules.add(digest)
+        return
+    where = settings.get("search_path") or "the current folder"
+    raise ConfigError(
+        f"{source} asks to import {settings['_target_']} from {where}{_shown_args(settings)}, "
+        "which runs that code with your permissions, but this user did not begin that run on this "
+        f"machine. Inspect that module; if you trust it, repeat this with {option('trust')}, or "
+        f"{VARIABLE}=1 in the environment.")
+
+
+def require_run(folder: RunFolder, model: ModelConfig | TaskConfig, *, trust: bool = False) -> None:
+    """Call `require` for the imports of training: the model of the run, and its initial model."""
+    require(model, folder.config, folder.run_id, trust=trust)
+    if isinstance(model, ModelConfig) and (folder.init_model / "model.json").is_file():
+        require_final(folder.init_model, model, trust=trust)
+
+
+def require_final(final: Path, own: ModelConfig | None = None, *, trust: bool = False) -> None:
+    """Call `require` for a final model; `own` is the model of the run that starts from it."""
+    about = read_about(final)
+    require(as_own(about["model"], own), final / "model.json", about["run_id"], trust=trust)
+
+
+def as_own(settings: Mapping[str, Any], own: ModelConfig | None) -> Mapping[str, Any]:
+    """Replace module and arguments of a final model by those of the run that starts from it.
+
+    This applies if both name one module. The parameters must match that module in any case, so a
+    module that only the final model names need not be imported.
+    """
+    if own is None or not own._target_ or settings.get("_target_") != own._target_:
+        return settings
+    return {**settings, **{name: getattr(own, name) for name in _EXECUTED}}
+
+
+def read_about(final: Path) -> dict[str, Any]:
+    """Read model.json of a final model.
+
+    Raises:
+        OSError: it is missing.
+        CheckpointError: it is damaged.
+    """
+    path = final / "model.json"
+    try:
+        about = read_json(path)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {str(error)[:100]}); "
+                              f"restore it, or recreate it with: {interface.resume(final.parent)}") from error
+    if not isinstance(about, dict) or not isinstance(about.get("model"), dict):
+        raise CheckpointError(f"{path} does not describe a model; restore it, or recreate it with: "
+                              f"{interface.resume(final.parent)}")
+    return {**about, "run_id": str(about.get("run_id", ""))}
+
+
+# The record ---------------------------------------------------------------------------------------
+
+
+def _record_path() -> Path:
+    return state_folder() / "trusted.json"
+
+
+def _records() -> dict[str, str]:
+    """Run id -> digest of its model settings.
+
+    It is empty if the file is missing, damaged or writable by others.
+    """
+    path = _record_path()
+    try:
+        with path.open(encoding="utf-8") as file:
+            about = os.fstat(file.fileno())
+            if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return {}
+            stored = json.load(file)
+    except (OSError, ValueError, RecursionError, RuntimeError):
+        return {}
+    whole = isinstance(stored, dict) and all(isinstance(digest, str) for digest in stored.values())
+    return stored if whole else {}
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Lock the record, so that two simultaneous runs are both recorded."""
+    handle = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while time.monotonic() < deadline:
+            # on a file system without locks, at worst the record of one of two runs is lost
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _settings(model: Module) -> Mapping[str, Any]:
+    return model if isinstance(model, Mapping) else asdict(model)
+
+
+def _digest(settings: Mapping[str, Any]) -> str:
+    executed = [settings.get(name) or None for name in _EXECUTED]
+    # through JSON first: a file has strings for all keys, and lists for tuples
+    plain = json.loads(json.dumps(executed, default=str))
+    return digest_of_json(plain)
+
+
+def _shown_args(settings: Mapping[str, Any]) -> str:
+    args = settings.get("args")
+    return f" with {str(args)[:200]}" if args else ""

@@ -1,0 +1,1 @@
+"""Repetition of the counted jobs of a run, compared with their results."""

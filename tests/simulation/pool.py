@@ -1,0 +1,510 @@
+"""Simulated workers and network of a trial: a WorkerPool whose jobs, workers and messages fail."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ngsgd.cluster.restarts import Restarts, distrusted
+from ngsgd.errors import ClusterError, DamagedArchiveError
+from ngsgd.pipeline.services import PoolRequest
+from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
+from ngsgd.training.delta_compression import compress
+from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, ResultsLost, VectorRef
+from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.validation.checksums import digest, not_finite
+from ngsgd.training.worker_pool import Retired
+from tests.simulation.scenario import Scenario
+from tests.simulation.task import EXAMPLES, SimulatedTask, objective, train_job, work_size
+from tests.simulation.world import MAX_WAITS, Fault, Killed, NoProgressError, World
+
+_LATENCY_S = 0.01
+# a worker is replaced after so long
+_REPLACE_S = 0.1
+
+
+class SimulatedRef:
+    """A vector of the pool; freed memory holds NaN, as if it was used for something else."""
+
+    is_here = True
+
+    def __init__(self, vector: Vector) -> None:
+        self.vector = vector
+        # vectors that had been allocated by its release
+        self.released_at: int | None = None
+
+    def read(self) -> Vector:
+        return self.vector
+
+
+@dataclass
+class _Running:
+    """A job on a worker."""
+
+    job: Job
+    began: float
+    minibatch_s: float
+    num_minibatches: int
+    fault: Fault | None = None
+    # minibatches after which it ends: all, or fewer after a request
+    ends_after: int = 0
+    # it makes no progress from this time on
+    hangs_at: float = math.inf
+    # number of changes of its end
+    version: int = 0
+
+    def done(self, now: float) -> int:
+        passed = (min(now, self.hangs_at) - self.began) / self.minibatch_s
+        return min(self.num_minibatches, max(0, math.floor(passed + 1e-9)))
+
+    @property
+    def ends_at(self) -> float:
+        return self.began + self.ends_after * self.minibatch_s
+
+
+@dataclass
+class _Worker:
+    index: int
+    ready_at: float
+    # changes with every process, so that events of a dead process are recognized
+    process: int = 0
+    running: _Running | None = None
+    is_retired: bool = False
+    # makes no progress in its next job
+    is_hung: bool = False
+    is_quarantined: bool = False
+
+
+@dataclass(order=True)
+class _Event:
+    at: float
+    number: int
+    happen: Callable[[], None] = field(compare=False)
+
+
+def _key(job: Job) -> tuple[int, int, int]:
+    return job.outer_iter, job.job, job.repeat
+
+
+class FaultyPool:
+    """Workers on the clock of a world; the faults of the world occur in it."""
+
+    def __init__(self, world: World, scenario: Scenario, task: SimulatedTask, request: PoolRequest,
+                 on_wait: Callable[[Fault], None], on_submit: Callable[[Job], None],
+                 num_failures: Counter[tuple[int, int]], num_hangs: Counter[tuple[int, int]]) -> None:
+        self.world, self.scenario, self.task, self.request = world, scenario, task, request
+        self.settings = request.spec.settings
+        self.layout = FlatLayout.of(task.model())
+        self._on_wait, self._on_submit = on_wait, on_submit
+        self._num_failures, self._num_hangs = num_failures, num_hangs
+        self._restarts = Restarts(self.settings.failure.max_restarts_per_hour, world.clock)
+        self._events: list[_Event] = []
+        self._numbers = itertools.count()
+        self._outcomes: list[Outcome] = []
+        # (outer iteration, job, repetition) -> the attempt that the coordinator waits for
+        self._current: dict[tuple[int, int, int], Job] = {}
+        # (outer iteration, job, repetition) -> the result that the coordinator has
+        self._delivered: dict[tuple[int, int, int], JobResult] = {}
+        # (outer iteration, job) -> attempt whose failure the coordinator received last
+        self._last_failure: dict[tuple[int, int], int] = {}
+        self._refs: set[SimulatedRef] = set()
+        self._num_allocated = 0
+        self._workers: list[_Worker] = []
+        self.is_closed = False
+
+    # Protocol of pools ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._workers = [_Worker(index, self.world.now + self._start_s(), self._next())
+                         for index in range(self.settings.cluster.num_workers)]
+        ready = max(worker.ready_at for worker in self._workers)
+        timeout_s = self.settings.cluster.wait_for_workers_s
+        if ready - self.world.now > timeout_s:
+            self.world.advance(timeout_s)
+            raise ClusterError(f"not all workers were ready after cluster.wait_for_workers_s = {timeout_s:g}; reduce "
+                               "cluster.num_workers, or raise the timeout.")
+        self.world.advance(ready - self.world.now)
+
+    def publish(self, write: Callable[[Vector], object]) -> VectorRef:
+        self._num_allocated += 1
+        write(vector := np.empty(self.layout.size, np.float32))
+        self._refs.add(ref := SimulatedRef(vector))
+        return ref
+
+    def release(self, ref: VectorRef) -> None:
+        assert isinstance(ref, SimulatedRef)
+        # releasing again is harmless until the memory is used for another vector
+        if ref.released_at is not None and ref.released_at != self._num_allocated:
+            self.world.report("a vector was released twice")
+        ref.released_at = self._num_allocated
+        ref.vector = np.full_like(ref.vector, np.nan)
+        self._refs.discard(ref)
+
+    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> None:
+        for result in results:
+            if digest(result.sent.read()) != result.digest:
+                self.world.report(f"a damaged result of outer iteration {result.job.outer_iter} was averaged")
+        for fault in self._due("mean"):
+            if fault.what == "lose results":
+                lost = results[:max(1, int(fault.value * len(results)))]
+                for one in lost:
+                    self._delivered.pop(_key(one.job), None)
+                raise ResultsLost([JobFailure(one.job, one.worker, "its result is lost", True, from_outside=True)
+                                   for one in lost])
+
+    def num_idle(self) -> int:
+        return sum(map(self._is_idle, self._workers))
+
+    def num_workers_alive(self) -> int:
+        return sum(map(self._is_alive, self._workers))
+
+    def has_busy_start(self) -> bool:
+        return False
+
+    def retired(self) -> list[Retired]:
+        return self._restarts.news()
+
+    def idle_workers(self) -> list[int]:
+        return [worker.index for worker in self._workers if self._is_idle(worker)]
+
+    def workers_alive(self) -> list[int]:
+        return [worker.index for worker in self._workers if self._is_alive(worker)]
+
+    def worker_of(self, job: Job) -> int:
+        return next((worker.index for worker in self._workers if worker.running and worker.running.job is job), -1)
+
+    def identity_of(self, worker: int) -> WorkerIdentity:
+        return WorkerIdentity(f"worker {worker}", f"host-{worker // 2}")
+
+    def quarantine(self, worker: int) -> str:
+        self.world.note("quarantine", worker)
+        one = self._workers[worker]
+        one.is_quarantined = True
+        self._after(_LATENCY_S, self._for_process(one, lambda: self._die(one, QUARANTINED, from_outside=True)))
+        self._outcomes = [distrusted(outcome, worker) for outcome in self._outcomes]
+        return "It is not used again"
+
+    def submit(self, job: Job) -> None:
+        idle = self.idle_workers()
+        self.submit_to(job, min(idle, key=lambda index: (index != job.job % len(self._workers), index)))
+
+    def submit_to(self, job: Job, worker: int) -> None:
+        self.world.note("submit", *job.identity)
+        if not job.repeat:
+            self._on_submit(job)
+            self._require_new_attempt(job)
+        self._num_allocated += 1
+        self._begin(job, self._workers[worker])
+
+    def _begin(self, job: Job, worker: _Worker) -> None:
+        size = work_size(job, self.task)
+        pace = 1.0 + 0.3 * (worker.index % 3)
+        self._current[_key(job)] = job
+        self._delivered.pop(_key(job), None)
+        running = _Running(job, self.world.now, self.scenario.minibatch_s * pace, size, ends_after=size)
+        worker.running = running
+        if worker.is_hung:
+            running.hangs_at, worker.is_hung = self.world.now, False
+        self._schedule_end(worker, running)
+        for fault in self._due("job"):
+            self._begin_fault(worker, running, fault)
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        if self.world.counts["wait"] > MAX_WAITS:
+            raise NoProgressError(f"the run did not end within {MAX_WAITS} polls")
+        for fault in self._due("wait"):
+            self._poll_fault(fault)
+        until = self.world.now + timeout_s
+        while not self._outcomes:
+            if not self._events or self._events[0].at > until:
+                self.world.advance(max(0.0, until - self.world.now))
+                return None
+            event = heapq.heappop(self._events)
+            self.world.advance(max(0.0, event.at - self.world.now))
+            event.happen()
+        outcome = self._outcomes.pop(0)
+        self.world.note("outcome", type(outcome).__name__, *outcome.job.identity, outcome.worker)
+        return outcome
+
+    def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
+        return {worker.index: (worker.running.job.identity, worker.running.done(self.world.now))
+                for worker in self._workers if worker.running}
+
+    def kill(self, worker: int, reason: str) -> None:
+        self.world.note("kill", worker)
+        self._require_hung(self._workers[worker])
+        self._after(_LATENCY_S, self._for_process(self._workers[worker], lambda: self._die(
+            self._workers[worker], reason, from_outside=True)))
+
+    def stop_jobs(self, outer_iter: int) -> None:
+        self.world.note("stop jobs")
+        for worker in self._workers:
+            running = worker.running
+            if running and running.hangs_at == math.inf and running.job.outer_iter == outer_iter:
+                running.ends_after = min(running.ends_after, running.done(self.world.now) + 1)
+                self._schedule_end(worker, running)
+
+    def abandon(self) -> None:
+        for worker in self._workers:
+            worker.running = None
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _require_new_attempt(self, job: Job) -> None:
+        """Report an attempt with the number of one that failed; a roll-back begins again at 1."""
+        last = self._last_failure.pop((job.outer_iter, job.job), 0)
+        if job.attempt <= last and self.settings.failure.on_divergence == "stop":
+            self.world.report(f"attempt {job.attempt} began after attempt {last} had failed")
+
+    def _require_hung(self, worker: _Worker) -> None:
+        """Report a kill of a worker that makes progress: slow workers are kept."""
+        running, timeout_s = worker.running, self.settings.failure.hang_timeout_s
+        num_stops = sum("stopped" in fault.what for fault in self.world.occurred)
+        # of a time in which the coordinator was stopped, at most a second may count, or half of a
+        # short timeout
+        counted_s = num_stops * min(1.0, max(0.4, timeout_s / 2)) + 0.3
+        if running and running.hangs_at == math.inf and 2 * running.minibatch_s + counted_s < timeout_s:
+            self.world.report("a worker was killed although it made progress")
+
+    # Events ---------------------------------------------------------------------------------------
+
+    def num_unreleased(self) -> int:
+        """Vectors that nobody released."""
+        return len(self._refs)
+
+    def _due(self, where: str) -> list[Fault]:
+        if self.world.is_dead:
+            raise Killed
+        return self.world.due(where)
+
+    def _next(self) -> int:
+        return next(self._numbers)
+
+    def _after(self, seconds: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, _Event(self.world.now + seconds, self._next(), happen))
+
+    def _for_process(self, worker: _Worker, happen: Callable[[], None]) -> Callable[[], None]:
+        """Return an event that does nothing if the process is gone by then."""
+        process = worker.process
+
+        def guarded() -> None:
+            if worker.process == process and not worker.is_retired:
+                happen()
+        return guarded
+
+    def _start_s(self) -> float:
+        """Seconds until a process that starts now is ready."""
+        seconds = _REPLACE_S
+        for fault in self._due("start"):
+            seconds += fault.value
+        return seconds
+
+    def _is_idle(self, worker: _Worker) -> bool:
+        return self._is_alive(worker) and worker.running is None
+
+    def _is_alive(self, worker: _Worker) -> bool:
+        return not worker.is_retired and not worker.is_quarantined and worker.ready_at <= self.world.now
+
+    def _schedule_end(self, worker: _Worker, running: _Running) -> None:
+        running.version = version = running.version + 1
+
+        def end() -> None:
+            if worker.running is running and running.version == version and running.hangs_at == math.inf:
+                self._finish(worker, running)
+        self._after(max(0.0, running.ends_at - self.world.now), self._for_process(worker, end))
+
+    def _begin_fault(self, worker: _Worker, running: _Running, fault: Fault) -> None:
+        """Let a fault happen to a job that was just submitted."""
+        duration = running.ends_at - self.world.now
+        at = fault.value * duration
+        if fault.what in ("kill", "exception", "preempt", "damaged archive"):
+            def break_off() -> None:
+                if worker.running is running:
+                    self._break(worker, running, fault.what)
+            self._after(at, self._for_process(worker, break_off))
+        elif fault.what == "hang":
+            running.hangs_at = self.world.now + at
+        elif fault.what == "slow":
+            running.minibatch_s *= 1.0 + fault.value
+            self._schedule_end(worker, running)
+        else:
+            running.fault = fault
+
+    def _break(self, worker: _Worker, running: _Running, how: str) -> None:
+        job = running.job
+        if how == "kill":
+            self._die(worker, "killed by SIGKILL")
+        elif how == "preempt":
+            running.num_minibatches = running.done(self.world.now) + 1
+            running.ends_after = min(running.ends_after, running.num_minibatches)
+            self._schedule_end(worker, running)
+        else:
+            worker.running = None
+            error = DamagedArchiveError(f"archive {job.shard.archive} is damaged; restore it and resume.",
+                                        job.shard.archive) if how == "damaged archive" else None
+            self._deliver(JobFailure(job, worker.index, str(error or "RuntimeError: simulated"), False, error))
+
+    def _die(self, worker: _Worker, reason: str, *, from_outside: bool = False) -> None:
+        """End a worker process; another one replaces it."""
+        running, worker.running = worker.running, None
+        worker.process = self._next()
+        worker.is_hung = False
+        if not worker.is_quarantined and self._restarts.allow(worker.index, reason):
+            worker.ready_at = self.world.now + self._start_s()
+        else:
+            worker.is_retired = True
+            if all(one.is_retired for one in self._workers):
+                raise self._restarts.none_left(reason)
+        if running:
+            self._deliver(JobFailure(running.job, worker.index, reason, True, from_outside=from_outside))
+
+    def _finish(self, worker: _Worker, running: _Running) -> None:
+        """Train the job, and send its result."""
+        worker.running = None
+        fault = running.fault
+        result = self._result(worker, running)
+        if fault is None:
+            self._after(_LATENCY_S, lambda: self._deliver(result))
+        elif fault.what == "lost":
+            # the worker waits for an acknowledgment that never comes
+            worker.running, running.hangs_at = running, self.world.now
+        elif fault.what == "late":
+            worker.running, running.hangs_at = running, self.world.now
+
+            def arrive() -> None:
+                if worker.running is running:
+                    worker.running = None
+                self._deliver(result)
+            self._after(fault.value, arrive)
+        elif fault.what == "duplicate":
+            self._after(_LATENCY_S, lambda: self._deliver(result))
+            self._after(fault.value, lambda: self._deliver(result))
+        elif fault.what == "damage":
+            vector = result.sent.read()
+            vector.view(np.uint32)[min(int(fault.value * len(vector)), len(vector) - 1)] ^= np.uint32(1 << 22)
+            self._after(_LATENCY_S, lambda: self._deliver(result))
+        elif fault.what == "not finite":
+            self._after(_LATENCY_S, lambda: self._deliver(self._not_finite(result)))
+        else:
+            # dies after its message was sent
+            self._after(_LATENCY_S, lambda: self._deliver(result))
+            self._after(2 * _LATENCY_S, self._for_process(worker, lambda: self._die(worker, "killed by SIGKILL")))
+
+    def _result(self, worker: _Worker, running: _Running) -> JobResult:
+        job = running.job
+        end, remainder, fisher = train_job(job, self.layout, self.scenario.seed, running.ends_after, self.task)
+        self._compute_wrongly(worker, end)
+        if not np.isfinite(end).all():
+            self.world.report(f"job {job.job} of outer iteration {job.outer_iter} read memory that was released")
+        pieces = self.layout.fragment(*job.send)
+        own: SimulatedRef | None
+        if job.start.codec is not None:
+            vector = np.zeros_like(end)
+            if np.isfinite(end).all():
+                before = None if job.start.own is None else job.start.own.read()
+                compress(end, before, job.start.codec, self.layout, vector)
+            if job.returns == "parameters":
+                end += job.start.model.read()
+            sent, own = SimulatedRef(end), SimulatedRef(vector)
+        elif job.send == (0, 1):
+            sent = SimulatedRef(end)
+            own = sent if job.keep_own else None
+        else:
+            part = np.empty(sum(source.stop - source.start for _, source in pieces), np.float32)
+            for target, source in pieces:
+                part[source] = end[target]
+            sent = SimulatedRef(part)
+            own = SimulatedRef(end) if job.keep_own else None
+        done = running.ends_after
+        return JobResult(job, worker.index, sent, digest(sent.read()), EXAMPLES * done, done, objective(end), 0.0,
+                         done * running.minibatch_s, 0.0, 0.0, 0, own=own, fisher=fisher, remainder=remainder)
+
+    def _compute_wrongly(self, worker: _Worker, end: Vector) -> None:
+        """Flip a bit in the result of a worker with faulty arithmetic."""
+        for fault in self.world.lasting("worker"):
+            if fault.at == worker.index:
+                # the same bit every time, or others
+                at = int(fault.value) if fault.what == "wrong bit" else self._next()
+                end.view(np.uint32)[at % len(end)] ^= np.uint32(1 << at % 20)
+                self.world.occur(fault)
+
+    def _not_finite(self, result: JobResult) -> JobResult:
+        vector = result.sent.read()
+        vector[0] = np.nan
+        return replace(result, digest=digest(vector),
+                       rejection_reason=not_finite(vector, self.layout, self.layout.fragment(*result.job.send)))
+
+    def _deliver(self, outcome: Outcome) -> None:
+        """Give an outcome to the coordinator.
+
+        Like other pools, it drops results of attempts that were reported as failed. If the job has
+        another result already, the coordinator receives it and must recognize the duplicate.
+        """
+        if self._workers[outcome.worker].is_quarantined:
+            outcome = distrusted(outcome, outcome.worker)
+        job = outcome.job
+        key = _key(job)
+        is_current = self._current.get(key) is job
+        if is_current:
+            del self._current[key]
+        elif isinstance(outcome, JobFailure):
+            return
+        elif self._delivered.get(key) is not outcome:
+            self.world.note("zombie", *job.identity)
+            self._free(outcome)
+            if key not in self._delivered:
+                return
+        if is_current and isinstance(outcome, JobResult):
+            self._delivered[key] = outcome
+            # the coordinator takes both for a failed attempt
+            is_failed = bool(outcome.remainder) or digest(outcome.sent.read()) != outcome.digest
+            self._num_failures[job.outer_iter, job.job] += is_failed and not job.repeat
+            self._refs |= {ref for ref in (outcome.sent, outcome.own) if isinstance(ref, SimulatedRef)}
+        if isinstance(outcome, JobFailure) and not job.repeat:
+            place = job.outer_iter, job.job
+            self._num_failures[place] += 1
+            self._num_hangs[place] += outcome.from_outside
+            self._last_failure[place] = job.attempt
+        self._outcomes.append(outcome)
+
+    def _free(self, result: JobResult) -> None:
+        for ref in (result.sent, result.own):
+            if isinstance(ref, SimulatedRef) and ref.released_at is None:
+                self.release(ref)
+
+    def _poll_fault(self, fault: Fault) -> None:
+        """Let a fault happen while the coordinator waits."""
+        if fault.what == "kill idle":
+            self._kill_some(lambda worker: worker.running is None and worker.ready_at <= self.world.now, int(fault.value))
+        elif fault.what == "kill all":
+            self._kill_some(lambda worker: True, len(self._workers))
+        elif fault.what == "hang idle":
+            self._workers[int(fault.value) % len(self._workers)].is_hung = True
+        elif fault.what == "coordinator stopped":
+            # its workers continue meanwhile
+            self.world.advance(fault.value)
+        elif fault.what == "machine stopped":
+            self._shift(fault.value)
+        else:
+            self._on_wait(fault)
+
+    def _kill_some(self, is_meant: Callable[[_Worker], bool], count: int) -> None:
+        for worker in [one for one in self._workers if not one.is_retired and is_meant(one)][:count]:
+            self._die(worker, "killed by SIGKILL")
+
+    def _shift(self, seconds: float) -> None:
+        """Stop all processes together for some time."""
+        self.world.advance(seconds)
+        self._events = [_Event(event.at + seconds, event.number, event.happen) for event in self._events]
+        for worker in self._workers:
+            worker.ready_at += seconds
+            if worker.running:
+                worker.running.began += seconds
+                worker.running.hangs_at += seconds

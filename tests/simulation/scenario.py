@@ -1,0 +1,200 @@
+"""Settings and faults of a trial, drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ngsgd.config import RunConfig, build
+from ngsgd.config.build import defaults, merged
+from ngsgd.config.sections.model import FROM_PYTHON
+from tests.simulation.durability import KINDS
+from tests.simulation.world import Fault
+
+_OUTER: Sequence[dict[str, Any]] = (
+    {"kind": "average"}, {"kind": "bmuf"}, {"kind": "bmuf", "gain": 1.5}, {"kind": "diloco"},
+    {"kind": "average", "ema_decay": 0.5}, {"kind": "average", "overlap": True}, {"kind": "bmuf", "overlap": True},
+    {"kind": "streaming", "num_fragments": 2}, {"kind": "streaming", "num_fragments": 2, "fragment_delay": 1,
+                                                "fragment_mixing": 0.5})
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A small run."""
+
+    seed: int
+    settings: dict[str, Any]
+    num_archives: int
+    shards_per_archive: int
+    num_minibatches: int       # of a shard
+    minibatch_s: float
+    has_locks: bool = True
+    # output directory -> its configuration
+    built: dict[str, RunConfig] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, random: random.Random) -> Scenario:
+        """Draw the settings of a run."""
+        policy = random.choice(("retry", "retry", "retry", "defer", "drop"))
+        num_jobs = random.choice((1, 2, 2, 3, 4))
+        num_workers = random.choice((num_jobs, num_jobs, max(1, num_jobs - 1), num_jobs + 1))
+        outer = dict(random.choice(_OUTER))
+        if num_jobs == 1:
+            outer.pop("gain", None)
+        settings: dict[str, Any] = {
+            "seed": random.randrange(1000), "name": "trial",
+            "schedule": {"num_epochs": random.choice((1.0, 2.0, 3.0)), "minibatch_size": 4, "lr_initial": 0.02, "lr_final": 0.005,
+                         "num_jobs_initial": random.choice((1, num_jobs)), "num_jobs_final": num_jobs,
+                         "load_balancing": random.choice(("none",) * 8 + ("speed", "time")), "sync_interval_s": 2.0},
+            "outer": outer,
+            "optimizer": {"curvature_state": random.choice(("reset", "reset", "keep"))},
+            "cluster": {"kind": "local", "num_workers": num_workers, "elastic": random.random() < 0.1,
+                        "threads_per_worker": 1, "wait_for_workers_s": 60.0},
+            "failure": {"policy": policy, "max_attempts": random.choice((2, 3, 3, 6)),
+                        "on_repeated_crash": random.choice(("quarantine", "quarantine", "stop")),
+                        "hang_timeout_s": random.choice((2.0, 3.0, 10.0)),
+                        "max_restarts_per_hour": random.choice((60, 60, 3, -1)),
+                        "on_divergence": random.choice(("stop", "halve"))},
+            "checkpoint": {"num_to_keep": random.choice((1, 2, 3))},
+            "egs": {"on_corrupt": random.choice(("stop", "quarantine"))},
+            "combination": {"kind": random.choice(("none", "mean"))},
+            "tracking": {"kind": "none"}}
+        if settings["schedule"]["load_balancing"] != "time":
+            del settings["schedule"]["sync_interval_s"]
+        return cls(random.randrange(1 << 16), settings, random.choice((2, 3, 4)), random.choice((1, 2)),
+                   random.choice((2, 4, 6)), random.choice((0.05, 0.3)), random.random() < 0.8)
+
+    def config(self, output_dir: str) -> RunConfig:
+        """The complete configuration of a run from Python."""
+        if output_dir not in self.built:
+            self.built[output_dir] = self._build(output_dir)
+        return self.built[output_dir]
+
+    def _build(self, output_dir: str) -> RunConfig:
+        config, problems = build(merged(defaults(), {**self.settings, "output_dir": output_dir}))
+        assert not problems, problems
+        return replace(config, task=replace(config.task, _target_=FROM_PYTHON + "task"))
+
+    def compressed(self, random: random.Random) -> Scenario:
+        """Draw the compression of deltas, and how often its state is in a checkpoint."""
+        if random.random() >= _COMPRESSED or self.settings["outer"]["kind"] == "streaming":
+            return self
+        changed = self._with("cluster", compression=random.choice(("int8", "sparse", "sparse")))
+        return changed._with("checkpoint", job_states_interval=random.choice((1, 1, 2, 5)))
+
+    def audited(self, random: random.Random) -> Scenario:
+        """Draw whether and how often jobs are audited; other settings stay."""
+        return self._with("failure", audit_every=random.choice((1, 1, 2, 5)) if random.random() < _AUDITED else 0)
+
+    def fully_audited(self) -> Scenario:
+        """Return a longer run with at least two workers whose jobs are all audited."""
+        num_epochs = self.settings["schedule"]["num_epochs"] * _LONGER
+        num_workers = max(2, self.settings["cluster"]["num_workers"])
+        return (self._with("failure", audit_every=1)._with("schedule", num_epochs=num_epochs)
+                ._with("cluster", num_workers=num_workers))
+
+    def _with(self, section: str, **changes: Any) -> Scenario:
+        return replace(self, settings={**self.settings, section: {**self.settings[section], **changes}}, built={})
+
+    @property
+    def audit_every(self) -> int:
+        return int(self.settings["failure"].get("audit_every", 0))
+
+    @property
+    def policy(self) -> str:
+        return str(self.settings["failure"]["policy"])
+
+    @property
+    def jobs_keep_state(self) -> bool:
+        """Whether the state of jobs is not in the checkpoint, so that resuming changes the bits."""
+        outer = self.settings["outer"]
+        return bool(outer.get("overlap")) or outer["kind"] == "streaming" or "compression" in self.settings["cluster"]
+
+    @property
+    def depends_on_time(self) -> bool:
+        """Whether the numbers depend on the speed or the number of the workers."""
+        return bool(self.settings["schedule"]["load_balancing"] != "none" or self.settings["cluster"]["elastic"])
+
+
+# fraction of the runs with compressed deltas
+_COMPRESSED = 0.15
+# fraction of the runs that are audited, and of these that have a worker with faulty arithmetic
+_AUDITED, _FAULTY = 0.3, 0.4
+# factor of the length of fully audited runs
+_LONGER = 4.0
+_JOB = (("kill", 6), ("kill after", 2), ("hang", 3), ("slow", 3), ("exception", 2), ("preempt", 2), ("lost", 2),
+        ("late", 3), ("duplicate", 3), ("damage", 3), ("not finite", 1), ("damaged archive", 1))
+_WAIT = (("kill idle", 2), ("kill all", 2), ("hang idle", 1), ("coordinator stopped", 3), ("machine stopped", 3),
+         ("kill", 3), ("stop", 2), ("second coordinator", 2))
+_OPERATION = (("kill", 10), ("slow", 1), ("full", 3), ("torn", 3), ("EIO", 3), ("ENOSPC", 2),
+              *((f"power cut {kind}", 2) for kind in KINDS))
+# fraction of the faults of jobs that the next jobs have, too
+_BURSTS = 0.3
+_SYNC = (("kill", 5), ("EIO", 3), ("ENOSPC", 1), ("slow", 1))
+
+
+def draw_faults(random: random.Random, counts: Counter[str], scenario: Scenario) -> list[Fault]:
+    """Draw the faults of a trial.
+
+    Args:
+        random: source of the seed.
+        counts: how often each point occurs without faults.
+        scenario: the run.
+    """
+    number = min(40, 1 + int(random.expovariate(1 / random.choice((2, 5, 12)))))
+    # results are lost only with workers that keep them, which jobs with state exclude
+    of_mean = 0.0 if scenario.jobs_keep_state else 0.5
+    places = random.choices(("job", "wait", "operation", "sync", "read", "mean", "start"),
+                            (8, 4, 6, 2, 1, of_mean, 1), k=number)
+    found = [_fault(random, where, counts, scenario) for where in places]
+    # several attempts at a job fail in the same way
+    for fault in [one for one in found if one.where == "job" and random.random() < _BURSTS]:
+        found += [replace(fault, at=fault.at + number) for number in range(1, random.randrange(2, 5))]
+    if not scenario.has_locks:
+        # the case that only fencing numbers protect
+        found.append(Fault("wait", random.randrange(counts["wait"] + 1), "second coordinator"))
+    return found
+
+
+def draw_faulty_worker(random: random.Random, scenario: Scenario) -> list[Fault]:
+    """Draw a worker with faulty arithmetic, in some of the audited runs."""
+    num_workers, schedule = scenario.settings["cluster"]["num_workers"], scenario.settings["schedule"]
+    if not scenario.audit_every or num_workers < 2 or random.random() >= _FAULTY:
+        return []
+    # the workers that are left could not begin enough jobs within schedule.sync_interval_s
+    if schedule["load_balancing"] == "time" and num_workers <= schedule["num_jobs_final"]:
+        return []
+    # two workers that agree with themselves end the run
+    what = random.choice(("wrong bit", "wrong bits")) if num_workers > 2 else "wrong bits"
+    return [Fault("worker", random.randrange(num_workers), what, float(random.randrange(100)))]
+
+
+def _fault(random: random.Random, where: str, counts: Counter[str], scenario: Scenario) -> Fault:
+    at = random.randrange(max(1, int(1.5 * counts[where]) + 2))
+    if where == "job":
+        what = _chosen(random, _JOB)
+        value = {"slow": random.choice((2.0, 20.0)), "late": random.choice((0.1, 5.0, 60.0)),
+                 "duplicate": random.choice((0.02, 2.0, 30.0))}.get(what, random.random())
+        return Fault(where, at, what, round(value, 3))
+    if where == "wait":
+        what = _chosen(random, _WAIT)
+        value = random.choice((0.5, 30.0, 600.0)) if what in ("coordinator stopped", "machine stopped") else random.randrange(3)
+        return Fault(where, at, what, float(value))
+    if where == "operation":
+        what = _chosen(random, _OPERATION)
+        return Fault(where, at, what, {"slow": 20.0, "full": float(random.choice((1, 5, 1000)))}.get(what, 0.0))
+    if where == "sync":
+        what = _chosen(random, _SYNC)
+        return Fault(where, at, what, 30.0 if what == "slow" else 0.0)
+    if where == "read":
+        return Fault(where, at, "EIO")
+    if where == "mean":
+        return Fault(where, at, "lose results", round(random.random(), 3))
+    return Fault(where, at, "slow start", random.choice((1.0, 10.0, 100.0)))
+
+
+def _chosen(random: random.Random, weighted: Sequence[tuple[str, int]]) -> str:
+    return random.choices([name for name, _ in weighted], [weight for _, weight in weighted])[0]
