@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -180,11 +180,6 @@ def interpolation(num_steps: int, num_knots: int) -> Tensor:
     at_T = torch.arange(num_steps, dtype=torch.float64) * ((num_knots - 1) / max(1, num_steps - 1))
     distance_TK = (at_T[:, None] - torch.arange(num_knots, dtype=torch.float64)).abs()
     return (1.0 - distance_TK).clamp(min=0.0)
-
-
-def stretched(space: HyperSpace, num_steps: int, num_outer_iters: int | None = None) -> HyperSpace:
-    """Return the space for a run of another length; schedules scale with the length."""
-    return replace(space, num_steps=num_steps, num_outer_iters=num_outer_iters or space.num_outer_iters)
 
 
 def describe(space: HyperSpace, theta_D: Tensor) -> Sequence[str]:
