@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ngsgd import NGSGD
 from ngsgd.errors import ConfigError
 from ngsgd.optim import SGD
-from ngsgd.optim.rules import backstitch_step, shrink
+from ngsgd.optim.backstitch import backstitch_step, shrink
 
 KINDS = pytest.mark.parametrize("kind", [SGD, NGSGD])
 NO_LIMITS: dict[str, Any] = {"max_change": 0.0, "max_param_change": 0.0}
