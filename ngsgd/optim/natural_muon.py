@@ -55,7 +55,7 @@ class OrthogonalMomentum(Rule):
         is_finite = torch.stack([norm.isfinite() for norm in norms]).all()
         if minibatch.others_finite is not None:
             is_finite = is_finite & minibatch.others_finite.to(is_finite.device)
-        steps = [(group, p, self._direction(group, p, gradient, optimizer.state[p]).view_as(p))
+        steps = [(group, p, self.direction(group, p, gradient, optimizer.state[p]).view_as(p))
                  for _, group, p, gradient in matrices]
         proposed = {p: _decayed(p, direction, group) for group, p, direction in steps if _may_overflow(p, group)}
         if proposed:
@@ -73,13 +73,13 @@ class OrthogonalMomentum(Rule):
         optimizer.count(is_skipped, [])
         return Step(list(dict.fromkeys(index for index, *_ in matrices)), is_skipped.to(torch.float32))
 
-    def _direction(self, group: Group, p: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    def direction(self, group: Group, p: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
         """Return the direction, O x I, that a step with learning rate 1 subtracts."""
         velocity = updates.accumulator(state, "velocity", p).mul_(group["momentum"]).add_(gradient)
         u_OI = torch.add(gradient, velocity, alpha=group["momentum"]).flatten(1)
         layer = self._preconditioners.get(layer_of(group))
         if layer is not None and layer.weight is p:
-            u_OI = _without_large_directions(u_OI, layer.sides["output"], layer.sides["input"])
+            u_OI = without_large_directions(u_OI, layer.sides["output"], layer.sides["input"])
             # Every rank has estimates of its own rows.
             u_OI = mean_over_ranks(self._context, u_OI)
         num_outputs, num_inputs = u_OI.shape
@@ -175,7 +175,7 @@ class NaturalMuon(NGSGD):
                            layer_options=layer_options, max_param_change=0.0, on_nonfinite=on_nonfinite)
 
 
-def _without_large_directions(u_OI: Tensor, outputs: OnlineNaturalGradient, inputs: OnlineNaturalGradient) -> Tensor:
+def without_large_directions(u_OI: Tensor, outputs: OnlineNaturalGradient, inputs: OnlineNaturalGradient) -> Tensor:
     """Multiply u by the inverse Fisher matrices of both sides, up to a factor."""
     x_OI = u_OI.float()
     if (state := inputs.state) is not None:
