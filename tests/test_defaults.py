@@ -44,7 +44,7 @@ def test_defaults_of_a_method_are_equal_in_the_library_and_in_a_run(kind: Any) -
 
 @pytest.mark.entry("R5")
 @pytest.mark.parametrize("kind", [NGSGD, SGD])
-def test_defaults_of_the_optimizers_are_equal_in_the_library_and_in_a_run(kind: type[SGD]) -> None:
+def test_defaults_of_the_optimizers_are_equal_in_the_library_and_in_a_run(kind: type[SGD | NGSGD]) -> None:
     config = OptimizerConfig()
     parameters = inspect.signature(kind).parameters
     shared = [spec.name for spec in fields(config) if spec.name in parameters]
