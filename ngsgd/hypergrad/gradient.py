@@ -214,7 +214,10 @@ class _Run:
         for outer_iter in reversed(range(self.plan.num_outer_iters)):
             shares_N = self._shares(outer_iter)
             if self.plan.num_jobs > 1:
-                averaging_ON[outer_iter] = self._by_weights(outer_iter, dw_P)
+                # of the weight a_n in the mean sum a_n w_n / sum a: (w_n - mean) / sum a
+                ends_NP, mean_P = self._ends.pop(), self._means.pop()
+                averaging_ON[outer_iter] = torch.stack(
+                    [torch.dot(dw_P, end_P - mean_P) for end_P in ends_NP]) / plan.averaging_ON[outer_iter].sum()
             found = self.jobs.reverse(outer_iter, [share * dw_P for share in shares_N])
             dw_P = torch.zeros_like(dw_P)
             for dw_of_job_P, grad in found:
@@ -248,15 +251,6 @@ class _Run:
             return ends_NP[0]
         return torch.from_numpy(mean_of_chunk([end_P.numpy() for end_P in ends_NP],
                                               self._shares(outer_iter), np.s_[:]))
-
-    def _by_weights(self, outer_iter: int, dw_P: Tensor) -> Tensor:
-        """Return the gradient with respect to a_n of the mean sum a_n w_n / sum a.
-
-        (w_n - mean) / sum a.
-        """
-        ends_NP, mean_P = self._ends.pop(), self._means.pop()
-        return torch.stack([torch.dot(dw_P, end_P - mean_P)
-                            for end_P in ends_NP]) / self.plan.averaging_ON[outer_iter].sum()
 
 
 def adjoint_growth(by_log_lr_TG: Tensor) -> float:

@@ -177,7 +177,8 @@ def _descend_once(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, bud
     while evaluated is not None and search.spent + REVERSE_COST + 1.0 <= budget and radius > smallest:
         found = evaluated.gradient()
         search.spent += REVERSE_COST
-        slope_D = _slope(space, theta_D, found)
+        leaf_D = theta_D.clone().requires_grad_()
+        slope_D = torch.nan_to_num(found.by(space.build(leaf_D), leaf_D), nan=0.0, posinf=0.0, neginf=0.0)
         # Gradient norms diverge near the edge of stability, so only the direction is used.
         unit_D = slope_D / slope_D.norm().clamp(min=1e-30)
         mean_D = _MEMORY * mean_D + (1.0 - _MEMORY) * unit_D
@@ -204,11 +205,6 @@ def _value(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor) -> tuple[floa
     except DivergenceError:
         return math.inf, None
     return (evaluated.value, evaluated) if math.isfinite(evaluated.value) else (math.inf, None)
-
-
-def _slope(space: HyperSpace, theta_D: Tensor, found: HyperGrad) -> Tensor:
-    leaf_D = theta_D.clone().requires_grad_()
-    return torch.nan_to_num(found.by(space.build(leaf_D), leaf_D), nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _direction(space: HyperSpace, mean_D: Tensor, squares_D: Tensor,

@@ -84,13 +84,15 @@ class GraphedStep:
         Raises:
             ConfigError: the step cannot be recorded.
         """
-        own = self._settings()
+        own, optimizer = self._settings(), self._optimizer
         if own is None:
             return self._numbers(tensors)
         kind = (own, key, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
         found = self._recorded.get(kind)
         if found is not None:
-            self._count_replay(found.record)
+            optimizer.counts.num_steps += 1
+            optimizer.step_count += 1
+            optimizer.rule.replayed(optimizer, found.record)
             torch._foreach_copy_(found.inputs, list(tensors))
         else:
             self._num_seen[kind] += 1
@@ -100,7 +102,7 @@ class GraphedStep:
                 return self._numbers(tensors)
             found = self._recorded[kind] = self._record(tensors)
         found.graph.replay()
-        self._optimizer.rule.send_updates(found.record)
+        optimizer.rule.send_updates(found.record)
         # The next replay overwrites the numbers.
         return found.numbers_M.clone()
 
@@ -117,12 +119,6 @@ class GraphedStep:
         is_constrained = any(group["orthonormal_constraint"] for group in own.param_groups)
         return (groups, own.max_param_change, own.counts.hits.data_ptr(),
                 own.step_count % ORTHONORMAL_PERIOD if is_constrained else 0, of_rule)
-
-    def _count_replay(self, record: StepRecord) -> None:
-        own = self._optimizer
-        own.counts.num_steps += 1
-        own.step_count += 1
-        own.rule.replayed(own, record)
 
     def _numbers(self, tensors: Sequence[Tensor]) -> Tensor:
         """Run the step; return its numbers."""

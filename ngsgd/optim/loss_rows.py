@@ -75,7 +75,9 @@ class LossRows:
         self.parameters: dict[int, Tensor] = {}
         self.scaled: dict[int, Tensor] = {}
         replicas.observe()
-        _observe(self)
+        if not getattr(_autograd._engine_run_backward, "_is_of_ngsgd", False):
+            _autograd._engine_run_backward = _reported(_autograd._engine_run_backward)
+        _observers.append(weakref.ref(self, _observers.remove))
 
     def clear(self) -> None:
         """Forget all passes, as after a step."""
@@ -121,7 +123,11 @@ class LossRows:
     def _add(self, parameter: int, user: Any, done: _Pass) -> None:
         """Count a pass after others."""
         shape, passes = done.shape, {done.number} if done.number else set[int]()
-        marks = _marks(done.outputs) if any(one.passes for one in self._minibatches) else set[int]()
+        marks = set[int]()
+        if any(one.passes for one in self._minibatches):
+            # passes that have gone through operations of the graph
+            graph = nodes_of([output.grad_fn for output in done.outputs])
+            marks = {node.metadata[_PASS] for node in graph if _PASS in node.metadata}
         shared = [one for one in self._minibatches if not marks.isdisjoint(one.passes)]
         if shared:
             same = shared[0]
@@ -186,11 +192,6 @@ def _mark(done: _Pass, users: Sequence[Any]) -> None:
             user.metadata[_HEAD] = {*user.metadata.get(_HEAD, ()), done.number}
 
 
-def _marks(outputs: Sequence[Tensor]) -> set[int]:
-    """Return the numbers of the passes that have gone through operations of the graph."""
-    return {node.metadata[_PASS] for node in nodes_of([output.grad_fn for output in outputs]) if _PASS in node.metadata}
-
-
 def _is_cleared(gradient: _Gradient) -> bool:
     grad = gradient.parameter.grad
     if grad is None:
@@ -203,14 +204,8 @@ def _is_cleared(gradient: _Gradient) -> bool:
     return not bool(grad.any())
 
 
+# All further backward passes are reported to these while they exist.
 _observers: list[weakref.ref[LossRows]] = []
-
-
-def _observe(rows: LossRows) -> None:
-    """Report all further backward passes to `rows`, while it exists."""
-    if not getattr(_autograd._engine_run_backward, "_is_of_ngsgd", False):
-        _autograd._engine_run_backward = _reported(_autograd._engine_run_backward)
-    _observers.append(weakref.ref(rows, _observers.remove))
 
 
 def _reported(original: Any) -> Any:

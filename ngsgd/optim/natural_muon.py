@@ -57,7 +57,12 @@ class OrthogonalMomentum(Rule):
             is_finite = is_finite & minibatch.others_finite.to(is_finite.device)
         steps = [(group, p, self.direction(group, p, gradient, optimizer.state[p]).view_as(p))
                  for _, group, p, gradient in matrices]
-        proposed = {p: _decayed(p, direction, group) for group, p, direction in steps if _may_overflow(p, group)}
+        proposed = {}
+        for group, p, direction in steps:
+            lr, decay = group["lr"] * group["lr_factor"], group["weight_decay"]
+            # In half precision, and with a huge rate, round a new value in float32 once, and check it.
+            if p.dtype in HALF or lr * decay > adamw.MAX_DECAY or lr > adamw.MAX_LR:
+                proposed[p] = (p.to(direction.dtype) * (1.0 - float(lr) * float(decay)) - float(lr) * direction).to(p.dtype)
         if proposed:
             is_finite = is_finite & updates.all_finite(list(proposed.values())).to(is_finite.device)
         is_skipped = ~is_finite
@@ -190,15 +195,3 @@ def without_large_directions(u_OI: Tensor, outputs: OnlineNaturalGradient, input
 def _is_matrix(p: Tensor) -> bool:
     """Return whether steps of a parameter are orthogonalized; AdamW trains all others."""
     return p.ndim > 1 and p.numel() > 0 and not p.is_complex()
-
-
-def _may_overflow(p: Tensor, group: Mapping[str, Any]) -> bool:
-    """Return whether new values are computed apart: in half precision, and with a huge rate."""
-    lr = group["lr"] * group["lr_factor"]
-    return p.dtype in HALF or lr * group["weight_decay"] > adamw.MAX_DECAY or lr > adamw.MAX_LR
-
-
-def _decayed(p: Tensor, direction: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return the new value, computed in at least float32 and rounded once."""
-    lr = float(group["lr"] * group["lr_factor"])
-    return (p.to(direction.dtype) * (1.0 - lr * float(group["weight_decay"])) - lr * direction).to(p.dtype)

@@ -193,11 +193,11 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._apply(Minibatch(scale, num_samples))
+        with torch.no_grad():
+            self._take(Minibatch(scale, num_samples))
         return loss
 
-    @torch.no_grad()
-    def _apply(self, minibatch: Minibatch) -> None:
+    def _take(self, minibatch: Minibatch) -> None:
         self.rule.begin(self, minibatch)
         self._require_own_parameters()
         groups = self.rule.adamw_groups(self.param_groups)
@@ -210,19 +210,16 @@ class Optimizer(torch.optim.Optimizer):
             taken = Step([], (~minibatch.others_finite).to(torch.float32))
         if taken is not None:
             if self.on_nonfinite == "raise" and bool(taken.is_skipped):
-                self._raise_divergence()
+                bad = [group["name"] for group in self.param_groups
+                       if (are_finite := updates.gradients_are_finite(group["params"])) is not None and not are_finite]
+                reason = f"the gradient of {', '.join(bad)} is not finite" if bad else "the step would make parameters infinite"
+                raise DivergenceError(f"{reason}; lower the learning rate or skip such minibatches with on_nonfinite=\"skip\".")
             # AdamW steps once per minibatch, also with backstitch.
             if minibatch.scale > 0.0:
                 if groups:
                     adamw.step(groups, proposed, self.state, taken.is_skipped)
                 self._constrain(self.param_groups[index] for index in taken.indices)
         self.rule.end(self)
-
-    def _raise_divergence(self) -> None:
-        bad = [group["name"] for group in self.param_groups
-               if (are_finite := updates.gradients_are_finite(group["params"])) is not None and not are_finite]
-        reason = f"the gradient of {', '.join(bad)} is not finite" if bad else "the step would make parameters infinite"
-        raise DivergenceError(f"{reason}; lower the learning rate or skip such minibatches with on_nonfinite=\"skip\".")
 
     def count(self, limits: Limits | Tensor, indices: list[int]) -> None:
         """Count a step with the limits of groups, or with whether it was skipped if none has one.
@@ -280,17 +277,14 @@ class Optimizer(torch.optim.Optimizer):
             self.warn_once("unfrozen", f"{', '.join(names)} were unfrozen after the optimizer was "
                                         "created and are not trained; call add_param_group with "
                                         "them.")
-        if self._num_searches % _SEARCH_PERIOD == 0:
-            self._warn_of_new_parameters()
         self._num_searches += 1
-
-    def _warn_of_new_parameters(self) -> None:
-        """Warn of parameters that the model did not have when the optimizer was created."""
+        if self._num_searches % _SEARCH_PERIOD != 1:
+            return
         known = {id(p) for group in self.param_groups for p in group["params"]} | {id(p) for p in self._known}
         if new := [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in known]:
             self.warn_once("new parameters", f"{', '.join(new)} came into the model after the optimizer was created, as "
-                                              "when a layer is replaced, and are not trained; create the optimizer "
-                                              "after the last change of the model.")
+                                             "when a layer is replaced, and are not trained; create the optimizer after "
+                                             "the last change of the model.")
 
     def _find_parameters(self, changed: str = "") -> list[_ParameterSlot]:
         require_whole_parameters(self.model, type(self).__name__)

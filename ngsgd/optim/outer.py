@@ -65,7 +65,8 @@ class OuterOptimizer:
         self.ema_decay = ema_decay
         self.num_threads = num_threads
         # Elements; it changes the speed, never the result.
-        self.chunk_size = _chunk_size(len(model))
+        # A power of two: large against call overhead, small for the cache, at most 1/10 of the model.
+        self.chunk_size = int(1 << min(max((len(model) // 150).bit_length() - 1, 12), 16))
         self.numbers: dict[str, float] = {}
         self.arrays: dict[str, Array] = {"model": model.copy()}
         for name, value in rule.buffers.items():
@@ -138,7 +139,10 @@ class OuterOptimizer:
             center = getattr(rule, "center", mean_of_chunk)
             mean = center(vectors, shares, slice(part.start + offset, part.stop + offset))
             before = self._read(part)
-            start = self._as_received(rule.broadcast(before, self.numbers), before["model"])
+            start = rule.broadcast(before, self.numbers)
+            if start is not before["model"]:
+                # Round B to the dtype in transit, so that rounding is not counted as a change by the jobs.
+                start = start.astype(self.arrays["model"].dtype).astype(np.float64)
             if returns == "move":
                 mean += start
             for name, values in rule.update(before, start, mean, now).items():
@@ -186,11 +190,6 @@ class OuterOptimizer:
     def _read(self, part: slice) -> dict[str, Array]:
         return {name: self.arrays[name][part].astype(np.float64) for name in ("model", *self.rule.buffers)}
 
-    def _as_received(self, start: Array, model: Array) -> Array:
-        """Round B to the dtype in transit, so that rounding is not counted as a change by the jobs.
-        """
-        return start if start is model else start.astype(self.arrays["model"].dtype).astype(np.float64)
-
     def _chunks(self, part: slice) -> list[slice]:
         return [slice(first, min(first + self.chunk_size, part.stop)) for first in range(part.start, part.stop, self.chunk_size)]
 
@@ -213,13 +212,6 @@ def _require_vector(vector: Any, what: str) -> None:
                           "NumPy vectors. Convert with "
                           "torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu().numpy() "
                           "and back with vector_to_parameters().")
-
-
-def _chunk_size(size: int) -> int:
-    """Return a power of two: large against call overhead, small for the cache, at most 1/10 of the
-    model.
-    """
-    return int(1 << min(max((size // 150).bit_length() - 1, 12), 16))
 
 
 def _pieces_that_fit(pieces: Pieces | None, size: int, vectors: Sequence[Array]) -> Pieces:

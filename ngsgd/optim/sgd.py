@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -125,7 +125,9 @@ class Sgd(Rule):
 
     def _norms(self, moving: _Moving) -> Tensor:
         """Return the L2 norm of the update of each component."""
-        norms = iter(_norms([d for ds in moving.directions for d in ds], moving.dtypes))
+        # Half precision would overflow in the sum of squares.
+        upcast = functools.reduce(torch.promote_types, moving.dtypes, torch.float32)
+        norms = iter(torch._foreach_norm([d for ds in moving.directions for d in ds], 2, dtype=upcast))
         most = max(map(len, moving.directions))
         rows = [[next(norms) for _ in ds] for ds in moving.directions]
         if any(len(row) < most for row in rows):
@@ -182,12 +184,6 @@ def _delta(p: Tensor, state: Mapping[Tensor, dict[str, Any]], lr: float, decay: 
     velocity = updates.accumulator(state[p], "velocity", p)
     velocity.mul_(momentum).add_(gradient, alpha=-lr)
     return velocity.add_(p, alpha=-decay) if decay else velocity
-
-
-def _norms(tensors: list[Tensor], dtypes: Iterable[torch.dtype]) -> tuple[Tensor, ...]:
-    # Half precision would overflow in the sum of squares.
-    upcast = functools.reduce(torch.promote_types, dtypes, torch.float32)
-    return torch._foreach_norm(tensors, 2, dtype=upcast)
 
 
 class SGD(Optimizer):
