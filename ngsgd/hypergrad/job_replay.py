@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import ReversalError
-from ngsgd.hypergrad.adjoint import Adjoint, Velocity
+from ngsgd.hypergrad.adjoint import Adjoint, MoveAdjoint, Shortened, Velocity, shorten
 from ngsgd.hypergrad.exact_momentum import ExactMomentum
 from ngsgd.hypergrad.hyperparameters import HyperparameterPlan
-from ngsgd.hypergrad.step_limits import MoveAdjoint, Shortened, shorten
 from ngsgd.hypergrad.training_task import Flat, MinibatchIndex, TrainingTask
 from ngsgd.ops.second_derivatives import twice_differentiable
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.ops.max_change import row_product_factor
-from ngsgd.optim import replicas
 from ngsgd.optim.groups import name_of
 from ngsgd.optim.layers import (
     FisherSettings,
@@ -30,9 +29,9 @@ from ngsgd.optim.layers.attention import NaturalGradientMultiheadAttention
 from ngsgd.optim.layers.base import NaturalGradientLayer
 from ngsgd.optim.layers.common import mean_over_ranks
 from ngsgd.optim.layers.fast_linear import FastLinear
-from ngsgd.optim.loss_rows import LossRows
-from ngsgd.optim.optimizer import Optimizer
-from ngsgd.optim.rule import Group, Minibatch, Rule, Step, StepRecord
+from ngsgd.optim.mean_loss import replicas
+from ngsgd.optim.mean_loss.loss_rows import LossRows
+from ngsgd.optim.rule import Group, Minibatch, Rule, Step, Stepped, StepRecord
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _log = logging.getLogger("ngsgd.optim.ngsgd")
@@ -71,7 +70,7 @@ class NaturalGradient(Rule):
         self.detach: weakref.finalize[Any, Any] | None = None
         self._gradient_scale = 1.0
 
-    def begin(self, optimizer: Optimizer, minibatch: Minibatch) -> None:
+    def begin(self, optimizer: Stepped, minibatch: Minibatch) -> None:
         context = self.context
         if context.retired:
             raise ConfigError(f"this NGSGD cannot step any more: {context.retired}; use one "
@@ -84,10 +83,10 @@ class NaturalGradient(Rule):
                                              "this is intended.")
         context.looks_like_mean = None
 
-    def step(self, optimizer: Optimizer, minibatch: Minibatch, factors: Any = None) -> Step | None:
+    def step(self, optimizer: Stepped, minibatch: Minibatch, factors: Any = None) -> Step | None:
         return self.update.step(optimizer, minibatch, self._row_product_factors if self.max_change_per_sample else None)
 
-    def end(self, optimizer: Optimizer) -> None:
+    def end(self, optimizer: Stepped) -> None:
         context = self.context
         if not context.num_passes and any(weight.grad is not None for _, weight, _ in self.estimates()):
             optimizer.warn_once("plain gradients", "no backward pass has added to the gradients of its layers since the last "
@@ -121,7 +120,7 @@ class NaturalGradient(Rule):
             for side, estimate in preconditioner.sides.items():
                 yield f"{layer}.{side}", preconditioner.weight, estimate
 
-    def attach(self, optimizer: Optimizer) -> None:
+    def attach(self, optimizer: Stepped) -> None:
         is_new = self.detach is None
         if self.detach is None:
             self.detach = weakref.finalize(optimizer, detach_all, self.layers, self.context)
@@ -246,7 +245,7 @@ class NaturalGradient(Rule):
         for name, weight, _ in self.estimates():
             state[weight].update({f"{path_of(name)}/{key}": None for key in ("W", "d", "rho", "t")})
 
-    def graph_key(self, optimizer: Optimizer) -> Hashable | None:
+    def graph_key(self, optimizer: Stepped) -> Hashable | None:
         context = self.context
         looks_at_first = context.asks_reduction or context.looks_like_mean is not None
         if context.measures_cosine or looks_at_first or context.grad_scaler is not None:
@@ -268,7 +267,7 @@ class NaturalGradient(Rule):
         for estimate, num_calls in before:
             record.calls.extend([estimate] * (estimate.num_calls - num_calls))
 
-    def replayed(self, optimizer: Optimizer, record: StepRecord) -> None:
+    def replayed(self, optimizer: Stepped, record: StepRecord) -> None:
         for estimate in record.calls:
             estimate._count_call()
         self.context.num_steps += 1

@@ -21,7 +21,7 @@ from ngsgd.optim.layers.common import mean_over_ranks
 from ngsgd.optim.natural_gradient import NaturalGradient, layer_of
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.optim.optimizer import Optimizer
-from ngsgd.optim.rule import Factors, Group, Minibatch, Rule, Step
+from ngsgd.optim.rule import Factors, Group, Minibatch, Rule, Step, Stepped
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 # Steps then have the root mean square of AdamW steps (Moonshot's Muon).
@@ -43,7 +43,7 @@ class OrthogonalMomentum(Rule):
     def __init__(self, num_iterations: int, context: LayerContext, preconditioners: Mapping[str, LayerPreconditioner]) -> None:
         self.num_iterations, self._context, self._preconditioners = num_iterations, context, preconditioners
 
-    def step(self, optimizer: Optimizer, minibatch: Minibatch, factors: Factors | None = None) -> Step | None:
+    def step(self, optimizer: Stepped, minibatch: Minibatch, factors: Factors | None = None) -> Step | None:
         if minibatch.scale != 1.0:
             raise ConfigError("NaturalMuon does not support backstitch, because its steps have a "
                               "fixed length; use NGSGD.")
@@ -90,7 +90,7 @@ class OrthogonalMomentum(Rule):
         num_outputs, num_inputs = u_OI.shape
         return orthogonalized(u_OI, self.num_iterations).mul_(_RMS * math.sqrt(max(num_outputs, num_inputs)))
 
-    def attach(self, optimizer: Optimizer) -> None:
+    def attach(self, optimizer: Stepped) -> None:
         modules = dict(optimizer.model.named_modules())
         for group in optimizer.param_groups:
             module = modules.get("" if group["name"] == name_of(optimizer.model) else layer_of(group))

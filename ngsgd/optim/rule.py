@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from ngsgd.optim.optimizer import Optimizer
+from ngsgd.ops.max_change import Limits
 
 Group = dict[str, Any]
 # (groups with gradients, a tensor of the device and dtype of the result) -> factors of updates
@@ -47,6 +46,21 @@ class StepRecord(NamedTuple):
     updates: list[Any]
 
 
+class Stepped(Protocol):
+    """What a rule uses of its optimizer."""
+
+    model: nn.Module
+    param_groups: list[Group]
+    # by parameter
+    state: Any
+    max_param_change: float
+    step_count: int
+
+    def count(self, limits: Limits | Tensor, indices: list[int]) -> None: ...
+
+    def warn_once(self, subject: str, message: str) -> None: ...
+
+
 class Rule:
     """Steps of the groups without AdamW; `Optimizer` calls `begin`, `step` and `end`."""
 
@@ -55,10 +69,10 @@ class Rule:
     # further settings of a group, with their defaults
     settings: Mapping[str, Any] = {}
 
-    def begin(self, optimizer: Optimizer, minibatch: Minibatch) -> None:
+    def begin(self, optimizer: Stepped, minibatch: Minibatch) -> None:
         """Prepare a step, and complete the numbers of samples of the minibatch."""
 
-    def step(self, optimizer: Optimizer, minibatch: Minibatch, factors: Factors | None = None) -> Step | None:
+    def step(self, optimizer: Stepped, minibatch: Minibatch, factors: Factors | None = None) -> Step | None:
         """Update the layers of this rule; None if they have no gradient.
 
         Args:
@@ -68,10 +82,10 @@ class Rule:
         """
         raise NotImplementedError
 
-    def end(self, optimizer: Optimizer) -> None:
+    def end(self, optimizer: Stepped) -> None:
         """Complete a step."""
 
-    def attach(self, optimizer: Optimizer) -> None:
+    def attach(self, optimizer: Stepped) -> None:
         """Follow new groups, at first all of them."""
 
     def check(self, model: nn.Module) -> None:
@@ -85,7 +99,7 @@ class Rule:
         """Return whether a parameter has a velocity."""
         return bool(group["momentum"]) and group["rule"] != "adamw"
 
-    def graph_key(self, optimizer: Optimizer) -> Hashable | None:
+    def graph_key(self, optimizer: Stepped) -> Hashable | None:
         """Return what the operations of the next step depend on, besides groups and data.
 
         None if the step waits for the device, so that a CUDA graph cannot contain it.
@@ -97,7 +111,7 @@ class Rule:
         """Keep what a replay of the step inside does not repeat."""
         yield StepRecord([], [])
 
-    def replayed(self, optimizer: Optimizer, record: StepRecord) -> None:
+    def replayed(self, optimizer: Stepped, record: StepRecord) -> None:
         """Count a step that a CUDA graph takes."""
 
     def send_updates(self, record: StepRecord) -> None:

@@ -22,7 +22,7 @@ from ngsgd.optim import updates
 from ngsgd.optim.groups import OF_LAYERS
 from ngsgd.optim.layers.fast_linear import attach_fast_linear, detach_fast_linear
 from ngsgd.optim.optimizer import Optimizer
-from ngsgd.optim.rule import Factors, Group, Minibatch, Rule, Step
+from ngsgd.optim.rule import Factors, Group, Minibatch, Rule, Step, Stepped
 
 
 class _Moving(NamedTuple):
@@ -48,7 +48,7 @@ class Sgd(Rule):
     def __init__(self) -> None:
         self._constant = updates.DeviceNumbers()
 
-    def step(self, optimizer: Optimizer, minibatch: Minibatch, factors: Factors | None = None) -> Step | None:
+    def step(self, optimizer: Stepped, minibatch: Minibatch, factors: Factors | None = None) -> Step | None:
         moving = self._moving(optimizer, minibatch)
         if not moving.indices:
             return None
@@ -96,7 +96,7 @@ class Sgd(Rule):
         optimizer.count(limits, moving.indices)
         return Step(moving.indices, found_inf)
 
-    def _moving(self, optimizer: Optimizer, minibatch: Minibatch) -> _Moving:
+    def _moving(self, optimizer: Stepped, minibatch: Minibatch) -> _Moving:
         """Return the updates before limits; p.grad is not changed."""
         indices, params, directions, rates, are_own = [], [], [], [], []
         groups, state = optimizer.param_groups, optimizer.state
@@ -159,7 +159,7 @@ def _checked(moving: _Moving, limits: Limits, steps_C: Tensor, groups: list[Grou
     return limits, proposed
 
 
-def _decay(optimizer: Optimizer, group: Group, minibatch: Minibatch) -> float:
+def _decay(optimizer: Stepped, group: Group, minibatch: Minibatch) -> float:
     """Return the multiple of p that weight decay subtracts, before `scale`."""
     if not group["weight_decay"] or minibatch.scale <= 0.0:
         return 0.0

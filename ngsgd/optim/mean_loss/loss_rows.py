@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import ConfigError
-from ngsgd.optim import replicas
-from ngsgd.optim.loss_shape import LossShape, loss_shape, nodes_of
+from ngsgd.optim.mean_loss import replicas
+from ngsgd.optim.mean_loss.loss_shape import LossShape, loss_shape, nodes_of
 
 # Its type stubs lack the function.
 _autograd: Any = torch.autograd

@@ -1,7 +1,7 @@
 """Outer optimizers: compute the next model from the weighted mean of the models of the jobs.
 
 B is the broadcast model (jobs start from it), W the model that is evaluated and saved. A rule
-(`ngsgd.optim.outer_rules`) works element by element, so chunks of the model can be processed by any
+(`ngsgd.optim.outer.rules`) works element by element, so chunks of the model can be processed by any
 number of threads with bitwise identical results. Arithmetic is float64, stored copies are float32,
 and the sum over jobs runs in job order.
 
@@ -19,19 +19,7 @@ import numpy as np
 
 from ngsgd.errors import ConfigError
 from ngsgd.ops.averaging import mean_of_chunk, shares_of
-from ngsgd.optim.outer_rules import (
-    Array,
-    Average,
-    BlockMomentum,
-    Bmuf,
-    DiLoCo,
-    OuterInfo,
-    OuterRule,
-    TakeMean,
-    make_rule,
-)
-
-__all__ = ["Average", "BlockMomentum", "Bmuf", "DiLoCo", "OuterInfo", "OuterOptimizer", "OuterRule", "make_rule"]
+from ngsgd.optim.outer.rules import Array, OuterInfo, OuterRule, TakeMean
 
 # (part of the model, its place in the vectors of the jobs)
 Pieces = Sequence[tuple[slice, slice]]
@@ -47,7 +35,7 @@ class OuterOptimizer:
 
     Example:
         >>> import numpy as np
-        >>> from ngsgd.optim.outer_rules import Average, OuterInfo
+        >>> from ngsgd.optim.outer import Average, OuterInfo
         >>> outer = OuterOptimizer(Average(), np.zeros(2, np.float32))
         >>> info = OuterInfo(outer_iter=0, num_outer_iters=1, num_jobs=2, lr=0.1)
         >>> outer.step([np.ones(2, np.float32), np.full(2, 3, np.float32)], [1.0, 1.0], info)
