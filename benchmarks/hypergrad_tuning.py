@@ -37,8 +37,6 @@ from ngsgd.hypergrad import (
     tune_hyperparameters,
 )
 from ngsgd.hypergrad.search import random_seeder
-from ngsgd.hypergrad.search import transfer as try_multiples
-from ngsgd.hypergrad.search_space import stretched
 
 SPACES: dict[str, dict[str, Any]] = {
     "S2": {"parts": ("schedule",), "knots": 2},
@@ -125,7 +123,7 @@ def mixture_data(seed: int) -> Data:
 def search(task: ModuleTask, space: HyperSpace, method: str, budget: float,
            seed: int) -> SearchResult:
     """One of METHODS; methods without gradients have the same box and start at its center."""
-    from ngsgd.pipeline.tuning.coarse_search import tpe
+    from ngsgd.pipeline.tuning import tpe
 
     if method in ("hypergradient", "hybrid"):
         return tune_hyperparameters(lambda plan: evaluate_hyperparameters(task, plan), space,
@@ -191,9 +189,11 @@ def transfer(options: argparse.Namespace) -> Iterator[tuple[Key, Callable[[], Re
 def _transfer(key: Key) -> Record:
     task, test = task_of(mixture_data(key["seed"]), (32, 64, 64, 10), key["seed"])
     found = search(task, _space(key, 100), key["method"], key["budget"], key["seed"])
-    space = stretched(_space(key, 100), 1600)
+    space = _space(key, 1600)
     best = space.clamp(torch.tensor(found.best.theta, dtype=torch.float64))
-    long = try_multiples(lambda plan: evaluate_hyperparameters(task, plan), space, best, MULTIPLES)
+    long = SearchResult(space)
+    for factor in MULTIPLES:
+        long.add("transfer", value_of(task, space.build(space.scaled(best, factor))), space.scaled(best, factor))
     return {"short": found.best.value, "long": [trial.value for trial in long.trials], "spent": found.spent,
             "theta": list(found.best.theta), "test": test(space.build(torch.tensor(long.best.theta, dtype=torch.float64)))}
 

@@ -269,7 +269,7 @@ def inspection(rounds: int) -> None:
         training.warm_up()
         step_s = statistics.median(seconds(training.step, PERIOD) for _ in range(rounds))
         figures_s = statistics.median(seconds(lambda: figures(optimizer)) for _ in range(rounds))  # noqa: B023
-        optimizer.cosine_period = 1
+        optimizer.rule.cosine_period = 1
         training.step()
         cosine_s = statistics.median(seconds(training.step, PERIOD) for _ in range(rounds)) - step_s
         print(f"{net.name}: figures of all layers {100 * figures_s / step_s:.2f} % of a step, once a job; cosines "

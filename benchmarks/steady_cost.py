@@ -56,7 +56,7 @@ from ngsgd.data.frames import FrameSet
 from ngsgd.files import read_json_lines
 from ngsgd.launcher.commands.train import services_of
 from ngsgd.launcher.config.compose import compose
-from ngsgd.optim import SGD
+from ngsgd.optim import Optimizer
 from ngsgd.pipeline.base_run import BaseRun, Training
 from ngsgd.pipeline.services import PoolRequest
 from ngsgd.runs.config_file import to_yaml
@@ -68,7 +68,7 @@ from ngsgd.training.job import Job
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.records import FinalReport
 from ngsgd.training.storage.checkpoint import Checkpoint
-from ngsgd.training.task import Batch, Task, TaskSpec, run_schedule, seeded_model
+from ngsgd.training.task import Batch, Task, TaskSpec, seeded_model
 from ngsgd.training.worker import Worker, make_optimizer, never
 from ngsgd.training.worker_pool import WorkerPool
 
@@ -175,7 +175,7 @@ class BareLoop:
 
     loss_sum, num_correct = 0.0, 0.0
 
-    def minibatch(self, task: Task, model: torch.nn.Module, optimizer: SGD, batch: Batch) -> None:
+    def minibatch(self, task: Task, model: torch.nn.Module, optimizer: Optimizer, batch: Batch) -> None:
         optimizer.zero_grad(set_to_none=True)
         loss = task.loss(model, batch.data)
         loss.total.backward()
@@ -188,7 +188,7 @@ def train_bare(config: RunConfig, egs: Path, log: Path, num_jobs: int) -> None:
     """The bare loop; writes a line after each job, and the parameters at the end."""
     torch.set_num_threads(1)
     task = SpeechTaskSpec(config, str(egs)).task(torch.device("cpu"))
-    schedule = run_schedule(task, config)
+    schedule = task.shards().schedule(config.schedule)
     model = seeded_model(task, config.seed)
     layout = FlatLayout.of(model)
     loop = BareLoop()
@@ -227,7 +227,7 @@ class PairedWorker(Worker):
         setattr(self.task, "loss", self._calls.timed(self.task.loss))  # noqa: B010
         setattr(self, "_loss", self.task.loss)  # noqa: B010
         setattr(torch.Tensor, "backward", self._calls.timed(torch.Tensor.backward))  # noqa: B010
-        self._timed: SGD | None = None
+        self._timed: Optimizer | None = None
 
     def train(self, job: Job, should_stop: Callable[[], bool] = never) -> Any:
         piece = job.pieces[0]
@@ -245,7 +245,7 @@ class PairedWorker(Worker):
             calls.seconds = 0.0
             began = time.perf_counter()
 
-        def bare(optimizer: SGD) -> None:
+        def bare(optimizer: Optimizer) -> None:
             position = len(times) % (2 * _BLOCK)
             note(WORKER if position else FIRST)
             if position == _BLOCK - 1:
@@ -257,7 +257,7 @@ class PairedWorker(Worker):
         np.save(self.folder / f"times-{job.outer_iter}.npy", np.array(times))
         return trained
 
-    def _train(self, network: torch.nn.Module, batch: Batch | None, optimizer: SGD, *others: Any) -> None:
+    def _train(self, network: torch.nn.Module, batch: Batch | None, optimizer: Optimizer, *others: Any) -> None:
         # from the end of a minibatch to the end of the next one, with all that is between them
         if optimizer is not self._timed:
             self._timed = optimizer

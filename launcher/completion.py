@@ -53,7 +53,6 @@ _INSTALL = {
 _TAKE_A_RUN = ("resume", "stop", "transcribe", "decode", "evaluate", "status", "logs", "report", "compare", "info", "why",
                "verify", "export")
 _TAKE_SETTINGS = ("train", "tune", "align", "compare", "submit", "plan", "simulate")
-_PARTS_OF_TUNE = ("probe", "check", "run", "transfer")
 Help = Callable[[str], object]
 
 
@@ -107,8 +106,6 @@ def _offered(before: list[str], last: str, print_help: Help) -> Iterable[str]:
         if re.search(rf"{re.escape(previous)} RUN", text):
             return _runs()
     offered = _runs() if command in _TAKE_A_RUN else []
-    if command == "tune" and len(before) == 1:
-        return _PARTS_OF_TUNE
     return [*offered, *(_settings(last) if command in _TAKE_SETTINGS else [])]
 
 

@@ -163,7 +163,7 @@ MUTANTS = [
            ("tests/models/test_stages.py::test_the_split_comes_halfway_between_the_last_layer_and_the_end",)),
     Mutant("bypass_of_the_frame_before", "ngsgd/models/tdnn.py", "_splice(needed, times, (0,))", "_splice(needed, times - 1, (0,))",
            ("tests/models/test_tdnn.py::test_windows_and_utterances_match_the_reference_frame_by_frame",)),
-    Mutant("momentum_of_what_was_there_before", "ngsgd/optim/outer.py", "self.rule.buffers.get(name, values)",
+    Mutant("momentum_of_what_was_there_before", "ngsgd/optim/outer/optimizer.py", "self.rule.buffers.get(name, values)",
            "array[part] if name in self.rule.buffers else values",
            (f"{GROWTH}::test_values_written_into_a_model_have_no_momentum",)),
     Mutant("nothing_made_for_a_stage_after_a_resume", "ngsgd/training/averaging/averaged_model.py",

@@ -58,7 +58,6 @@ ALLOWED_PRIVATE = {
     "_loss": "a copy of a task that changes between two passes",
     "_validation": "a copy of a task that changes between two passes",
     "_spills": "one stored byte is damaged",
-    "_ranks": "a copy that records its preconditioners",
     "_settings": "a copy that records its preconditioners; the settings that a worker has after growth",
     "_rows": "how many of its frames a stream has used so far",
     "_join": "the call that connects to a cluster, which the test has not",

@@ -21,6 +21,7 @@ with rows of length 0.2 sqrt(I). Adam trains biases.
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -29,7 +30,11 @@ from torch import Tensor, nn
 from ngsgd import NaturalMuon
 from ngsgd.ops.linalg import eigh
 from ngsgd.ops.newton_schulz import orthogonalized
-from ngsgd.optim.natural_muon import _name_of_layer, _without_large_directions
+from ngsgd.optim.layers import FisherSettings, LayerContext, LayerPreconditioner
+from ngsgd.optim.layers.batched import BatchedPass
+from ngsgd.optim.natural_gradient import NaturalGradient, layer_of
+from ngsgd.optim.natural_muon import OrthogonalMomentum, without_large_directions
+from ngsgd.optim.optimizer import Optimizer
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _RMS = 0.2
@@ -40,34 +45,43 @@ _NO_ESTIMATE = OnlineNaturalGradient(1)
 class Variant(NaturalMuon):
     """See the module; options have the names of the formulas."""
 
-    def __init__(self, model: nn.Module, lr: float = 1.0, *, rows: bool = False, estimates: str = "both", length: str = "matrix",
-                 second_moments: float = 0.0, **options: Any) -> None:
-        self.rows, self.estimates, self.length = rows, estimates, length
-        self.second_moments = second_moments
-        super().__init__(model, lr, **options)
+    def __init__(self, model: nn.Module, *, rows: bool = False, estimates: str = "both", length: str = "matrix",
+                 second_moments: float = 0.0, momentum: float = 0.8) -> None:
+        context, preconditioners = LayerContext(observes=not rows), dict[str, LayerPreconditioner]()
+        context.batch = BatchedPass(context)
+        momenta = _Momentum(5, context, preconditioners)
+        momenta.estimates, momenta.length, momenta.second_moments = estimates, length, second_moments
+        momenta.layers = preconditioners
+        rule = NaturalGradient(momenta, context, preconditioners, settings={**asdict(FisherSettings()), "alpha": 1.0},
+                               fallback="adamw", is_mean=False)
+        Optimizer.__init__(self, model, rule, {"lr": 1.0, "momentum": momentum, "max_change": 0.0, "weight_decay": 0.01,
+                                               "adamw_lr_factor": 1.0},
+                           layer_options=None, max_param_change=0.0, on_nonfinite="skip")
 
-    def _attach(self, model: nn.Module) -> None:
-        self._context.observes = not self.rows
-        super(NaturalMuon, self)._attach(model)
 
-    def _direction(self, group: dict[str, Any], p: Tensor, gradient: Tensor) -> Tensor:
-        state = self.state[p]
+class _Momentum(OrthogonalMomentum):
+    estimates: str
+    length: str
+    second_moments: float
+    layers: dict[str, LayerPreconditioner]
+
+    def direction(self, group: dict[str, Any], p: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
         if state.get("velocity") is None:
             state["velocity"] = torch.zeros_like(p)
         velocity = state["velocity"].mul_(group["momentum"]).add_(gradient)
         u_OI = torch.add(gradient, velocity, alpha=group["momentum"]).flatten(1)
-        layer = self._preconditioners.get(_name_of_layer(group))
+        layer = self.layers.get(layer_of(group))
         if layer is not None and layer.weight is p and self.estimates != "none":
             outputs, inputs = (layer.sides[side] if self.estimates in ("both", side) else _NO_ESTIMATE
                                for side in ("output", "input"))
-            u_OI = _without_large_directions(u_OI, outputs, inputs)
+            u_OI = without_large_directions(u_OI, outputs, inputs)
         if self.second_moments:
             squares = state.setdefault("squares", torch.zeros_like(u_OI))
             squares.lerp_(u_OI.square(), 1.0 - self.second_moments)
             u_OI = u_OI / squares.sqrt().add_(1e-12)
         num_outputs, num_inputs = u_OI.shape
         if self.length == "orthogonal":
-            u_OI = orthogonalized(u_OI, self.ns_steps).mul_(_RMS * math.sqrt(max(num_outputs, num_inputs)))
+            u_OI = orthogonalized(u_OI, self.num_iterations).mul_(_RMS * math.sqrt(max(num_outputs, num_inputs)))
         elif self.length == "row":
             u_OI = u_OI * (_RMS * math.sqrt(num_inputs) / (u_OI.norm(dim=1, keepdim=True) + 1e-20))
         elif self.length == "matrix":

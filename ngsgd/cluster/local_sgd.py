@@ -39,7 +39,7 @@ from ngsgd.cluster.outer_parts import Part, parts_of, require_like
 from ngsgd.cluster.rank_group import LostRankError, RankGroup
 from ngsgd.errors import ArgumentError, ClusterError, ConfigError, DivergenceError
 from ngsgd.ops.kernels.native import print_line, use_torch_operations
-from ngsgd.optim.outer_rules import Average, Bmuf, DiLoCo, OuterInfo, OuterRule
+from ngsgd.optim.outer.rules import Average, Bmuf, DiLoCo, OuterInfo, OuterRule
 from ngsgd.user_warnings import has_grown, warn
 
 _RULES = {"average": Average, "bmuf": Bmuf, "diloco": DiLoCo}

@@ -50,15 +50,6 @@ class EgsTask(ModuleTask):
         """Return the number of frames of a run; the last minibatch of an archive may be smaller."""
         return self.steps_per_iter * self.num_jobs * self.num_outer_iters * self.config.schedule.minibatch_size
 
-    def double(self) -> None:
-        """Convert everything to float64, for checks."""
-        self.module.double()
-        self.__dict__.pop("start", None)
-        self._validation = [_in_double(rows) for rows in self._validation]
-        load = self._load
-        self._segment = lru_cache(maxsize=_SEGMENTS_KEPT)(
-            lambda outer_iter, job: [_in_double(rows) for rows in load(outer_iter, job)])
-
     def loss(self, parameters: Mapping[str, Tensor], place: MinibatchIndex,
              data_weights: Tensor | None) -> Tensor:
         if self._dropout is not None:
@@ -109,10 +100,6 @@ def _loss(logits_NP: Tensor, batch: Batch, _: Tensor | None) -> Tensor:
     if len(batch) > 2:
         each_N = each_N * batch[2]
     return each_N.sum() / batch[3] if len(batch) > 3 else each_N.sum()
-
-
-def _in_double(rows: Batch) -> Batch:
-    return tuple(part.double() if part.is_floating_point() else part for part in rows)
 
 
 def _every_other(rows: Minibatch, first: int) -> Batch:

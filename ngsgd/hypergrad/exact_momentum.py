@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -202,13 +201,6 @@ class ExactMomentum:
         """Raise ReversalError if the state in memory has changed since the last step."""
         if self.digest() != self._digest:
             raise ReversalError(self.num_steps, "its state in memory has changed since")
-
-    def copy(self) -> ExactMomentum:
-        """Return a separate copy; it cannot reverse earlier steps."""
-        other = copy(self)
-        other.x_P, other.u_P, other._w_P = self.x_P.clone(), self.u_P.clone(), self._w_P.clone()
-        other._steps, other._spills = [], [[] for _ in self.groups]
-        return other
 
     def state_dict(self) -> dict[str, Any]:
         """Return the complete state as tensors and numbers, for further steps in both directions.

@@ -9,64 +9,48 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ngsgd.errors import ConfigError
 from ngsgd.hypergrad.hyperparameters import HyperGrad, HypergradientReport, HyperparameterPlan
-from ngsgd.hypergrad.job_replay import ENGINES, Gradients, JobSegment, Numbers, PlainGradients, SegmentGrad
+from ngsgd.hypergrad.job_replay import ENGINES, JobSegment, Numbers, PlainGradients, SegmentGrad
 from ngsgd.hypergrad.training_task import Flat, MinibatchIndex, ModuleTask, TrainingTask  # noqa: F401  (ModuleTask: for the doctest)
 from ngsgd.ops.averaging import mean_of_chunk, shares_of
 from ngsgd.ops.second_derivatives import naming_missing
 
 
-class Jobs(Protocol):
-    """Interface that runs the jobs of an outer iteration.
-
-    The same process runs and reverses a job.
-    """
-
-    def forward(self, outer_iter: int, start_P: Tensor) -> list[Tensor]:
-        """Return the final weights of each job, in order."""
-
-    def reverse(self, outer_iter: int, dw_NP: Sequence[Tensor]) -> list[tuple[Tensor, SegmentGrad]]:
-        """Return the gradient with respect to the start of each job, and its other contributions.
-        """
-
-    def kept(self) -> tuple[int, int]:
-        """Return (bytes of stored bits, bytes of reversal state) of all jobs that ran forward."""
-
-
 class LocalJobs:
     """Run jobs one after the other in this process."""
 
-    def __init__(self, task: TrainingTask, plan: HyperparameterPlan, engine: str,
-                 gradients: Gradients, kernels: str = "auto") -> None:
-        self.task, self.plan, self.engine, self.gradients, self.kernels = task, plan, engine, gradients, kernels
+    def __init__(self, task: TrainingTask, plan: HyperparameterPlan, engine: str, kernels: str = "auto") -> None:
+        self.task, self.plan, self.engine, self.kernels = task, plan, engine, kernels
         self.flat, self.dtype = Flat.of(task), next(iter(task.start.values())).dtype
+        self.gradients = PlainGradients(task, self.flat)
         self.segments: dict[tuple[int, int], JobSegment] = {}
 
     def forward(self, outer_iter: int, start_P: Tensor) -> list[Tensor]:
+        """Return the final weights of each job, in order."""
         return [self.run(outer_iter, job, start_P) for job in range(self.plan.num_jobs)]
 
     def run(self, outer_iter: int, job: int, start_P: Tensor) -> Tensor:
         """Run the steps of one job."""
         segment = JobSegment(self.gradients, self.flat, Numbers.of(self.plan, outer_iter),
-                             MinibatchIndex(outer_iter, job, 0), self.engine,
-                          self.kernels)
+                             MinibatchIndex(outer_iter, job, 0), self.engine, self.kernels)
         end_P = segment.forward(start_P, self.dtype)
         if self.engine != "none":
             self.segments[outer_iter, job] = segment
         return end_P
 
     def reverse(self, outer_iter: int, dw_NP: Sequence[Tensor]) -> list[tuple[Tensor, SegmentGrad]]:
+        """Return the gradient with respect to the start of each job, and its other contributions.
+        """
         return [self.segments.pop((outer_iter, job)).reverse(dw_P)
                 for job, dw_P in enumerate(dw_NP)]
 
     def kept(self) -> tuple[int, int]:
+        """Return (bytes of stored bits, bytes of reversal state) of all jobs that ran forward."""
         segments = self.segments.values()
         return sum(segment.spill_bytes
                    for segment in segments), sum(segment.state_bytes for segment in segments)
@@ -81,15 +65,14 @@ class Choice:
 
 
 def choose_engine(plan: HyperparameterPlan, num_parameters: int, element_size: int, *,
-                  memory_bytes: float = 1e9, can_reverse: bool = True) -> Choice:
-    """Choose "store" if it fits, else "reversible" if all momenta are positive, else "checkpoint".
+                  memory_bytes: float = 1e9) -> Choice:
+    """Choose "store" if it fits or a momentum is 0, else "reversible".
 
     Args:
         plan: the hyperparameters.
         num_parameters: P.
         element_size: bytes per parameter.
         memory_bytes: limit for "store". Default 1e9.
-        can_reverse: whether the preconditioner is reversible.
 
     Example:
         >>> plan = HyperparameterPlan.constant(num_steps=5, num_layers=1, lr=0.1)
@@ -97,16 +80,12 @@ def choose_engine(plan: HyperparameterPlan, num_parameters: int, element_size: i
         'store'
     """
     needed = 2 * element_size * num_parameters * plan.num_steps * plan.num_jobs
+    size = f"weights and velocities of all steps take {needed:,} bytes"
     if needed <= memory_bytes:
-        return Choice("store", f"weights and velocities of all steps take {needed:,} bytes, which "
-                               "fits")
-    if not can_reverse:
-        return Choice("checkpoint", "the preconditioner cannot be reversed")
+        return Choice("store", f"{size}, which fits")
     if bool((plan.momentum_TG > 0.0).all()):
-        return Choice("reversible", f"storing every step would take {needed:,} bytes, and momentum "
-                                    "is above 0 everywhere")
-    return Choice("checkpoint", f"storing every step would take {needed:,} bytes, and a momentum "
-                                "is 0")
+        return Choice("reversible", f"{size}, and momentum is above 0 everywhere")
+    return Choice("store", f"a momentum is 0, so steps cannot be reversed; {size}")
 
 
 class HypergradientRun:
@@ -126,8 +105,8 @@ class HypergradientRun:
 
 
 def hypergradient(task: TrainingTask, plan: HyperparameterPlan, engine: str = "auto", *,
-                  gradients: Gradients | None = None, jobs: Jobs | None = None,
-                  memory_bytes: float = 1e9, kernels: str = "auto") -> HyperGrad:
+                  jobs: LocalJobs | None = None, memory_bytes: float = 1e9,
+                  kernels: str = "auto") -> HyperGrad:
     """Train with `plan`; return the validation loss and its gradient with respect to the plan.
 
     All engines return the same numbers. Costs about four ordinary runs. torch's random state is
@@ -136,10 +115,9 @@ def hypergradient(task: TrainingTask, plan: HyperparameterPlan, engine: str = "a
     Args:
         task: model, minibatches and losses; the loss needs second derivatives.
         plan: the hyperparameters.
-        engine: "store", "reversible", "checkpoint" or "auto" (`choose_engine`). "reversible" needs
-            two integers per parameter and log2(1/momentum) bits per parameter and step, and a loss
-            whose gradient is bitwise reproducible.
-        gradients: directions of steps; default: plain gradients.
+        engine: "store", "reversible" or "auto" (`choose_engine`). "reversible" needs two integers
+            per parameter and log2(1/momentum) bits per parameter and step, and a loss whose
+            gradient is bitwise reproducible.
         jobs: runs the jobs; default: in this process.
         memory_bytes: limit of "store" under "auto".
         kernels: "auto", "eager" or "fused"; see `ExactMomentum`.
@@ -161,13 +139,13 @@ def hypergradient(task: TrainingTask, plan: HyperparameterPlan, engine: str = "a
         >>> found.lr_TG.shape
         torch.Size([5, 1])
     """
-    return evaluate_hyperparameters(task, plan, engine, gradients=gradients, jobs=jobs,
-                                    memory_bytes=memory_bytes, kernels=kernels).gradient()
+    return evaluate_hyperparameters(task, plan, engine, jobs=jobs, memory_bytes=memory_bytes,
+                                    kernels=kernels).gradient()
 
 
 def evaluate_hyperparameters(task: TrainingTask, plan: HyperparameterPlan, engine: str = "auto", *,
-                             gradients: Gradients | None = None, jobs: Jobs | None = None,
-             memory_bytes: float = 1e9, kernels: str = "auto") -> HypergradientRun:
+                             jobs: LocalJobs | None = None, memory_bytes: float = 1e9,
+                             kernels: str = "auto") -> HypergradientRun:
     """Run the forward pass of `hypergradient`; the result offers an optional reverse pass."""
     if engine not in ("auto", *ENGINES):
         raise ValueError(f"Invalid engine: {engine!r}; choose auto, {', '.join(ENGINES)}")
@@ -176,39 +154,29 @@ def evaluate_hyperparameters(task: TrainingTask, plan: HyperparameterPlan, engin
         raise ValueError(f"Invalid plan: it has {plan.num_layers} layers, and the task "
                          f"{len(flat.groups)}: {', '.join(flat.layer_names)}")
     first = next(iter(task.start.values()))
-    gradients = gradients or PlainGradients(task, flat)
-    if engine == "reversible" and not gradients.can_reverse:
-        raise ConfigError("this preconditioner cannot be reversed, because its estimates do not "
-                          "retain past data; choose engine=checkpoint or store.")
     choice = Choice(engine, "asked for") if engine != "auto" else choose_engine(
-        plan, flat.size, first.element_size(), memory_bytes=memory_bytes,
-        can_reverse=gradients.can_reverse)
+        plan, flat.size, first.element_size(), memory_bytes=memory_bytes)
     with torch.random.fork_rng(devices=[]):
         if jobs is None:
-            jobs = LocalJobs(task, plan, choice.engine, gradients, kernels)
+            jobs = LocalJobs(task, plan, choice.engine, kernels)
             if choice.engine == "reversible":
-                gradients.probe(flat.flatten(list(task.start.values())), MinibatchIndex(0, 0, 0),
-                                plan.data_weights)
-        return HypergradientRun(_Run(task, plan, flat, gradients, jobs, choice))
+                jobs.gradients.probe(flat.flatten(list(task.start.values())), MinibatchIndex(0, 0, 0), plan.data_weights)
+        return HypergradientRun(_Run(task, plan, flat, jobs, choice))
 
 
-def final_value(task: TrainingTask, plan: HyperparameterPlan, *,
-                gradients: Gradients | None = None, jobs: Jobs | None = None,
-                kernels: str = "auto") -> float:
+def final_value(task: TrainingTask, plan: HyperparameterPlan, *, kernels: str = "auto") -> float:
     """Return the validation loss of `plan`, by a forward pass with the same numbers."""
-    plan, flat = plan.detached(), Flat.of(task)
+    plan = plan.detached()
     with torch.random.fork_rng(devices=[]):
-        jobs = jobs or LocalJobs(task, plan, "none", gradients or PlainGradients(task, flat),
-                                 kernels)
-        return _Run(task, plan, flat, gradients, jobs, Choice("none", "")).forward_value()
+        jobs = LocalJobs(task, plan, "none", kernels)
+        return _Run(task, plan, jobs.flat, jobs, Choice("none", "")).forward_value()
 
 
 class _Run:
     """The complete run in both directions."""
 
-    def __init__(self, task: TrainingTask, plan: HyperparameterPlan, flat: Flat,
-                 gradients: Gradients | None, jobs: Jobs, choice: Choice) -> None:
-        self.task, self.plan, self.flat, self.gradients, self.jobs, self.choice = task, plan, flat, gradients, jobs, choice
+    def __init__(self, task: TrainingTask, plan: HyperparameterPlan, flat: Flat, jobs: LocalJobs, choice: Choice) -> None:
+        self.task, self.plan, self.flat, self.jobs, self.choice = task, plan, flat, jobs, choice
         self.unscaled_P = flat.flatten([p.detach().double() for p in task.start.values()])
         self._ends: list[list[Tensor]] = []
         self._means: list[Tensor] = []
@@ -246,13 +214,17 @@ class _Run:
         for outer_iter in reversed(range(self.plan.num_outer_iters)):
             shares_N = self._shares(outer_iter)
             if self.plan.num_jobs > 1:
-                averaging_ON[outer_iter] = self._by_weights(outer_iter, dw_P)
+                # of the weight a_n in the mean sum a_n w_n / sum a: (w_n - mean) / sum a
+                ends_NP, mean_P = self._ends.pop(), self._means.pop()
+                averaging_ON[outer_iter] = torch.stack(
+                    [torch.dot(dw_P, end_P - mean_P) for end_P in ends_NP]) / plan.averaging_ON[outer_iter].sum()
             found = self.jobs.reverse(outer_iter, [share * dw_P for share in shares_N])
             dw_P = torch.zeros_like(dw_P)
             for dw_of_job_P, grad in found:
                 dw_P += dw_of_job_P
                 _add(whole, grad, outer_iter * self.plan.steps_per_iter)
-        report = self._report(whole, spill_bytes, state_bytes, time.perf_counter() - began)
+        report = HypergradientReport(self.choice.engine, self.choice.why, adjoint_growth(whole.lr_TG * plan.lr_TG), spill_bytes,
+                                     state_bytes, self._forward_s, time.perf_counter() - began)
         start_P = dw_P * self.flat.spread(self.plan.init_scale_G)
         return HyperGrad(value, whole.lr_TG, whole.momentum_TG, whole.l2_G,
                          self.flat.products(dw_P, self.unscaled_P),
@@ -279,24 +251,6 @@ class _Run:
             return ends_NP[0]
         return torch.from_numpy(mean_of_chunk([end_P.numpy() for end_P in ends_NP],
                                               self._shares(outer_iter), np.s_[:]))
-
-    def _by_weights(self, outer_iter: int, dw_P: Tensor) -> Tensor:
-        """Return the gradient with respect to a_n of the mean sum a_n w_n / sum a.
-
-        (w_n - mean) / sum a.
-        """
-        ends_NP, mean_P = self._ends.pop(), self._means.pop()
-        return torch.stack([torch.dot(dw_P, end_P - mean_P)
-                            for end_P in ends_NP]) / self.plan.averaging_ON[outer_iter].sum()
-
-    def _report(self, whole: SegmentGrad, spill_bytes: int, state_bytes: int,
-                reverse_s: float) -> HypergradientReport:
-        gradients = self.gradients
-        assert gradients is not None
-        return HypergradientReport(self.choice.engine, self.choice.why, gradients.label,
-                                   gradients.is_exact, True,
-                      adjoint_growth(whole.lr_TG * self.plan.lr_TG), spill_bytes, state_bytes,
-                                   self._forward_s, reverse_s)
 
 
 def adjoint_growth(by_log_lr_TG: Tensor) -> float:

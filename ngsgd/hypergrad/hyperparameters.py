@@ -112,17 +112,9 @@ class HyperparameterPlan:
 class HypergradientReport:
     """Engine and reliability of a hypergradient."""
 
-    # store, checkpoint or reversible
+    # store or reversible
     engine: str
     why: str                 # reason for this engine
-    # none; exact; constant: its dependence on the weights is ignored, so the gradient is
-    # approximate
-    preconditioner: str
-    # Whether the gradient is exact up to rounding.
-    exact: bool
-    # Whether every reversed step reproduced the bits of the forward pass; also True without
-    # reversal.
-    digest_ok: bool
     # |d loss / d log lr| over the first tenth of the steps relative to the last tenth
     adjoint_growth: float
     spill_bytes: int

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ngsgd.errors import ReversalError
-from ngsgd.hypergrad.adjoint import Adjoint
+from ngsgd.hypergrad.adjoint import Adjoint, MoveAdjoint, Shortened, Velocity, shorten
 from ngsgd.hypergrad.exact_momentum import ExactMomentum
 from ngsgd.hypergrad.hyperparameters import HyperparameterPlan
-from ngsgd.hypergrad.step_limits import MoveAdjoint, Shortened, shorten
 from ngsgd.hypergrad.training_task import Flat, MinibatchIndex, TrainingTask
-from ngsgd.hypergrad.trajectory_storage import TAPES
 from ngsgd.ops.second_derivatives import twice_differentiable
 
-ENGINES = ("reversible", "checkpoint", "store")
+ENGINES = ("reversible", "store")
 
 
 class Numbers(NamedTuple):
@@ -80,50 +78,10 @@ class SegmentGrad:
             self.data_weights -= by_weights
 
 
-class Gradients(Protocol):
-    """Interface that computes the direction of a step and its derivative; see `PlainGradients`."""
-
-    label: str
-    is_exact: bool
-    can_reverse: bool
-
-    def probe(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> bool:
-        """Check that directions are bitwise reproducible, and enable recomputation if necessary."""
-
-    def begin(self) -> None:
-        """Reset the state before the first step of a job."""
-
-    def snapshot(self) -> Any:
-        """Return the state that is carried between steps."""
-
-    def restore(self, snapshot: Any) -> None:
-        """Restore a snapshot; `reverse` is called next, for the following step."""
-
-    def get_state(self) -> Any:
-        """Return the final state of a job, with the data for reversal."""
-
-    def set_state(self, state: Any) -> None:
-        """Start the reverse pass of that job; `reverse` is called next, for its last step."""
-
-    def forward(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> Tensor:
-        """Return the direction, P."""
-
-    def reverse(self, w_P: Tensor, place: MinibatchIndex,
-                data_weights: Tensor | None) -> Linearized:
-        """Return the bitwise identical direction with its derivative."""
-
-
-class Linearized(Protocol):
+@dataclass
+class Linearized:
     """A direction d(w, data weights), and vector-Jacobian products."""
 
-    direction_P: Tensor
-
-    def products(self, z_P: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (z dd/dw, z dd/d data weights)."""
-
-
-@dataclass
-class _AutogradLinearized:
     direction_P: Tensor
     # of the gradient of each parameter
     graphs: list[Tensor]
@@ -131,6 +89,7 @@ class _AutogradLinearized:
     flat: Flat
 
     def products(self, z_P: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return (z dd/dw, z dd/d data weights)."""
         num = len(self.flat.names)
         found = torch.autograd.grad(self.graphs, self.leaves, grad_outputs=self.flat.unflatten(z_P), allow_unused=True)
         whole = [torch.zeros_like(leaf) if one is None else one for one, leaf in zip(found, self.leaves, strict=True)]
@@ -144,36 +103,13 @@ class PlainGradients:
     makes the reverse pass compute the direction in a separate pass.
     """
 
-    label = "none"
-    is_exact = True
-    can_reverse = True
-
     def __init__(self, task: TrainingTask, flat: Flat) -> None:
         self.task, self.flat, self.recomputes = task, flat, False
 
-    def begin(self) -> None:
-        """Do nothing; there is no state."""
-
-    def snapshot(self) -> Any:
-        return None
-
-    def restore(self, snapshot: Any) -> None:
-        pass
-
-    def get_state(self) -> Any:
-        return None
-
-    def set_state(self, state: Any) -> None:
-        pass
-
-    def probe(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> bool:
-        """Check bitwise reproducibility.
-
-        If it fails, the reverse pass recomputes directions from now on.
-        """
+    def probe(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> None:
+        """Let the reverse pass recompute directions if it does not reproduce them bitwise."""
         self.recomputes = not torch.equal(self.forward(w_P, place, data_weights),
                                           self.reverse(w_P, place, data_weights).direction_P)
-        return not self.recomputes
 
     def forward(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> Tensor:
         leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
@@ -189,7 +125,7 @@ class PlainGradients:
         graphs = [p * 0.0 if one is None else one for one, p in zip(found, leaves, strict=True)]
         direction_P = (self.forward(w_P, place, data_weights) if self.recomputes
                        else self.flat.flatten([graph.detach() for graph in graphs]))
-        return _AutogradLinearized(direction_P, graphs,
+        return Linearized(direction_P, graphs,
                                    leaves if weights is None else [*leaves, weights], self.flat)
 
     def _loss(self, leaves: Sequence[Tensor], place: MinibatchIndex,
@@ -204,15 +140,72 @@ class PlainGradients:
             return self.task.loss(dict(zip(self.flat.names, leaves, strict=True)), place, data_weights)
 
 
+class _Reversible:
+    """Data of a reversed step: the final state and the dropped bits only.
+
+    The reverse pass reads new_velocity, old_weights and old_velocity, in this order.
+    """
+
+    bytes = 0
+
+    def before(self, state: ExactMomentum) -> None:
+        """Store data before a step."""
+
+    def after(self, state: ExactMomentum) -> None:
+        """Store data after a step."""
+
+    def begin(self, segment: JobSegment) -> None:
+        segment.state.verify()
+
+    def new_velocity(self, segment: JobSegment) -> Velocity:
+        return Velocity(segment.state.u_P, segment.state.scale_G)
+
+    def old_weights(self, segment: JobSegment, t: int) -> Tensor:
+        segment.state.undo_x(segment.rates(t))
+        return segment.state.weights()
+
+    def old_velocity(self, segment: JobSegment, direction_P: Tensor) -> Velocity:
+        segment.state.undo_v(direction_P)
+        return Velocity(segment.state.u_P, segment.state.scale_G)
+
+
+class _Store(_Reversible):
+    """Weights before each step and velocity after it."""
+
+    def __init__(self) -> None:
+        self._weights: list[Tensor] = []
+        self._velocities: list[Tensor] = []
+
+    def before(self, state: ExactMomentum) -> None:
+        self._weights.append(state.weights().clone())
+        if not self._velocities:
+            self._velocities.append(state.velocity().to(state.dtype))
+        self.bytes += 2 * self._weights[-1].numel() * self._weights[-1].element_size()
+
+    def after(self, state: ExactMomentum) -> None:
+        self._velocities.append(state.velocity().to(state.dtype))
+
+    def begin(self, segment: JobSegment) -> None:
+        """Do nothing; nothing is reversed."""
+
+    def new_velocity(self, segment: JobSegment) -> Velocity:
+        return Velocity(self._velocities.pop(), segment.ones_G)
+
+    def old_weights(self, segment: JobSegment, t: int) -> Tensor:
+        return self._weights.pop()
+
+    def old_velocity(self, segment: JobSegment, direction_P: Tensor) -> Velocity:
+        return Velocity(self._velocities[-1], segment.ones_G)
+
+
 class JobSegment:
     """Run the steps of a job, store the data of its engine, and reverse the steps.
 
-    reversible: reverses each step in integers. checkpoint: stores the state every sqrt(T) steps and
-    repeats the steps between. store: stores weights and velocity of each step, in the dtype of the
-    parameters.
+    reversible: reverses each step in integers. store: stores weights and velocity of each step, in
+    the dtype of the parameters. none: runs forward only.
     """
 
-    def __init__(self, gradients: Gradients, flat: Flat, numbers: Numbers, place: MinibatchIndex,
+    def __init__(self, gradients: PlainGradients, flat: Flat, numbers: Numbers, place: MinibatchIndex,
                  engine: str,
                  kernels: str = "auto") -> None:
         self.gradients, self.flat, self.numbers, self.place, self.engine = gradients, flat, numbers, place, engine
@@ -225,11 +218,6 @@ class JobSegment:
         r"""Number of steps of the job."""
         return len(self.numbers.lr_TG)
 
-    @property
-    def carrier(self) -> Gradients:
-        r"""Source of directions."""
-        return self.gradients
-
     def rates(self, t: int) -> list[float]:
         """Return the factor of the velocity in step t after limits, G."""
         return self.done[t].rates(self.numbers.lr_TG[t])
@@ -238,14 +226,12 @@ class JobSegment:
         """Run from the given weights (float64) to the final weights."""
         self.state = ExactMomentum(start_P.to(torch.float64), self.flat.groups, dtype=dtype, names=self.flat.layer_names,
                                    keeps=self.engine == "reversible", engine=self._kernels)
-        self._tape = TAPES[self.engine](self.num_steps)
+        self._tape = _Store() if self.engine == "store" else _Reversible()
         self._num_threads = torch.get_num_threads()
-        self.gradients.begin()
         for t in range(self.num_steps):
-            self._tape.before(self, self.state, t)
+            self._tape.before(self.state)
             self.done.append(self.step(self.state, t))
             self._tape.after(self.state)
-        self._carried = self.gradients.get_state()
         return self.state.position()
 
     def step(self, state: ExactMomentum, t: int) -> Shortened:
@@ -262,7 +248,6 @@ class JobSegment:
     def reverse(self, dw_P: Tensor) -> tuple[Tensor, SegmentGrad]:
         """Backpropagate from the final to the initial weights; also return the contributions."""
         grad, adjoint = SegmentGrad.zero(self.numbers), Adjoint(dw_P, self.flat.groups, self.state.dtype)
-        self.gradients.set_state(self._carried)
         try:
             self._tape.begin(self)
             for t in reversed(range(self.num_steps)):
@@ -273,11 +258,11 @@ class JobSegment:
 
     def _step_back(self, t: int, adjoint: Adjoint, grad: SegmentGrad) -> None:
         numbers, flat, tape = self.numbers, self.flat, self._tape
-        move = adjoint.over_move(tape.new_velocity(self, t), numbers.lr_TG[t], self.done[t])
+        move = adjoint.over_move(tape.new_velocity(self), numbers.lr_TG[t], self.done[t])
         w_P = tape.old_weights(self, t)
         linearized = self.gradients.reverse(w_P, self.place._replace(step=t), numbers.data_weights)
         direction_P = _with_decay(linearized.direction_P, w_P, numbers.l2_G, flat.groups)
-        by_momentum_G = adjoint.over_decay(tape.old_velocity(self, t, direction_P), direction_P, numbers.momentum_TG[t])
+        by_momentum_G = adjoint.over_decay(tape.old_velocity(self, direction_P), direction_P, numbers.momentum_TG[t])
         by_w_P, by_weights = linearized.products(adjoint.z_P)
         by_l2_G = adjoint.over_gradient(by_w_P, w_P, numbers.l2_G)
         grad.add(t, move, by_momentum_G, by_l2_G, by_weights)

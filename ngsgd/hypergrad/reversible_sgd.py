@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ngsgd.arguments import checks_arguments, hints_of, require_state
 from ngsgd.errors import ArgumentError, ConfigError, OptimizerStateError, ReversalError
+from ngsgd.hypergrad.adjoint import Shortened, shorten
 from ngsgd.hypergrad.exact_momentum import ExactMomentum
-from ngsgd.hypergrad.step_limits import Shortened, shorten
 from ngsgd.ops.tensors import dense
-from ngsgd.optim.sgd import components, require_non_negative, set_options
+from ngsgd.optim.groups import components, require_non_negative, set_options
 
 # Elements checked per parameter in each step; checking all would cost a tenth of the step.
 _NUM_LOOKED_AT = 256

@@ -6,7 +6,7 @@ Costs are in ordinary runs of the proxy: a run costs 1, its reverse pass REVERSE
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,8 +20,6 @@ from ngsgd.hypergrad.search_space import HyperSpace
 
 # measured: docs/tuning.md
 REVERSE_COST = 3.2
-# Factors of all learning rates for a longer run.
-RATE_MULTIPLIERS = (1.0, 0.5, 0.25)
 # Factor of the best rate of the coarse search: gradients near the edge of stability are unreliable.
 _BACK_OFF = 0.5
 _GROW, _SHRINK = 1.2, 0.7
@@ -40,7 +38,7 @@ _FLOOR = 0.1
 class SearchTrial:
     """One run of the proxy."""
 
-    # coarse, descent or transfer
+    # coarse or descent
     kind: str
     # ordinary runs so far, with this one
     cost: float
@@ -179,7 +177,8 @@ def _descend_once(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, bud
     while evaluated is not None and search.spent + REVERSE_COST + 1.0 <= budget and radius > smallest:
         found = evaluated.gradient()
         search.spent += REVERSE_COST
-        slope_D = _slope(space, theta_D, found)
+        leaf_D = theta_D.clone().requires_grad_()
+        slope_D = torch.nan_to_num(found.by(space.build(leaf_D), leaf_D), nan=0.0, posinf=0.0, neginf=0.0)
         # Gradient norms diverge near the edge of stability, so only the direction is used.
         unit_D = slope_D / slope_D.norm().clamp(min=1e-30)
         mean_D = _MEMORY * mean_D + (1.0 - _MEMORY) * unit_D
@@ -208,11 +207,6 @@ def _value(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor) -> tuple[floa
     return (evaluated.value, evaluated) if math.isfinite(evaluated.value) else (math.inf, None)
 
 
-def _slope(space: HyperSpace, theta_D: Tensor, found: HyperGrad) -> Tensor:
-    leaf_D = theta_D.clone().requires_grad_()
-    return torch.nan_to_num(found.by(space.build(leaf_D), leaf_D), nan=0.0, posinf=0.0, neginf=0.0)
-
-
 def _direction(space: HyperSpace, mean_D: Tensor, squares_D: Tensor,
                report: HypergradientReport) -> Tensor:
     """Return the descent direction: mean slopes over root mean squares; the largest entry is 1."""
@@ -232,17 +226,3 @@ def _noted(search: SearchResult, found: HyperGrad, slope_D: Tensor) -> None:
     old = search.trials[index]
     search.trials[index] = SearchTrial(old.kind, old.cost, old.value, old.theta, old.accepted,
                                        found.report, float(slope_D.norm()))
-
-
-def transfer(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor,
-             multipliers: Sequence[float] = RATE_MULTIPLIERS) -> SearchResult:
-    """Evaluate the tuned schedule on a run of another length, with all rates multiplied.
-
-    `space` is that of the other run. Rates that are best for a short run are too high for a long
-    one.
-    """
-    search = SearchResult(space)
-    for factor in multipliers:
-        point_D = space.scaled(theta_D, factor)
-        search.add("transfer", _value(evaluate, space, point_D)[0], point_D)
-    return search

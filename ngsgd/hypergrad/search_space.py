@@ -6,8 +6,8 @@ Letters: D tuned numbers (theta), K knots of the learning-rate schedule, T steps
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -180,13 +180,3 @@ def interpolation(num_steps: int, num_knots: int) -> Tensor:
     at_T = torch.arange(num_steps, dtype=torch.float64) * ((num_knots - 1) / max(1, num_steps - 1))
     distance_TK = (at_T[:, None] - torch.arange(num_knots, dtype=torch.float64)).abs()
     return (1.0 - distance_TK).clamp(min=0.0)
-
-
-def stretched(space: HyperSpace, num_steps: int, num_outer_iters: int | None = None) -> HyperSpace:
-    """Return the space for a run of another length; schedules scale with the length."""
-    return replace(space, num_steps=num_steps, num_outer_iters=num_outer_iters or space.num_outer_iters)
-
-
-def describe(space: HyperSpace, theta_D: Tensor) -> Sequence[str]:
-    """Return one readable line per part."""
-    return [f"{part:11} " + " ".join(f"{value:.4g}" for value in values) for part, values in space.values(theta_D).items()]

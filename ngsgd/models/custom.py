@@ -16,7 +16,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.imports import first_line
 from ngsgd.models.inputs import Window
 from ngsgd.optim import SGD
-from ngsgd.optim.layer_options import layer_options
+from ngsgd.optim.groups import layer_options
 
 
 def build(config: ModelConfig, *, num_inputs: int, num_classes: int, window: Window, seed: int) -> nn.Module:

@@ -1,8 +1,9 @@
 """Optimizers for any training loop in one process."""
 
-from ngsgd.optim.eden import Eden, Eden2
+from ngsgd.optim.activity import StepActivity
 from ngsgd.optim.natural_muon import NaturalMuon
 from ngsgd.optim.ngsgd import NGSGD
-from ngsgd.optim.sgd import SGD, StepActivity
+from ngsgd.optim.optimizer import Optimizer
+from ngsgd.optim.sgd import SGD
 
-__all__ = ["NGSGD", "SGD", "Eden", "Eden2", "NaturalMuon", "StepActivity"]
+__all__ = ["NGSGD", "SGD", "NaturalMuon", "Optimizer", "StepActivity"]

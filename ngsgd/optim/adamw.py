@@ -5,14 +5,23 @@ Typical layers are embeddings, recurrent layers, and scale and offset parameters
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ngsgd.ops.tensors import HALF
-from ngsgd.optim.updates import COMPLEX, accumulator, accumulator_dtype, all_finite, as_real, laid_out_gradient, replace
+from ngsgd.optim.updates import (
+    COMPLEX,
+    accumulator,
+    accumulator_dtype,
+    all_finite,
+    as_real,
+    gradients_are_finite,
+    laid_out_gradient,
+    replace,
+)
 
 # Keys in `state` of a parameter. torch.optim.AdamW names the last one "step", a key that `SGD` uses
 # itself.
@@ -48,10 +57,13 @@ def prepare_state(p: Tensor, state: dict[str, Any]) -> None:
         state["num_adamw_steps"] = number.to(p.device)
 
 
-def proposals(groups: Iterable[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> list[Proposal | None]:
-    """Return a proposal for each group with half precision or a huge rate; None for all others.
+def propose(groups: Sequence[Mapping[str, Any]],
+            state: Mapping[Tensor, dict[str, Any]]) -> tuple[list[Proposal | None], Tensor | None]:
+    """Return a proposal for each group, and whether gradients and rounded proposals are finite.
 
-    Steps of the others are at most lr / sqrt(1 - beta2) long, and keep parameters finite.
+    A proposal is None except with half precision or a huge rate: other steps are at most
+    lr / sqrt(1 - beta2) long, and keep parameters finite. The second value is a 0-d bool, None
+    without a gradient.
     """
     found: list[Proposal | None] = []
     for group in groups:
@@ -68,13 +80,11 @@ def proposals(groups: Iterable[Mapping[str, Any]], state: Mapping[Tensor, dict[s
         number = [state[p]["num_adamw_steps"] + 1 for p in params]
         _kernel(group, values, [laid_out_gradient(p).to(accumulator_dtype(p)) for p in params], moments, number)
         found.append(Proposal(params, values, moments))
-    return found
-
-
-def are_finite(proposed: Iterable[Proposal | None]) -> Tensor | None:
-    """Return whether all proposed values are finite when rounded; None without a proposal."""
-    rounded = [value.to(p.dtype) for one in proposed if one is not None for p, value in zip(one.params, one.values, strict=True)]
-    return all_finite(rounded) if rounded else None
+    is_finite = gradients_are_finite([p for group in groups for p in group["params"]])
+    rounded = [value.to(p.dtype) for one in found if one is not None for p, value in zip(one.params, one.values, strict=True)]
+    if rounded and is_finite is not None:
+        is_finite = is_finite & all_finite(rounded).to(is_finite.device)
+    return found, is_finite
 
 
 def step(groups: Iterable[Mapping[str, Any]], proposed: Iterable[Proposal | None], state: Mapping[Tensor, dict[str, Any]],

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import ConfigError
-from ngsgd.optim.sgd import SGD, StepRecord
+from ngsgd.optim.optimizer import ORTHONORMAL_PERIOD, Optimizer
+from ngsgd.optim.rule import StepRecord
 
 Number = Tensor | float
 # Equal steps that run without a graph first; they create the tensors that all steps share.
@@ -65,7 +66,7 @@ class GraphedStep:
         [torch.Size([1]), torch.Size([1])]
     """
 
-    def __init__(self, optimizer: SGD, run: Callable[..., Sequence[Number]]) -> None:
+    def __init__(self, optimizer: Optimizer, run: Callable[..., Sequence[Number]]) -> None:
         self._optimizer, self._run = optimizer, run
         self._recorded: dict[Hashable, _Recorded] = {}
         self._num_seen = Counter[Hashable]()
@@ -83,13 +84,15 @@ class GraphedStep:
         Raises:
             ConfigError: the step cannot be recorded.
         """
-        own = self._optimizer._next_step_key()
+        own, optimizer = self._settings(), self._optimizer
         if own is None:
             return self._numbers(tensors)
         kind = (own, key, tuple((tensor.shape, tensor.dtype) for tensor in tensors))
         found = self._recorded.get(kind)
         if found is not None:
-            self._optimizer._count_replay(found.record)
+            optimizer.counts.num_steps += 1
+            optimizer.step_count += 1
+            optimizer.rule.replayed(optimizer, found.record)
             torch._foreach_copy_(found.inputs, list(tensors))
         else:
             self._num_seen[kind] += 1
@@ -99,14 +102,28 @@ class GraphedStep:
                 return self._numbers(tensors)
             found = self._recorded[kind] = self._record(tensors)
         found.graph.replay()
-        self._optimizer._send_updates(found.record)
+        optimizer.rule.send_updates(found.record)
         # The next replay overwrites the numbers.
         return found.numbers_M.clone()
+
+    def _settings(self) -> Hashable | None:
+        """Return all that the operations of the next step depend on, except the data.
+
+        None if the step waits for the device, so that a CUDA graph cannot contain it.
+        """
+        own = self._optimizer
+        number = own.counts.num_steps + 1
+        if own.on_nonfinite == "raise" or number & (number - 1) == 0 or (of_rule := own.rule.graph_key(own)) is None:
+            return None
+        groups = tuple(tuple(value for key, value in group.items() if key != "params") for group in own.param_groups)
+        is_constrained = any(group["orthonormal_constraint"] for group in own.param_groups)
+        return (groups, own.max_param_change, own.counts.hits.data_ptr(),
+                own.step_count % ORTHONORMAL_PERIOD if is_constrained else 0, of_rule)
 
     def _numbers(self, tensors: Sequence[Tensor]) -> Tensor:
         """Run the step; return its numbers."""
         numbers = self._run(*tensors)
-        self._optimizer._count_all()
+        self._optimizer.counts.sum_up()
         device = tensors[0].device
         return torch.stack([number.to(torch.float64) if isinstance(number, Tensor) else
                             torch.full((), number, dtype=torch.float64, device=device)
@@ -115,9 +132,9 @@ class GraphedStep:
     def _record(self, tensors: Sequence[Tensor]) -> _Recorded:
         inputs = [tensor.clone() for tensor in tensors]
         # The graph counts its own step only.
-        self._optimizer._count_all()
+        self._optimizer.counts.sum_up()
         try:
-            with self._optimizer._recording() as record:
+            with self._optimizer.rule.recording() as record:
                 graph, numbers_M = record_graph(lambda: self._numbers(inputs), inputs[0].device)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,98 @@ from ngsgd.errors import ConfigError
 from ngsgd.ops.newton_schulz import orthogonalized
 from ngsgd.ops.tensors import HALF
 from ngsgd.optim import adamw, updates
+from ngsgd.optim.groups import OF_LAYERS, name_of, require_non_negative
+from ngsgd.optim.layers import LayerContext, LayerPreconditioner
+from ngsgd.optim.layers.batched import BatchedPass
 from ngsgd.optim.layers.common import mean_over_ranks
+from ngsgd.optim.natural_gradient import NaturalGradient, layer_of
 from ngsgd.optim.ngsgd import NGSGD
-from ngsgd.optim.sgd import OF_LAYERS, _StepInputs, name_of, require_non_negative
+from ngsgd.optim.optimizer import Optimizer
+from ngsgd.optim.rule import Factors, Group, Minibatch, Rule, Step, Stepped
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 # Steps then have the root mean square of AdamW steps (Moonshot's Muon).
 _RMS = 0.2
 _LIMITS = ("max_change", "orthonormal_constraint")
+
+
+class OrthogonalMomentum(Rule):
+    """Steps of fixed length along the orthogonalized momentum of matrices; AdamW for all others.
+
+    Args:
+        num_iterations: Newton-Schulz iterations.
+        context: of the layers with estimates.
+        preconditioners: layers with estimates, by name.
+    """
+
+    names = ("adamw",)
+
+    def __init__(self, num_iterations: int, context: LayerContext, preconditioners: Mapping[str, LayerPreconditioner]) -> None:
+        self.num_iterations, self._context, self._preconditioners = num_iterations, context, preconditioners
+
+    def step(self, optimizer: Stepped, minibatch: Minibatch, factors: Factors | None = None) -> Step | None:
+        if minibatch.scale != 1.0:
+            raise ConfigError("NaturalMuon does not support backstitch, because its steps have a "
+                              "fixed length; use NGSGD.")
+        matrices = [(index, group, p, updates.laid_out_gradient(p)) for index, group in enumerate(optimizer.param_groups)
+                    if group["rule"] == "natural" for p in group["params"] if p.grad is not None and _is_matrix(p)]
+        if not matrices:
+            return None
+        norms = torch._foreach_norm([gradient for *_, gradient in matrices])
+        is_finite = torch.stack([norm.isfinite() for norm in norms]).all()
+        if minibatch.others_finite is not None:
+            is_finite = is_finite & minibatch.others_finite.to(is_finite.device)
+        steps = [(group, p, self.direction(group, p, gradient, optimizer.state[p]).view_as(p))
+                 for _, group, p, gradient in matrices]
+        proposed = {}
+        for group, p, direction in steps:
+            lr, decay = group["lr"] * group["lr_factor"], group["weight_decay"]
+            # In half precision, and with a huge rate, round a new value in float32 once, and check it.
+            if p.dtype in HALF or lr * decay > adamw.MAX_DECAY or lr > adamw.MAX_LR:
+                proposed[p] = (p.to(direction.dtype) * (1.0 - float(lr) * float(decay)) - float(lr) * direction).to(p.dtype)
+        if proposed:
+            is_finite = is_finite & updates.all_finite(list(proposed.values())).to(is_finite.device)
+        is_skipped = ~is_finite
+        for group, p, direction in steps:
+            lr = group["lr"] * group["lr_factor"]
+            if proposed and p in proposed:
+                updates.replace(p, proposed[p], is_skipped)
+            else:
+                # A skipped minibatch must not decay the weights.
+                p.mul_(1.0 - lr * group["weight_decay"] * is_finite)
+                p.sub_(direction.masked_fill_(is_skipped, 0.0), alpha=lr)
+            optimizer.state[p]["velocity"].masked_fill_(is_skipped, 0.0)
+        optimizer.count(is_skipped, [])
+        return Step(list(dict.fromkeys(index for index, *_ in matrices)), is_skipped.to(torch.float32))
+
+    def direction(self, group: Group, p: Tensor, gradient: Tensor, state: dict[str, Any]) -> Tensor:
+        """Return the direction, O x I, that a step with learning rate 1 subtracts."""
+        velocity = updates.accumulator(state, "velocity", p).mul_(group["momentum"]).add_(gradient)
+        u_OI = torch.add(gradient, velocity, alpha=group["momentum"]).flatten(1)
+        layer = self._preconditioners.get(layer_of(group))
+        if layer is not None and layer.weight is p:
+            u_OI = without_large_directions(u_OI, layer.sides["output"], layer.sides["input"])
+            # Every rank has estimates of its own rows.
+            u_OI = mean_over_ranks(self._context, u_OI)
+        num_outputs, num_inputs = u_OI.shape
+        return orthogonalized(u_OI, self.num_iterations).mul_(_RMS * math.sqrt(max(num_outputs, num_inputs)))
+
+    def attach(self, optimizer: Stepped) -> None:
+        modules = dict(optimizer.model.named_modules())
+        for group in optimizer.param_groups:
+            module = modules.get("" if group["name"] == name_of(optimizer.model) else layer_of(group))
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or all(p.ndim <= 1 for p in group["params"]):
+                group["rule"] = "adamw" if group["rule"] == "natural" else group["rule"]
+
+    def adamw_groups(self, groups: Sequence[Group]) -> list[Group]:
+        matrices = [{**group, "params": [p for p in group["params"] if _is_matrix(p)]} for group in super().adamw_groups(groups)]
+        # Biases and scales do not decay.
+        vectors = [{**group, "params": [p for p in group["params"] if not _is_matrix(p)], "weight_decay": 0.0}
+                   for group in groups]
+        return [*matrices, *vectors]
+
+    def has_velocity(self, group: Group, p: Tensor) -> bool:
+        return group["rule"] != "adamw" and _is_matrix(p)
 
 
 class NaturalMuon(NGSGD):
@@ -72,8 +156,6 @@ class NaturalMuon(NGSGD):
         >>> optimizer.step()
     """
 
-    _rules: tuple[str, ...] = ("natural", "adamw")
-
     @checks_arguments(OF_LAYERS)
     def __init__(self, model: nn.Module, lr: float = 0.016, *, momentum: float = 0.8, weight_decay: float = 0.01,
                  alpha: float = 1.0, rank_in: int = 20, rank_out: int = 80, update_period: int = 4,
@@ -85,98 +167,20 @@ class NaturalMuon(NGSGD):
             raise ConfigError(f"layer_options of {', '.join(limited)} set an update-norm limit, "
                               "which NaturalMuon does not support; its steps have a fixed length. "
                               "Set lr_factor instead.")
-        self.ns_steps = ns_steps
-        super().__init__(
-            model,
-            lr,
-            loss_reduction="sum",
-            momentum=momentum,
-            max_change=0.0,
-            max_param_change=0.0,
-            weight_decay=weight_decay,
-            alpha=alpha,
-            rank_in=rank_in,
-            rank_out=rank_out,
-            update_period=update_period,
-            num_samples_history=num_samples_history,
-            layer_options=layer_options,
-            fallback="adamw",
-            adamw_lr_factor=adamw_lr_factor,
-            grad_scaler=grad_scaler,
-            on_nonfinite=on_nonfinite,
-        )
-
-    def _attach(self, model: nn.Module) -> None:
-        self._context.observes = True
-        super()._attach(model)
-
-    def _moving(self, scale: float, num_samples: float | None) -> _StepInputs:
-        """Update the other parameters with AdamW and return the matrices."""
-        if scale != 1.0:
-            raise ConfigError("NaturalMuon does not support backstitch, because its steps have a "
-                              "fixed length; use NGSGD.")
-        matrices = [(index, [p for p in group["params"] if p.grad is not None and p.ndim > 1 and _is_matrix(p)])
-                    for index, group in enumerate(self.param_groups) if group["rule"] == "natural"]
-        chosen = [(index, params) for index, params in matrices if params]
-        return _StepInputs([index for index, _ in chosen], [params for _, params in chosen],
-                           [[updates.laid_out_gradient(p) for p in params] for _, params in chosen], (), 0.0, [], set())
-
-    def _adamw_groups(self) -> list[dict[str, Any]]:
-        matrices = [{**group, "params": [p for p in group["params"] if _is_matrix(p)]} for group in super()._adamw_groups()]
-        # Biases and scales do not decay.
-        vectors = [{**group, "params": [p for p in group["params"] if p.ndim <= 1 or not _is_matrix(p)], "weight_decay": 0.0}
-                   for group in self.param_groups]
-        return [*matrices, *vectors]
-
-    def _has_velocity(self, group: Mapping[str, Any], p: Tensor) -> bool:
-        return group["rule"] != "adamw" and _is_matrix(p)
-
-    def _set_fallback_rule(self) -> list[str]:
-        modules = dict(self._model.named_modules())
-        for group in self.param_groups:
-            module = modules.get("" if group["name"] == name_of(self._model) else _name_of_layer(group))
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or all(p.ndim <= 1 for p in group["params"]):
-                group["rule"] = "adamw" if group["rule"] == "natural" else group["rule"]
-        covered = {id(layer.weight) for layer in self._layers.values()}
-        return [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in covered]
-
-    def _step_with_limits(self, moving: _StepInputs, scale: float, others_finite: Tensor | None) -> Tensor:
-        is_finite = torch.stack([norm.isfinite() for own in moving.directions for norm in torch._foreach_norm(own)]).all()
-        if others_finite is not None:
-            is_finite = is_finite & others_finite.to(is_finite.device)
-        steps = [(self.param_groups[index], p, self._direction(self.param_groups[index], p, gradient).view_as(p))
-                 for index, params, gradients in zip(moving.indices, moving.params, moving.directions, strict=True)
-                 for p, gradient in zip(params, gradients, strict=True)]
-        proposed = {p: _decayed(p, direction, group) for group, p, direction in steps if _may_overflow(p, group)}
-        if proposed:
-            is_finite = is_finite & updates.all_finite(list(proposed.values())).to(is_finite.device)
-        is_skipped = ~is_finite
-        for group, p, direction in steps:
-            lr = group["lr"] * group["lr_factor"]
-            if proposed and p in proposed:
-                updates.replace(p, proposed[p], is_skipped)
-            else:
-                # A skipped minibatch must not decay the weights.
-                p.mul_(1.0 - lr * group["weight_decay"] * is_finite)
-                p.sub_(direction.masked_fill_(is_skipped, 0.0), alpha=lr)
-            self.state[p]["velocity"].masked_fill_(is_skipped, 0.0)
-        self._count_without_limits(is_skipped)
-        return is_skipped.to(torch.float32)
-
-    def _direction(self, group: dict[str, Any], p: Tensor, gradient: Tensor) -> Tensor:
-        """Return the direction, O x I, that a step with learning rate 1 subtracts."""
-        velocity = updates.accumulator(self.state[p], "velocity", p).mul_(group["momentum"]).add_(gradient)
-        u_OI = torch.add(gradient, velocity, alpha=group["momentum"]).flatten(1)
-        layer = self._preconditioners.get(_name_of_layer(group))
-        if layer is not None and layer.weight is p:
-            u_OI = _without_large_directions(u_OI, layer.sides["output"], layer.sides["input"])
-            # Every rank has estimates of its own rows.
-            u_OI = mean_over_ranks(self._context, u_OI)
-        num_outputs, num_inputs = u_OI.shape
-        return orthogonalized(u_OI, self.ns_steps).mul_(_RMS * math.sqrt(max(num_outputs, num_inputs)))
+        context = LayerContext(observes=True, on_nonfinite=on_nonfinite, grad_scaler=grad_scaler)
+        context.batch = BatchedPass(context)
+        preconditioners: dict[str, LayerPreconditioner] = {}
+        rule = NaturalGradient(
+            OrthogonalMomentum(ns_steps, context, preconditioners), context, preconditioners, fallback="adamw", is_mean=False,
+            settings={"rank_in": rank_in, "rank_out": rank_out, "update_period": update_period,
+                      "num_samples_history": num_samples_history, "alpha": alpha, "schedule": "nnet3"})
+        # Its layers, state and estimates are those of NGSGD, whose constructor makes another rule.
+        Optimizer.__init__(self, model, rule, {"lr": lr, "momentum": momentum, "max_change": 0.0, "weight_decay": weight_decay,
+                                               "adamw_lr_factor": adamw_lr_factor},
+                           layer_options=layer_options, max_param_change=0.0, on_nonfinite=on_nonfinite)
 
 
-def _without_large_directions(u_OI: Tensor, outputs: OnlineNaturalGradient, inputs: OnlineNaturalGradient) -> Tensor:
+def without_large_directions(u_OI: Tensor, outputs: OnlineNaturalGradient, inputs: OnlineNaturalGradient) -> Tensor:
     """Multiply u by the inverse Fisher matrices of both sides, up to a factor."""
     x_OI = u_OI.float()
     if (state := inputs.state) is not None:
@@ -188,22 +192,6 @@ def _without_large_directions(u_OI: Tensor, outputs: OnlineNaturalGradient, inpu
     return x_OI.to(u_OI.dtype)
 
 
-def _name_of_layer(group: Mapping[str, Any]) -> str:
-    return str(group["name"]).partition("#")[0]
-
-
 def _is_matrix(p: Tensor) -> bool:
     """Return whether steps of a parameter are orthogonalized; AdamW trains all others."""
     return p.ndim > 1 and p.numel() > 0 and not p.is_complex()
-
-
-def _may_overflow(p: Tensor, group: Mapping[str, Any]) -> bool:
-    """Return whether new values are computed apart: in half precision, and with a huge rate."""
-    lr = group["lr"] * group["lr_factor"]
-    return p.dtype in HALF or lr * group["weight_decay"] > adamw.MAX_DECAY or lr > adamw.MAX_LR
-
-
-def _decayed(p: Tensor, direction: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return the new value, computed in at least float32 and rounded once."""
-    lr = float(group["lr"] * group["lr_factor"])
-    return (p.to(direction.dtype) * (1.0 - lr * float(group["weight_decay"])) - lr * direction).to(p.dtype)

@@ -87,3 +87,24 @@ def largest_update(dtypes: Iterable[torch.dtype]) -> float:
 def replace(p: Tensor, value: Tensor, is_skipped: Tensor) -> None:
     """Set the parameter to the rounded value, except where `is_skipped`."""
     p.copy_(torch.where(is_skipped.to(p.device).bool(), p, value.to(p.dtype)))
+
+
+class DeviceNumbers:
+    """Constant vectors on devices; they are copied there only when they change."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Tensor] = {}
+
+    def __call__(self, like: Tensor, *values: float, dtype: torch.dtype | None = None) -> Tensor:
+        key = (values, dtype or like.dtype, like.device)
+        found = self._known.get(key)
+        if found is None:
+            # Remove learning rates of past scheduler steps.
+            if len(self._known) > 1000:
+                self._known.clear()
+            found = self._known[key] = torch.tensor(values, dtype=dtype or like.dtype, device=like.device)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies of an optimizer make their own.
+        return {"_known": {}}

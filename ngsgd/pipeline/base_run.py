@@ -41,7 +41,7 @@ from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first
 from ngsgd.training.storage.event_log import EventLog
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.storage.lock import RunLock
-from ngsgd.training.task import Task, TaskSpec, run_schedule, seeded_model
+from ngsgd.training.task import Task, TaskSpec, seeded_model
 from ngsgd.training.tracking import Tracker, Trackers
 from ngsgd.training.verification.repetition import Verification
 from ngsgd.training.worker_pool import WorkerPool
@@ -212,7 +212,7 @@ class BaseRun(ABC):
         if config.failure.snapshots == "on" and not task.can_continue_jobs:
             raise ConfigError("failure.snapshots is on, but this task does not support it (`can_continue_jobs` of "
                               "ngsgd.training.task.Task); leave it auto.")
-        schedule = run_schedule(task, config)
+        schedule = task.shards().schedule(config.schedule)
         model = seeded_model(task, config.seed)
         for line in summary(model):
             self.services.report(line)
@@ -327,7 +327,7 @@ def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start:
     try:
         pool.start()
         on_start()
-        schedule, control = run_schedule(task, settings), RunControl(stop or NeverStop(), clock, report)
+        schedule, control = task.shards().schedule(settings.schedule), RunControl(stop or NeverStop(), clock, report)
         coordinator = Coordinator(
             task, seeded_model(task, settings.seed), schedule,
             pool, RunStorage(checkpoints, written, tracker or Trackers([])), settings, control,

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
-from ngsgd.optim import NGSGD, SGD
+from ngsgd.optim import NGSGD, Optimizer
 from ngsgd.schedules import Shard
 from ngsgd.training.task import Batch, Task, seeded_model
 from ngsgd.training.worker import make_optimizer
@@ -86,9 +86,9 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def _tensors_per_parameter(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
     kind = type(optimizer).__name__
-    if isinstance(optimizer, SGD) and group["rule"] == "adamw":
+    if isinstance(optimizer, Optimizer) and group["rule"] == "adamw":
         return _MOMENTS["AdamW"]
-    if isinstance(optimizer, SGD | torch.optim.SGD):
+    if isinstance(optimizer, Optimizer | torch.optim.SGD):
         return int(group["momentum"] > 0.0)
     if kind not in _MOMENTS:
         raise ConfigError(

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from torch import nn
 
 from ngsgd.config import OptimizerConfig
-from ngsgd.optim import SGD
+from ngsgd.optim import Optimizer
 from ngsgd.training.parameter_vector import FlatLayout, Pieces, Vector
 
 # elements; three float32 chunks fit into the cache of a core
@@ -63,7 +63,7 @@ class Deltas:
 
 
 def change_limits(
-    model: nn.Module, optimizer: SGD, settings: OptimizerConfig, num_minibatches: int, lr: float
+    model: nn.Module, optimizer: Optimizer, settings: OptimizerConfig, num_minibatches: int, lr: float
 ) -> ChangeLimits:
     """Bound the delta of a job of `num_minibatches` minibatches by update-norm clipping.
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from ngsgd.config import ClusterConfig, OptimizerConfig
 from ngsgd.errors import BadBatchError, ConfigError
-from ngsgd.optim import NGSGD, SGD
+from ngsgd.optim import NGSGD, SGD, Optimizer
+from ngsgd.optim.backstitch import backstitch_step, shrink
 from ngsgd.optim.graphed_step import GraphedStep
+from ngsgd.optim.groups import layer_options
 from ngsgd.optim.inspection import figures
-from ngsgd.optim.layer_options import layer_options
-from ngsgd.optim.rules import backstitch_step, shrink
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.build import make_preconditioner
 from ngsgd.training.delta_compression import Exact, compress, error_of
@@ -250,7 +250,7 @@ class Worker:
                 yield next(batches, None), before + min(done, length)
             before += length
 
-    def _train(self, network: nn.Module, batch: Batch | None, optimizer: SGD,
+    def _train(self, network: nn.Module, batch: Batch | None, optimizer: Optimizer,
                preconditioner: Preconditioner | None, sums: JobSums, backstitch_scale: float) -> None:
         """Process one minibatch: forward, backward and the update of the parameters."""
         found = self._no_loss
@@ -266,7 +266,7 @@ class Worker:
             optimizer.step(num_samples=num_samples)
         sums.add(num_examples, found, loss, optimizer.last_update)
 
-    def _gradients(self, network: nn.Module, batch: Batch | None, optimizer: SGD,
+    def _gradients(self, network: nn.Module, batch: Batch | None, optimizer: Optimizer,
                    preconditioner: Preconditioner | None) -> tuple[Tensor, BatchLoss, int]:
         """Forward and backward; return the loss of this rank, the same with the sums for the
         objective, and the examples of all ranks.
@@ -297,7 +297,7 @@ class Worker:
         with self._autocast:
             return self.task.loss(network, data)
 
-    def graphed_training(self, network: nn.Module, optimizer: SGD,
+    def graphed_training(self, network: nn.Module, optimizer: Optimizer,
                          preconditioner: Preconditioner | None) -> Callable[[Batch, JobSums], None] | None:
         """Return a function that trains on a minibatch with CUDA graphs; None without graphs."""
         wanted = self.settings.cluster.cuda_graphs
@@ -383,7 +383,7 @@ class _Trained(NamedTuple):
     # initial parameters of the job
     start: Vector
     sums: JobSums
-    optimizer: SGD
+    optimizer: Optimizer
     preconditioner: Preconditioner | None
     seconds: float
     remainder: tuple[WorkItem, ...]
@@ -392,7 +392,7 @@ class _Trained(NamedTuple):
     continued_at: int
 
 
-def fisher_of(optimizer: SGD, preconditioner: Preconditioner | None = None) -> Fisher | None:
+def fisher_of(optimizer: Optimizer, preconditioner: Preconditioner | None = None) -> Fisher | None:
     """States of all Fisher estimates, or of the preconditioner, as NumPy arrays."""
     states: Iterable[tuple[str, Mapping[str, Any]]]
     if preconditioner is not None:
@@ -406,7 +406,7 @@ def fisher_of(optimizer: SGD, preconditioner: Preconditioner | None = None) -> F
             for name, state in states}
 
 
-def load_fisher(optimizer: SGD, preconditioner: Preconditioner | None,
+def load_fisher(optimizer: Optimizer, preconditioner: Preconditioner | None,
                 fisher: Fisher | None) -> None:
     """Load the states that a job with the same layers ended with; None leaves the new states."""
     if not fisher:
@@ -421,7 +421,7 @@ def load_fisher(optimizer: SGD, preconditioner: Preconditioner | None,
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_factor: float,
                    layer_rates: Mapping[str, float] | None = None, *,
-                   fast_gemm: bool = True) -> SGD:
+                   fast_gemm: bool = True) -> Optimizer:
     """Build the optimizer of one job."""
     # lr contains this factor and every job applies l2, so each job divides its l2 by it (Kaldi)
     own = {layer: {key: value / lr_factor if key == "weight_decay" else value

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ngsgd.errors import ArgumentError, ConfigError, ReversalError
 from ngsgd.hypergrad import HyperGrad, HyperparameterPlan, MinibatchIndex, final_value, hypergradient
 from ngsgd.hypergrad.gradient import LocalJobs
-from ngsgd.hypergrad.job_replay import ENGINES, PlainGradients
+from ngsgd.hypergrad.job_replay import ENGINES
 from ngsgd.hypergrad.training_task import Flat, ModuleTask
 from tests.hypergrad import tasks
 from tests.reference.hypergrad import unrolled
@@ -45,7 +45,7 @@ def test_equals_autograd_through_every_step(case: dict[str, Any], engine: str) -
     task, plan = tasks.task(), tasks.plan(**case)
     value, expected = unrolled(task, plan)
     found = hypergradient(task, plan, engine)
-    assert found.report.engine == engine and found.report.exact
+    assert found.report.engine == engine
     assert abs(found.value - float(value)) < 1e-11
     # 1e-9: positions are rounded to 2^-48 and velocities to 2^-44 a step
     assert max(relative_errors(found, expected).values()) < 1e-9
@@ -79,19 +79,18 @@ def test_equals_finite_differences(case: dict[str, Any]) -> None:
 
 def test_all_engines_give_the_same_numbers_in_float32() -> None:
     task, plan = tasks.task(tasks.mlp(nn.ReLU, dtype=torch.float32)), tasks.plan(24, jobs=2, iters=2, limits=True)
-    one, *others = (hypergradient(task, plan, engine) for engine in ENGINES)
-    for other in others:
-        assert other.value == one.value  # the way there is the same, bitwise
-        expected = {name: getattr(one, name) for name in plan.tensors()}
-        # velocities are kept in float32 by the others
-        assert max(relative_errors(other, expected).values()) < 1e-6
+    one, other = (hypergradient(task, plan, engine) for engine in ENGINES)
+    assert other.value == one.value  # the way there is the same, bitwise
+    expected = {name: getattr(one, name) for name in plan.tensors()}
+    # velocities are kept in float32 by the other
+    assert max(relative_errors(other, expected).values()) < 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["eager", "auto"])
 def test_every_segment_returns_to_the_broadcast_weights(kernels: str) -> None:
     task, plan = tasks.task(tasks.mlp(dtype=torch.float32)), tasks.plan(40, jobs=4, iters=4, limits=True)
-    jobs = LocalJobs(task, plan, "reversible", PlainGradients(task, Flat.of(task)), kernels)
+    jobs = LocalJobs(task, plan, "reversible", kernels)
     w_P, starts = torch.zeros(Flat.of(task).size, dtype=torch.float64) + 0.1, []
     for outer_iter in range(4):
         starts.append(w_P)
@@ -160,7 +159,7 @@ class _Mutable(ModuleTask):
 def _mutable(num_steps: int = 12) -> tuple[_Mutable, HyperparameterPlan, Any]:
     inner = tasks.task(tasks.mlp(dropout=0.0, width=64, dtype=torch.float32), size=64)
     task = _Mutable(inner.module, inner.batch, inner._loss, inner._validation, inner.seed)
-    return task, tasks.plan(num_steps), LocalJobs(task, tasks.plan(num_steps), "reversible", PlainGradients(task, Flat.of(task)))
+    return task, tasks.plan(num_steps), LocalJobs(task, tasks.plan(num_steps), "reversible")
 
 
 def _failing_step(task: _Mutable, plan: HyperparameterPlan, jobs: Any) -> int:
@@ -228,7 +227,7 @@ def test_another_number_of_threads_is_reported() -> None:
     module = nn.Sequential(nn.Linear(300, 700), nn.ReLU(), nn.Linear(700, 9))
     task = _Mutable(module, lambda place: (x_ND, y_N), tasks.weighted_loss, [(x_ND, y_N)])
     plan = HyperparameterPlan.constant(3, 2, lr=0.1)
-    jobs = LocalJobs(task, plan, "reversible", PlainGradients(task, Flat.of(task)))
+    jobs = LocalJobs(task, plan, "reversible")
     before = torch.get_num_threads()
 
     def change() -> None:
@@ -297,7 +296,7 @@ def test_running_statistics_are_refused_and_statistics_of_the_minibatch_are_not(
 
 
 @pytest.mark.entry("F16")
-@pytest.mark.parametrize("engine", ["store", "reversible", "checkpoint"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_sparse_gradients_count_as_dense_ones(engine: str) -> None:
     ids, y = torch.arange(16) % 7, torch.arange(16) % 3
     found = []

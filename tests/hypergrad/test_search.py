@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +20,8 @@ from ngsgd.hypergrad import (
     final_value,
     tune_hyperparameters,
 )
-from ngsgd.hypergrad.search import random_seeder, transfer
-from ngsgd.hypergrad.search_space import PARTS, interpolation, stretched
+from ngsgd.hypergrad.search import random_seeder
+from ngsgd.hypergrad.search_space import PARTS, interpolation
 from tests.hypergrad import tasks
 
 SETTINGS = BaseHyperparameters(lr_initial=0.4, lr_final=0.1, momentum=0.8, l2=1e-3, max_change=0.1,
@@ -70,7 +71,7 @@ def test_interpolation_passes_through_its_knots() -> None:
 
 def test_a_stretched_schedule_goes_with_the_share_of_the_run() -> None:
     made = space()
-    long = stretched(made, 31)
+    long = replace(made, num_steps=31)
     short_T, long_T = made.build(made.center()).lr_TG[:, 0], long.build(made.center()).lr_TG[:, 0]
     assert torch.allclose(short_T, long_T[::2])
 
@@ -149,11 +150,3 @@ def test_tuning_a_real_task_lowers_its_loss() -> None:
                                   budget=40, seed_share=0.25, seeder=random_seeder)
     assert search.best.value < final_value(task, made.build(made.center())) - 0.05
     assert final_value(task, made.build(made.clamp(torch.tensor(search.best.theta, dtype=torch.float64)))) == search.best.value
-
-
-def test_transfer_tries_every_multiple_and_keeps_the_best() -> None:
-    made = space(parts=("schedule",))
-    target_D = made.scaled(made.center(), 0.5)
-    found = transfer(bowl(made, target_D, []), made, made.center(), (1.0, 0.5, 0.25))
-    assert [trial.kind for trial in found.trials] == ["transfer"] * 3
-    assert found.best.theta == found.trials[1].theta

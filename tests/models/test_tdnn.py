@@ -18,7 +18,7 @@ from ngsgd.config import EgsConfig, ModelConfig, RunConfig, check
 from ngsgd.models import DataStatistics, Window, build_model
 from ngsgd.models.growing import utterance_logits
 from ngsgd.models.tdnn import FactoredTdnn, Tdnn, TimeDelayNetwork
-from ngsgd.optim.layer_options import layer_options
+from ngsgd.optim.groups import layer_options
 from tests import toy
 from tests.reference import models as reference
 

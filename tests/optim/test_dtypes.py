@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ngsgd import NGSGD, NaturalMuon
 from ngsgd.errors import ConfigError, DivergenceError, NgsgdWarning
-from ngsgd.optim import SGD
+from ngsgd.optim import SGD, Optimizer
 
 # of the change of a parameter in 8 steps: rounding of rows and gradients, which layers enlarge
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 0.15, torch.float16: 0.05}
 NUM_STEPS = 8
 ALL_ADAMW = {"*": {"rule": "adamw"}}
-KINDS: dict[str, Callable[..., SGD]] = {
+KINDS: dict[str, Callable[..., Optimizer]] = {
     "SGD": lambda model, **options: SGD(model, 0.2, **options),
     "NGSGD, sum": lambda model, **options: NGSGD(model, 0.2, loss_reduction="sum", **options),
     "NGSGD, mean": lambda model, **options: NGSGD(model, 0.01, loss_reduction="mean", **options),
@@ -57,7 +57,7 @@ def minibatch(seed: int, num: int = 24) -> tuple[Tensor, Tensor]:
     return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
 
 
-def moves(make: Callable[..., SGD], options: dict[str, Any], dtype: torch.dtype, num_steps: int = NUM_STEPS,
+def moves(make: Callable[..., Optimizer], options: dict[str, Any], dtype: torch.dtype, num_steps: int = NUM_STEPS,
           change: Callable[[nn.Module], object] = lambda model: None) -> dict[str, Tensor]:
     """The change of each parameter; `change` acts on the model after half of the steps."""
     model = network().bfloat16().to(dtype)
@@ -204,7 +204,7 @@ def test_layers_of_size_zero_train_with_the_others(kind: str) -> None:
     assert not torch.equal(model[1].bias, before[3]) and not torch.equal(model[2].bias, before[5])
 
 
-HUGE: dict[str, tuple[Callable[[nn.Module], SGD], torch.dtype]] = {
+HUGE: dict[str, tuple[Callable[[nn.Module], Optimizer], torch.dtype]] = {
     "SGD": (lambda model: SGD(model, 1e10, max_change=0.0, max_param_change=0.0), torch.float32),
     "SGD, momentum": (lambda model: SGD(model, 1e10, momentum=0.9, max_change=0.0, max_param_change=0.0), torch.float32),
     "NGSGD": (lambda model: NGSGD(model, 1e10, loss_reduction="mean", max_change=0.0, max_param_change=0.0), torch.float32),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ngsgd import NGSGD
 from ngsgd.errors import NgsgdWarning
-from ngsgd.optim import SGD
+from ngsgd.optim import SGD, Optimizer
 from ngsgd.optim.layers.linear import NaturalGradientLinear
 from tests.optim.moved import moving
 
@@ -27,7 +27,7 @@ def minibatch(seed: int, num: int = 32) -> tuple[Tensor, Tensor]:
     return x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
 
 
-def train(model: nn.Module, optimizer: SGD, seeds: range) -> float:
+def train(model: nn.Module, optimizer: Optimizer, seeds: range) -> float:
     loss = torch.tensor(0.0)
     with moving(model):
         for seed in seeds:

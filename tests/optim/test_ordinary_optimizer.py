@@ -322,7 +322,7 @@ def test_a_copy_of_ngsgd_is_refused() -> None:
 @pytest.mark.entry("B3", "you unfreeze layers and call add_param_group", "works",
                    "the parameters of each layer become a group with the layer's name, and NGSGD preconditions the layer from "
                    "the next forward pass on. A layer that is unfrozen and not added is named in a warning")
-def test_unfrozen_layers_that_are_added_train_as_if_they_had_been_there(kind: type[SGD]) -> None:
+def test_unfrozen_layers_that_are_added_train_as_if_they_had_been_there(kind: type[SGD | NGSGD]) -> None:
     model, reference = network(), network()
     for p in model[4].parameters():
         p.requires_grad_(False)
@@ -349,7 +349,7 @@ def test_unfrozen_layers_that_are_added_train_as_if_they_had_been_there(kind: ty
 
 @KINDS
 @pytest.mark.entry("B3")
-def test_a_bias_that_is_added_later_is_a_second_group_of_its_layer(kind: type[SGD]) -> None:
+def test_a_bias_that_is_added_later_is_a_second_group_of_its_layer(kind: type[SGD | NGSGD]) -> None:
     model = network()
     model[7].get_parameter("bias").requires_grad_(False)
     optimizer = kind(model, 0.001)
@@ -368,7 +368,7 @@ def test_a_bias_that_is_added_later_is_a_second_group_of_its_layer(kind: type[SG
 
 @KINDS
 @pytest.mark.entry("B3")
-def test_layers_that_are_unfrozen_and_not_added_are_warned_of_once(kind: type[SGD]) -> None:
+def test_layers_that_are_unfrozen_and_not_added_are_warned_of_once(kind: type[SGD | NGSGD]) -> None:
     model = network()
     model[4].requires_grad_(False)
     optimizer = kind(model, 0.001)
@@ -382,7 +382,7 @@ def test_layers_that_are_unfrozen_and_not_added_are_warned_of_once(kind: type[SG
 
 
 @KINDS
-def test_parameters_that_have_left_the_model_are_refused(kind: type[SGD]) -> None:
+def test_parameters_that_have_left_the_model_are_refused(kind: type[SGD | NGSGD]) -> None:
     model = network()
     optimizer = kind(model, 0.001)
     train(model, optimizer, range(2))
@@ -400,7 +400,7 @@ def test_parameters_that_have_left_the_model_are_refused(kind: type[SGD]) -> Non
                          "Trainer)", "works",
                    "the loss is taken for a mean over the minibatch: a step takes 2 * weight_decay * lr * p off, and one warning "
                    "reports it. NGSGD with loss_reduction=\"mean\" counts the N rows and takes N times as much")
-def test_weight_decay_without_a_number_of_samples_is_that_of_a_mean_loss(kind: type[SGD]) -> None:
+def test_weight_decay_without_a_number_of_samples_is_that_of_a_mean_loss(kind: type[SGD | NGSGD]) -> None:
     moved = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -431,7 +431,7 @@ def test_weight_decay_without_a_number_of_samples_is_that_of_a_mean_loss(kind: t
 @KINDS
 @pytest.mark.entry("B5", "you use OneCycleLR or CyclicLR with its defaults", "works",
                    "`momentum` is a key of every param group, and the schedule of the momentum takes effect at the next step")
-def test_momentum_of_a_param_group_takes_effect(kind: type[SGD]) -> None:
+def test_momentum_of_a_param_group_takes_effect(kind: type[SGD | NGSGD]) -> None:
     model = network()
     optimizer = kind(model, 0.001, momentum=0.9, max_change=0.0, max_param_change=0.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.002, total_steps=8)
@@ -475,7 +475,7 @@ def test_components_may_have_different_momenta() -> None:
 @pytest.mark.entry("P4", "you load a state into an optimizer with other settings", "works",
                    "momentum, max_param_change and on_nonfinite are in the state and are restored; `lr` is torch's lr * (1 - "
                    "momentum), and `weight_decay` takes 2 * num_samples * weight_decay * lr * p off")
-def test_a_state_restores_momentum_and_limits(kind: type[SGD]) -> None:
+def test_a_state_restores_momentum_and_limits(kind: type[SGD | NGSGD]) -> None:
     model = network()
     optimizer = kind(model, 0.001, momentum=0.9, max_param_change=0.03, on_nonfinite="raise")
     train(model, optimizer, range(3))
@@ -496,7 +496,7 @@ def test_a_state_restores_momentum_and_limits(kind: type[SGD]) -> None:
 @pytest.mark.entry("P5", "you load the state of a model of another width", "error",
                    "OptimizerStateError names the layer and both dimensions, before anything is loaded and before any "
                    "training. SGD without momentum keeps no tensor of a parameter, so its state fits every width")
-def test_a_state_of_another_width_is_refused(kind: type[SGD]) -> None:
+def test_a_state_of_another_width_is_refused(kind: type[SGD | NGSGD]) -> None:
     model, wider = network(), network(width=14)
     optimizer, other = kind(model, 0.001, momentum=0.5), kind(wider, 0.002, momentum=0.5)
     train(model, optimizer, range(2))
@@ -507,7 +507,7 @@ def test_a_state_of_another_width_is_refused(kind: type[SGD]) -> None:
 
 
 @KINDS
-def test_a_state_of_torchs_optimizer_is_refused(kind: type[SGD]) -> None:
+def test_a_state_of_torchs_optimizer_is_refused(kind: type[SGD | NGSGD]) -> None:
     model = network()
     theirs = torch.optim.SGD([{"params": list(layer.parameters())} for layer in model if list(layer.parameters())], 0.1,
                              momentum=0.9)
@@ -551,7 +551,7 @@ def test_a_scaler_that_was_not_given_is_warned_of_once(given: bool) -> None:
 
 
 @KINDS
-def test_skipped_steps_are_warned_of_once(kind: type[SGD]) -> None:
+def test_skipped_steps_are_warned_of_once(kind: type[SGD | NGSGD]) -> None:
     model = network()
     optimizer = kind(model, 0.001)
     with warnings.catch_warnings(record=True) as caught:
@@ -610,7 +610,7 @@ def test_a_large_share_of_fallbacks_is_warned_of(
     ],
 )
 def test_limits_that_set_the_step_are_warned_of_once(
-    kind: type[SGD], options: dict[str, Any], is_warned: bool
+    kind: type[SGD | NGSGD], options: dict[str, Any], is_warned: bool
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2))

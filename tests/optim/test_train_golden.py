@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.models import PNorm, Renormalize
-from ngsgd.optim import NGSGD, SGD
+from ngsgd.optim import NGSGD, SGD, Optimizer
 from tests.conftest import Golden
 
 GOLDEN = Golden("train.npz")
@@ -39,12 +39,12 @@ def network(case: str, dtype: torch.dtype) -> tuple[nn.Sequential, list[nn.Linea
     return nn.Sequential(*layers).to(dtype), affines
 
 
-def optimizer(config: dict[str, Any], model: nn.Module) -> SGD:
+def optimizer(config: dict[str, Any], model: nn.Module) -> Optimizer:
     common = {"momentum": config["mom"], "max_change": config["mc"], "max_param_change": config["maxc"],
               "weight_decay": config["l2"] * config["l2f"]}
     if config["ng"]:
         preconditioned = NGSGD(model, config["lr"], update_period=config["period"], alpha=config["alpha"], **common)
-        made: SGD = preconditioned
+        made: Optimizer = preconditioned
         for name, preconditioner in preconditioned.preconditioners():
             # ranks written in a Kaldi config are lowered to D - 1 only; the defaults, as ours, to
             # (D + 1) / 2
@@ -67,7 +67,7 @@ def backward(case: str, t: int, model: nn.Module, dtype: torch.dtype) -> float:
     return -float(loss.detach())
 
 
-def train_one(case: str, t: int, model: nn.Module, opt: SGD, dtype: torch.dtype) -> tuple[float, list[float]]:
+def train_one(case: str, t: int, model: nn.Module, opt: Optimizer, dtype: torch.dtype) -> tuple[float, list[float]]:
     num_samples = len(GOLDEN(case, f"label_{t:02d}"))
     backstitch = GOLDEN.config(case).get("bs", 0.0)
     opt.reset_activity()

@@ -16,7 +16,7 @@ from ngsgd.config import CheckpointConfig, ClusterConfig, FailureConfig, Optimiz
 from ngsgd.errors import ClusterError, DataError, DivergenceError, NgsgdWarning, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.ops.averaging import mean_of_chunk, shares_of, weighted_mean
-from ngsgd.optim.outer_rules import Array, Average
+from ngsgd.optim.outer.rules import Array, Average
 from ngsgd.training.job import Job, JobFailure, JobInit, JobResult, LocalRef, Outcome, WorkItem
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.storage.audit import audit

@@ -26,7 +26,7 @@ from ngsgd import NGSGD, NaturalMuon, OnlineNaturalGradient, precondition_simple
 from ngsgd.curvature import collect
 from ngsgd.models import PNorm, Renormalize
 from ngsgd.ops.orthonormal import constrain_orthonormal
-from ngsgd.optim import SGD
+from ngsgd.optim import SGD, Optimizer
 from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.options import FisherOptions
 
@@ -41,7 +41,7 @@ _CURVATURE = 1e-3
 _DIRECTION = 5e-3
 # bfloat16 has 8 bits, and Muon's polynomial takes five steps in it on a GPU
 _BFLOAT16 = 0.2
-_NEWTON_SCHULZ = ("muon", "normuon", "muonh", "newton_muon")
+_NEWTON_SCHULZ = ("muon",)
 _KALDI_ONE_CALL, _KALDI_TRAJECTORY = 1e-3, 1e-2
 _QUANTITIES = (
     "batch_grad",
@@ -261,14 +261,14 @@ def _kaldi_network(
     return nn.Sequential(*layers), affines
 
 
-def _kaldi_optimizer(config: dict[str, Any], model: nn.Module) -> SGD:
+def _kaldi_optimizer(config: dict[str, Any], model: nn.Module) -> Optimizer:
     common = {
         "momentum": config["mom"],
         "max_change": config["mc"],
         "max_param_change": config["maxc"],
         "weight_decay": config["l2"] * config["l2f"],
     }
-    made: SGD
+    made: Optimizer
     if config["ng"]:
         made = natural = NGSGD(
             model, config["lr"], update_period=config["period"], alpha=config["alpha"], **common
@@ -384,7 +384,7 @@ def _steps(measurement: Measurement, workload: Workload, name: str) -> float:
     return _require_close(found, wanted, _BFLOAT16 if name == "NaturalMuon" else _STEPS)
 
 
-_OPTIMIZERS: dict[str, Callable[[nn.Module], SGD]] = {
+_OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "SGD": lambda model: SGD(model, 1e-2, momentum=0.9),
     "NGSGD": lambda model: NGSGD(model, 1e-3, loss_reduction="mean", momentum=0.9),
     "NaturalMuon": lambda model: NaturalMuon(model, 1e-3),

@@ -37,7 +37,7 @@ class TuneConfig:
     coarse_fraction: float = option(
         0.25, "fraction of the budget for the coarse search of initial and final learning rate",
         low=0.0, high=1.0)
-    engine: Literal["auto", "store", "reversible", "checkpoint"] = option(
+    engine: Literal["auto", "store", "reversible"] = option(
         "auto",
         "source of the trajectory in the reverse pass; store: all steps in memory; reversible: "
-        "exactly reversed steps; checkpoint: recomputation; auto: store up to 1 GB")
+        "exactly reversed steps; auto: store up to 1 GB, and if momentum is 0")

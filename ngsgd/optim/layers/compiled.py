@@ -34,80 +34,21 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, geom
     return gemm.linear(*cast(dtype, x, weight, bias))
 
 
-def _linear_gradients(layer: Any, x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int],
-                      has_bias: bool) -> tuple[Tensor | None, Tensor | None]:
-    return linear.gradients(layer, x, dY, True, has_bias)
-
-
-def _convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    number: Tensor,
-    geometry: Sequence[int],
-    dtype: torch.dtype | None,
-) -> Tensor:
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, geometry: Sequence[int],
+                 dtype: torch.dtype | None) -> Tensor:
     _note_ranks(number)
     x, weight, bias = cast(dtype, x, weight, bias)
     return convolution.convolve(x, weight, bias, convolution.Geometry.of(geometry))
 
 
-def _convolution_gradients(
-    layer: Any, x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int], has_bias: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    return convolution.gradients(
-        layer, x, weight, dY, convolution.Geometry.of(geometry), (False, True, has_bias)
-    )[1:]
-
-
-def _scale_offset(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    number: Tensor,
-    geometry: Sequence[int],
-    dtype: torch.dtype | None,
-) -> Tensor:
+def _scale_offset(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, geometry: Sequence[int],
+                  dtype: torch.dtype | None) -> Tensor:
     _note_ranks(number)
     return scale_offset.scaled(x, weight, bias, geometry[0])
 
 
-def _scale_offset_gradients(
-    layer: Any, x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int], has_bias: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    return scale_offset.gradients(
-        layer, x, weight, dY, geometry[0], (True, has_bias), (True, has_bias)
-    )
-
-
-def _linear_input_gradient(
-    x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int]
-) -> Tensor:
-    return dY @ weight.to(dY.dtype)
-
-
-def _convolution_input_gradient(
-    x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int]
-) -> Tensor:
-    dX = convolution.gradients(
-        None, x.to(dY.dtype), weight, dY, convolution.Geometry.of(geometry), (True, False, False)
-    )[0]
-    assert dX is not None
-    return dX
-
-
-def _scale_offset_input_gradient(
-    x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int]
-) -> Tensor:
-    return scale_offset.input_gradient(x, weight, dY, geometry[0])
-
-
-def _register(
-    name: str,
-    forward: Callable[..., Tensor],
-    gradients: Callable[..., tuple[Tensor | None, Tensor | None]],
-    input_gradient: Callable[..., Tensor],
-) -> None:
+def _register(name: str, forward: Callable[..., Tensor], gradients: Callable[..., tuple[Tensor | None, Tensor | None]],
+              input_gradient: Callable[..., Any]) -> None:
     """Create `torch.ops.ngsgd.<name>`.
 
     Gradients that are accumulated into `grad` are preconditioned.
@@ -115,25 +56,11 @@ def _register(
     operator = torch.library.custom_op(f"ngsgd::{name}", forward, mutates_args=())
     operator.register_fake(forward)
 
-    def of_parameters(
-        x: Tensor,
-        dY: Tensor,
-        weight: Tensor,
-        number: Tensor,
-        geometry: Sequence[int],
-        has_bias: bool,
-        is_frozen: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def of_parameters(x: Tensor, dY: Tensor, weight: Tensor, number: Tensor, geometry: Sequence[int], has_bias: bool,
+                      is_frozen: bool) -> tuple[Tensor, Tensor]:
         layer = layer_of(int(number))
         with without_autocast(dY.device.type):
-            dW, db = gradients(
-                layer if not is_frozen and adds_to_grad(layer) else None,
-                x,
-                dY,
-                weight,
-                geometry,
-                has_bias,
-            )
+            dW, db = gradients(layer if not is_frozen and adds_to_grad(layer) else None, x, dY, weight, geometry, has_bias)
         assert dW is not None
         # Empty without a bias, because an operator returns tensors; strides are those of `fake`.
         return (dW.to(weight.dtype).contiguous(),
@@ -141,7 +68,7 @@ def _register(
 
     def fake(x: Tensor, dY: Tensor, weight: Tensor, number: Tensor, geometry: Sequence[int],
              has_bias: bool, is_frozen: bool) -> tuple[Tensor, Tensor]:
-        is_gain = input_gradient is _scale_offset_input_gradient
+        is_gain = name == "scale_offset"
         return (
             torch.empty_like(weight, memory_format=torch.contiguous_format),
             weight.new_empty((weight.shape if is_gain else weight.shape[:1]) if has_bias else 0),
@@ -159,34 +86,28 @@ def _register(
 
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, number = ctx.saved_tensors
-        dX = (
-            input_gradient(x, dY, weight, ctx.geometry).to(x.dtype)
-            if ctx.needs_input_grad[0]
-            else None
-        )
+        dX = input_gradient(x, dY, weight, ctx.geometry).to(x.dtype) if ctx.needs_input_grad[0] else None
         dW = db = None
         if any(ctx.needs_input_grad[1:3]):
-            dW, db = gradients_operator(
-                x.to(ctx.compute_dtype),
-                dY,
-                weight,
-                number,
-                ctx.geometry,
-                ctx.has_bias,
-                not ctx.needs_input_grad[1],
-            )
-        return (
-            dX,
-            dW if ctx.needs_input_grad[1] else None,
-            db if ctx.has_bias else None,
-            None,
-            None,
-            None,
-        )
+            dW, db = gradients_operator(x.to(ctx.compute_dtype), dY, weight, number, ctx.geometry, ctx.has_bias,
+                                        not ctx.needs_input_grad[1])
+        return dX, dW if ctx.needs_input_grad[1] else None, db if ctx.has_bias else None, None, None, None
 
     operator.register_autograd(backward, setup_context=setup_context)
 
 
-_register("linear", _linear, _linear_gradients, _linear_input_gradient)
-_register("convolution", _convolution, _convolution_gradients, _convolution_input_gradient)
-_register("scale_offset", _scale_offset, _scale_offset_gradients, _scale_offset_input_gradient)
+_register(
+    "linear", _linear,
+    lambda layer, x, dY, weight, geometry, has_bias: linear.gradients(layer, x, dY, True, has_bias),
+    lambda x, dY, weight, geometry: dY @ weight.to(dY.dtype))
+_register(
+    "convolution", _convolution,
+    lambda layer, x, dY, weight, geometry, has_bias: convolution.gradients(
+        layer, x, weight, dY, convolution.Geometry.of(geometry), (False, True, has_bias))[1:],
+    lambda x, dY, weight, geometry: convolution.gradients(
+        None, x.to(dY.dtype), weight, dY, convolution.Geometry.of(geometry), (True, False, False))[0])
+_register(
+    "scale_offset", _scale_offset,
+    lambda layer, x, dY, weight, geometry, has_bias: scale_offset.gradients(
+        layer, x, weight, dY, geometry[0], (True, has_bias), (True, has_bias)),
+    lambda x, dY, weight, geometry: scale_offset.input_gradient(x, weight, dY, geometry[0]))

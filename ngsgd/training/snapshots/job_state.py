@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngsgd.optim import SGD
+from ngsgd.optim import Optimizer
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.training.diagnostics.job_sums import JobSums
 from ngsgd.training.task import Task
@@ -26,7 +26,7 @@ class JobState:
 
     task: Task
     model: nn.Module
-    optimizer: SGD
+    optimizer: Optimizer
     preconditioner: Preconditioner | None
     sums: JobSums
     device: torch.device

@@ -326,7 +326,6 @@ def test_the_completion_script_of_a_shell_completes(capsys: pytest.CaptureFixtur
     ("ngsgd train --help sch", ["schedule"]),
     ("ngsgd help tra", ["train", "transcribe"]),
     ("ngsgd export --format o", ["onnx"]),
-    ("ngsgd tune tr", ["transfer"]),
     ("ngsgd completion f", ["fish"]),
 ])
 def test_completion_offers_settings_values_and_choices(line: str, offered: list[str], monkeypatch: pytest.MonkeyPatch,

@@ -33,7 +33,7 @@ def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x), y)
 
 
-def made(kind: type[SGD], model: nn.Module, lr: float, **options: Any) -> Any:
+def made(kind: type[SGD | NGSGD], model: nn.Module, lr: float, **options: Any) -> Any:
     """An optimizer for the mean loss below, whose rate is that of a sum."""
     given: dict[str, Any] = {"loss_reduction": "sum"} if kind is NGSGD else {}
     return kind(model, lr, **given, **options)

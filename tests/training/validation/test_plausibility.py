@@ -23,7 +23,7 @@ from ngsgd.config import (
 )
 from ngsgd.errors import DivergenceError
 from ngsgd.files import read_json_lines
-from ngsgd.optim.outer_rules import Array, Arrays, Average, Numbers
+from ngsgd.optim.outer.rules import Array, Arrays, Average, Numbers
 from ngsgd.training.averaging import averaged_model
 from ngsgd.training.job import Job, JobResult, Outcome
 from ngsgd.training.parameter_vector import Vector

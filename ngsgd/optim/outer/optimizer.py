@@ -1,7 +1,7 @@
 """Outer optimizers: compute the next model from the weighted mean of the models of the jobs.
 
 B is the broadcast model (jobs start from it), W the model that is evaluated and saved. A rule
-(`ngsgd.optim.outer_rules`) works element by element, so chunks of the model can be processed by any
+(`ngsgd.optim.outer.rules`) works element by element, so chunks of the model can be processed by any
 number of threads with bitwise identical results. Arithmetic is float64, stored copies are float32,
 and the sum over jobs runs in job order.
 
@@ -19,19 +19,7 @@ import numpy as np
 
 from ngsgd.errors import ConfigError
 from ngsgd.ops.averaging import mean_of_chunk, shares_of
-from ngsgd.optim.outer_rules import (
-    Array,
-    Average,
-    BlockMomentum,
-    Bmuf,
-    DiLoCo,
-    OuterInfo,
-    OuterRule,
-    TakeMean,
-    make_rule,
-)
-
-__all__ = ["Average", "BlockMomentum", "Bmuf", "DiLoCo", "OuterInfo", "OuterOptimizer", "OuterRule", "make_rule"]
+from ngsgd.optim.outer.rules import Array, OuterInfo, OuterRule, TakeMean
 
 # (part of the model, its place in the vectors of the jobs)
 Pieces = Sequence[tuple[slice, slice]]
@@ -47,7 +35,7 @@ class OuterOptimizer:
 
     Example:
         >>> import numpy as np
-        >>> from ngsgd.optim.outer_rules import Average, OuterInfo
+        >>> from ngsgd.optim.outer import Average, OuterInfo
         >>> outer = OuterOptimizer(Average(), np.zeros(2, np.float32))
         >>> info = OuterInfo(outer_iter=0, num_outer_iters=1, num_jobs=2, lr=0.1)
         >>> outer.step([np.ones(2, np.float32), np.full(2, 3, np.float32)], [1.0, 1.0], info)
@@ -65,7 +53,8 @@ class OuterOptimizer:
         self.ema_decay = ema_decay
         self.num_threads = num_threads
         # Elements; it changes the speed, never the result.
-        self.chunk_size = _chunk_size(len(model))
+        # A power of two: large against call overhead, small for the cache, at most 1/10 of the model.
+        self.chunk_size = int(1 << min(max((len(model) // 150).bit_length() - 1, 12), 16))
         self.numbers: dict[str, float] = {}
         self.arrays: dict[str, Array] = {"model": model.copy()}
         for name, value in rule.buffers.items():
@@ -138,7 +127,10 @@ class OuterOptimizer:
             center = getattr(rule, "center", mean_of_chunk)
             mean = center(vectors, shares, slice(part.start + offset, part.stop + offset))
             before = self._read(part)
-            start = self._as_received(rule.broadcast(before, self.numbers), before["model"])
+            start = rule.broadcast(before, self.numbers)
+            if start is not before["model"]:
+                # Round B to the dtype in transit, so that rounding is not counted as a change by the jobs.
+                start = start.astype(self.arrays["model"].dtype).astype(np.float64)
             if returns == "move":
                 mean += start
             for name, values in rule.update(before, start, mean, now).items():
@@ -186,11 +178,6 @@ class OuterOptimizer:
     def _read(self, part: slice) -> dict[str, Array]:
         return {name: self.arrays[name][part].astype(np.float64) for name in ("model", *self.rule.buffers)}
 
-    def _as_received(self, start: Array, model: Array) -> Array:
-        """Round B to the dtype in transit, so that rounding is not counted as a change by the jobs.
-        """
-        return start if start is model else start.astype(self.arrays["model"].dtype).astype(np.float64)
-
     def _chunks(self, part: slice) -> list[slice]:
         return [slice(first, min(first + self.chunk_size, part.stop)) for first in range(part.start, part.stop, self.chunk_size)]
 
@@ -213,13 +200,6 @@ def _require_vector(vector: Any, what: str) -> None:
                           "NumPy vectors. Convert with "
                           "torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu().numpy() "
                           "and back with vector_to_parameters().")
-
-
-def _chunk_size(size: int) -> int:
-    """Return a power of two: large against call overhead, small for the cache, at most 1/10 of the
-    model.
-    """
-    return int(1 << min(max((size // 150).bit_length() - 1, 12), 16))
 
 
 def _pieces_that_fit(pieces: Pieces | None, size: int, vectors: Sequence[Array]) -> Pieces:

@@ -11,7 +11,7 @@ from ngsgd.config.build import flatten
 from ngsgd.hypergrad import SearchResult, SearchTrial
 from ngsgd.launcher.mlflow.store import tracking_uri
 from ngsgd.launcher.text import masked
-from ngsgd.pipeline.tuning.tuned import Tuned
+from ngsgd.pipeline.tuning import Tuned
 
 
 class TuneTracker:
@@ -56,7 +56,7 @@ class TuneTracker:
         for one in search.trials:
             if one.report is not None:
                 self._log({"tune/hypergrad_norm": one.norm, "tune/adjoint_growth": min(one.report.adjoint_growth, 1e30),
-                           "tune/exact": float(one.report.exact), "tune/spill_bytes": float(one.report.spill_bytes)}, one.cost)
+                           "tune/spill_bytes": float(one.report.spill_bytes)}, one.cost)
         self._log({"tune/val": result.valid, "tune/test": result.held_out}, search.spent)
         if self._client is not None:
             try:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.optim.ngsgd import NGSGD
-from ngsgd.optim.sgd import SGD
+from ngsgd.optim.optimizer import Optimizer
 
 # Kaldi rejects a smaller factor.
 _MIN_SHRINKAGE = 0.5
 
 
-def backstitch_step(optimizer: SGD, closure: Callable[[], Tensor], scale: float, *, num_samples: int | None = None) -> Tensor:
+def backstitch_step(optimizer: Optimizer, closure: Callable[[], Tensor], scale: float, *, num_samples: int | None = None) -> Tensor:
     """Train on one minibatch with backstitch: a step of -scale, then one of 1 + scale.
 
     The Fisher estimates are frozen in the first step, update-norm limits scale with the step, and

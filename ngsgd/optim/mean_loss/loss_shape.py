@@ -4,33 +4,19 @@ The loss is at the root of the graph. From there, a walk through scalar operatio
 casts) reaches the nodes of loss functions, whose input has the shape of the target. Rows of a
 cross-entropy are all its positions, also ignored ones. Other elementwise losses have a row for each
 output of the layer next to them. CTC has one for each sequence.
-
-Python sees all backward passes in `torch.autograd._engine_run_backward`, which
-`torch.compiler` replaces in the same way. It is replaced at the first optimizer with a mean loss.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ngsgd.errors import ConfigError
-from ngsgd.optim import replicas
-
-# Its type stubs lack the function.
-_autograd: Any = torch.autograd
-_functions: Any = torch._C._functions
 _LEAF = "torch::autograd::AccumulateGrad"
-_AccumulateGrad: Any = _functions.AccumulateGrad
 # Losses of classes, which are in dimension 1 of their input.
 _CLASSES = {"NllLossBackward0", "NllLoss2DBackward0", "MultiMarginLossBackward0", "MultilabelMarginLossBackward0"}
 _ELEMENTWISE = {"MseLossBackward0", "BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0",
@@ -143,7 +129,7 @@ def _are_of_one_minibatch(edges: Sequence[_Edge | None]) -> bool:
         return True
     if len({parameter for _, parameter in heads}) < len(heads):
         return False
-    graphs = [_nodes([node]) for node, _ in heads]
+    graphs = [nodes_of([node]) for node, _ in heads]
     shared = set.intersection(*graphs)
     return bool(shared) and not any(_selects_samples(node) for graph in graphs for node in graph - shared)
 
@@ -170,7 +156,7 @@ def _head(edge: _Edge) -> tuple[Any, int] | None:
     return None
 
 
-def _nodes(roots: Sequence[Any]) -> set[Any]:
+def nodes_of(roots: Sequence[Any]) -> set[Any]:
     """Return the operations of a graph, without its leaves."""
     stack, found = [root for root in roots if root is not None], set[Any]()
     while stack and len(found) < _MOST_NODES:
@@ -285,210 +271,3 @@ def _shape(edge: _Edge) -> tuple[int, ...]:
 
 def _numel(edge: _Edge) -> int:
     return math.prod(_shape(edge))
-
-
-class _Gradient(NamedTuple):
-    """The gradient of a parameter after the last pass that ended in it."""
-
-    parameter: Tensor
-    address: int
-    version: int
-
-
-@dataclass
-class _Minibatch:
-    """Passes of the same samples, and the ids of the parameters next to their losses."""
-
-    shape: LossShape
-    parameters: set[int]
-    # numbers of the passes with retained graphs
-    passes: set[int]
-
-
-class _Pass(NamedTuple):
-    """A backward pass."""
-
-    outputs: Sequence[Tensor]
-    shape: LossShape
-    # parameters that get gradients; empty: all
-    inputs: Sequence[Tensor]
-    # number if the graph is retained, which a later pass may share; 0 otherwise
-    number: int
-
-
-class LossRows:
-    """Counts the samples of the mean losses whose gradients are in the `grad` of parameters.
-
-    Passes whose gradients were cleared do not count. Passes that end in one layer are added, as
-    accumulation needs. Passes through a retained graph are of the same samples, as those of several
-    heads. Others that end in different layers may be of the same samples or not: the number is not
-    known.
-
-    Args:
-        context: LayerContext of the optimizer.
-    """
-
-    def __init__(self, context: Any) -> None:
-        self._context = context
-        self._minibatches: list[_Minibatch] = []
-        self._gradients: dict[int, _Gradient] = {}
-        # by id: all parameters, and those whose steps depend on the number of samples
-        self.parameters: dict[int, Tensor] = {}
-        self.scaled: dict[int, Tensor] = {}
-        replicas.observe()
-        _observe(self)
-
-    def clear(self) -> None:
-        """Forget all passes, as after a step."""
-        if self._minibatches:
-            self._minibatches, self._gradients = [], {}
-
-    def number(self) -> int:
-        """Return the number of samples since the last step.
-
-        Raises:
-            ConfigError: it is not known.
-        """
-        total, reason = 0, "" if self._minibatches else "no backward pass of a loss was seen since the last step"
-        for one in self._minibatches:
-            reason = reason or one.shape.reason
-            total += one.shape.num_rows or 0
-        if reason:
-            raise ConfigError(f"NGSGD cannot find the number of samples of the mean loss: {reason}. Give it as "
-                              "optimizer.step(num_samples=...), or sum the loss and give loss_reduction=\"sum\".")
-        return max(1, total)
-
-    def before_pass(self) -> int:
-        """Drop passes whose gradients were cleared; return how many passes layers have had."""
-        if self._gradients:
-            self._gradients = {key: one for key, one in self._gradients.items() if not _is_cleared(one)}
-            for one in self._minibatches:
-                one.parameters &= self._gradients.keys()
-            self._minibatches = [one for one in self._minibatches if one.parameters]
-        return int(self._context.num_passes)
-
-    def after_pass(self, num_passes: int, done: _Pass) -> Any:
-        """Count a pass that has added to gradients; return the operation next to the loss."""
-        parameter, user = self._nearest(done, self._context.num_passes != num_passes)
-        if parameter is None or (grad := parameter.grad) is None:
-            return None
-        if self._minibatches:
-            self._add(id(parameter), user, done)
-        else:
-            self._minibatches.append(_Minibatch(done.shape, {id(parameter)}, {done.number} if done.number else set()))
-        self._gradients[id(parameter)] = _Gradient(parameter, 0 if grad.is_sparse else grad.data_ptr(), grad._version)
-        return user
-
-    def _add(self, parameter: int, user: Any, done: _Pass) -> None:
-        """Count a pass after others."""
-        shape, passes = done.shape, {done.number} if done.number else set[int]()
-        marks = _marks(done.outputs) if any(one.passes for one in self._minibatches) else set[int]()
-        shared = [one for one in self._minibatches if not marks.isdisjoint(one.passes)]
-        if shared:
-            same = shared[0]
-            is_known = len(shared) == 1 and (parameter not in same.parameters
-                                             or not same.passes.isdisjoint(user.metadata.get(_HEAD, ()) if user else ()))
-            if not is_known:
-                shape = LossShape(None, "backward passes through one graph have losses of several calls of the model")
-            elif shape.num_rows != same.shape.num_rows and not (shape.reason or same.shape.reason):
-                shape = LossShape(None, f"losses have {same.shape.num_rows} and {shape.num_rows} samples")
-            same.shape = same.shape if same.shape.reason else shape
-            same.parameters.add(parameter)
-            same.passes |= passes
-            return
-        if any(parameter not in one.parameters for one in self._minibatches):
-            shape = LossShape(None, "backward passes end in different layers, and their samples may be the same or not")
-        last = self._minibatches[-1]
-        if shape.reason or passes or last.passes or last.shape.reason:
-            self._minibatches.append(_Minibatch(shape, {parameter}, passes))
-        else:
-            # No later pass can share their graphs.
-            last.shape = LossShape((last.shape.num_rows or 0) + (shape.num_rows or 0))
-
-    def _nearest(self, done: _Pass, has_reached: bool) -> tuple[Tensor | None, Any]:
-        """Return (the parameter of the optimizer next to the loss, the operation that uses it).
-
-        Reentrant checkpoints hide their layers; the last of them stands for these.
-        """
-        # A pass may have reached AdamW layers alone.
-        parameters = self.parameters if has_reached else self.scaled
-        if not parameters:
-            return None, None
-        allowed = {id(p) for p in done.inputs} if done.inputs else None
-        nodes: list[Any] = [output.grad_fn for output in done.outputs if output.grad_fn is not None]
-        seen, hides_layers = set[Any](), False
-        # The list grows in the loop: breadth first.
-        for node in nodes:
-            for child, _ in node.next_functions:
-                if child is None or child in seen:
-                    continue
-                seen.add(child)
-                if type(child) is not _AccumulateGrad:
-                    nodes.append(child)
-                elif ((p := parameters.get(id(child.variable))) is not None and p.numel()
-                      and (allowed is None or id(p) in allowed)):
-                    return p, node
-            hides_layers = hides_layers or type(node).__name__.startswith("CheckpointFunction")
-        return (self._context.last_weight if hides_layers and has_reached else None), None
-
-
-# Keys of marks in the metadata of operations: the last pass through them, and the passes whose
-# next parameter they use.
-_PASS, _HEAD = "ngsgd.pass", "ngsgd.head"
-_numbers = itertools.count(1)
-
-
-def _mark(done: _Pass, users: Sequence[Any]) -> None:
-    """Note the pass in the operations of its graph."""
-    for node in _nodes([output.grad_fn for output in done.outputs]):
-        node.metadata[_PASS] = done.number
-    for user in users:
-        if user is not None:
-            user.metadata[_HEAD] = {*user.metadata.get(_HEAD, ()), done.number}
-
-
-def _marks(outputs: Sequence[Tensor]) -> set[int]:
-    """Return the numbers of the passes that have gone through operations of the graph."""
-    return {node.metadata[_PASS] for node in _nodes([output.grad_fn for output in outputs]) if _PASS in node.metadata}
-
-
-def _is_cleared(gradient: _Gradient) -> bool:
-    grad = gradient.parameter.grad
-    if grad is None:
-        return True
-    if grad.is_sparse:
-        return not grad._nnz()
-    if grad.data_ptr() == gradient.address and grad._version == gradient.version:
-        return False
-    # Clipping and unscaling change gradients, too. Rare, because it may wait for the device.
-    return not bool(grad.any())
-
-
-_observers: list[weakref.ref[LossRows]] = []
-
-
-def _observe(rows: LossRows) -> None:
-    """Report all further backward passes to `rows`, while it exists."""
-    if not getattr(_autograd._engine_run_backward, "_is_of_ngsgd", False):
-        _autograd._engine_run_backward = _reported(_autograd._engine_run_backward)
-    _observers.append(weakref.ref(rows, _observers.remove))
-
-
-def _reported(original: Any) -> Any:
-    @functools.wraps(original)
-    def run(outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        # Passes inside of a pass belong to reentrant checkpoints.
-        if not _observers or not kwargs.get("accumulate_grad") or torch._C._current_graph_task_id() != -1:
-            return original(outputs, *args, **kwargs)
-        before = [(rows, rows.before_pass()) for one in _observers if (rows := one()) is not None]
-        shape = loss_shape(outputs)
-        result = original(outputs, *args, **kwargs)
-        keeps = len(args) > 2 and (args[1] or args[2])
-        done = _Pass(outputs, shape, args[3] if len(args) > 3 else (), next(_numbers) if keeps else 0)
-        users = [rows.after_pass(num_passes, done) for rows, num_passes in before]
-        if done.number:
-            _mark(done, users)
-        return result
-
-    run._is_of_ngsgd = True  # type: ignore[attr-defined]
-    return run

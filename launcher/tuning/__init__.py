@@ -1,1 +1,0 @@
-"""Hyperparameter search: trials, proxies and their tracking."""

@@ -1,0 +1,415 @@
+"""Parameter groups, state, activity and warnings of `SGD`, `NGSGD` and `NaturalMuon`.
+
+A `Rule` steps the layers, and AdamW those that are not its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ngsgd.arguments import hints_of, require_state
+from ngsgd.errors import ArgumentError, ConfigError, DivergenceError, OptimizerStateError
+from ngsgd.ops.max_change import Limits
+from ngsgd.ops.orthonormal import constrain_orthonormal
+from ngsgd.optim import adamw, updates
+from ngsgd.optim.activity import LimitCounts, StepActivity
+from ngsgd.optim.groups import components, name_of, require_non_negative, require_whole_parameters, set_options
+from ngsgd.optim.rule import Minibatch, Rule, Step
+from ngsgd.user_warnings import has_grown, warn
+
+# name of a group of such parameters
+_OUTSIDE = "(outside of the model)"
+# Recreated when needed; a scheduler replaces `step`.
+_NOT_COPIED = ("step", "_places")
+# Constrain a layer every fourth step; Kaldi does it at random with probability 1/4.
+ORTHONORMAL_PERIOD = 4
+# Look for parameters that the optimizer does not have at the first step, and so many steps apart.
+_SEARCH_PERIOD = 100
+# Warn after so many steps if limits shortened more than these fractions of them.
+_MANY_STEPS = 64
+_MOST_LAYER_STEPS, _MOST_MODEL_STEPS = 0.5, 0.9
+
+
+# Torch decorates the method with an import of torch._dynamo, which is slower than `import torch`.
+_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+_zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class _ParameterSlot(NamedTuple):
+    """Location of a parameter in the model."""
+
+    parameters: dict[str, Any]     # dictionary of its module
+    name: str
+    p: Tensor
+    shape: torch.Size
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Base class of `SGD`, `NGSGD` and `NaturalMuon`.
+
+    Args:
+        model: the module to train.
+        rule: steps of all layers but those of AdamW.
+        settings: defaults of the groups: lr, momentum, max_change, weight_decay, adamw_lr_factor.
+        layer_options: see `SGD`.
+        max_param_change: see `SGD`.
+        on_nonfinite: see `SGD`.
+    """
+
+    def __init__(self, model: nn.Module, rule: Rule, settings: Mapping[str, Any], *,
+                 layer_options: Mapping[str, Mapping[str, Any]] | None, max_param_change: float, on_nonfinite: str) -> None:
+        self.rule = rule
+        self._init_groups(model, {**settings, "lr_factor": 1.0, "orthonormal_constraint": 0.0, "rule": rule.names[0],
+                                  **rule.settings}, layer_options)
+        require_non_negative(max_param_change=max_param_change)
+        if not 0.0 <= settings["momentum"] < 1.0:
+            raise ArgumentError(f"Invalid momentum: {settings['momentum']}; it must be at least 0 and below 1.")
+        if on_nonfinite not in ("skip", "raise"):
+            raise ArgumentError(f"Invalid on_nonfinite: {on_nonfinite!r}; choose skip or raise.")
+        self.max_param_change = max_param_change
+        self.on_nonfinite = on_nonfinite
+        self.step_count = 0
+        self._warned = set[str]()
+        # in the last warning
+        self._num_skipped_reported = 0
+        # 0-d norm of the last proposed update, on the device; NaN if the step was skipped
+        self.last_update: Tensor | None = None
+        self.reset_activity()
+        rule.attach(self)
+        self._prepare_state()
+
+    def _init_groups(self, model: nn.Module, defaults: dict[str, Any],
+                     layer_options: Mapping[str, Mapping[str, Any]] | None) -> None:
+        require_whole_parameters(model, type(self).__name__)
+        self.model = model
+        self._places: list[_ParameterSlot] | None = None
+        groups = components(model)
+        if not groups:
+            raise ArgumentError(f"{type(self).__name__} has nothing to train: no parameter of the "
+                                "module requires a gradient; call requires_grad_(True) on layers.")
+        set_options(groups, layer_options or {}, {*defaults, "betas", "eps"} - {"lr", "momentum"},
+                    hints_of(type(self).__init__))
+        for group in groups:
+            require_non_negative(**{key: group.get(key, default) for key, default in defaults.items()
+                                    if key != "orthonormal_constraint" and isinstance(default, (int, float))})
+            if group.get("rule", self.rule.names[0]) not in self.rule.names:
+                raise ArgumentError(f"Invalid rule: {group['rule']!r}; choose {' or '.join(self.rule.names)}.")
+        super().__init__(groups, defaults)
+        self._places = self._find_parameters()
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        # The warning of layers that were unfrozen is another one.
+        self._known = [p for _, p in self._frozen]
+        self._num_searches = 0
+
+    @property
+    def momentum(self) -> float:
+        """Largest momentum of the components; each component has its value in `param_groups`."""
+        return max(float(group["momentum"]) for group in self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model, such as those of unfrozen layers.
+
+        Each layer becomes a group.
+
+        Missing settings have the values of the constructor. A second group of a layer is named
+        "<layer>#2".
+
+        Raises:
+            ConfigError: a parameter is frozen.
+        """
+        for group in [param_group] if "name" in param_group else self._by_layer(param_group):
+            _add_param_group(self, group)
+        # The constructor of torch also calls this.
+        if "counts" in self.__dict__:
+            self._places = self._find_parameters()
+            self.counts.grow(len(self.param_groups))
+            self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
+            self.rule.attach(self)
+            self._prepare_state()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients as torch does, without its label for profilers (10 % of a step)."""
+        if not set_to_none:
+            _zero_grad(self, set_to_none)
+            return
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    def _prepare_state(self) -> None:
+        """Create the keys in `state` of each parameter that `state_dict` fills.
+
+        torch.distributed.checkpoint loads no others, and takes a step with zero gradients if
+        `state` is empty.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("step", None)
+        for group in self.rule.adamw_groups(self.param_groups):
+            for p in group["params"]:
+                adamw.prepare_state(p, self.state[p])
+
+    def _by_layer(self, param_group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
+        owners = {id(p): name or name_of(self.model) for name, module in reversed(list(self.model.named_modules()))
+                  for p in module.parameters(recurse=False)}
+        members: dict[str, list[Tensor]] = {}
+        for p in params:
+            name = owners.get(id(p), _OUTSIDE)
+            if not p.requires_grad:
+                raise ConfigError(f"a parameter of {name} is frozen; call requires_grad_(True) on it before add_param_group.")
+            members.setdefault(name, []).append(p)
+        taken = {group["name"] for group in self.param_groups}
+        for name, of_layer in members.items():
+            numbers = (f"{name}#{number}" for number in itertools.count(2))
+            free = name if name not in taken else next(number for number in numbers if number not in taken)
+            yield {**param_group, "params": of_layer, "name": free}
+
+    def step(self, closure: Callable[[], float] | None = None, *, scale: float = 1.0,  # type: ignore[override]
+             num_samples: int | None = None) -> float | None:
+        """Apply the gradients, shortened to the limits; skip the minibatch if one is not finite.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+            scale: multiplies the update and the limits. Backstitch takes a step of -alpha, then one
+                of 1 + alpha on new gradients. Weight decay is not multiplied, and not applied if
+                scale is negative.
+            num_samples: number of samples summed in the loss; 1 for a mean.
+
+        Raises:
+            ConfigError: the parameters are no longer those of the model.
+            DivergenceError: a gradient is not finite and on_nonfinite is "raise".
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._take(Minibatch(scale, num_samples))
+        return loss
+
+    def _take(self, minibatch: Minibatch) -> None:
+        self.rule.begin(self, minibatch)
+        self._require_own_parameters()
+        groups = self.rule.adamw_groups(self.param_groups)
+        proposed: list[adamw.Proposal | None] = []
+        if groups:
+            proposed, minibatch.others_finite = adamw.propose(groups, self.state)
+        taken = self.rule.step(self, minibatch)
+        if taken is None and minibatch.others_finite is not None:
+            self.count(~minibatch.others_finite, [])
+            taken = Step([], (~minibatch.others_finite).to(torch.float32))
+        if taken is not None:
+            if self.on_nonfinite == "raise" and bool(taken.is_skipped):
+                bad = [group["name"] for group in self.param_groups
+                       if (are_finite := updates.gradients_are_finite(group["params"])) is not None and not are_finite]
+                reason = f"the gradient of {', '.join(bad)} is not finite" if bad else "the step would make parameters infinite"
+                raise DivergenceError(f"{reason}; lower the learning rate or skip such minibatches with on_nonfinite=\"skip\".")
+            # AdamW steps once per minibatch, also with backstitch.
+            if minibatch.scale > 0.0:
+                if groups:
+                    adamw.step(groups, proposed, self.state, taken.is_skipped)
+                self._constrain(self.param_groups[index] for index in taken.indices)
+        self.rule.end(self)
+
+    def count(self, limits: Limits | Tensor, indices: list[int]) -> None:
+        """Count a step with the limits of groups, or with whether it was skipped if none has one.
+        """
+        counts = self.counts
+        if isinstance(limits, Limits):
+            self.last_update = limits.total
+            counts.add(limits, indices)
+        else:
+            self.last_update = torch.where(limits, math.nan, 0.0)
+            counts.add_without_limits(limits)
+        # Rare, because it waits for the device.
+        if counts.num_steps & (counts.num_steps - 1) == 0:
+            self._warn_of_activity([self.param_groups[index]["name"] for index in indices])
+
+    def _warn_of_activity(self, limited: Sequence[str]) -> None:
+        done = self.activity()
+        if has_grown(done.num_skipped, self._num_skipped_reported):
+            self._num_skipped_reported = done.num_skipped
+            warn(f"{type(self).__name__}: {done.num_skipped} of {done.num_steps} steps were skipped, since a "
+                 "gradient was not finite; activity().num_skipped counts them. If they continue, lower lr "
+                 "or look for NaN in the data.")
+        layers, model = (
+            statistics.mean([done.layer_share[name] for name in limited] or [0.0]),
+            done.model_share,
+        )
+        if done.num_steps >= _MANY_STEPS and (
+            layers > _MOST_LAYER_STEPS or model > _MOST_MODEL_STEPS
+        ):
+            self.warn_once(
+                "limits",
+                f"max_change shortened {layers:.0%} of the layer updates and max_param_change "
+                f"{model:.0%} of the model updates; update-norm limits rather than lr determine "
+                "the step length. Lower lr, or raise the limits (0: none).",
+            )
+
+    def warn_once(self, subject: str, message: str) -> None:
+        """Warn if no warning of this subject has been given."""
+        if subject not in self._warned:
+            self._warned.add(subject)
+            warn(f"{type(self).__name__}: {message}")
+
+    def _require_own_parameters(self) -> None:
+        """Raise ConfigError if a parameter was replaced or sharded; warn of layers unfrozen later.
+        """
+        if self._places is None:
+            self._places = self._find_parameters()
+        for parameters, name, p, shape in self._places:
+            if parameters.get(name) is not p or p.shape != shape:
+                self._places = self._find_parameters(changed=f"{name} {tuple(shape)}")
+                break
+        if any(p.requires_grad for _, p in self._frozen):
+            names = [name for name, p in self._frozen if p.requires_grad]
+            self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
+            self.warn_once("unfrozen", f"{', '.join(names)} were unfrozen after the optimizer was "
+                                        "created and are not trained; call add_param_group with "
+                                        "them.")
+        self._num_searches += 1
+        if self._num_searches % _SEARCH_PERIOD != 1:
+            return
+        known = {id(p) for group in self.param_groups for p in group["params"]} | {id(p) for p in self._known}
+        if new := [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in known]:
+            self.warn_once("new parameters", f"{', '.join(new)} came into the model after the optimizer was created, as "
+                                             "when a layer is replaced, and are not trained; create the optimizer after "
+                                             "the last change of the model.")
+
+    def _find_parameters(self, changed: str = "") -> list[_ParameterSlot]:
+        require_whole_parameters(self.model, type(self).__name__)
+        shapes = {id(place.p): place.shape for place in self._places or ()}
+        found = {id(p): _ParameterSlot(module._parameters, name, p, shapes.get(id(p), p.shape))
+                 for module in self.model.modules() for name, p in module._parameters.items() if p is not None}
+        own = [p for group in self.param_groups if not group["name"].startswith(_OUTSIDE) for p in group["params"]]
+        places = [found[id(p)] for p in own if id(p) in found]
+        if len(places) < len(own) or any(p.shape != shape for _, _, p, shape in places):
+            raise ConfigError(f"parameters of this {type(self).__name__} are no longer those of "
+                              f"the model ({changed or 'all'}), as after fully_shard, FSDP or "
+                              "load_state_dict(assign=True); create the optimizer after that "
+                              "(FSDP and DTensor are not supported).")
+        self.rule.check(self.model)
+        return places
+
+    def _constrain(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Constrain the weights of semi-orthogonal layers, one layer per step."""
+        self.step_count += 1
+        for index, group in enumerate(groups):
+            if group["orthonormal_constraint"] and (self.step_count + index) % ORTHONORMAL_PERIOD == 0:
+                for p in group["params"]:
+                    if p.ndim > 1:
+                        constrain_orthonormal(p, group["orthonormal_constraint"])
+
+    def activity(self) -> StepActivity:
+        """Return how often each limit was active; waits for the device once."""
+        return self.counts.activity([group["name"] for group in self.param_groups])
+
+    def reset_activity(self) -> None:
+        """Set the counts of `activity` to zero."""
+        self.counts = LimitCounts(len(self.param_groups))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state plus "step_count" and settings of the model.
+
+        "step_count" selects the next semi-orthogonal layer; "step" of each parameter is the same
+        count. Velocities exist before the first step, because torch.distributed.checkpoint fills
+        only existing entries of `state`.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self.rule.has_velocity(group, p):
+                    updates.accumulator(self.state[p], "velocity", p)
+        state = super().state_dict()
+        state["state"] = {index: {**values, "step": self.step_count} for index, values in state["state"].items()}
+        return {**state, "step_count": self.step_count, "max_param_change": self.max_param_change,
+                "on_nonfinite": self.on_nonfinite}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state and its settings.
+
+        Raises:
+            OptimizerStateError: the state belongs to another model.
+        """
+        saved = self._state_by_parameter(state_dict)
+        names = [group["name"] for group in self.param_groups]
+        step_count = state_dict.get("step_count", saved[0][1].get("step", 0))
+        state = {index: {key: value for key, value in values.items() if key in ("velocity", *adamw.STATE)}
+                 for index, values in state_dict["state"].items()}
+        super().load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
+        self.step_count = int(step_count or 0)
+        for p, values in saved:
+            # Torch casts them to the dtype of the parameter, or shares them with the saved state.
+            dtypes = dict.fromkeys(("velocity", *adamw.MOMENTS), updates.accumulator_dtype(p)) | {"num_adamw_steps": torch.float32}
+            self.state[p].update({key: torch.as_tensor(values[key]).to(p.device, dtype, copy=True)
+                                  for key, dtype in dtypes.items() if values.get(key) is not None})
+        self.max_param_change = state_dict.get("max_param_change", self.max_param_change)
+        self.on_nonfinite = state_dict.get("on_nonfinite", self.on_nonfinite)
+        for group, name in zip(self.param_groups, names, strict=True):
+            group["name"] = name
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        self._prepare_state()
+
+    def _state_by_parameter(self, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Return (parameter, saved state) in order; raise OptimizerStateError if they do not fit.
+        """
+        kind = type(self).__name__
+        require_state(state_dict, ("state", "param_groups"), kind, OptimizerStateError)
+        groups = state_dict["param_groups"]
+        if any("name" not in group for group in groups):
+            raise OptimizerStateError(f"this is not a state of {kind}: its param_groups have no "
+                                      "names, as those of torch optimizers; load the state_dict "
+                                      f"of {kind}, or start without it.")
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise OptimizerStateError("the state is of the layers "
+                                      f"{', '.join(group['name'] for group in groups)}, this "
+                                      f"{kind} of "
+                                      f"{', '.join(group['name'] for group in self.param_groups)}; "
+                                      "load it with the same model, and freeze layers after the optimizer is created.")
+        found = []
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            for p, index in zip(group["params"], saved["params"], strict=True):
+                values = state_dict["state"].get(index, {})
+                for key in ("velocity", "exp_avg", "exp_avg_sq"):
+                    if values.get(key) is not None and values[key].shape != p.shape:
+                        raise OptimizerStateError(f"the state of {saved['name']} is of shape "
+                                                  f"{tuple(values[key].shape)}, the parameter "
+                                                  f"of shape {tuple(p.shape)}; load it with the same "
+                                                  "model.")
+                found.append((p, values))
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but hooks and cached objects; `copy.deepcopy` also copies the model."""
+        return {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED and not key.endswith("_hooks")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_places": None})
+
+    def training_state(self) -> dict[str, Any]:
+        """Return the state that steps change, without settings; tensors are not copied.
+
+        With `load_training_state`, an equal optimizer on an equal model continues bitwise
+        identically, including `activity`.
+        """
+        parameters = [{key: value for key, value in self.state[p].items() if isinstance(value, Tensor)}
+                      for group in self.param_groups for p in group["params"]]
+        return {"parameters": parameters, "step_count": self.step_count, **self.counts.state()}
+
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `training_state` of an equal optimizer; tensors are not copied."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p, values in zip(params, state["parameters"], strict=True):
+            self.state[p].update({key: value.to(p.device) for key, value in values.items()})
+        self.step_count = state["step_count"]
+        self.counts.load(state, params[0].device)
