@@ -168,7 +168,6 @@ HOST_ONLY = (
     "compression",
     "devices",
     "tensors",
-    "packed_gemm",
     "second_derivatives",
     "gemm.rows_of",
     "gemm.forget_copies",

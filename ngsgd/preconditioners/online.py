@@ -17,7 +17,6 @@ from ngsgd.arguments import checks_arguments, require_state
 from ngsgd.errors import ArgumentError, DivergenceError, OptimizerStateError
 from ngsgd.ops import fisher_projection, tensors
 from ngsgd.ops import natural_gradient as ops
-from ngsgd.ops.packed_gemm import PackedMatrix
 from ngsgd.preconditioners.states import finite_tensor, number_of
 from ngsgd.preconditioners.update_queue import UpdateQueue
 
@@ -65,18 +64,10 @@ class PreconditionContext(NamedTuple):
 
         Uses `scratch` if that is faster than new memory.
         """
-        Xhat_ND, one_hat_N, scale = self.corrected(scratch)
-        # `begin` was called without a packed matrix.
-        assert isinstance(Xhat_ND, Tensor)
-        return Preconditioned(Xhat_ND, one_hat_N, scale)
-
-    def corrected(self, scratch: Tensor | None = None) -> tuple[Tensor | PackedMatrix,
-                                                                Tensor | None, Tensor | float]:
-        """Return (Xhat, one_hat, scale), with Xhat packed if `begin` got a packed matrix."""
         projection = fisher_projection.with_residual(self.projection, self.X_ND, self.W_RD,
                                                      self.one_N, scratch)
         assert projection.Xhat_ND is not None and projection.sum_sq_hat is not None
-        return projection.Xhat_ND, projection.one_hat_N, self.scale(projection.sum_sq_hat)
+        return Preconditioned(projection.Xhat_ND, projection.one_hat_N, self.scale(projection.sum_sq_hat))
 
     def scale(self, sum_sq_hat: Tensor | float) -> Tensor | float:
         """Return gamma of (38), given tr Xhat Xhat^T."""
@@ -196,7 +187,7 @@ class OnlineNaturalGradient:
         return X_ND if X_ND.dtype in tensors.FULL else X_ND.float()
 
     def begin(self, X_ND: Tensor, one_N: Tensor | None = None, *, num_rows: Tensor | float | None = None,
-              loss_scale: Tensor | float = 1.0, scratch: Tensor | PackedMatrix | None = None,
+              loss_scale: Tensor | float = 1.0, scratch: Tensor | None = None,
               corrects: bool = True) -> PreconditionContext | None:
         """Run the first half of a call on rows [X | one].
 
