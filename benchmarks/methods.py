@@ -54,7 +54,7 @@ DAMPING_FACTORS = {"digits": (0.1, 1.0, 10.0), "fsdd": (1.0,)}
 # without scaling to the norm of the gradient
 OPTIMIZERS = ("sgd", "ngsgd", "adam", "adamw", "muon")
 # online is ngsgd through the preconditioner interface
-PRECONDITIONERS = tuple(name for name in METHODS if name not in (*OPTIMIZERS, "online"))
+PRECONDITIONERS = tuple(name for name in METHODS if name not in OPTIMIZERS)
 MOMENTUM = 0.9
 NUM_EPOCHS = 10                         # digits
 # floats of a method's statistics; with more, a run would take hours

@@ -27,8 +27,8 @@ from ngsgd.preconditioners import METHODS
 
 RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 SEEDS = (0, 1)
-# PyTorch's methods and ScaledAdam have their own rates; the matrices of the other two are too large
-NAMES = tuple(name for name in METHODS if name not in ("adam", "adamw", "muon", "scaled_adam", "full", "layer"))
+# PyTorch's methods have their own rates; the matrices of the other two are too large
+NAMES = tuple(name for name in METHODS if name not in ("adam", "adamw", "muon", "full", "layer"))
 
 
 def mlp(width: int) -> nn.Sequential:

@@ -68,7 +68,7 @@ from ngsgd.training.job import Job
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.records import FinalReport
 from ngsgd.training.storage.checkpoint import Checkpoint
-from ngsgd.training.task import Batch, Task, TaskSpec, run_schedule, seeded_model
+from ngsgd.training.task import Batch, Task, TaskSpec, seeded_model
 from ngsgd.training.worker import Worker, make_optimizer, never
 from ngsgd.training.worker_pool import WorkerPool
 
@@ -188,7 +188,7 @@ def train_bare(config: RunConfig, egs: Path, log: Path, num_jobs: int) -> None:
     """The bare loop; writes a line after each job, and the parameters at the end."""
     torch.set_num_threads(1)
     task = SpeechTaskSpec(config, str(egs)).task(torch.device("cpu"))
-    schedule = run_schedule(task, config)
+    schedule = task.shards().schedule(config.schedule)
     model = seeded_model(task, config.seed)
     layout = FlatLayout.of(model)
     loop = BareLoop()

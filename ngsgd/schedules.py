@@ -2,7 +2,7 @@
 
 The formulas are those of Kaldi's `steps/nnet3/train_dnn.py` (libs/nnet3/train/common.py,
 frame_level_objf/common.py). The learning-rate and job rules are section 3 and C.1 of arXiv
-1410.7455, and Eden's are icefall's. An archive of examples with `frames_per_eg` frames each is read
+1410.7455. An archive of examples with `frames_per_eg` frames each is read
 `frames_per_eg` times per epoch, one frame of every example at a time; one reading is called a
 *pass*. Dropout schedules use Kaldi's syntax.
 """
@@ -19,18 +19,6 @@ from ngsgd.errors import ConfigError
 
 # For helps and reports; gain is that of the outer optimizer.
 JOB_RATE = "a job uses num_jobs / gain times the effective rate"
-# Eden's warm-up in icefall: batches, and the first factor.
-EDEN_WARM_UP, EDEN_WARM_UP_START = 500.0, 0.5
-
-
-def eden_decay(count: float, scale: float) -> float:
-    """Return ((count^2 + scale^2) / scale^2)^(-1/4), Eden's factor of batches or of epochs."""
-    return float(((count**2 + scale**2) / scale**2) ** -0.25)
-
-
-def linear_warm_up(count: float, length: float, start: float = 0.0) -> float:
-    """Return a factor that rises from `start` to 1 while `count` rises from 0 to `length`."""
-    return 1.0 if count >= length else start + (1.0 - start) * count / length
 
 
 @dataclass(frozen=True)
@@ -89,14 +77,10 @@ class Schedule:
     num_jobs_step: int = 1
     # Factors of exponential rates, equidistant over the data, with geometric interpolation.
     lr_factors: tuple[float, ...] = (1.0,)
-    # exponential, cosine or eden
+    # exponential or cosine
     lr_schedule: str = "exponential"
     # fraction of the data over which rates rise linearly
     warm_up: float = 0.0
-    # eden: scales of its decays, and steps of a worker in one pass
-    eden_batches: float = 7500.0
-    eden_epochs: float = 3.5
-    batches_per_pass: float = 0.0
 
     @property
     def num_passes(self) -> int:
@@ -120,7 +104,7 @@ class Schedule:
     def effective_lr(self, outer_iter: int, passes_done: int) -> float:
         """Return the effective learning rate, which depends on the data processed before.
 
-        Exponential decay times `lr_factors`, a half cosine, or Eden; all times the warm-up.
+        Exponential decay times `lr_factors`, or a half cosine; both times the warm-up.
 
         The last outer iteration uses the final values of the first two.
         """
@@ -132,36 +116,21 @@ class Schedule:
     def last_lr(self) -> float:
         """Return the effective learning rate of the last outer iteration."""
         last = self.num_outer_iters - 1
-        done = sum(self.num_jobs(outer_iter) for outer_iter in range(last)) if self.warm_up or self.lr_schedule == "eden" else 0
-        if self.lr_schedule == "eden":
-            lr = self._eden_lr(last, done)
-        else:
-            lr = self.lr_final * (self.lr_factors[-1] if self.lr_schedule == "exponential" else 1.0)
+        done = sum(self.num_jobs(outer_iter) for outer_iter in range(last)) if self.warm_up else 0
+        lr = self.lr_final * (self.lr_factors[-1] if self.lr_schedule == "exponential" else 1.0)
         return lr * self._warm_up(last, done)
 
     def _decayed_lr(self, outer_iter: int, passes_done: int) -> float:
-        if self.lr_schedule == "eden":
-            return self._eden_lr(outer_iter, passes_done)
         if self.lr_schedule == "cosine":
             share = 0.5 * (1.0 + math.cos(math.pi * passes_done / self.num_passes))
             return self.lr_final + (self.lr_initial - self.lr_final) * share
         decay = math.log(self.lr_final / self.lr_initial) / self.num_passes
         return self.lr_initial * math.exp(passes_done * decay) * self._lr_factor(passes_done / self.num_passes)
 
-    def _eden_lr(self, outer_iter: int, passes_done: int) -> float:
-        if not self.batches_per_pass:
-            raise ConfigError("a schedule of kind eden needs batches_per_pass; build it with ngsgd.training.task.run_schedule.")
-        batches = max(outer_iter, 0) * self.batches_per_pass
-        epochs = passes_done / (self.num_archives * self.frames_per_eg)
-        return self.lr_initial * eden_decay(batches, self.eden_batches) * eden_decay(epochs, self.eden_epochs)
-
     def _warm_up(self, outer_iter: int, passes_done: int) -> float:
         """Return the factor of the warm-up in the middle of an outer iteration; it is above 0."""
-        if self.warm_up:
-            return linear_warm_up((passes_done + 0.5 * self.num_jobs(outer_iter)) / self.num_passes, self.warm_up)
-        if self.lr_schedule == "eden":
-            return linear_warm_up((max(outer_iter, 0) + 0.5) * self.batches_per_pass, EDEN_WARM_UP, EDEN_WARM_UP_START)
-        return 1.0
+        done = (passes_done + 0.5 * self.num_jobs(outer_iter)) / self.num_passes
+        return 1.0 if done >= self.warm_up else done / self.warm_up
 
     def _lr_factor(self, fraction: float) -> float:
         """Return the factor of `lr_factors` at a fraction of the processed data."""

@@ -38,7 +38,7 @@ def test_defaults_of_a_method_are_equal_in_the_library_and_in_a_run(kind: Any) -
             assert getattr(config, name) == getattr(options, LIBRARY_NAMES.get(name, name)), name
     in_library = {name: getattr(options, LIBRARY_NAMES.get(name, name)) for name in OF_A_RUN}
     assert in_library == {"graft": "none", "curvature_interval": 1,
-                          "inverse_interval": 64 if kind == "newton_muon" else 1,
+                          "inverse_interval": 1,
                           "curvature_state": "reset"}
 
 
@@ -106,11 +106,9 @@ OTHER = {"damping": 0.3, "curvature_interval": 2, "inverse_interval": 2, "ema_de
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_method_uses_the_common_options_that_the_configuration_gives_it(kind: Any) -> None:
     used = [name for name in options_of(OptimizerConfig(kind)) if name in OTHER]
-    # four steps have one inverse at its default of 64
-    given: dict[str, object] = {"inverse_interval": 1} if kind == "newton_muon" else {}
-    plain = trained(kind, given)
+    plain = trained(kind, {})
     for name in used:
-        assert not torch.equal(trained(kind, {**given, name: OTHER[name]}), plain), name
+        assert not torch.equal(trained(kind, {name: OTHER[name]}), plain), name
 
 
 def trained(kind: Any, options: dict[str, object]) -> Tensor:

@@ -6,10 +6,8 @@ from dataclasses import fields, replace
 import pytest
 
 from ngsgd.config import ScheduleConfig
-from ngsgd.errors import ConfigError
 from ngsgd.schedules import JOB_RATE, OuterIteration, Schedule, Shard
 from tests.conftest import Golden
-from tests.reference.scaled_adam import eden
 
 GOLDEN = Golden("schedule.npz")
 
@@ -106,36 +104,18 @@ def test_cosine_falls_by_half_a_period_from_the_first_rate_to_the_last() -> None
     assert rates[7] == 0.002
 
 
-@pytest.mark.parametrize("num_jobs", [1, 2])
-def test_eden_counts_the_minibatches_of_one_worker_and_the_epochs_of_all(num_jobs: int) -> None:
-    schedule = Schedule(4, 2, 4.0, 0.04, 0.001, num_jobs, num_jobs, lr_schedule="eden", eden_batches=900.0, eden_epochs=2.0,
-                        batches_per_pass=600.0)
-    for plan in schedule.outer_iterations():
-        # one pass of a job has 600 minibatches, and 8 passes of any job are an epoch
-        wanted = eden(0.04, 600.0 * plan.outer_iter, plan.passes_done / 8, 900.0, 2.0)
-        # the middle of the first outer iteration is at 300 of the 500 minibatches of the warm-up
-        warm_up = 0.5 + 0.5 * 300 / 500 if plan.outer_iter == 0 else 1.0
-        assert plan.effective_lr == pytest.approx(wanted * warm_up, rel=1e-12)
-
-
-def test_eden_without_the_number_of_minibatches_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        Schedule(4, 2, 4.0, 0.04, 0.001, 1, 1, lr_schedule="eden").effective_lr(0, 0)
-
-
-@pytest.mark.parametrize("lr_schedule", ["exponential", "cosine", "eden"])
+@pytest.mark.parametrize("lr_schedule", ["exponential", "cosine"])
 @pytest.mark.parametrize("num_jobs", [1, 2])
 def test_warm_up_multiplies_every_schedule_by_the_share_of_the_data(lr_schedule: str, num_jobs: int) -> None:
-    # eden's own warm-up is over within the first of 8000 minibatches
-    plain = Schedule(4, 2, 2.0, 0.01, 0.001, num_jobs, num_jobs, lr_schedule=lr_schedule, batches_per_pass=8000.0)
+    plain = Schedule(4, 2, 2.0, 0.01, 0.001, num_jobs, num_jobs, lr_schedule=lr_schedule)
     for one, other in zip(plain.outer_iterations(), replace(plain, warm_up=0.5).outer_iterations(), strict=True):
         middle = (one.passes_done + num_jobs / 2) / 16
         assert other.effective_lr == pytest.approx(one.effective_lr * min(1.0, middle / 0.5), rel=1e-12)
         assert other.effective_lr > 0.0
 
 
-@pytest.mark.parametrize("lr_schedule", ["exponential", "cosine", "eden"])
+@pytest.mark.parametrize("lr_schedule", ["exponential", "cosine"])
 def test_the_last_outer_iteration_and_its_rate_agree(lr_schedule: str) -> None:
     for num_epochs in (0.1, 1.0, 3.0):
-        schedule = Schedule(3, 2, num_epochs, 0.01, 0.001, 1, 3, lr_schedule=lr_schedule, warm_up=1.0, batches_per_pass=10.0)
+        schedule = Schedule(3, 2, num_epochs, 0.01, 0.001, 1, 3, lr_schedule=lr_schedule, warm_up=1.0)
         assert _rates(schedule)[-1] == schedule.last_lr > 0.0

@@ -25,7 +25,6 @@ from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
-from ngsgd.training.task import run_schedule
 from ngsgd.training.worker_pool import WorkerPool
 
 NUM_CLASSES, DIM = 6, 5
@@ -103,7 +102,7 @@ class Run:
 
     @property
     def schedule(self) -> Schedule:
-        return run_schedule(self.spec.task(), self.config)
+        return self.spec.task().shards().schedule(self.config.schedule)
 
     def in_process(self, should_stop: Callable[[], bool] = lambda: False) -> InProcessPool:
         return InProcessPool(self.spec, self.config.cluster.num_workers, 1, should_stop)

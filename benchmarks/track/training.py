@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel
 
 from benchmarks.learning import evaluate
+from benchmarks.rivals import RIVALS
 from benchmarks.track.tasks import LoadedTask, minibatches
 from benchmarks.track.variants import RootNatural, Variant
-from ngsgd.config import OptimizerConfig
 from ngsgd.launcher.config.compose import compose
 from ngsgd.preconditioners.build import make_preconditioner
 from ngsgd.training.worker import make_optimizer
@@ -55,11 +55,6 @@ class Entry:
     about: str = ""
 
 
-def configured(entry: Entry) -> OptimizerConfig:
-    """Return the optimizer section of the settings of an entry."""
-    return compose([word for word in entry.settings if not word.startswith(_VARIANT)]).optimizer
-
-
 def variant_of(entry: Entry) -> dict[str, Any]:
     """Return the options of a candidate (variants.py), given as variant.NAME=VALUE."""
     return {name.removeprefix(_VARIANT): yaml.safe_load(value) for name, _, value in
@@ -68,13 +63,15 @@ def variant_of(entry: Entry) -> dict[str, Any]:
 
 def make_step(model: nn.Module, entry: Entry, seed: int) -> Step:
     """Return a function that trains on a minibatch with a rate, as a worker does."""
-    config, variant = configured(entry), variant_of(entry)
-    optimizer: Any
+    variant, preconditioner, optimizer = variant_of(entry), None, None  # type: Any, Any, Any
     if variant:
         optimizer = (RootNatural if "power" in variant else Variant)(model, **variant)
+    elif entry.settings[0] in RIVALS:
+        optimizer = RIVALS[entry.settings[0]](model.parameters())
     else:
+        config = compose([*entry.settings]).optimizer
         optimizer = make_optimizer(model, config, 1.0, 1.0, fast_gemm=not config.preconditions)
-    preconditioner = make_preconditioner(model, config, seed) if config.preconditions else None
+        preconditioner = make_preconditioner(model, config, seed) if config.preconditions else None
 
     def step(x_NW: Tensor, pdfs_N: Tensor, lr: float) -> Tensor:
         for group in optimizer.param_groups:

@@ -89,8 +89,6 @@ _RELATED = {
         "accumulate_grad_batches", "gradient_accumulation_steps", "accum_grad", "max_duration"),
     "schedule.lr_schedule={}": ("scheduler", "lr_scheduler", "lr_scheduler_type"),
     "schedule.warm_up=FRACTION": ("warmup", "warmup_steps", "warmup_ratio", "warmup_epochs"),
-    "schedule.eden_batches={}": ("lr_batches",),
-    "schedule.eden_epochs={}": ("lr_epochs",),
     _RESUME: (
         "resume", "resume_from", "resume_from_checkpoint", "ckpt_path", "checkpoint",
         "load_checkpoint", "start_epoch", "start_batch", "stage"),

@@ -118,7 +118,7 @@ def _ranges(c: RunConfig) -> Iterator[Problem]:
         low, high = (getattr(getattr(c, section), f"{name}_{end}") for end in ("low", "high"))
         if low > high:
             yield Problem((f"{path}_low", f"{path}_high"), f"{path}_low is {low} and above {path}_high, {high}; swap them.")
-    if c.schedule.lr_schedule != "eden" and c.schedule.lr_final > c.schedule.lr_initial:
+    if c.schedule.lr_final > c.schedule.lr_initial:
         yield Problem(("schedule.lr_final", "schedule.lr_initial", "schedule.lr_schedule"),
                        f"schedule.lr_final is {c.schedule.lr_final} and above schedule.lr_initial, "
                f"{c.schedule.lr_initial}; the rate can only fall.")

@@ -1,8 +1,7 @@
 """Optimizers for any training loop in one process."""
 
-from ngsgd.optim.eden import Eden, Eden2
 from ngsgd.optim.natural_muon import NaturalMuon
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.optim.sgd import SGD, StepActivity
 
-__all__ = ["NGSGD", "SGD", "Eden", "Eden2", "NaturalMuon", "StepActivity"]
+__all__ = ["NGSGD", "SGD", "NaturalMuon", "StepActivity"]

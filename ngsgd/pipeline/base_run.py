@@ -33,7 +33,7 @@ from ngsgd.training.records import FinalReport, Incident
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint, require_room
 from ngsgd.training.storage.event_log import EventLog
 from ngsgd.training.storage.lock import RunLock
-from ngsgd.training.task import Task, TaskSpec, run_schedule, seeded_model
+from ngsgd.training.task import Task, TaskSpec, seeded_model
 from ngsgd.training.tracking import Trackers
 
 
@@ -202,7 +202,7 @@ class BaseRun(ABC):
         if config.failure.snapshots == "on" and not task.can_continue_jobs:
             raise ConfigError("failure.snapshots is on, but this task does not support it (`can_continue_jobs` of "
                               "ngsgd.training.task.Task); leave it auto.")
-        schedule = run_schedule(task, config)
+        schedule = task.shards().schedule(config.schedule)
         model = seeded_model(task, config.seed)
         for line in summary(model):
             self.services.report(line)

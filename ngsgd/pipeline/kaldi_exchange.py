@@ -50,7 +50,7 @@ def export_model(run: Run, output: Path, *, trust: bool) -> list[Path]:
 
 def updates_of(model: nn.Module, config: RunConfig) -> dict[str, Updates]:
     """Settings of the last jobs for each layer, with the effective learning rate."""
-    optimizer = make_optimizer(model, config.optimizer, config.schedule.lr_after_training, 1.0)
+    optimizer = make_optimizer(model, config.optimizer, config.schedule.lr_final, 1.0)
     is_natural = isinstance(optimizer, NGSGD)
     if isinstance(optimizer, NGSGD):
         optimizer.detach()

@@ -18,7 +18,7 @@ from ngsgd.training.sites.rounds import Rounds, open_exchange
 from ngsgd.training.sites.site_average import SiteAverage, SiteClock
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.storage.ledger import Ledger
-from ngsgd.training.task import TaskSpec, run_schedule, seeded_model
+from ngsgd.training.task import TaskSpec, seeded_model
 from ngsgd.training.tracking import Tracker, Trackers
 from ngsgd.training.worker_pool import WorkerPool
 
@@ -50,7 +50,7 @@ def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start:
     try:
         pool.start()
         on_start()
-        schedule, control = run_schedule(task, settings), RunControl(stop or NeverStop(), clock, report)
+        schedule, control = task.shards().schedule(settings.schedule), RunControl(stop or NeverStop(), clock, report)
         coordinator = Coordinator(
             task, seeded_model(task, settings.seed), schedule,
             pool, RunStorage(checkpoints, written, tracker or Trackers([])), settings, control,

@@ -6,13 +6,10 @@ from ngsgd.preconditioners.methods.fisher import DiagonalNG, FullNG, LayerWiseNG
 from ngsgd.preconditioners.methods.hessian_free import HessianFree
 from ngsgd.preconditioners.methods.kbfgs import KBFGS
 from ngsgd.preconditioners.methods.kfac import EKFAC, KFAC, SKFAC
-from ngsgd.preconditioners.methods.kl_soap import KLSOAP
-from ngsgd.preconditioners.methods.muon_variants import MuonH, NewtonMuon, NorMuon
-from ngsgd.preconditioners.methods.online_ng import OnlineNG, SimpleNG
 from ngsgd.preconditioners.methods.psgd import PSGD
-from ngsgd.preconditioners.methods.scaled_adam import ScaledAdam
 from ngsgd.preconditioners.methods.seng_smw import SENG, SMWNG
 from ngsgd.preconditioners.methods.shampoo import SOAP, Shampoo
+from ngsgd.preconditioners.methods.simple_ng import SimpleNG
 from ngsgd.preconditioners.methods.torch_optimizers import Adam, AdamW, Muon
 
 # The key is the value of `optimizer=`.
@@ -28,23 +25,17 @@ METHODS: dict[str, type[Preconditioner]] = {
     "smw": SMWNG,
     "shampoo": Shampoo,
     "soap": SOAP,
-    "kl_soap": KLSOAP,
     "psgd": PSGD,
     "kbfgs": KBFGS,
     "hessian_free": HessianFree,
     "simple": SimpleNG,
-    "online": OnlineNG,
     "adam": Adam,
     "adamw": AdamW,
     "muon": Muon,
-    "normuon": NorMuon,
-    "muonh": MuonH,
-    "newton_muon": NewtonMuon,
-    "scaled_adam": ScaledAdam,
 }
 
 __all__ = [
-    "EKFAC", "KBFGS", "KFAC", "KLSOAP", "METHODS", "PSGD", "SENG", "SKFAC", "SMWNG", "SOAP", "Adam", "AdamW", "DiagonalNG",
-    "DummyObject", "FullNG", "GradientMaker", "HessianFree", "LayerWiseNG", "Muon", "MuonH", "NewtonMuon", "NorMuon",
-    "OnlineNG", "Preconditioner", "ScaledAdam", "Shampoo", "SimpleNG", "UnitWiseNG",
+    "EKFAC", "KBFGS", "KFAC", "METHODS", "PSGD", "SENG", "SKFAC", "SMWNG", "SOAP", "Adam", "AdamW", "DiagonalNG",
+    "DummyObject", "FullNG", "GradientMaker", "HessianFree", "LayerWiseNG", "Muon",
+    "Preconditioner", "Shampoo", "SimpleNG", "UnitWiseNG",
 ]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
-from ngsgd.config import RunConfig, ScheduleConfig
+from ngsgd.config import ScheduleConfig
 from ngsgd.errors import ConfigError, NgsgdError
 from ngsgd.imports import first_line
 from ngsgd.schedules import Schedule, Shard
@@ -36,17 +36,11 @@ class ShardGrid:
     # Kaldi: frames per example, one of which a pass reads
     shards_per_archive: int = 1
 
-    def schedule(self, s: ScheduleConfig, batches_per_pass: float = 0.0) -> Schedule:
-        """Build the schedule of a run over these units.
-
-        Args:
-            s: the schedule section.
-            batches_per_pass: steps of a worker in one pass over a unit, which only the learning
-                rates of eden need; see `run_schedule`.
-        """
+    def schedule(self, s: ScheduleConfig) -> Schedule:
+        """Build the schedule of a run over these units."""
         return Schedule(self.num_archives, self.shards_per_archive, s.num_epochs, s.lr_initial, s.lr_final,
                         s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step, s.lr_factors, s.lr_schedule,
-                        s.warm_up, s.eden_batches, s.eden_epochs, batches_per_pass)
+                        s.warm_up)
 
 
 class Batch(NamedTuple):
@@ -212,16 +206,6 @@ class Task(ABC):
 
     def load_job_state(self, state: Any) -> None:  # noqa: B027  optional
         """Continue from `job_state` of another process, after `prepare_job`."""
-
-
-def run_schedule(task: Task, settings: EngineSettings | RunConfig) -> Schedule:
-    """Build the schedule of a run, with the learning rates of any `schedule.lr_schedule`."""
-    grid, s = task.shards(), settings.schedule
-    if s.lr_schedule != "eden":
-        return grid.schedule(s)
-    # a pass reads one shard of an archive, and all shards of an archive have about one size
-    num_batches = sum(task.num_batches(Shard(archive, 0), s.minibatch_size) for archive in range(grid.num_archives))
-    return grid.schedule(s, num_batches / (grid.num_archives * settings.cluster.ranks_per_worker))
 
 
 class TaskSpec(Protocol):

@@ -32,7 +32,7 @@ from tests.device.pretended import device, moved
 
 Step = Callable[[], Any]
 # methods that look at every minibatch
-EVERY_MINIBATCH = ("hessian_free", "online", "simple", "adam", "adamw", "muon", "normuon", "muonh", "scaled_adam")
+EVERY_MINIBATCH = ("hessian_free", "simple", "adam", "adamw", "muon")
 # torch's engine cannot go back from a gradient edge to a tensor that Python wraps
 NOT_RUN = ("kfra",)
 N, D, CLASSES = 24, 20, 10

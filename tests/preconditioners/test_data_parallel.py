@@ -27,9 +27,9 @@ LR = 0.05
 # all need two processes that train
 pytestmark = pytest.mark.slow
 
-SPLIT = ("kfac", "diagonal", "unit", "layer", "shampoo", "soap", "kl_soap")
+SPLIT = ("kfac", "diagonal", "unit", "layer", "shampoo", "soap")
 # they use the averaged gradients alone
-AGREE = ("adam", "adamw", "muon", "normuon", "muonh", "scaled_adam")
+AGREE = ("adam", "adamw", "muon")
 REFUSED = tuple(kind for kind in METHODS if kind not in SPLIT + AGREE)
 
 
@@ -124,7 +124,7 @@ def _found() -> list[dict[Any, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.entry("A1", "you use K-FAC and related methods under DistributedDataParallel", "works",
-                   "KFAC, DiagonalNG, UnitWiseNG, LayerWiseNG, Shampoo, SOAP and KLSOAP average their curvature over the ranks. "
+                   "KFAC, DiagonalNG, UnitWiseNG, LayerWiseNG, Shampoo and SOAP average their curvature over the ranks. "
                    "Replicas are bitwise equal, and equal to one process with all rows to 1e-7. Methods whose curvature has no "
                    "mean over ranks raise ConfigError before the first step. A loop that averages gradients itself gets a "
                    "warning if split_work was not called")
@@ -177,5 +177,5 @@ def _refusal_of_fsdp(kind: str, when: str) -> str:
 
 def test_every_method_states_its_support_of_replicas() -> None:
     assert {kind for kind in METHODS if METHODS[kind].splits_work} == {*SPLIT}
-    assert {kind for kind in METHODS if METHODS[kind].agrees_over_ranks} == {*AGREE, "shampoo", "soap", "kl_soap"}
+    assert {kind for kind in METHODS if METHODS[kind].agrees_over_ranks} == {*AGREE, "shampoo", "soap"}
     assert issubclass(METHODS["kfac"], Preconditioner)

@@ -19,10 +19,10 @@ from ngsgd.preconditioners.options import EveryStepOptions, FisherOptions
 from tests.preconditioners.foreign import X, Y, network, steps
 
 # One method of rows, one of gradients; the others run in `make test-all`.
-SOME = [pytest.param(method, marks=() if method in ("kfac", "kl_soap") else pytest.mark.slow) for method in METHODS]
+SOME = [pytest.param(method, marks=() if method in ("kfac", "soap") else pytest.mark.slow) for method in METHODS]
 # Their directions have a fixed length, also where a gradient is rounding noise only; PSGD has
 # random vectors.
-NOISY = ("shampoo", "soap", "kl_soap", "psgd", "muon", "normuon", "muonh", "newton_muon")
+NOISY = ("shampoo", "soap", "psgd", "muon")
 IDS = torch.arange(16) % 7
 # Its type stubs lack the switch.
 DETERMINISTIC: Any = deterministic
@@ -92,7 +92,7 @@ def test_parameters_move_as_in_float64(method: str, dtype: torch.dtype) -> None:
     for model in (narrow, wide):
         before = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
         # A gradient of the same values, and one step, so that only the arithmetic differs.
-        found.append(steps(METHODS[method](model), model, 2 if method in ("soap", "kl_soap") else 1, X.to(dtype).double()))
+        found.append(steps(METHODS[method](model), model, 2 if method == "soap" else 1, X.to(dtype).double()))
         moves.append(torch.cat([p.detach().flatten() for p in model.parameters()]).double() - before)
     assert bool(moves[0].isfinite().all()) and float(moves[0].norm()) > 0.0
     # A step may be shorter than the distance between two numbers of half precision.
@@ -173,11 +173,9 @@ class Gated(nn.Module):
                          "opens later", "works",
                    "directions are finite and equal those of float64 in every method and with every interval; Shampoo starts the "
                    "estimate of a tensor at its first nonzero gradient")
-# ScaledAdam warns of an output layer of zeros
-@pytest.mark.filterwarnings("ignore:ScaledAdam")
 @pytest.mark.parametrize("interval", [1, 2, 10])
 @pytest.mark.parametrize("kind", ["output", "lora", "gate 1", "gate 5"])
-@pytest.mark.parametrize("method", [pytest.param(method, marks=() if method == "kl_soap" else pytest.mark.slow)
+@pytest.mark.parametrize("method", [pytest.param(method, marks=() if method == "soap" else pytest.mark.slow)
                                     for method in METHODS])
 def test_gradients_that_are_zero_at_first(method: str, kind: str, interval: int) -> None:
     every_step = issubclass(METHODS[method].Options, EveryStepOptions)

@@ -19,7 +19,7 @@ ALL = tuple(METHODS)
 # One method of rows, one of gradients; the others run in `make test-all`.
 SOME = [pytest.param(method, marks=() if method in ("kfac", "adam") else pytest.mark.slow) for method in ALL]
 # Estimates that another dtype would make wrong.
-ONE_DTYPE = ("soap", "kl_soap")
+ONE_DTYPE = ("soap",)
 # Random vectors differ between dtypes.
 RANDOM = ("psgd",)
 
@@ -95,7 +95,7 @@ def test_a_damaged_state_is_refused(method: str) -> None:
 
 @pytest.mark.entry("F17", "you load a float32 state into a float64 model or the reverse, or convert the model between two steps",
                    "works", "velocities and estimates are converted and equal a float64 twin; half precision keeps them in "
-                            "float32; SOAP and KLSOAP refuse such a state, and start again after a conversion")
+                            "float32; SOAP refuses such a state, and starts again after a conversion")
 @pytest.mark.parametrize("way", ["load", "convert"])
 @pytest.mark.parametrize(("before", "after"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
 @pytest.mark.parametrize("method", SOME)

@@ -33,7 +33,7 @@ LINEARIZED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 ROWS = [kind for kind in METHODS if issubclass(METHODS[kind].Options, FisherOptions)]
 # Methods of derivatives of the loss itself refuse these options.
-EMPIRICAL = ("kbfgs", "simple", "online", "newton_muon")
+EMPIRICAL = ("kbfgs", "simple")
 SECOND_ORDER: list[tuple[str, dict[str, str]]] = [
     *((kind, {"fisher": fisher}) for kind in ROWS if kind not in EMPIRICAL for fisher in ("mc", "exact")),
     ("hessian_free", {"products": "ggn"}),

@@ -86,8 +86,7 @@ def test_a_backward_pass_after_watch_is_refused(method: str, num_rows: int | Non
         loss_of(model)
 
 
-# ScaledAdam raises an error where most minibatches are not finite
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "scaled_adam"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_minibatch_that_is_not_finite_counts_once(method: str) -> None:
     model = network()
     preconditioner = METHODS[method](model)

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.preconditioners import METHODS, OnlineNG, Preconditioner, SimpleNG
+from ngsgd.preconditioners import METHODS, Preconditioner, SimpleNG
 from tests.preconditioners.problems import NAMES, close, joint, problem
 from tests.reference import preconditioners as dense
-from tests.reference.online_natural_gradient import DenseFisher
 from tests.reference.simple_natural_gradient import precondition_by_definition
 
 
@@ -36,22 +35,6 @@ def test_the_simple_method_equals_its_definition_on_both_sides(name: str) -> Non
         a, e = a_NTI.flatten(0, 1).numpy(), e_VNTO.flatten(0, 2).detach().numpy()
         wanted = precondition_by_definition(e, 2.0).T @ precondition_by_definition(a, 2.0) / case.num_rows
         close(joint(found, layer), torch.from_numpy(np.asarray(wanted)))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_online_method_applies_dense_estimates_to_both_sides(name: str) -> None:
-    case = problem(name)
-    preconditioner = OnlineNG(case.model, rank_in=2, rank_out=1, alpha=2.0)
-    case.preconditioned(preconditioner, steps=2)
-    state = preconditioner.state_dict()
-    found = case.preconditioned(preconditioner)   # with the estimates that the first two steps left
-    for layer, a_NTI, e_VNTO in case.layers():
-        hats = []
-        for side, rows in (("output", e_VNTO.flatten(0, 2)), ("input", a_NTI.flatten(0, 1))):
-            W, d, rho = (np.asarray(state[f"{layer}.weight"][f"{side}.{key}"], dtype=np.float64) for key in ("W", "d", "rho"))
-            Xhat, gamma = DenseFisher.from_w(W, d, float(rho), alpha=2.0).precondition(rows.detach().numpy())
-            hats.append(Xhat * gamma)
-        close(joint(found, layer), torch.from_numpy(hats[0].T @ hats[1] / case.num_rows))
 
 
 @pytest.mark.parametrize("name", ["linear", "conv frames"])

@@ -13,7 +13,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
-from ngsgd.preconditioners import EKFAC, KFAC, KLSOAP, SENG, SOAP, DiagonalNG, LayerWiseNG, Preconditioner, Shampoo, UnitWiseNG
+from ngsgd.preconditioners import EKFAC, KFAC, SENG, SOAP, DiagonalNG, LayerWiseNG, Preconditioner, Shampoo, UnitWiseNG
 from ngsgd.preconditioners.distributed import ProcessGroupComm
 from tests.preconditioners.problems import close
 
@@ -82,7 +82,7 @@ def _trained(method: type[Preconditioner], options: dict[str, Any], group: Any =
 @pytest.mark.parametrize(("method", "options"), [
     (KFAC, {}), (KFAC, {"ema_decay": 0.0, "graft": "gradient"}), (KFAC, {"fisher": "exact"}),
     (DiagonalNG, {}), (UnitWiseNG, {}), (LayerWiseNG, {}),
-    (Shampoo, {}), (SOAP, {}), (KLSOAP, {})])
+    (Shampoo, {}), (SOAP, {})])
 def test_two_ranks_take_the_steps_of_one_process(method: type[Preconditioner], options: dict[str, Any]) -> None:
     wanted, alone = _trained(method, options)
     ranks = _on_two_ranks(lambda group: _trained(method, options, group))

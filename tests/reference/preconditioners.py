@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.reference.curvature import loss_derivatives
-from tests.reference.natural_muon import newton_schulz
 
 
 def at_layer(model: nn.Module, layer: nn.Module, x: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
@@ -147,8 +146,7 @@ def shampoo(gradients: list[Tensor], ridge: float, *, decay: float | None) -> Te
     return (torch.kron(power(L, 4).contiguous(), power(R, 4).contiguous()) @ G.flatten()).view_as(G)
 
 
-def soap(gradients: list[Tensor], *, beta_1: float, beta_2: float, eps: float, look_every: int, basis_every: int,
-         kl: bool = False) -> list[Tensor]:
+def soap(gradients: list[Tensor], *, beta_1: float, beta_2: float, eps: float, look_every: int, basis_every: int) -> list[Tensor]:
     """The direction of every step (Vyas et al. 2024, algorithm 3); a vector's basis is the
     identity.
 
@@ -156,36 +154,23 @@ def soap(gradients: list[Tensor], *, beta_1: float, beta_2: float, eps: float, l
     direction is taken in the basis of the steps before. Later bases are one round of power
     iteration, columns in falling order of their Rayleigh quotients, made orthogonal by
     Gram-Schmidt; v keeps to its columns, m stays in the original space.
-
-    With `kl` a factor is measured with gradients that the other one whitens (arXiv 2509.03378).
     """
     first = gradients[0]
     m, v, directions = torch.zeros_like(first), torch.zeros_like(first), [torch.zeros_like(first)]
     sides = range(2 if first.ndim == 2 else 0)
-    root = first.square().mean().sqrt()
-    factors = [_second_moment(first, k) / (first.shape[1 - k] * root if kl else 1.0) * (1.0 - beta_2) for k in sides]
-    weight = 1.0 - beta_2
+    factors = [_second_moment(first, k) * (1.0 - beta_2) for k in sides]
     bases = [torch.linalg.eigh(L)[1] for L in factors]
     for step, G in enumerate(gradients[1:], start=1):
         m, v = beta_1 * m + (1.0 - beta_1) * G, beta_2 * v + (1.0 - beta_2) * _in_basis(G, bases).square()
         adam = (_in_basis(m, bases) / (1.0 - beta_1**step)) / ((v / (1.0 - beta_2**step)).sqrt() + eps)
         directions.append(_in_basis(adam, [Q.T for Q in bases]))
         if step % look_every == 0:
-            whitened = [_whitened(G, factors[1 - k] / weight, bases[1 - k], k) if kl else G for k in sides]
-            factors = [beta_2 * factors[k] + (1.0 - beta_2) * _second_moment(whitened[k], k) for k in sides]
-            weight = beta_2 * weight + 1.0 - beta_2
+            factors = [beta_2 * factors[k] + (1.0 - beta_2) * _second_moment(G, k) for k in sides]
         if step % basis_every == 0:
             for k, (L, Q) in enumerate(zip(factors, bases, strict=True)):
                 order = (Q.T @ L @ Q).diagonal().argsort(descending=True)
                 bases[k], v = _gram_schmidt((L @ Q)[:, order]), v.index_select(k, order)
     return directions
-
-
-def _whitened(G: Tensor, other: Tensor, basis: Tensor, side: int) -> Tensor:
-    """G with 1 / sqrt(D Q diag(Q^T L Q) Q^T) on the other side, whose size is D."""
-    values = (basis.T @ other @ basis).diagonal()
-    inverse = basis @ torch.diag(1.0 / (len(basis) * values.clamp(min=1e-6 * values.max())).sqrt()) @ basis.T
-    return G @ inverse if side == 0 else inverse @ G
 
 
 def _second_moment(G: Tensor, side: int) -> Tensor:
@@ -215,48 +200,3 @@ def adam(gradients: list[Tensor], *, beta_1: float, beta_2: float, eps: float) -
         m, v = beta_1 * m + (1.0 - beta_1) * G, beta_2 * v + (1.0 - beta_2) * G * G
     t = len(gradients)
     return (m / (1.0 - beta_1**t)) / ((v / (1.0 - beta_2**t)).sqrt() + eps)
-
-
-def _muon(gradients: list[Tensor], beta: float, right: list[Tensor] | None = None) -> list[Tensor]:
-    """Orthogonalized Nesterov momentum of every step, after a matrix of each step on its right."""
-    m, found = torch.zeros_like(gradients[0]), []
-    for step, G in enumerate(gradients):
-        m = beta * m + (1.0 - beta) * G
-        u = (1.0 - beta) * G + beta * m
-        u = u if right is None else u @ right[step]
-        found.append(torch.from_numpy(newton_schulz(u.numpy(), 5)))
-    return found
-
-
-def normuon(gradients: list[Tensor], *, beta_1: float, beta_2: float, eps: float) -> list[Tensor]:
-    """The direction of every step (Li et al. 2025, algorithm 1, with Nesterov momentum)."""
-    v, found = [0.0] * len(gradients[0]), []
-    for N in _muon(gradients, beta_1):
-        v = [beta_2 * old + (1.0 - beta_2) * float((row * row).mean()) for old, row in zip(v, N, strict=True)]
-        rows = torch.stack([row / (square**0.5 + eps) for square, row in zip(v, N, strict=True)])
-        found.append(rows * 0.2 * rows.numel()**0.5 / rows.norm())
-    return found
-
-
-def muonh(W: Tensor, gradients: list[Tensor], *, beta: float, lr: float) -> list[Tensor]:
-    """The weight after every step; its norm is that of the first one."""
-    R, found = W.norm(), []
-    for N in _muon(gradients, beta):
-        W = W - lr * R * N / N.norm()
-        W = R * W / W.norm()
-        found.append(W)
-    return found
-
-
-def newton_muon(gradients: list[Tensor], inputs: list[Tensor], *, beta: float, decay: float, damping: float,
-                inverse_every: int) -> list[Tensor]:
-    """The direction of every step from the input rows of each, X x I (Du and Su 2026)."""
-    num_inputs = inputs[0].shape[1]
-    K, inverses = torch.zeros(num_inputs, num_inputs, dtype=torch.float64), []
-    for step, a_XI in enumerate(inputs):
-        K = decay * K + (1.0 - decay) * sum((torch.outer(a, a) for a in a_XI), torch.zeros_like(K)) / len(a_XI)
-        if step % inverse_every == 0:
-            inverse = torch.linalg.inv(K / K.trace() * num_inputs + damping * torch.eye(num_inputs, dtype=K.dtype))
-        inverses.append(inverse)
-    num_outputs = len(gradients[0])
-    return [max(1.0, num_outputs / num_inputs)**0.5 * N for N in _muon(gradients, beta, inverses)]

@@ -4,7 +4,7 @@ the curvature.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,6 @@ def preconditioned(kind: Any, num_jobs: int = 4, **options: Any) -> RunConfig:
                                           num_jobs_initial=num_jobs, num_jobs_final=num_jobs))
 
 
-# with the library's min_rms ScaledAdam warns of an output layer of zeros
-@pytest.mark.filterwarnings("ignore:ScaledAdam")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", METHODS)
 def test_four_jobs_learn_with_every_method_and_hand_its_curvature_on(kind: Any, tmp_path: Path) -> None:
@@ -73,30 +71,11 @@ def test_kept_and_averaged_curvature_survive_a_resume_and_change_the_run(kind: A
     assert fresh.model_sha256 != whole.model_sha256
 
 
-@pytest.mark.parametrize("averaging", ["reset", "keep", "average"])
-def test_a_run_of_scaled_adam_and_eden_learns_and_resumes_bitwise_identically(averaging: str, tmp_path: Path) -> None:
-    settings = preconditioned("scaled_adam", 2, curvature_state=averaging, min_rms=0.05)
-    schedule = replace(settings.schedule, lr_schedule="eden", lr_initial=0.02, lr_final=0.002, warm_up=0.2)
-    settings = replace(settings, schedule=schedule)
-    assert not check(settings) and not [setting for setting in unused(settings) if setting.is_set]
-    whole = undisturbed(settings)
-    run = Run(tmp_path, settings)
-    with pytest.raises(RunInterrupted):
-        run.train(stop=StopAfter(1, at_once=False))
-    assert run.train().model_sha256 == whole.model_sha256
-    records = run.recorder.records
-    assert records[-1].objf > records[0].objf
-    assert records[0].effective_lr < max(record.effective_lr for record in records)
-
-
 def test_options_of_another_schedule_are_reported() -> None:
     def not_used(**options: Any) -> set[str]:
         return {one.path for one in unused(RunConfig(schedule=ScheduleConfig(**options))) if one.is_set}
-    assert not_used(lr_schedule="eden", lr_final=0.001, lr_factors=(1.0, 2.0)) == {"schedule.lr_final", "schedule.lr_factors"}
-    assert not_used(eden_batches=5.0, eden_epochs=1.0) == {"schedule.eden_batches", "schedule.eden_epochs"}
+    assert not_used(lr_schedule="cosine", lr_factors=(1.0, 2.0)) == {"schedule.lr_factors"}
     assert not_used(lr_schedule="cosine", lr_final=0.001, warm_up=0.1) == set()
-    # eden has no final rate, which could be above the initial one
-    assert not check(RunConfig(schedule=ScheduleConfig(lr_schedule="eden", lr_initial=0.0001)))
 
 
 def test_the_configuration_has_all_methods_and_rejects_invalid_combinations() -> None:

@@ -41,7 +41,7 @@ _CURVATURE = 1e-3
 _DIRECTION = 5e-3
 # bfloat16 has 8 bits, and Muon's polynomial takes five steps in it on a GPU
 _BFLOAT16 = 0.2
-_NEWTON_SCHULZ = ("muon", "normuon", "muonh", "newton_muon")
+_NEWTON_SCHULZ = ("muon",)
 _KALDI_ONE_CALL, _KALDI_TRAJECTORY = 1e-3, 1e-2
 _QUANTITIES = (
     "batch_grad",

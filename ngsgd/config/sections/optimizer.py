@@ -14,19 +14,17 @@ from ngsgd.config.option import Section, option
 
 Kind = Literal[
     "ngsgd", "sgd", "kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw",
-    "shampoo", "soap", "kl_soap", "psgd", "kbfgs", "hessian_free", "simple", "online", "adam", "adamw",
-    "muon", "normuon", "muonh", "newton_muon", "scaled_adam"]
+    "shampoo", "soap", "psgd", "kbfgs", "hessian_free", "simple", "adam", "adamw", "muon"]
 # Kinds that `ngsgd.preconditioners` implements: SGD on a preconditioned gradient
 METHODS = tuple(kind for kind in get_args(Kind) if kind not in ("ngsgd", "sgd"))
 # Rows and random projections of different jobs have no mean, and no moving average
-WITHOUT_MEAN = ("skfac", "seng", "smw", "simple", "online")
+WITHOUT_MEAN = ("skfac", "seng", "smw", "simple")
 # What ranks of a group compute alike, because it depends on the sum of their gradients alone
-OF_SUMMED_GRADIENTS = ("ngsgd", "sgd", "adam", "adamw", "muon", "normuon", "muonh", "scaled_adam")
-EVERY_MINIBATCH = ("hessian_free", "simple", "online", "adam", "adamw", "muon", "normuon", "muonh",
-                   "scaled_adam")
-FISHER_OF = {"kbfgs": "empirical", "simple": "empirical", "online": "empirical", "newton_muon": "empirical"}
+OF_SUMMED_GRADIENTS = ("ngsgd", "sgd", "adam", "adamw", "muon")
+EVERY_MINIBATCH = ("hessian_free", "simple", "adam", "adamw", "muon")
+FISHER_OF = {"kbfgs": "empirical", "simple": "empirical"}
 # The length of a step does not depend on that of the gradient, so grafting has no purpose
-_FIXED_LENGTH = ("adam", "adamw", "soap", "kl_soap", "muon", "normuon", "muonh", "newton_muon", "scaled_adam")
+_FIXED_LENGTH = ("adam", "adamw", "soap", "muon")
 # Options whose default in a run differs from that of the library's classes, which apply the plain
 # method at every step. In a run, steps of the other methods have the norm of the gradient, so that
 # learning rates keep their meaning, the curvature is updated every 10 minibatches, and jobs hand
@@ -34,9 +32,7 @@ _FIXED_LENGTH = ("adam", "adamw", "soap", "kl_soap", "muon", "normuon", "muonh",
 OF_A_RUN = ("graft", "curvature_interval", "inverse_interval", "curvature_state")
 
 # damping is eps, and ema_decay beta 2
-_ADAM = ("adam", "adamw", "muon", "normuon", "muonh")
-_SOAPS = ("soap", "kl_soap")
-_MUONS = ("muon", "normuon", "muonh", "newton_muon")
+_ADAM = ("adam", "adamw", "muon")
 # any type of Fisher matrix
 _OF_FISHER = ("kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw")
 
@@ -58,10 +54,7 @@ class OptimizerConfig(Section):
         "optimizer; ngsgd: online natural gradient; sgd: plain gradient; others: SGD on a "
         "preconditioned gradient",
         choices={"adam": "torch.optim.Adam", "adamw": "torch.optim.AdamW", "soap": "Adam in the eigenbasis of Shampoo",
-                 "kl_soap": "SOAP with factors that minimize a Kullback-Leibler divergence",
-                 "muon": "torch.optim.Muon; AdamW for vectors", "normuon": "Muon with normalized rows",
-                 "muonh": "Muon with a constant norm of each matrix", "newton_muon": "Muon with whitened inputs",
-                 "scaled_adam": "icefall's optimizer for Zipformer"})
+                 "muon": "torch.optim.Muon; AdamW for vectors"})
     momentum: float = option(
         0.0, "momentum; the step is also multiplied by 1 - momentum",
         low=0.0, high=0.999)
@@ -99,11 +92,10 @@ class OptimizerConfig(Section):
         "curvature at the start of a job; reset: none; keep: that of the previous job of its "
         "slot; average: mean over all jobs",
         used=_kinds(("ngsgd", *METHODS)),
-        default_of_kind={**dict.fromkeys(("diagonal", "adam", "adamw", "muonh", "scaled_adam"), "average"),
-                         **dict.fromkeys(_SOAPS, "keep")})
+        default_of_kind={"diagonal": "average", "adam": "average", "adamw": "average", "soap": "keep"})
     alpha: float = option(
         4.0, "smoothing of the Fisher matrix toward the identity (eq. 19)",
-        low=0.0, used="kind=ngsgd|simple|online")
+        low=0.0, used="kind=ngsgd|simple")
     rank_in: int = option(
         20, "rank of the Fisher factor of a layer's inputs; at most (dim + 1) / 2", low=1,
         used="kind=ngsgd")
@@ -132,11 +124,9 @@ class OptimizerConfig(Section):
     damping: float = option(
         1e-2,
         "damping of the curvature of the mean loss; shampoo: relative to the largest eigenvalue; "
-        "newton_muon: relative to the mean eigenvalue; soap, kl_soap, adam, adamw, muon, normuon, "
-        "muonh, scaled_adam: eps",
+        "soap, adam, adamw, muon: eps",
         above=0.0, used=_all_but(),
-        default_of_kind={"shampoo": 1e-6, "newton_muon": 0.2,
-                         **dict.fromkeys((*_SOAPS, *_ADAM, "scaled_adam"), 1e-8)})
+        default_of_kind={"shampoo": 1e-6, **dict.fromkeys(("soap", *_ADAM), 1e-8)})
     curvature_interval: int = option(
         10, "interval between two curvature updates",
         unit="minibatches", low=1, used=_all_but(*EVERY_MINIBATCH),
@@ -144,12 +134,11 @@ class OptimizerConfig(Section):
     inverse_interval: int = option(
         10, "interval between two inversions of the curvature",
         unit="minibatches", low=1, used=_all_but(*EVERY_MINIBATCH),
-        default_of_kind={**dict.fromkeys(EVERY_MINIBATCH, 1), "newton_muon": 64})
+        default_of_kind=dict.fromkeys(EVERY_MINIBATCH, 1))
     ema_decay: float = option(
-        0.95, "decay of the moving average of the curvature; kinds of soap, adam and muon: beta2",
+        0.95, "decay of the moving average of the curvature; soap, adam, adamw, muon: beta2",
         low=0.0, high=0.9999, used=_all_but("psgd", *WITHOUT_MEAN),
-        default_of_kind={**dict.fromkeys(WITHOUT_MEAN, 0.0), "scaled_adam": 0.98,
-                         **dict.fromkeys(("adam", "adamw", "muon", "muonh"), 0.999)})
+        default_of_kind={**dict.fromkeys(WITHOUT_MEAN, 0.0), **dict.fromkeys(_ADAM, 0.999)})
     fisher: Literal["empirical", "mc", "exact"] = option(
         "empirical",
         "type of Fisher matrix; empirical: gradients of the targets; mc: gradients of sampled "
@@ -157,7 +146,7 @@ class OptimizerConfig(Section):
         default_of_kind=FISHER_OF)  # type: ignore[arg-type]
     graft: Literal["none", "gradient"] = option(
         "gradient", "grafting; gradient: each layer's step has the norm of its gradient",
-        used=_all_but("muonh"), default_of_kind=dict.fromkeys(_FIXED_LENGTH, "none"))
+        used=_all_but(), default_of_kind=dict.fromkeys(_FIXED_LENGTH, "none"))
     kl_clip: float = option(
         0.0, "maximum of lr^2 <P g, g> per minibatch (KL clipping); 0: no limit",
         low=0.0, used=_all_but())
@@ -167,25 +156,14 @@ class OptimizerConfig(Section):
         "commas; empty: none",
         used=_all_but())
     beta1: float = option(
-        0.9, "decay of the first moment; scaled_adam: of the update",
-        low=0.0, high=0.9999, used=_kinds((*_SOAPS, *_ADAM, "newton_muon", "scaled_adam")),
-        default_of_kind=dict.fromkeys((*_SOAPS, *_MUONS), 0.95))
+        0.9, "decay of the first moment",
+        low=0.0, high=0.9999, used=_kinds(("soap", *_ADAM)),
+        default_of_kind={"soap": 0.95, "muon": 0.95})
     decoupled_weight_decay: float = option(
         0.0,
         "decoupled weight decay (AdamW): fraction of the parameters subtracted by a step with "
         "learning rate 1",
-        low=0.0, used=_kinds((*_ADAM, "newton_muon")), default_of_kind={"adamw": 0.01})
-    clipping_scale: float = option(
-        2.0,
-        "maximum gradient norm, as a multiple of the median of the last 100 norms; 0: no limit",
-        low=0.0, used="kind=scaled_adam")
-    min_rms: float = option(
-        1e-5,
-        "smallest root mean square of a tensor that its steps are proportional to; layers that start "
-        "at 0 need 0.01 to 0.1",
-        above=0.0, high=3.0, used="kind=scaled_adam",
-        # of a run alone: output layers of acoustic models start at 0
-        default_of_kind={"optimizer=scaled_adam": 0.05})
+        low=0.0, used=_kinds(_ADAM), default_of_kind={"adamw": 0.01})
 
     @property
     def preconditions(self) -> bool:

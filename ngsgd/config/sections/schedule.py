@@ -10,12 +10,9 @@ from ngsgd.config.sections.objective import DISCRIMINATIVE, OF_SEQUENCES
 from ngsgd.schedules import JOB_RATE
 
 # Rates of optimizers whose steps have a fixed length; lr_final is a tenth. One worker was best at
-# 0.0028 (adam), 0.002 and 0.0028 (adamw), 0.004 (soap), 0.0057 and 0.016 (normuon), 0.014 and 0.057
-# (muon), 0.04 and 0.08 (scaled_adam; docs/results.md). Not measured: kl_soap, muonh, newton_muon.
-_LR_INITIAL = {"adam": 0.001, "adamw": 0.001, "soap": 0.001, "kl_soap": 0.001, "normuon": 0.002, "muon": 0.01, "muonh": 0.01,
-               "newton_muon": 0.01, "scaled_adam": 0.02}
-_LR_FINAL = {"adam": 0.0001, "adamw": 0.0001, "soap": 0.0001, "kl_soap": 0.0001, "normuon": 0.0002, "muon": 0.001, "muonh": 0.001,
-             "newton_muon": 0.001, "scaled_adam": 0.002}
+# 0.0028 (adam), 0.002 and 0.0028 (adamw), 0.004 (soap), 0.014 and 0.057 (muon; docs/results.md).
+_LR_INITIAL = {"adam": 0.001, "adamw": 0.001, "soap": 0.001, "muon": 0.01}
+_LR_FINAL = {"adam": 0.0001, "adamw": 0.0001, "soap": 0.0001, "muon": 0.001}
 
 
 def _of_objectives(discriminative: float, lfmmi: float) -> dict[str, float]:
@@ -43,23 +40,15 @@ class ScheduleConfig(Section):
         unit="per frame", above=0.0, default_of_kind={**_of_objectives(0.002, 0.002), **_of_optimizers(_LR_INITIAL)})
     lr_final: float = option(
         0.0003, "final effective learning rate",
-        unit="per frame", above=0.0, used="lr_schedule=exponential|cosine",
+        unit="per frame", above=0.0,
         default_of_kind={**_of_objectives(0.0003, 0.0002), **_of_optimizers(_LR_FINAL)})
-    lr_schedule: Literal["exponential", "cosine", "eden"] = option(
+    lr_schedule: Literal["exponential", "cosine"] = option(
         "exponential",
-        "decay of the learning rate; exponential, cosine: from lr_initial to lr_final over the run; "
-        "eden: icefall's, from lr_initial by eden_batches and eden_epochs")
+        "decay of the learning rate from lr_initial to lr_final over the run")
     warm_up: float = option(
         0.0,
-        "fraction of the run over which the learning rate rises linearly from 0; 0: none, but eden "
-        "rises from half the rate over 500 minibatches",
+        "fraction of the run over which the learning rate rises linearly from 0; 0: none",
         low=0.0, high=1.0)
-    eden_batches: float = option(
-        7500.0, "minibatches of a worker after which the rate decays by minibatches",
-        unit="minibatches", above=0.0, used="lr_schedule=eden")
-    eden_epochs: float = option(
-        3.5, "epochs after which the rate decays by epochs",
-        unit="epochs", above=0.0, used="lr_schedule=eden")
     lr_factors: tuple[float, ...] = option(
         (1.0,),
         "multipliers of the exponential schedule at equal distances over the data, interpolated "
@@ -85,8 +74,3 @@ class ScheduleConfig(Section):
         "none",
         "rules for the first outer iteration and for those with a new layer; kaldi: half the "
         "minibatch, lower max_change, best job instead of the average")
-
-    @property
-    def lr_after_training(self) -> float:
-        """Effective rate of a job after the run: lr_final, or lr_initial with eden."""
-        return self.lr_initial if self.lr_schedule == "eden" else self.lr_final

@@ -13,7 +13,6 @@ from typing import Any
 from ngsgd.files import read_json_lines
 from ngsgd.pipeline.fault_simulation.trial import Life, Trial
 from ngsgd.training.storage.audit import OuterIterationLines, audit, read
-from ngsgd.training.task import run_schedule
 
 # an error is one message that names the next step
 _NEXT_STEP = re.compile(r"\b(resume|restart|retry|free|fix|restore|choose|lower|raise|reduce|wait|check|start|follow|inspect|"
@@ -123,7 +122,7 @@ def _lost_commits(trial: Trial) -> Iterator[str]:
 
 def _shards(trial: Trial, done: list[OuterIterationLines]) -> Iterator[str]:
     """Every pass of the schedule must be planned once, in order."""
-    schedule = run_schedule(trial.task, trial.config)
+    schedule = trial.task.shards().schedule(trial.config.schedule)
     wanted = [schedule.shard(number) for number in range(sum(one.num_jobs for one in schedule.outer_iterations()))]
     fresh = [piece for one in done for _, entry in sorted(one.planned.items()) for piece in entry["pieces"]
              if piece[2] == one.outer_iter]

@@ -57,7 +57,7 @@ def fisher_spectra(folder: RunFolder, config: RunConfig) -> dict[str, list[float
         raise DataError("the run has no checkpoint")
     outer_iter = checkpoint.progress.outer_iter
     job = Job(outer_iter, 0, 1, (WorkItem(Shard(0, 0), outer_iter, 0),),
-              JobInit(LocalRef(checkpoint.parameters)), config.schedule.lr_after_training, 1.0, 1.0,
+              JobInit(LocalRef(checkpoint.parameters)), config.schedule.lr_final, 1.0, 1.0,
               keep_fisher=True)
     states = Worker(SpeechTaskSpec(config, egs), 0).run(job).fisher or {}
     found = {}

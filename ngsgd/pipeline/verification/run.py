@@ -17,7 +17,7 @@ from ngsgd.pipeline.verification.verification import Check, Sample, Verification
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.storage.checkpoint import CheckpointStore
 from ngsgd.training.storage.event_log import read_events
-from ngsgd.training.task import Task, TaskSpec, run_schedule, seeded_model
+from ngsgd.training.task import Task, TaskSpec, seeded_model
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def verify_run(config: RunConfig, folder: RunFolder, spec: TaskSpec, task: Task,
     counted = counted_jobs(folder.ledger)
     layout = FlatLayout.of(seeded_model(task, config.seed))
     starts = Starts(task, spec.settings, CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep),
-                    run_schedule(task, config), initial)
+                    task.shards().schedule(config.schedule), initial)
     jobs = require_any(counted, starts)
     report(_coverage(len(jobs), len(counted), config))
     fingerprint = FingerprintCheck.of_resumed_run(config, folder, report, allow_other_bits=True)
