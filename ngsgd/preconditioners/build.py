@@ -10,7 +10,8 @@ from torch import nn
 
 from ngsgd.config import OptimizerConfig, unused_in
 from ngsgd.preconditioners import METHODS
-from ngsgd.preconditioners.base import Preconditioner, skipped_parameters
+from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.blocks import skipped_parameters
 from ngsgd.preconditioners.states import mean_state
 
 # Option of a run -> option of the library class, where the names differ.

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS
-from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import close
 
 D = 4
@@ -118,7 +117,7 @@ def test_so_is_it_with_other_fishers_and_in_one_call(options: dict[str, Any]) ->
 @pytest.mark.entry("B17")
 @pytest.mark.parametrize("kind", METHODS)
 def test_reentrant_checkpointing_works_or_is_refused(kind: str) -> None:
-    if issubclass(METHODS[kind].Options, FisherOptions) or kind in SECOND_ORDER:
+    if METHODS[kind].traits.fisher or kind in SECOND_ORDER:
         with pytest.raises(ConfigError, match="use_reentrant=False"):
             _directions(kind, "attention", True)
     else:

@@ -176,6 +176,6 @@ def _refusal_of_fsdp(kind: str, when: str) -> str:
 
 
 def test_every_method_states_its_support_of_replicas() -> None:
-    assert {kind for kind in METHODS if METHODS[kind].splits_work} == {*SPLIT}
-    assert {kind for kind in METHODS if METHODS[kind].agrees_over_ranks} == {*AGREE, "shampoo", "soap"}
+    assert {kind for kind in METHODS if METHODS[kind].traits.splits_work} == {*SPLIT}
+    assert {kind for kind in METHODS if METHODS[kind].traits.agrees_over_ranks} == {*AGREE, "shampoo", "soap"}
     assert issubclass(METHODS["kfac"], Preconditioner)

@@ -50,9 +50,9 @@ def test_factors_of_drawn_rows_have_those_of_all_as_mean() -> None:
     case.preconditioned(drawn)
     with drawn.watch():
         drawn.backward(case.loss(case.model(case.x)))
-    assert drawn._signal is not None
+    assert drawn.sample is not None
     for _ in range(400):
-        drawn.update_curvature(drawn._signal)
+        drawn.update_curvature(drawn.sample)
     for layer in whole.statistics:
         for key, wanted in whole.curvature(layer).items():
             assert float((drawn.curvature(layer)[key] - wanted).norm() / wanted.norm()) < 0.1

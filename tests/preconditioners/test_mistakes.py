@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError, NgsgdWarning, OptimizerStateError
 from ngsgd.preconditioners import KFAC, METHODS, GradientMaker
-from ngsgd.preconditioners.options import FisherOptions
 
 X, Y = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 3
-OF_ROWS = [name for name, method in METHODS.items() if issubclass(method.Options, FisherOptions)]
+OF_ROWS = [name for name, method in METHODS.items() if method.traits.fisher]
 
 
 def network() -> nn.Sequential:

@@ -16,36 +16,18 @@ Letters: O outputs, I inputs (with the 1 of the bias).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.forms.kronecker import add_gram
 from ngsgd.curvature.forms.memory import apart
 from ngsgd.ops.linalg import bfgs_inverse, damped_inverse, doubly_damped
 from ngsgd.preconditioners.fisher_recorder import FisherRecorder, FisherSample, Rows
 from ngsgd.preconditioners.methods.two_pass import TwoPassMethod
-from ngsgd.preconditioners.options import FisherOptions
 from ngsgd.preconditioners.states import Layout, State
-
-
-@dataclass(frozen=True)
-class KBFGSOptions(FisherOptions):
-    """Options of K-BFGS."""
-
-    # mu_1, in (0, 1): s^T y is raised to at least this fraction of y^T H y.
-    min_curvature: float = 0.2
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.fisher != "empirical":
-            found.append(f"fisher is {self.fisher!r}; it must be \"empirical\", because "
-                         "derivatives of the loss itself are compared.")
-        if not 0.0 < self.min_curvature < 1.0:
-            found.append(f"min_curvature is {self.min_curvature}; it must be above 0 and below 1.")
-        return found
 
 
 class KBFGS(TwoPassMethod):
@@ -69,35 +51,41 @@ class KBFGS(TwoPassMethod):
         >>> preconditioner.step()
     """
 
-    Options = KBFGSOptions
-    looks_at_held = True
+    min_curvature: float = 0.2
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **options)
+    traits = TRAITS["kbfgs"]
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not 0.0 < self.min_curvature < 1.0:
+            found.append(f"min_curvature is {self.min_curvature}; it must be above 0 and below 1.")
+        return found
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # by weight: mean z and mean e of the first pass
         self._first: dict[str, tuple[Tensor, Tensor]] = {}
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        O, I, _ = self._sides(name)  # noqa: E741
+        O, I, _ = self.blocks.sides(name)  # noqa: E741
         return {"statistics.A": (I, I), "statistics.H_a": (I, I), "statistics.H_g": (O, O), "inverse.H_a": (I, I),
                 "inverse.H_g": (O, O)}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_first": {}}
 
-    def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
-        assert isinstance(seen, FisherSample)
+    def update_curvature(self, seen: FisherSample) -> None:
         super().update_curvature(FisherSample({}, seen.squares))
         self._first = {}
         for name, rows in seen.layers():
-            self._bias_of[name] = rows.bias
+            self.blocks.bias_of[name] = rows.bias
             # This bounds all products.
             if not all(bool(x.square().sum().isfinite()) for x in (rows.a_NTI, rows.e_VNTO)):
                 self.note_skipped()
                 continue
             if not self.is_due("inverse"):
                 self._part(name)
-            self.statistics[name], self.weights[name] = self._with_inputs(name, rows), 1.0
+            self.statistics.put(name, self._with_inputs(name, rows))
             self._first[name] = self._means(name, rows)
 
     def _part(self, name: str) -> None:
@@ -126,7 +114,7 @@ class KBFGS(TwoPassMethod):
 
     def _means(self, name: str, rows: Rows) -> tuple[Tensor, Tensor]:
         parameters = dict(self.model.named_parameters())
-        W_OI = self.oriented(name, parameters[name].detach()).flatten(1).to(rows.a_NTI)
+        W_OI = self.blocks.oriented(name, parameters[name].detach()).flatten(1).to(rows.a_NTI)
         mean_a_I = rows.a_NTI.mean(dim=(0, 1))
         mean_z_O = W_OI @ mean_a_I[:W_OI.shape[1]]
         if rows.bias is not None:
@@ -138,12 +126,12 @@ class KBFGS(TwoPassMethod):
         if not self._first:
             return
         watch = FisherRecorder(self.model, fisher="empirical", num_draws=1, generator=None,
-                               skipped=self._skipped)
+                               skipped=self.skipped)
         watch.give_rows(num_rows)
         with watch:
             # Differentiating with respect to biases yields output derivatives without weight
             # gradients.
-            self.gradients(passes, {self._bias_of[name] or name for name in self._first})
+            self.gradients(passes, {self.blocks.bias_of[name] or name for name in self._first})
         with torch.no_grad():
             for name, rows in watch.signal().rows.items():
                 if name in self._first:
@@ -157,7 +145,7 @@ class KBFGS(TwoPassMethod):
         H_g = self.statistics[name]["H_g"]
         s_O, y_O = z_after_O - z_O, e_after_O - e_O
         change_O = y_O
-        s_O, y_O = doubly_damped(s_O, y_O, H_g @ y_O, least=self.options.min_curvature, damping=self.option(name, "damping") ** 0.5)
+        s_O, y_O = doubly_damped(s_O, y_O, H_g @ y_O, least=self.min_curvature, damping=self.option(name, "damping") ** 0.5)
         # Without a path to the loss there is no pair of this step.
         if not bfgs_inverse(H_g, s_O, y_O) and bool(change_O.any()):
             self.note_skipped()

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ngsgd.curvature.layers import upcast
 from ngsgd.errors import ConfigError
-from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.fisher_method import FisherMethod
 
 _Closure = Callable[[], Tensor]
 
@@ -33,7 +33,7 @@ class _Pending:
     norms: list[float] = field(default_factory=list)
 
 
-class TwoPassMethod(Preconditioner):
+class TwoPassMethod(FisherMethod):
     """Methods that compare two passes of a minibatch.
 
     `second_evaluation` processes the second one.
@@ -41,8 +41,8 @@ class TwoPassMethod(Preconditioner):
     Needs `evaluate(closure)`; the closure is called twice.
     """
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._pending: _Pending | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,10 +82,10 @@ class TwoPassMethod(Preconditioner):
 
     def run_second_pass(self) -> None:
         """Run the second pass if one is due: after the optimizer has changed the parameters."""
-        before = self._seen_parameters
-        if self._follow(dict(self.model.named_parameters())):
-            self._last = dict.fromkeys(self._last)
-        if self._seen_parameters is not before:
+        before = self.seen_parameters
+        if self.follow(dict(self.model.named_parameters())):
+            self.renew()
+        if self.seen_parameters is not before:
             # The closure of the first pass is of the model as it was.
             self._pending = None
         pending = self._pending
