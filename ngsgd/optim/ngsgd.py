@@ -360,7 +360,7 @@ class NGSGD(SGD):
         self._follow_groups()
         # A graph reads the factors, and does not wait for updates.
         context.queue.wait()
-        states = [(estimate._next_updates(), estimate.state) for _, estimate in self.preconditioners()]
+        states = [(estimate.next_updates(), estimate.state) for _, estimate in self.preconditioners()]
         if any(updates is None or state is None for updates, state in states):
             return None
         return common, tuple((updates, state.W_RD.data_ptr()) for updates, state in states if state is not None)
@@ -377,7 +377,7 @@ class NGSGD(SGD):
     def _count_replay(self, record: StepRecord) -> None:
         super()._count_replay(record)
         for estimate in record.calls:
-            estimate._count_call()
+            estimate.count_call()
         self._context.num_steps += 1
         self._measure_cosines_in_turn()
 

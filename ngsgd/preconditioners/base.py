@@ -19,7 +19,7 @@ Letters: O outputs, I inputs (with the 1 of the bias).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -30,12 +30,14 @@ from ngsgd.curvature.layers import upcast, without_autocast
 from ngsgd.errors import ConfigError
 from ngsgd.ops import gemm
 from ngsgd.ops.tensors import dense, refuse_sharded
-from ngsgd.preconditioners import step_limits
 from ngsgd.preconditioners.blocks import affine_biases
 from ngsgd.preconditioners.estimates import Estimates
 from ngsgd.preconditioners.factored_grad import FactoredGrad, RowGradients, is_cheaper_by_rows, multiplied_right
 from ngsgd.preconditioners.replicas import Replicas
 from ngsgd.preconditioners.states import State
+
+# below every meaningful norm
+_TINY = 1e-30
 
 
 class Preconditioner(Estimates):
@@ -360,13 +362,13 @@ class Preconditioner(Estimates):
         if self.graft == "gradient":
             biases = {bias for weight, bias in self.blocks.bias_of.items() if weight in found}
             blocks = {name: [each for each in self.blocks.names(name) if each in found] for name in found if name not in biases}
-            norms = {name: held[name].norm() if name in held else step_limits.norm_of([grads[each] for each in block])
+            norms = {name: held[name].norm() if name in held else _norm_of([grads[each] for each in block])
                      for name, block in blocks.items()}
-            found = step_limits.grafted(found, blocks, norms)
+            found = _grafted(found, blocks, norms)
         if self.kl_clip:
-            found = step_limits.kl_clipped(found, grads, self.kl_clip, lr)
+            found = _kl_clipped(found, grads, self.kl_clip, lr)
         if self.max_grad_norm and found:
-            found = step_limits.norm_limited(found, self.max_grad_norm)
+            found = _norm_limited(found, self.max_grad_norm)
         return found
 
 def _give(p: nn.Parameter, direction: Tensor) -> None:
@@ -377,3 +379,40 @@ def _give(p: nn.Parameter, direction: Tensor) -> None:
         p.grad = direction.to(p.dtype).view_as(p)
     elif p.grad is not direction:
         p.grad.copy_(direction)
+
+
+def _grafted(found: Mapping[str, Tensor], blocks: Mapping[str, Sequence[str]], norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Scale the direction of each block to the norm of its gradient.
+
+    The learning rate then has the meaning that it has for SGD.
+    """
+    scaled = dict(found)
+    for name, block in blocks.items():
+        numbers = torch.finfo(norms[name].dtype)
+        # A zero direction stays zero.
+        scale = (norms[name] / _norm_of([found[each] for each in block]).clamp(min=numbers.tiny)).clamp(max=numbers.max)
+        for each in block:
+            scaled[each] = found[each] * scale
+    return scaled
+
+
+def _kl_clipped(found: Mapping[str, Tensor], grads: Mapping[str, Tensor], limit: float, lr: float | None) -> dict[str, Tensor]:
+    """Multiply directions by min(1, sqrt(limit / lr^2 |<P g, g>|))."""
+    if lr is None:
+        raise ConfigError("kl_clip needs the learning rate: call step(lr=...) with the learning "
+                          "rate of the optimizer.")
+    change = lr * lr * sum(float((found[name] * g).sum()) for name, g in grads.items())
+    scale = min(1.0, (limit / max(abs(change), _TINY)) ** 0.5)
+    return {name: value * scale for name, value in found.items()}
+
+
+def _norm_limited(found: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
+    """Scale directions to a joint L2 norm of at most `limit`."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(found.values()))))
+    scale = (limit / norm.clamp(min=_TINY)).clamp(max=1.0)
+    return {name: value * scale for name, value in found.items()}
+
+
+def _norm_of(parts: Sequence[Tensor]) -> Tensor:
+    norms: list[Tensor] = [torch.linalg.vector_norm(part) for part in parts]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

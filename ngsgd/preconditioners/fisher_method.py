@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners.base import Preconditioner
-from ngsgd.preconditioners.curvature_average import is_finite
+from ngsgd.preconditioners.estimates import is_finite
 from ngsgd.preconditioners.fisher_recorder import FISHERS, FisherRecorder, FisherSample, Rows
 from ngsgd.preconditioners.states import Layout, State
 from ngsgd.user_warnings import warn

@@ -201,7 +201,7 @@ def test_hessian_free_reaches_a_quadratic_s_minimum_in_one_step_and_starts_where
 
 
 @pytest.mark.parametrize("method", [PSGD, HessianFree])
-def test_methods_without_a_graph_name_the_method_to_call(method: type[SecondOrderMethod]) -> None:
+def test_methods_without_a_graph_name_the_method_to_call(method: type[PSGD | HessianFree]) -> None:
     case = problem("linear")
     preconditioner = method(case.model)
     with preconditioner.watch():
