@@ -20,7 +20,7 @@ from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.forms.kronecker import add_gram, output_rows
 from ngsgd.curvature.forms.memory import apart, give_back
 from ngsgd.ops import gemm
-from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, woodbury_rows
+from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, shared_damping, split_damping, woodbury_rows
 from ngsgd.preconditioners.factored_grad import FactoredGrad
 from ngsgd.preconditioners.fisher_method import FisherMethod
 from ngsgd.preconditioners.fisher_recorder import FisherSample, Rows
@@ -29,8 +29,6 @@ from ngsgd.preconditioners.states import GROUPS, Layout, State
 
 # Factor that belongs to the rows of a side.
 _FACTOR = {"a": "A", "e": "B"}
-# Per dimension; below it a factor is zero, and pi is undefined.
-_MIN_TRACE = 1e-20
 
 
 class KFAC(FisherMethod):
@@ -198,7 +196,7 @@ class SKFAC(KFAC):
         return {side: x_XD} if len(x_XD) <= x_XD.shape[1] else {_FACTOR[side]: gemm.mm(x_XD.T, x_XD)}
 
     def invert(self, name: str, known: State) -> State:
-        of_B, of_A = _shared(_mean_square(known, "a"), _mean_square(known, "e"), self.option(name, "damping"))
+        of_B, of_A = split_damping(_mean_square(known, "a"), _mean_square(known, "e"), self.option(name, "damping"))
         found: State = {}
         for side, damping in (("a", of_A), ("e", of_B)):
             if side in known:
@@ -327,18 +325,8 @@ class EKFAC(KFAC):
         return Rows(rows.weight, rows.bias, a_NTI, e_VNTO, rows.num_rows).individual().square().sum(dim=0) / rows.num_rows
 
 
-def shared_damping(B_OO: Tensor, A_II: Tensor, total: float) -> tuple[float, float]:
-    """Return (damping of B, damping of A); their product is the total."""
-    return _shared(float(A_II.trace()) / len(A_II), float(B_OO.trace()) / len(B_OO), total)
-
-
 def _mean_square(known: State, side: str) -> float:
     """Return the trace of a factor of SKFAC divided by its width."""
     if side in known:
         return float(known[side].square().sum()) / known[side].shape[1]
     return float(known[_FACTOR[side]].trace()) / len(known[_FACTOR[side]])
-
-
-def _shared(of_A: float, of_B: float, total: float) -> tuple[float, float]:
-    pi = (of_A / of_B) ** 0.5 if min(of_A, of_B) > _MIN_TRACE else 1.0
-    return total**0.5 / pi, total**0.5 * pi
