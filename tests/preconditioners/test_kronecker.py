@@ -95,15 +95,3 @@ def test_ekfac_equals_the_dense_rescaling(name: str, exact: bool) -> None:
     for layer, a_NTI, e_VNTO in case.layers(exact=exact):
         close(joint(found, layer), dense.ekfac(a_NTI, e_VNTO, joint(plain, layer), 0.01, num_rows=case.num_rows,
                                                sharing=SHARING[name]))
-
-
-def test_rows_preconditioned_before_the_product_give_the_preconditioned_gradient() -> None:
-    case = problem("linear")
-    plain = case.gradients()
-    for method, options in ((KFAC, {}), (SKFAC, {"ema_decay": 0.0})):
-        preconditioner = method(case.model, damping=0.01, **options)
-        found = case.preconditioned(preconditioner)
-        for layer, a_NTI, e_VNTO in case.layers():
-            a_XI, e_XO = preconditioner.apply_rows(f"{layer}.weight", a_NTI[:, 0], e_VNTO[0, :, 0] / case.num_rows)
-            close(e_XO.T @ a_XI, joint(found, layer))
-            assert not torch.allclose(joint(plain, layer), joint(found, layer))

@@ -55,14 +55,11 @@ class SecondOrderMethod(Preconditioner):
         else:
             with naming_missing(type(self).__name__):
                 self.minibatch.differentiate(loss)
-            self._refuse_sparse()
-
-    def _refuse_sparse(self) -> None:
-        """Raise ConfigError for sparse gradients, which torch does not differentiate again."""
-        if names := [name for name, p in self.model.named_parameters()
-                     if p.grad is not None and p.grad.layout is not torch.strided and name not in self.skipped]:
-            raise ConfigError(f"{type(self).__name__} needs second derivatives, and the gradient of {names[0]} is sparse, as by "
-                              f"nn.Embedding(sparse=True): use sparse=False, or skip=({names[0]!r},).")
+            # Torch does not differentiate sparse gradients again.
+            if names := [name for name, p in self.model.named_parameters()
+                         if p.grad is not None and p.grad.layout is not torch.strided and name not in self.skipped]:
+                raise ConfigError(f"{type(self).__name__} needs second derivatives, and the gradient of {names[0]} is "
+                                  f"sparse, as by nn.Embedding(sparse=True): use sparse=False, or skip=({names[0]!r},).")
 
     def step(self, lr: float | None = None) -> None:
         """Replace `.grad` of every parameter by the preconditioned gradient.

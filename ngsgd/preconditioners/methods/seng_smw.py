@@ -87,20 +87,13 @@ class _FromRows(FisherMethod):
             self.inverses.pop(name, None)
         elif last is not None:
             self.statistics.setdefault(name, last)
-        self._hold_once(name)
-
-    def _hold_once(self, name: str) -> None:
-        """Store rows shared by the gradient and U once, unless the gradient norm is needed."""
-        known, rows = self.statistics.get(name, {}), self._gradients.get(name)
-        if rows is not None and self.graft == "none" and self.are_own(known, rows):
-            self._gradients[name] = FactoredGrad(known["a"][:, 0, :rows.a_XI.shape[1]],
-                                                 known["e"][0, :, 0], rows.has_bias)
+        known, held = self.statistics.get(name, {}), self._gradients.get(name)
+        # Store rows shared by the gradient and U once, unless the gradient norm is needed.
+        if held is not None and self.graft == "none" and self.are_own(known, held):
+            self._gradients[name] = FactoredGrad(known["a"][:, 0, :held.a_XI.shape[1]], known["e"][0, :, 0], held.has_bias)
 
     def _held_scale(self, inverse: State, rows: FactoredGrad) -> float:
-        """Return the ratio of the stored rows to those of the gradient.
-
-        S if they are stored once.
-        """
+        """Return the ratio of the stored rows to those of the gradient: s if they are stored once."""
         return self._scale if rows.e_XO.data_ptr() == inverse["e"].data_ptr() else 1.0
 
     def held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, FactoredGrad]:
@@ -184,12 +177,10 @@ class SENG(_FromRows):
         gram_XX = gram(self._sketched(a_NTI), self._sketched(e_VNTO))
         found = {"a": a_NTI, "e": e_VNTO, "gram": gram_XX}
         # U g uses the matrix without a sketch.
-        if self._scale and self._is_sketched(rows) and self.can_hold(name, found):
+        is_sketched = 0 < self.sketch < max(rows.a_NTI.shape[-1], rows.e_VNTO.shape[-1])
+        if self._scale and is_sketched and self.can_hold(name, found):
             found["sums"] = gram(a_NTI, e_VNTO).sum(dim=1)
         return found
-
-    def _is_sketched(self, rows: Rows) -> bool:
-        return bool(0 < self.sketch < max(rows.a_NTI.shape[-1], rows.e_VNTO.shape[-1]))
 
     def _sketched(self, x: Tensor) -> Tensor:
         d, q = x.shape[-1], self.sketch
