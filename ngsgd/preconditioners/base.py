@@ -10,8 +10,8 @@ that can be averaged, `invert` maps statistics to the inverse, `direction` appli
 describes the stored tensors. A method without layer statistics, such as Adam, overrides
 `update_curvature` and `apply` instead. `FisherMethod` is the base of methods that need rows.
 
-Beside it: `CurvatureAverage` holds statistics, `Blocks` the parameters of a layer, `Replicas` the
-ranks of a process group, and `Traits` what decides where a method can be used.
+`CurvatureAverage` holds statistics, `Blocks` the parameters of a layer, `Replicas` the ranks of a
+process group, and `Traits` the properties that decide where a method can be used.
 
 Letters: O outputs, I inputs (with the 1 of the bias).
 """

@@ -20,7 +20,7 @@ _AFFINE = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.RNNBase | nn.Multih
 
 
 class Blocks:
-    """Blocks of a model, by the name of their weight: an affine weight with its bias, or one tensor.
+    """Blocks of a model by the name of their weight: an affine weight and its bias, or one tensor.
 
     Args:
         model: the module to precondition.

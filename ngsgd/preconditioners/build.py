@@ -42,8 +42,9 @@ def make_preconditioner(model: nn.Module, config: OptimizerConfig, seed: int,
     if complete is not None:
         skipped = skipped_parameters(complete, skip)
         skip = tuple(name for name, _ in model.named_parameters() if name in skipped)
-    return METHODS[config.kind](model, **{LIBRARY_NAMES.get(name, name): value for name, value in given.items()},
-                  skip=skip, seed=seed)
+    made: Preconditioner = METHODS[config.kind](model, **{LIBRARY_NAMES.get(name, name): value for name, value in given.items()},
+                                                skip=skip, seed=seed)
+    return made
 
 
 def options_of(config: OptimizerConfig) -> list[str]:

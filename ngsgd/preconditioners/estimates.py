@@ -22,8 +22,7 @@ _DECISIVE = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class CurvatureAverage(dict[str, State]):
-    """Sums of moving averages by weight; `weights` are their total weights, for the bias correction.
-    """
+    """Sums of moving averages by weight; `weights` are their total weights, for bias correction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +265,7 @@ class Estimates(MethodArguments):
         self.generator.set_state(torch.as_tensor(counters["generator"]).to(torch.uint8).clone())
 
     def _checked(self, state: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Tensor]], dict[str, float]]:
-        """Return (tensors by parameter, weights) of a state; OptimizerStateError if it does not fit."""
+        """Return (tensors by parameter, weights) of a state; raise OptimizerStateError."""
         method, parameters = type(self).__name__, dict(self.model.named_parameters())
         states.require_counters(state, self._counters(), method, parameters)
         layers, weights = {}, {}

@@ -71,7 +71,7 @@ class Replicas:
             self._add_ddp(around.process_group)
 
     def _add_ddp(self, group: Any) -> None:
-        """Split the work over the ranks of a data-parallel loop; otherwise replicas would diverge."""
+        """Split the work over the ranks of a data-parallel loop; else replicas would diverge."""
         if self._traits.splits_work and self.comm is None:
             self.split(group)
         elif not self._traits.splits_work and not self._traits.agrees_over_ranks:

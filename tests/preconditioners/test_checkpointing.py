@@ -70,9 +70,9 @@ def _directions(
         x, y = torch.randn(4, 2, 3, generator=generator, dtype=torch.float64), torch.arange(4) % 3
         model.zero_grad()
         if at_once:
-            preconditioner.evaluate_and_step(lambda x=x, y=y: CE(model(x), y), lr=0.01)  # type: ignore[misc]
+            preconditioner.evaluate_and_step(lambda x=x, y=y: CE(model(x), y), lr=0.01)
         else:
-            preconditioner.evaluate(lambda x=x, y=y: CE(model(x), y))  # type: ignore[misc]
+            preconditioner.evaluate(lambda x=x, y=y: CE(model(x), y))
             preconditioner.step(lr=0.01)
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         torch.optim.SGD(model.parameters(), lr=0.01).step()

@@ -60,9 +60,9 @@ def _trained(kind: str, way: str, rank: int | None) -> list[Tensor]:
             maker.setup_loss_call(F.cross_entropy, maker.setup_model_call(called, x), y)
             maker.forward_and_backward(lr=0.05)
         elif "at once" in way:
-            preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(called(x), y), lr=0.05)   # type: ignore[misc]
+            preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(called(x), y), lr=0.05) 
         else:
-            preconditioner.evaluate(lambda x=x, y=y: F.cross_entropy(called(x), y))   # type: ignore[misc]
+            preconditioner.evaluate(lambda x=x, y=y: F.cross_entropy(called(x), y)) 
             preconditioner.step(lr=0.05)
         with torch.no_grad():
             for p in model.parameters():

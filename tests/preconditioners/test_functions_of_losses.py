@@ -63,7 +63,8 @@ def _objective(case: Problem, function: Callable[[Tensor, Tensor], Tensor], *, h
 
 
 def _made(kind: str, case: Problem, **options: object) -> Preconditioner:
-    return METHODS[kind](case.model, damping=0.1, **options)
+    made: Preconditioner = METHODS[kind](case.model, damping=0.1, **options)
+    return made
 
 
 def _directions(kind: str, function: Callable[[Tensor, Tensor], Tensor], options: dict[str, str],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import mse_loss
@@ -64,7 +66,7 @@ def test_factors_of_drawn_rows_have_those_of_all_as_mean() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_skfac_equals_kfac_of_one_minibatch(name: str) -> None:
     case = problem(name)
-    options = {"damping": 0.01, "ema_decay": 0.0, "sharing": SHARING[name]}
+    options: dict[str, Any] = {"damping": 0.01, "ema_decay": 0.0, "sharing": SHARING[name]}
     wanted = case.preconditioned(KFAC(case.model, **options))
     found = case.preconditioned(SKFAC(case.model, **options))
     for parameter, value in wanted.items():

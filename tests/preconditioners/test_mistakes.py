@@ -94,7 +94,7 @@ def test_a_minibatch_that_is_not_finite_counts_once(method: str) -> None:
         for step in range(14):
             model.zero_grad()
             x = X if step in (0, 6, 13) else X * float("nan")
-            preconditioner.evaluate(lambda x=x: loss_of(model, x))  # type: ignore[misc]
+            preconditioner.evaluate(lambda x=x: loss_of(model, x))
             preconditioner.step(lr=0.01)
     assert preconditioner.num_skipped == 11
     # at the first one, and at the tenth

@@ -47,7 +47,8 @@ def _make(method: str, model: nn.Module, **options: Any) -> Preconditioner:
         options = {"curvature_interval": 2, "inverse_interval": 4, **options}
     if METHODS[method].traits.fisher == "any":
         options = {"fisher": "mc", **options}
-    return METHODS[method](model, damping=0.1, **options)
+    made: Preconditioner = METHODS[method](model, damping=0.1, **options)
+    return made
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -305,7 +306,7 @@ def test_normalisations_embeddings_and_groups_get_the_diagonal() -> None:
 def test_mistakes_are_reported() -> None:
     case = problem("linear")
     with pytest.raises(TypeError, match=r"KFAC.*dampin"):
-        KFAC(case.model, dampin=1.0)
+        KFAC(case.model, dampin=1.0)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="damping is -1"):
         KFAC(case.model, damping=-1.0)
     with pytest.raises(ConfigError, match="minibatch"):

@@ -93,7 +93,7 @@ class _FromRows(FisherMethod):
             self._gradients[name] = FactoredGrad(known["a"][:, 0, :held.a_XI.shape[1]], known["e"][0, :, 0], held.has_bias)
 
     def _held_scale(self, inverse: State, rows: FactoredGrad) -> float:
-        """Return the ratio of the stored rows to those of the gradient: s if they are stored once."""
+        """Return the ratio of the stored rows to those of the gradient; s if stored once."""
         return self._scale if rows.e_XO.data_ptr() == inverse["e"].data_ptr() else 1.0
 
     def held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, FactoredGrad]:
