@@ -346,7 +346,7 @@ class Preconditioner(Estimates):
         block = self.blocks.names(name)
         bias = left_OO @ grads[block[1]] if len(block) > 1 else None
         parts = multiplied_right(gemm.mm(left_OO, grads[name].flatten(1)), bias, right_II)
-        return {each: part.view_as(grads[each]) for each, part in self.blocks.named(name, parts).items()}
+        return {each: part.view_as(grads[each]) for each, part in zip(block, parts, strict=False) if part is not None}
 
     def option(self, name: str, key: str) -> float:
         """Return a setting of the layer that owns the parameter."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,14 +56,9 @@ class Replicas:
                               "LayerWiseNG, Shampoo and SOAP can.")
         self.comm = ProcessGroupComm(group, next(self._model.parameters()).device)
 
-    @contextlib.contextmanager
-    def noticed(self) -> Iterator[None]:
+    def noticed(self) -> contextlib.AbstractContextManager[Any]:
         """Detect in forward passes inside whether DistributedDataParallel runs the model."""
-        if self._has_ddp:
-            yield
-            return
-        with self._model.register_forward_pre_hook(self._notice):
-            yield
+        return contextlib.nullcontext() if self._has_ddp else self._model.register_forward_pre_hook(self._notice)
 
     def _notice(self, *_: Any) -> None:
         around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
