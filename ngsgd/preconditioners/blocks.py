@@ -85,6 +85,18 @@ class Blocks:
         return (shape[0] if shape else 1), num_inputs + (self.bias_of.get(weight) is not None), num_inputs
 
 
+def flat(parts: Mapping[str, Tensor]) -> Tensor:
+    """Return tensors as one vector, sorted by name, because a restart may change the order."""
+    return torch.cat([part.flatten() for _, part in sorted(parts.items())])
+
+
+def unflat(flat_D: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parts of a vector, in the shapes of the tensors of which `flat` made it."""
+    ordered = sorted(like.items())
+    parts = flat_D.split([each.numel() for _, each in ordered])
+    return {name: part.view(each.shape) for (name, each), part in zip(ordered, parts, strict=True)}
+
+
 def affine_biases(model: nn.Module, skipped: Collection[str]) -> dict[str, str | None]:
     """Map weight to bias for affine layers and for the GEMMs in recurrent and attention layers."""
     found: dict[str, str | None] = {}

@@ -25,6 +25,7 @@ from ngsgd.curvature.forms.memory import empty
 from ngsgd.errors import ConfigError
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import damped_inverse
+from ngsgd.preconditioners.blocks import flat, unflat
 from ngsgd.preconditioners.fisher_method import FisherMethod
 from ngsgd.preconditioners.fisher_recorder import FisherSample, Rows
 from ngsgd.preconditioners.options import own_options
@@ -245,16 +246,13 @@ class FullNG(FisherMethod):
         if name is None:
             return super().apply(grads)
         squares = {key: inverse for key, inverse in self.inverses.items() if key != name and key in grads}
-        joined = {key: g for key, g in sorted(self.blocks.joined(grads).items())
-                  if key not in squares and key in self.blocks.bias_of}
+        joined = {key: g for key, g in self.blocks.joined(grads).items() if key not in squares and key in self.blocks.bias_of}
         self.require_covered([each for name in joined for each in self.blocks.names(name)])
-        flat_D = torch.cat([g.flatten() for g in joined.values()])
-        parts = (self.inverses[name][_ALL] @ flat_D).split([g.numel() for g in joined.values()])
         found = dict(grads)
         for key, inverse in squares.items():
             found |= self.block_direction(key, inverse, grads)
-        for (key, g), part in zip(joined.items(), parts, strict=True):
-            found |= self.blocks.parted(key, part.view_as(g), grads)
+        for key, direction in unflat(self.inverses[name][_ALL] @ flat(joined), joined).items():
+            found |= self.blocks.parted(key, direction, grads)
         return found
 
 

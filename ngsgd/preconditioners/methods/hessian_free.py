@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ngsgd.config.traits import TRAITS
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import conjugate_gradients
+from ngsgd.preconditioners.blocks import flat, unflat
 from ngsgd.preconditioners.methods.second_derivatives import SecondOrderMethod
 from ngsgd.preconditioners.options import own_options
 from ngsgd.preconditioners.states import Layout, State
@@ -74,23 +74,17 @@ class HessianFree(SecondOrderMethod):
         if self.minibatch is None:
             raise ConfigError("HessianFree needs the graph of the minibatch, which step() frees; "
                               "call step().")
-        names = sorted(grads)
-        shapes = [grads[name].shape for name in names]
-
-        def parted(flat_D: Tensor) -> dict[str, Tensor]:
-            parts = flat_D.split([shape.numel() for shape in shapes])
-            return {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
 
         def damped(v_D: Tensor) -> Tensor:
-            found = self.product(self.products, parted(v_D))
-            product_D: Tensor = torch.cat([found[name].flatten() for name in names]) + self.damping * v_D
-            return product_D
+            return flat(self.product(self.products, unflat(v_D, grads))) + self.damping * v_D
 
-        g_D = torch.cat([grads[name].flatten() for name in names])
-        direction_D, taken = conjugate_gradients(damped, g_D, start_D=self._start(names), max_steps=self.max_cg_steps,
+        g_D, start_D = flat(grads), None
+        if self.ema_decay and all(name in self.statistics for name in grads):
+            start_D = flat({name: self.statistics[name]["direction"] for name in grads}).mul_(self.ema_decay)
+        direction_D, taken = conjugate_gradients(damped, g_D, start_D=start_D, max_steps=self.max_cg_steps,
                                                  tolerance=self.cg_tolerance)
         self.num_products += taken
-        found = parted(direction_D)
+        found = unflat(direction_D, grads)
         # The iterates of a gradient that is not finite are those of the last minibatch.
         if bool(direction_D.isfinite().all()) and bool(g_D.sum().isfinite()):
             for name, value in found.items():
@@ -98,12 +92,6 @@ class HessianFree(SecondOrderMethod):
         else:
             self.note_skipped()
         return found
-
-    def _start(self, names: list[str]) -> Tensor | None:
-        if not self.ema_decay or any(name not in self.statistics for name in names):
-            return None
-        last_D = torch.cat([self.statistics[name]["direction"].flatten() for name in names])
-        return last_D.mul_(self.ema_decay)
 
     def invert(self, name: str, known: State) -> State:
         return {}

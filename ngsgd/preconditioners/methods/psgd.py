@@ -27,6 +27,7 @@ from ngsgd.curvature.forms.kronecker import add_gram
 from ngsgd.curvature.forms.memory import apart, empty, give_back
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import less_upper_product, upper_gram
+from ngsgd.preconditioners.blocks import flat, unflat
 from ngsgd.preconditioners.methods.fisher import require_small
 from ngsgd.preconditioners.methods.second_derivatives import SecondOrderMethod
 from ngsgd.preconditioners.states import GROUPS, Layout, State
@@ -115,7 +116,7 @@ class PSGD(SecondOrderMethod):
             self.statistics.put(name, fit(self.statistics.get(name), dX, dG))
 
     def _fit_full(self, v: Mapping[str, Tensor], h: Mapping[str, Tensor]) -> None:
-        flat_v, flat_h = (torch.cat([part.flatten() for _, part in sorted(each.items())]) for each in (v, h))
+        flat_v, flat_h = flat(v), flat(h)
         require_small("the model", len(flat_v))
         self.cover(sorted(v))
         known = self.statistics.get(min(v))
@@ -167,10 +168,7 @@ class PSGD(SecondOrderMethod):
         if not self.is_joint or not self.inverses:
             return super().apply(grads)
         self.require_covered(grads)
-        ordered = sorted(grads.items())
-        Pg_D: Tensor = next(iter(self.inverses.values()))[_ALL] @ torch.cat([g.flatten() for _, g in ordered])
-        parts = Pg_D.split([g.numel() for _, g in ordered])
-        return {name: part.view_as(g) for (name, g), part in zip(ordered, parts, strict=True)}
+        return unflat(next(iter(self.inverses.values()))[_ALL] @ flat(grads), grads)
 
 
 def _difference(a_XD: Tensor, b_XD: Tensor) -> Tensor:
