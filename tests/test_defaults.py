@@ -93,7 +93,7 @@ def test_a_setting_of_another_method_is_refused_by_the_library(kind: Any) -> Non
     others = {spec.name for one in METHODS.values() for spec in fields(one)}
     assert others - has
     for name in others - has:
-        with pytest.raises(TypeError, match=name):
+        with pytest.raises(ConfigError, match=name):
             METHODS[kind](nn.Linear(2, 2), **{name: 7})
     # what a run uses is what the class accepts
     make_preconditioner(nn.Linear(2, 2), OptimizerConfig(kind, rank_in=7), seed=0)

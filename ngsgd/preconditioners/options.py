@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, dataclass_transform
@@ -10,7 +11,7 @@ from torch import nn
 
 from ngsgd.arguments import checked, hints_of
 from ngsgd.config.traits import Traits
-from ngsgd.errors import ConfigError
+from ngsgd.errors import ArgumentError, ConfigError
 
 # Steps between updates: a number, ((from step, number), ..) or a function of the step.
 Interval = int | tuple[tuple[int, int], ...] | Callable[[int], int]
@@ -21,10 +22,10 @@ class Arguments:
     """Base of classes whose annotated attributes are their keyword-only arguments.
 
     Subclasses are dataclasses, so an argument and its default are written once. `__init__` checks
-    types and then `problems`.
+    names, types and then `problems`.
 
     Raises:
-        ArgumentError: an argument has another type than its annotation.
+        ArgumentError: an argument is unknown, or has another type than its annotation.
         ConfigError: an argument is out of range; lists all problems.
     """
 
@@ -33,6 +34,16 @@ class Arguments:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         dataclass(eq=False, repr=False, kw_only=True)(cls)
+        known, init = [one.name for one in fields(cls)], cls.__init__  # type: ignore[arg-type]
+
+        @functools.wraps(init)
+        def checked_init(self: Arguments, *args: Any, **given: Any) -> None:
+            if unknown := [name for name in given if name not in known]:
+                raise ArgumentError([f"{type(self).__name__} has no option {name}; there are {', '.join(known[1:])}."
+                                     for name in unknown])
+            init(self, *args, **given)
+
+        cls.__init__ = checked_init  # type: ignore[method-assign, assignment]
 
     def __post_init__(self) -> None:
         name = type(self).__name__

@@ -305,7 +305,7 @@ def test_normalisations_embeddings_and_groups_get_the_diagonal() -> None:
 
 def test_mistakes_are_reported() -> None:
     case = problem("linear")
-    with pytest.raises(TypeError, match=r"KFAC.*dampin"):
+    with pytest.raises(ConfigError, match=r"KFAC.*dampin"):
         KFAC(case.model, dampin=1.0)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="damping is -1"):
         KFAC(case.model, damping=-1.0)
