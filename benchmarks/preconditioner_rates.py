@@ -81,7 +81,7 @@ def table(names: Sequence[str] = NAMES, **options: Any) -> Iterator[str]:
     for name in names:
         interval = 1 if name in EVERY_MINIBATCH else 10
         intervals = {"curvature_interval": interval, "inverse_interval": interval, **options}
-        yield (f"| `{name}` | {METHODS[name].Options().damping:g} | {interval} | {best(name, **intervals)} | "
+        yield (f"| `{name}` | {METHODS[name].damping:g} | {interval} | {best(name, **intervals)} | "
                f"{best(name, graft='gradient', **intervals)} |")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ngsgd.ops import fisher_projection, nonlinearities, packed_gemm
+from ngsgd.ops import fisher_projection, nonlinearities
 from ngsgd.ops.kernels import native
 
 _BODIES = {"works": 'exec c++ "$@"',
@@ -31,8 +31,7 @@ def num_calls(folder: Path) -> int:
 
 def forget() -> None:
     """Look for compiled kernels again."""
-    for one in (native.library, fisher_projection.load_library, fisher_projection.workspace_size, nonlinearities.load_library,
-                packed_gemm.load_library):
+    for one in (native.library, fisher_projection.load_library, fisher_projection.workspace_size, nonlinearities.load_library):
         one.cache_clear()
 
 

@@ -162,13 +162,13 @@ THROUGH_CLASSES = ("natural_gradient", "newton_schulz", "orthonormal", "simple_n
 # NumPy, C++ for the CPU, contexts and views
 HOST_ONLY = (
     "averaging.weighted_mean",
+    "linalg.shared_damping",
+    "linalg.split_damping",
     "averaging.pool_variances",
     "averaging.mean_of_chunk",
     "averaging.shares_of",
     "compression",
-    "devices",
     "tensors",
-    "packed_gemm",
     "second_derivatives",
     "gemm.rows_of",
     "gemm.forget_copies",

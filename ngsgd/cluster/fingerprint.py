@@ -24,7 +24,7 @@ import torch
 
 from ngsgd.errors import CheckpointError
 from ngsgd.files import read_json, sealed, unsealed, write_text
-from ngsgd.ops import fisher_projection, nonlinearities, packed_gemm
+from ngsgd.ops import fisher_projection, nonlinearities
 from ngsgd.ops.kernels import native
 
 # `Fingerprint` has a field with the name of the module
@@ -41,7 +41,7 @@ _SETTINGS = (
 # kernel source -> (whether this process uses it, path), for `kernels`
 _KERNELS: Mapping[str, tuple[Callable[[], bool], Path]] = {
     module.SOURCE.name: (module.is_native, module.SOURCE)
-    for module in (fisher_projection, nonlinearities, packed_gemm)}
+    for module in (fisher_projection, nonlinearities)}
 _ROUNDING = "results agree only up to rounding"
 _MEANINGS = {
     "code": "the same settings may train another model",

@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,16 +24,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ngsgd.curvature.completeness import Totals, unaccounted
-from ngsgd.curvature.layer_decomposition import expansion_of, has_other_result
-from ngsgd.curvature.layers import (
-    Affine,
-    Kind,
-    has_transposed_weight,
-    kind_of,
-    refuse_coupled,
-    upcast,
-    without_autocast,
-)
+from ngsgd.curvature.layer_decomposition import expansion_of, has_other_result, plain_product
+from ngsgd.curvature.layers import Affine, Kind, has_transposed_weight, kind_of, refuse_coupled, upcast, without_autocast
 from ngsgd.curvature.products.vectors import vector_products
 from ngsgd.curvature.records import LayerCall, Record
 from ngsgd.curvature.samples import Tries, mixed_output, mixed_rows, next_calls, run_once
@@ -159,7 +150,7 @@ class Capture:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: Any) -> None:
         self.close()
 
     def close(self) -> None:
@@ -172,9 +163,7 @@ class Capture:
         self._outputs.clear()
 
     def forget_listeners(self) -> None:
-        """Remove the listeners, whose reference cycles would keep results alive until garbage
-        collection.
-        """
+        """Remove the listeners, whose reference cycles would keep results alive for a while."""
         self._arrived = self._called = None
 
     @property
@@ -216,9 +205,7 @@ class Capture:
         return [(call, e_VM) for call, e_VM in zip(self._open, found, strict=True) if e_VM is not None]
 
     def record(self, call: LayerCall, derivatives_VM: Tensor) -> Record:
-        """Return the call with its derivatives, restricted to the selected samples, in at least
-        float32.
-        """
+        """Return the call with its derivatives, of the selected samples, in at least float32."""
         return self._record(call, derivatives_VM, self._samples)
 
     def _record(self, call: LayerCall, e_VM: Tensor, samples: Sequence[int] | None = None) -> Record:
@@ -292,14 +279,6 @@ class Capture:
                           "each use its own layer that shares the parameter, call backward() for a "
                           f"penalty by itself, or {LEFT_OUT[self._left_out_by]}.")
 
-    def _start_comparing(self) -> None:
-        """Compare the gradients of this backward pass with the sums of the layers' gradients."""
-        self._totals = Totals()
-        for name, p in self._comparable().items():
-            # Removed hooks of a tensor slow down every later backward pass; those of a node do not.
-            node = get_gradient_edge(p).node
-            self._comparisons[name] = node.register_prehook(lambda grads, name=name: self._compare(name, grads[0]))
-
     def _comparable(self) -> dict[str, Tensor]:
         """Return the parameters without a hook of the user, which may change the gradient."""
         if not self._of_layers:
@@ -343,7 +322,11 @@ class Capture:
             self._checked = number, self._tries.are_due(self._open, self.num_samples_of(next(iter(self._open))))
             self._stop_comparing()
             if self._checked[1] and self._compares:
-                self._start_comparing()
+                self._totals = Totals()
+                for name, p in self._comparable().items():
+                    # Removed hooks of a tensor slow down every later pass; those of a node do not.
+                    node = get_gradient_edge(p).node
+                    self._comparisons[name] = node.register_prehook(lambda grads, name=name: self._compare(name, grads[0]))
         return bool(self._open) and self._checked == (number, True)
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
@@ -367,9 +350,6 @@ class Capture:
             self.check_output(self._outputs[number], e_M)
             del self._outputs[number]
 
-    def _keep(self, call: LayerCall, e_M: Tensor) -> None:
-        self.records.append(self.record(call, e_M[None]))
-
     def _chosen(self) -> dict[str, nn.Module]:
         chosen: dict[str, nn.Module] = {}
         unknown = []
@@ -387,7 +367,7 @@ class Capture:
             if expansion_of(module) is not None:
                 inside = (*inside, f"{name}." if name else "")
                 own = {key: p for key, p in module.named_parameters() if id(p) in self._name_of}
-            if not own or not self._is_within(name):
+            if not own or not (self._within is None or any(f"{name}.".startswith(f"{outer}.") for outer in self._within)):
                 continue
             empty = [key for key, p in own.items() if not p.numel()]
             if empty:
@@ -412,15 +392,12 @@ class Capture:
         names = ", ".join(f'"{name}.{each}"' if name else f'"{each}"' for each in own)
         return f"add them to skip=({names},), so that they keep their gradient"
 
-    def _is_within(self, name: str) -> bool:
-        return self._within is None or any(name == outer or name.startswith(f"{outer}.") for outer in self._within)
-
     def _hook(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             expand = expansion_of(module)
             if _is_recomputation():
                 # Autograd needs the tensors of the first forward pass again.
-                return None if expand is None else expand(module, args, kwargs, output, _linear)
+                return None if expand is None else expand(module, args, kwargs, output, plain_product)
             if not torch.is_grad_enabled() or self.is_paused:
                 return None
             if torch._C._functorch.maybe_current_level() is not None:
@@ -452,7 +429,7 @@ class Capture:
     def _product(self, name: str, module: nn.Module) -> Callable[..., Tensor]:
         """Return an affine product inside a layer that is captured as a separate layer."""
         def product(part: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            y = nn.functional.linear(x, weight, bias)
+            y = plain_product(part, x, weight, bias)
             with torch._C.DisableTorchFunction():
                 self._note(f"{name}.{part}".lstrip("."), Affine(), (weight, bias), x, y)
             return y
@@ -471,9 +448,7 @@ class Capture:
         if x.ndim < 2 and x.is_floating_point():
             raise DataError(f"layer {layer} has an input of shape {tuple(x.shape)}, without a "
                             "dimension of samples; pass a minibatch.")
-        call = LayerCall(layer, self._numbers[layer], kind, weight, bias, x.detach(), x._version,
-                         output.shape,
-                    self._forward)
+        call = LayerCall(layer, self._numbers[layer], kind, weight, bias, x.detach(), x._version, output.shape, self._forward)
         self._numbers[layer] += 1
         self._open[call] = get_gradient_edge(output)
         # A weak reference, because the graph outlives the call, whose input should be freed after
@@ -508,17 +483,13 @@ class Capture:
             # The rows of the last layer may never be requested.
             self._tries.count(call, N, is_clear=False)
         with torch.no_grad(), without_autocast(e_M.device.type):
-            (self._arrived or self._keep)(call, e_M.detach())
+            if self._arrived is None:
+                self.records.append(self.record(call, e_M.detach()[None]))
+            else:
+                self._arrived(call, e_M.detach())
 
 
 def _is_recomputation() -> bool:
-    """Return whether `checkpoint(use_reentrant=False)` runs a forward pass again for its saved
-    tensors.
-    """
+    """Return whether `checkpoint(use_reentrant=False)` runs a forward pass again."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and "_recomputation_hook" in hooks[0].__qualname__
-
-
-def _linear(part: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute a product inside a layer that is not captured."""
-    return nn.functional.linear(x, weight, bias)

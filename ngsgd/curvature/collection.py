@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ngsgd.curvature import losses
 from ngsgd.curvature.accumulation import Accumulation
-from ngsgd.curvature.capture import Capture, LayerCall, Record
+from ngsgd.curvature.capture import Capture, LayerCall
 from ngsgd.curvature.forms.grad_forms import joined
 from ngsgd.curvature.forms.layer_inputs import Inputs, joined_inputs
 from ngsgd.curvature.layer_decomposition import expansion_of
@@ -43,15 +43,6 @@ from ngsgd.errors import ConfigError, DataError
 _OF_ROWS = {"kfac", "kflr", "kfac_emp"}
 
 
-def _refuse_natural_gradient(model: nn.Module) -> None:
-    natural = [name for name, module in model.named_modules() if "preconditioner" in vars(module)]
-    if natural:
-        raise ConfigError(f"layer {natural[0]} belongs to an NGSGD optimizer, whose Fisher "
-                          "estimates would treat the vectors of second-order quantities as "
-                          "minibatches; call detach() of the optimizer first, or collect on a "
-                          "copy of the model.")
-
-
 def _require_factors(model: nn.Module, layers: Mapping[str, nn.Module], quantity: str) -> None:
     """Reject layers without Kronecker factors, and list those that have them."""
     without = {name: module for name, module in model.named_modules() if name in layers and not _has_factors(module)}
@@ -70,12 +61,6 @@ def _require_factors(model: nn.Module, layers: Mapping[str, nn.Module], quantity
 def _has_factors(module: nn.Module) -> bool:
     kind = kind_of(module)
     return expansion_of(module) is not None or (isinstance(kind, (Affine, Convolution)) and getattr(kind, "groups", 1) == 1)
-
-
-def _is_plain_product(call: LayerCall, node: Any) -> bool:
-    """Return whether the output is x W^T (+ b) of single rows, in sufficient precision."""
-    return (node.name() in ("AddmmBackward0", "MmBackward0") and isinstance(call.kind, Affine) and call.input.ndim == 2
-            and call.input.dtype in (torch.float32, torch.float64))
 
 
 def _is_early(model: nn.Module, reduction: str | None) -> bool:
@@ -107,8 +92,12 @@ class Collection(Mapping[str, Quantities]):
         self._checks_reduction = options.is_reduction_inferred and _is_early(model, options.reduction)
         self._of_signals = {SIGNALS.get(name, ("", ""))[0] for name in asked}
         self._is_second_order = self._of_signals != {"gradient"}
-        if self._is_second_order:
-            _refuse_natural_gradient(model)
+        if self._is_second_order \
+                and (natural := [name for name, module in model.named_modules() if "preconditioner" in vars(module)]):
+            raise ConfigError(f"layer {natural[0]} belongs to an NGSGD optimizer, whose Fisher "
+                              "estimates would treat the vectors of second-order quantities as "
+                              "minibatches; call detach() of the optimizer first, or collect on a "
+                              "copy of the model.")
         # Factors use rows, which a BatchNorm in training mode provides like any other operation.
         separate = not (set(asked) <= _OF_ROWS
                         and any(normalizes_over_minibatch(module) for module in model.modules()))
@@ -191,7 +180,9 @@ class Collection(Mapping[str, Quantities]):
                 self._awaited[name] += 1
         self._accumulation.note(call)
         node = output.grad_fn
-        if "moments" in self._of_gradient and node is not None and _is_plain_product(call, node):
+        # x W^T (+ b) of single rows, in sufficient precision
+        if "moments" in self._of_gradient and node is not None and node.name() in ("AddmmBackward0", "MmBackward0") \
+                and isinstance(call.kind, Affine) and call.input.ndim == 2 and call.input.dtype in (torch.float32, torch.float64):
             self._by_node.add(call)
             # A weak reference, because the graph outlives the call, whose input should be freed
             # after use.
@@ -215,7 +206,9 @@ class Collection(Mapping[str, Quantities]):
         if self._is_second_order and self._mode is not None:
             self._mode.require_known()
         record = self._capture.record(call, e_M[None])
-        self._agree(record)
+        if self._pass_samples not in (0, record.num_samples):
+            raise DataError(disagreement(record.layer, record.num_samples, self._pass_samples))
+        self._pass_samples = record.num_samples
         for parameter, share in (record.shares() if self._of_gradient else {}).items():
             self._uses[parameter].append(share)
         if self._accumulation.has_factors and call.weight is not None and record.has_input_rows:
@@ -239,11 +232,6 @@ class Collection(Mapping[str, Quantities]):
             # A copy, because autograd adds later gradients to this memory.
             fresh.add(call.weight, "sum", gradient_IO.detach().T.reshape(-1).clone())
             self._accumulation.keep("gradient", fresh)
-
-    def _agree(self, record: Record) -> None:
-        if self._pass_samples not in (0, record.num_samples):
-            raise DataError(disagreement(record.layer, record.num_samples, self._pass_samples))
-        self._pass_samples = record.num_samples
 
     def _finish_pass(self) -> None:
         for name in sorted(self._pending):

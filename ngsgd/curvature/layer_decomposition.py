@@ -23,6 +23,11 @@ Product = Callable[..., Tensor]
 Expansion = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, Product], Any]
 
 
+def plain_product(part: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute a product inside a layer that is not captured."""
+    return nn.functional.linear(x, weight, bias)
+
+
 def expansion_of(module: nn.Module) -> Expansion | None:
     """Return the function that computes the output from the products; None for other modules."""
     return next((expand for plain, expand in _EXPANSIONS.items()

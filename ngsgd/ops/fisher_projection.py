@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ngsgd.ops import gemm
 from ngsgd.ops.kernels import native
-from ngsgd.ops.packed_gemm import PackedMatrix
 
 # torch's names of the instruction sets that the C++ supports
 PROCESSORS = ("AVX512", "AVX2")
@@ -36,18 +35,17 @@ class Projection(NamedTuple):
     # tr X X^T: a number on the host, or 0-d on a device to avoid a sync
     sum_sq: Tensor | float
     H_NR: Tensor                        # X W^T
-    Xhat_ND: Tensor | PackedMatrix | None = None   # X - H W, before rescaling
+    Xhat_ND: Tensor | None = None       # X - H W, before rescaling
     # its last column, if a 1 was appended
     one_hat_N: Tensor | None = None
     sum_sq_hat: Tensor | float | None = None
 
 
 def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None,
-            scratch: Tensor | PackedMatrix | None = None, *,
-         corrects: bool = True) -> Projection:
+            scratch: Tensor | None = None, *, corrects: bool = True) -> Projection:
     """Project contiguous rows [X | one] onto W of the estimate.
 
-    Xhat, if requested, uses `scratch` if that is faster than new memory, or if it is packed.
+    Xhat, if requested, uses `scratch` if that is faster than new memory.
     """
     if not _is_native(X_ND, W_RD, one_N):
         projection = Projection(sum_of_squares(X_ND, one_N), coefficients(X_ND, W_RD, one_N))
@@ -58,30 +56,22 @@ def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None,
     if corrects:
         Xhat_ND = torch.empty_like(X_ND) if scratch is None else scratch
         one_hat_N = None if one_N is None else torch.empty_like(one_N)
-    to, rows_of_panel = (Xhat_ND.memory, Xhat_ND.memory.shape[1]) if isinstance(Xhat_ND, PackedMatrix) else (Xhat_ND, 0)
     threads = torch.get_num_threads()
     work, squares = native.work_memory(workspace_size(D + (one_N is not None), R, threads)), _Squares()
-    library.project(X_ND.data_ptr(), N, D, native.address(one_N), W_RD.data_ptr(), W_RD.stride(0),
-                    R, H_NR.data_ptr(),
-             native.address(to), rows_of_panel, native.address(one_hat_N), work.data_ptr(), squares, threads)
+    library.project(X_ND.data_ptr(), N, D, native.address(one_N), W_RD.data_ptr(), W_RD.stride(0), R, H_NR.data_ptr(),
+                    native.address(Xhat_ND), native.address(one_hat_N), work.data_ptr(), squares, threads)
     return Projection(squares[0], H_NR, Xhat_ND, one_hat_N, squares[1] if corrects else None)
 
 
 def with_residual(projection: Projection, X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None,
-                  scratch: Tensor | PackedMatrix | None = None) -> Projection:
+                  scratch: Tensor | None = None) -> Projection:
     """Add Xhat, the rows times beta_t G_t^-1 (36, 80) before rescaling, to a projection."""
     if projection.Xhat_ND is not None:
         return projection
-    Xhat_ND = gemm.sub_matmul(X_ND, projection.H_NR, W_RD[:, :X_ND.shape[1]],
-                              None if isinstance(scratch, PackedMatrix) else scratch)
+    Xhat_ND = gemm.sub_matmul(X_ND, projection.H_NR, W_RD[:, :X_ND.shape[1]], scratch)
     one_hat_N = None if one_N is None else torch.addmv(one_N, projection.H_NR, W_RD[:, -1],
                                                        alpha=-1)
-    projection = projection._replace(Xhat_ND=Xhat_ND, one_hat_N=one_hat_N,
-                                     sum_sq_hat=sum_of_squares(Xhat_ND, one_hat_N))
-    if not isinstance(scratch, PackedMatrix):
-        return projection
-    scratch.fill(Xhat_ND)
-    return projection._replace(Xhat_ND=scratch)
+    return projection._replace(Xhat_ND=Xhat_ND, one_hat_N=one_hat_N, sum_sq_hat=sum_of_squares(Xhat_ND, one_hat_N))
 
 
 def sum_of_squares(X_ND: Tensor, one_N: Tensor | None = None) -> Tensor | float:
@@ -116,7 +106,7 @@ def _is_native(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None) -> bool:
 
 @functools.cache
 def workspace_size(num_columns: int, rank: int, threads: int) -> int:
-    r"""Return the number of floats that the kernel needs."""
+    """Return the number of floats that the kernel needs."""
     return int(load_library().work_size(num_columns, rank, threads))
 
 
@@ -127,5 +117,5 @@ def load_library() -> Any:
         return None
     a, n = native.ADDRESS, native.NUMBER
     return native.threaded(SOURCE, work_size=(n, n, n, native.THREADS),
-                           project=(None, a, n, n, a, a, n, n, a, a, n, a, a,
+                           project=(None, a, n, n, a, a, n, n, a, a, a, a,
                                     ctypes.POINTER(ctypes.c_double), native.THREADS))

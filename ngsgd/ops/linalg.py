@@ -18,6 +18,8 @@ from ngsgd.ops import gemm
 
 # Rows of a triangular matrix per block.
 _BLOCK = 256
+# Per dimension; below it a factor is zero, and pi is undefined.
+_MIN_TRACE = 1e-20
 
 
 def damped_inverse(factor_DD: Tensor, damping: float, *, overwrite: bool = False) -> Tensor:
@@ -63,6 +65,17 @@ def damped_cholesky(factor_DD: Tensor, damping: float) -> Tensor:
     raise DivergenceError(f"a curvature factor of dimension {factor_DD.shape[-1]} with damping "
                           f"{damping:g} is not positive definite; the loss may be NaN or Inf: "
                           "lower the learning rate or raise the damping.")
+
+
+def shared_damping(B_OO: Tensor, A_II: Tensor, total: float) -> tuple[float, float]:
+    """Return (damping of B, damping of A) of a Kronecker product; their product is the total."""
+    return split_damping(float(A_II.trace()) / len(A_II), float(B_OO.trace()) / len(B_OO), total)
+
+
+def split_damping(of_A: float, of_B: float, total: float) -> tuple[float, float]:
+    """Return (damping of B, damping of A) from the mean eigenvalues of the factors."""
+    pi = (of_A / of_B) ** 0.5 if min(of_A, of_B) > _MIN_TRACE else 1.0
+    return total**0.5 / pi, total**0.5 * pi
 
 
 def eigh(factor_DD: Tensor) -> tuple[Tensor, Tensor]:

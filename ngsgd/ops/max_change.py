@@ -37,15 +37,6 @@ class Limits(NamedTuple):
         """0-d bool; if False, nothing may be applied."""
         return self.total == self.total
 
-    @property
-    def layer_hits_C(self) -> Tensor:  # noqa: N802  the letter says its shape
-        """Whether the limit of each component was active."""
-        return self.layer_ratios_C < 1.0
-
-    @property
-    def model_hit(self) -> Tensor:
-        """0-d bool; whether the limit of the model was active."""
-        return self.model_ratio < 1.0
 
 
 def max_change_limits(norms_C: Tensor, max_changes_C: Tensor, max_param_change: float, *,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops import gemm
-from ngsgd.ops.devices import to_device
+from ngsgd.ops.tensors import to_device
 
 Array = npt.NDArray[np.float64]
 

@@ -61,3 +61,15 @@ def require_real(value: Any, name: str, owner: str, ndim: int | None = None, dty
                             "tensor, as by to_dense().")
     if ndim is not None and value.ndim != ndim:
         raise ArgumentError(f"{owner}: {name} is of shape {tuple(value.shape)}; give {_DIMENSIONS[ndim]}.")
+
+
+def to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Copy numbers of the host to `device`, through pinned memory, so that the host does not wait.
+
+    Example:
+        >>> to_device(torch.ones(2), torch.device("cpu"))
+        tensor([1., 1.])
+    """
+    if device.type == "cpu":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)

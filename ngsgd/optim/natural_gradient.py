@@ -253,7 +253,7 @@ class NaturalGradient(Rule):
         self.follow_groups(optimizer.param_groups)
         # A graph reads the factors, and does not wait for updates.
         context.queue.wait()
-        states = [(estimate._next_updates(), estimate.state) for _, _, estimate in self.estimates()]
+        states = [(estimate.next_updates(), estimate.state) for _, _, estimate in self.estimates()]
         if any(updates is None or state is None for updates, state in states):
             return None
         return tuple((updates, state.W_RD.data_ptr()) for updates, state in states if state is not None)
@@ -269,7 +269,7 @@ class NaturalGradient(Rule):
 
     def replayed(self, optimizer: Stepped, record: StepRecord) -> None:
         for estimate in record.calls:
-            estimate._count_call()
+            estimate.count_call()
         self.context.num_steps += 1
         self.measure_cosines_in_turn(optimizer.step_count)
 

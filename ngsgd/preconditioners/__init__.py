@@ -1,5 +1,7 @@
 """Preconditioners of gradients for any optimizer."""
 
+from typing import Any
+
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.gradient_maker import DummyObject, GradientMaker
 from ngsgd.preconditioners.methods.fisher import DiagonalNG, FullNG, LayerWiseNG, UnitWiseNG
@@ -12,8 +14,8 @@ from ngsgd.preconditioners.methods.shampoo import SOAP, Shampoo
 from ngsgd.preconditioners.methods.simple_ng import SimpleNG
 from ngsgd.preconditioners.methods.torch_optimizers import Adam, AdamW, Muon
 
-# The key is the value of `optimizer=`.
-METHODS: dict[str, type[Preconditioner]] = {
+# The key is the value of `optimizer=`; the arguments depend on it.
+METHODS: dict[str, type[Any]] = {
     "kfac": KFAC,
     "skfac": SKFAC,
     "ekfac": EKFAC,

@@ -10,7 +10,8 @@ from torch import nn
 
 from ngsgd.config import OptimizerConfig, unused_in
 from ngsgd.preconditioners import METHODS
-from ngsgd.preconditioners.base import Preconditioner, skipped_parameters
+from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.blocks import skipped_parameters
 from ngsgd.preconditioners.states import mean_state
 
 # Option of a run -> option of the library class, where the names differ.
@@ -41,8 +42,9 @@ def make_preconditioner(model: nn.Module, config: OptimizerConfig, seed: int,
     if complete is not None:
         skipped = skipped_parameters(complete, skip)
         skip = tuple(name for name, _ in model.named_parameters() if name in skipped)
-    return METHODS[config.kind](model, **{LIBRARY_NAMES.get(name, name): value for name, value in given.items()},
-                  skip=skip, seed=seed)
+    made: Preconditioner = METHODS[config.kind](model, **{LIBRARY_NAMES.get(name, name): value for name, value in given.items()},
+                                                skip=skip, seed=seed)
+    return made
 
 
 def options_of(config: OptimizerConfig) -> list[str]:

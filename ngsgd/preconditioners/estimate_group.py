@@ -59,7 +59,7 @@ class EstimateGroup:
     def finish(self, projection: GroupProjection, norm_L: Tensor, num_rows: float,
                loss_scale: Tensor | float) -> None:
         """Update the estimates that are due; `norm_L` is the Frobenius norm of the rows."""
-        moving = [estimate._updates_now() for estimate in self._estimates]
+        moving = [estimate.updates_now() for estimate in self._estimates]
         if any(moving):
             X_LND, H_LNR, _, one_hat_LN1 = projection
             J_LRD = torch.bmm(H_LNR.mT, X_LND)
@@ -69,18 +69,18 @@ class EstimateGroup:
             sum_sq_L = norm_L.square()
             for number, estimate in enumerate(self._estimates):
                 if moving[number]:
-                    estimate._queue.add(estimate, J_LRD[number], KL_L2RR[number],
+                    estimate.queue.add(estimate, J_LRD[number], KL_L2RR[number],
                                        (sum_sq_L[number], num_rows, loss_scale))
         for estimate in self._estimates:
-            estimate._count_call()
+            estimate.count_call()
 
     def _factors(self, like: Tensor) -> Tensor:
         """Return W of all estimates in one tensor, and make the estimates views of it."""
-        states = [estimate._current(like) for estimate in self._estimates]
+        states = [estimate.current(like) for estimate in self._estimates]
         if self._W_LRD is None or any(
                 state.W_RD is not view for state, view in zip(states, self._views, strict=True)):
             self._W_LRD = torch.stack([state.W_RD for state in states])
             self._views = self._W_LRD.unbind()
             for estimate, state, view in zip(self._estimates, states, self._views, strict=True):
-                estimate._hold(FisherState(view, state.d_R, state.rho))
+                estimate.hold(FisherState(view, state.d_R, state.rho))
         return self._W_LRD

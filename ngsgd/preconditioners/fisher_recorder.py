@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ngsgd.curvature import losses
 from ngsgd.curvature.capture import Capture, LayerCall, Record
+from ngsgd.curvature.completeness import probe
 from ngsgd.curvature.forms.grad_forms import OuterProduct, joined
 from ngsgd.curvature.layers import UseShare, without_autocast
 from ngsgd.curvature.loss_interception import LossCalls
@@ -283,10 +284,9 @@ class FisherRecorder:
         """
         if not self._several or not num_rows or not view.output.requires_grad:
             return num_rows
-        # Random, so that no sum of them is zero; torch's global generator is not used.
-        generator = torch.Generator(view.output.device).manual_seed(0)
+        # Random, so that no sum of them is zero.
         rows = view.rows()
-        u = torch.randn(rows.shape, generator=generator, device=rows.device, dtype=torch.float32).to(rows.dtype)
+        u = probe(rows)
         counts_R = (view.weight_R > 0).to(rows.dtype)
         u_M = view.like_output(u * (counts_R[:, None] if view.classes else counts_R))[0]
         source = get_gradient_edge(view.output)

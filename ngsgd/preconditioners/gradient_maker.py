@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.ops.tensors import dense
-from ngsgd.preconditioners.base import Preconditioner, require_parameters
+from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.blocks import require_parameters
 
 
 class DummyObject:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from ngsgd.arguments import checks_arguments, require_state
 from ngsgd.errors import ArgumentError, DivergenceError, OptimizerStateError
 from ngsgd.ops import fisher_projection, tensors
 from ngsgd.ops import natural_gradient as ops
-from ngsgd.ops.packed_gemm import PackedMatrix
 from ngsgd.preconditioners.states import finite_tensor, number_of
 from ngsgd.preconditioners.update_queue import UpdateQueue
 
@@ -65,18 +64,10 @@ class PreconditionContext(NamedTuple):
 
         Uses `scratch` if that is faster than new memory.
         """
-        Xhat_ND, one_hat_N, scale = self.corrected(scratch)
-        # `begin` was called without a packed matrix.
-        assert isinstance(Xhat_ND, Tensor)
-        return Preconditioned(Xhat_ND, one_hat_N, scale)
-
-    def corrected(self, scratch: Tensor | None = None) -> tuple[Tensor | PackedMatrix,
-                                                                Tensor | None, Tensor | float]:
-        """Return (Xhat, one_hat, scale), with Xhat packed if `begin` got a packed matrix."""
         projection = fisher_projection.with_residual(self.projection, self.X_ND, self.W_RD,
                                                      self.one_N, scratch)
         assert projection.Xhat_ND is not None and projection.sum_sq_hat is not None
-        return projection.Xhat_ND, projection.one_hat_N, self.scale(projection.sum_sq_hat)
+        return Preconditioned(projection.Xhat_ND, projection.one_hat_N, self.scale(projection.sum_sq_hat))
 
     def scale(self, sum_sq_hat: Tensor | float) -> Tensor | float:
         """Return gamma of (38), given tr Xhat Xhat^T."""
@@ -153,7 +144,7 @@ class OnlineNaturalGradient:
         self.dim: int | None = None
         # step of the queue, and calls since
         self._commit, self._calls_since = 0, 0
-        self._queue = UpdateQueue() if queue is None else queue
+        self.queue = UpdateQueue() if queue is None else queue
         self._state: ops.FisherState | None = None
         # W W^T of the current state, computed on demand
         self._gram_RR: Tensor | None = None
@@ -161,7 +152,7 @@ class OnlineNaturalGradient:
     @property
     def state(self) -> ops.FisherState | None:
         """Current estimate; None before the first call."""
-        self._queue.wait(self)
+        self.queue.wait(self)
         return self._state
 
     def precondition(self, X_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,7 +187,7 @@ class OnlineNaturalGradient:
         return X_ND if X_ND.dtype in tensors.FULL else X_ND.float()
 
     def begin(self, X_ND: Tensor, one_N: Tensor | None = None, *, num_rows: Tensor | float | None = None,
-              loss_scale: Tensor | float = 1.0, scratch: Tensor | PackedMatrix | None = None,
+              loss_scale: Tensor | float = 1.0, scratch: Tensor | None = None,
               corrects: bool = True) -> PreconditionContext | None:
         """Run the first half of a call on rows [X | one].
 
@@ -231,7 +222,7 @@ class OnlineNaturalGradient:
         # An estimate is initialized from rows that count.
         if is_new and float(num_rows) == 0.0:
             return None
-        self._queue.wait(self)
+        self.queue.wait(self)
         if is_new:
             self._start(X_ND, one_N, num_rows, loss_scale)
         W_RD = self._matched(X_ND, dim).W_RD
@@ -242,11 +233,11 @@ class OnlineNaturalGradient:
 
     def finish(self, call: PreconditionContext) -> None:
         """Update the estimate if an update is due in this call."""
-        if self._updates_now():
+        if self.updates_now():
             J_RD = ops.project_back(call.X_ND, call.projection.H_NR, call.one_N)
-            self._queue.add(self, J_RD, ops.moment_products(J_RD, call.projection.H_NR),
+            self.queue.add(self, J_RD, ops.moment_products(J_RD, call.projection.H_NR),
                             (call.projection.sum_sq, call.num_rows, call.loss_scale))
-        self._count_call()
+        self.count_call()
 
     def precondition_sum(self, S_DD: Tensor, sum_D: Tensor, *, num_rows: Tensor | float,
                          loss_scale: Tensor | float = 1.0) -> Tensor | None:
@@ -258,7 +249,7 @@ class OnlineNaturalGradient:
         """
         if self._state is None:
             return None
-        self._queue.wait(self)
+        self.queue.wait(self)
         W_RD = self._matched(S_DD, S_DD.shape[0]).W_RD
         J_RD = W_RD @ S_DD                                                    # H^T X, as H is X W^T
         L_RR = J_RD @ W_RD.T
@@ -276,11 +267,11 @@ class OnlineNaturalGradient:
         total_D = torch.addmv(sum_D, W_RD.T, W_RD @ sum_D, alpha=-1).mul_(
             ops.rescaling(sum_sq, sum_sq_hat)
         )
-        if self._updates_now():
-            self._queue.add(
+        if self.updates_now():
+            self.queue.add(
                 self, J_RD, torch.stack([J_RD @ J_RD.T, L_RR]), (sum_sq, num_rows, loss_scale)
             )
-        self._count_call()
+        self.count_call()
         return total_D
 
     @property
@@ -288,26 +279,27 @@ class OnlineNaturalGradient:
         """Return whether there is an estimate; the first rows initialize it."""
         return self._state is not None
 
-    def _current(self, X: Tensor) -> ops.FisherState:
+    def current(self, X: Tensor) -> ops.FisherState:
         """Return the estimate for rows like X, after all updates of earlier minibatches."""
-        self._queue.wait(self)
+        self.queue.wait(self)
         assert self._state is not None
         return self._matched(X, self._state.W_RD.shape[1])
 
-    def _hold(self, state: ops.FisherState) -> None:
+    def hold(self, state: ops.FisherState) -> None:
         """Store the same estimate in other memory."""
         self._state = state
 
-    def _count_call(self) -> None:
-        if self._commit != self._queue.num_commits:
-            self._commit, self._calls_since = self._queue.num_commits, 0
+    def count_call(self) -> None:
+        """Count a call, which decides when the next update is due."""
+        if self._commit != self.queue.num_commits:
+            self._commit, self._calls_since = self.queue.num_commits, 0
         self._calls_since += not self.frozen
         self.num_calls += not self.frozen
 
     def observe(self, X_ND: Tensor, *, num_rows: Tensor | float | None = None, loss_scale: Tensor | float = 1.0) -> None:
         """Update the estimate as `precondition` would, without output; free if no update is due."""
-        if self._state is not None and not self._updates_now():
-            self._count_call()
+        if self._state is not None and not self.updates_now():
+            self.count_call()
             return
         rows_ND = X_ND if type(X_ND) is Tensor and X_ND.dtype in tensors.FULL else self._rows(X_ND)
         call = self.begin(rows_ND, num_rows=num_rows, loss_scale=loss_scale, corrects=False)
@@ -319,34 +311,13 @@ class OnlineNaturalGradient:
 
         Executed updates remain.
         """
-        if self._calls_since and self._commit == self._queue.num_commits:
-            self._queue.drop(self)
+        if self._calls_since and self._commit == self.queue.num_commits:
+            self.queue.drop(self)
             self.num_calls -= self._calls_since
             self._calls_since = 0
 
-    @staticmethod
-    def update_together(
-        updates: Sequence[tuple[OnlineNaturalGradient, Tensor, ops.Moments]],
-    ) -> None:
-        """Update estimates together; a minibatch whose products are not finite has no effect.
-
-        Estimates of one rank share the R x R algebra. The queue calls this.
-        """
-        for turn in _in_turns(updates):
-            problems = [estimate._problem(J_RD, moments) for estimate, J_RD, moments in turn]
-            found = [estimate._finite_step(J_RD, problem, step)
-                     for (estimate, J_RD, _), problem, step in zip(
-                         turn, problems, ops.compute_updates(problems), strict=True)]
-            moving = [_Move(estimate, J_RD, problem, step) for (estimate, J_RD, _), problem, step
-                      in zip(turn, problems, found, strict=True) if step is not None]
-            if turn[0][1].is_cpu:
-                for one in moving:
-                    one.estimate._set(one, ops.apply_update(
-                        one.problem.state, one.J_RD, one.step, one.estimate.smoothing))
-            else:
-                _apply_on_device(moving)
-
-    def _problem(self, J_RD: Tensor, moments: ops.Moments) -> ops.UpdateProblem:
+    def problem(self, J_RD: Tensor, moments: ops.Moments) -> ops.UpdateProblem:
+        """Return the update of the current estimate by a minibatch; the queue calls it."""
         assert self._state is not None
         eta = ops.forgetting_rate(moments.num_rows, self.num_samples_history, self.num_minibatches_history)
         state, dim, smoothing = self._state, J_RD.shape[1], self.smoothing
@@ -356,29 +327,20 @@ class OnlineNaturalGradient:
                 moments = ops.wide_moments(J_RD, moments)
         return ops.UpdateProblem(state, moments, dim, eta, smoothing)
 
-    @staticmethod
-    def _finite_step(J_RD: Tensor, problem: ops.UpdateProblem,
-                     step: ops.FisherUpdate | None) -> ops.FisherUpdate | None:
-        if step is None:
-            # K may have overflowed.
-            (step,) = ops.compute_updates(
-                [problem._replace(moments=ops.wide_moments(J_RD, problem.moments))]
-            )
-        return step
-
-    def _set(self, move: _Move, state: ops.FisherState) -> None:
-        self._state = state
-        self._gram_RR = None
-        if (
-            self.smoothing.is_relative
-            and move.step.d_R[0] <= ops.SMALLEST_EIGENVALUE
-            and move.problem.moments.sum_sq > 0.0
-        ):
-            self._warn_that_it_is_flat()
+    def updated(self, problem: ops.UpdateProblem, state: ops.FisherState) -> None:
+        """Replace the estimate by the result of an update; the queue calls it."""
+        self._state, self._gram_RR = state, None
+        is_flat = self.smoothing.is_relative and state.d_R[0] <= ops.SMALLEST_EIGENVALUE and problem.moments.sum_sq > 0.0
+        # Once for all estimates of an optimizer.
+        if is_flat and not self.queue.has_warned:
+            self.queue.has_warned = True
+            warnings.warn(f"the rows given to {self.name} are below 1e-10: its Fisher estimate is "
+                          "flat and does not change them; multiply the loss by a constant and "
+                          "divide lr by it.", stacklevel=2)
 
     def set_alpha(self, alpha: float) -> None:
         """Change the smoothing; W = E^(1/2) R follows, because E depends on alpha."""
-        self._queue.wait(self)
+        self.queue.wait(self)
         old, self.smoothing = self.smoothing, self.smoothing._replace(alpha=alpha)
         if self._state is not None:
             self._state = ops.resmoothed(self._state, old, self.smoothing)
@@ -397,7 +359,7 @@ class OnlineNaturalGradient:
 
     def reset(self) -> None:
         """Discard the estimate and the count of calls; the next rows initialize it again."""
-        self._queue.drop(self)
+        self.queue.drop(self)
         self._state = self._gram_RR = None
         self.num_calls = self._calls_since = 0
 
@@ -428,7 +390,7 @@ class OnlineNaturalGradient:
             OptimizerStateError: the state is of another method or dimension, or damaged.
         """
         found, num_calls = self.checked_state(state, self.dim)
-        self._queue.wait(self)
+        self.queue.wait(self)
         self._state, self.num_calls, self._gram_RR = found, num_calls, None
 
     def checked_state(self, state: Any, dim: int | None = None) -> tuple[ops.FisherState | None, int]:
@@ -461,27 +423,20 @@ class OnlineNaturalGradient:
         W_RD = W_RD.to(torch.promote_types(W_RD.dtype, torch.float32), copy=True)
         return ops.FisherState(W_RD, d_R.cpu().double().numpy().copy(), float(rho)), num_calls
 
-    def _warn_that_it_is_flat(self) -> None:
-        # Once for all estimates of an optimizer.
-        if not self._queue.has_warned:
-            self._queue.has_warned = True
-            warnings.warn(f"the rows given to {self.name} are below 1e-10: its Fisher estimate is "
-                          "flat and does not change them; multiply the loss by a constant and "
-                          "divide lr by it.", stacklevel=2)
-
-    def _updates_now(self, num_calls_ahead: int = 0) -> bool:
+    def updates_now(self, num_calls_ahead: int = 0) -> bool:
+        """Return whether this call, or one some calls ahead, updates the estimate."""
         if self.frozen:
             return False
         first = _NNET3_FIRST_UPDATES if self.schedule == "nnet3" else _NNET2_FIRST_UPDATES
         past_first = self.num_calls + num_calls_ahead - (first - 1)
         return past_first <= 0 or past_first % self.update_period == 0
 
-    def _next_updates(self) -> tuple[bool, ...] | None:
+    def next_updates(self) -> tuple[bool, ...] | None:
         """Return which calls of the next step update the estimate, if it has as many as the last.
 
         None if one of them waits for an update in the same step.
         """
-        updates = tuple(self._updates_now(ahead) for ahead in range(self._calls_since))
+        updates = tuple(self.updates_now(ahead) for ahead in range(self._calls_since))
         return None if any(updates[:-1]) else updates
 
     def _may_use(self, X_ND: Tensor, one_N: Tensor | None, dim: int) -> bool:
@@ -529,45 +484,3 @@ class OnlineNaturalGradient:
             H_NR = fisher_projection.coefficients(X64_ND, self._state.W_RD, one64_N)
             J_RD = ops.project_back(X64_ND, H_NR, one64_N)
             passes.add(self, J_RD, ops.moment_products(J_RD, H_NR), (sum_sq, num_rows, loss_scale))
-
-
-class _Move(NamedTuple):
-    """An update to apply."""
-
-    estimate: OnlineNaturalGradient
-    J_RD: Tensor
-    problem: ops.UpdateProblem
-    step: ops.FisherUpdate
-
-
-def _apply_on_device(moves: Sequence[_Move]) -> None:
-    """Apply updates of one dimension together, because each device operation has overhead."""
-    by_dim: dict[int, list[_Move]] = {}
-    for move in moves:
-        by_dim.setdefault(move.problem.dim, []).append(move)
-    for alike in by_dim.values():
-        states = ops.apply_updates_together(
-            [move.problem.state for move in alike], [move.J_RD for move in alike],
-            [move.step for move in alike], [move.estimate.smoothing for move in alike])
-        for move, state in zip(alike, states, strict=True):
-            move.estimate._set(move, state)
-
-
-def _in_turns(updates: Sequence[tuple[OnlineNaturalGradient, Tensor, ops.Moments]]) -> Iterator[
-        list[tuple[OnlineNaturalGradient, Tensor, ops.Moments]]]:
-    """Yield lists of updates of one rank, with each estimate at most once per list and in order.
-
-    Skips updates of minibatches whose rows were all masked.
-    """
-    rest = [update for update in updates if update[2].num_rows > 0.0]
-    while rest:
-        turns: dict[int, list[tuple[OnlineNaturalGradient, Tensor, ops.Moments]]] = {}
-        seen, later = set[int](), []
-        for update in rest:
-            if id(update[0]) in seen:
-                later.append(update)
-            else:
-                seen.add(id(update[0]))
-                turns.setdefault(update[1].shape[0], []).append(update)
-        yield from turns.values()
-        rest = later

@@ -160,6 +160,23 @@ def require_counters(state: Any, counters: Mapping[str, Any], method: str, param
     require_generator_state(given["generator"], counters["generator"], method)
 
 
+def covered_of(counters: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the parameters of the matrix of several layers."""
+    return tuple(filter(None, unpacked_text(counters["covered"]).split("\n")))
+
+
+def checked_entry(name: str, entry: Mapping[str, Any], method: str) -> tuple[dict[str, Tensor], float | None]:
+    """Return (tensors, weight) of a parameter, or raise OptimizerStateError."""
+    where = f"the state of {name}"
+    tensors = {key: finite_tensor(value, f"{key} of {where}") for key, value in entry.items()}
+    weight = tensors.pop("weight", None)
+    if weight is not None and (weight.numel() != 1 or float(weight) < 0.0):
+        raise OptimizerStateError(f"{where} has the weight {weight}; it must be a number of at least 0.")
+    if unknown := [key for key in tensors if not key.startswith(("statistics.", "inverse."))]:
+        raise OptimizerStateError(f"{where} has {unknown[0]}, which {method} does not store.")
+    return tensors, None if weight is None else float(weight)
+
+
 def require_generator_state(given: Any, like: Tensor, method: str) -> None:
     """Raise OptimizerStateError if a value is no state of a random generator of the same device."""
     found = finite_tensor(given, f"generator of the state of {method}")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ngsgd.ops.natural_gradient import Moments
+from ngsgd.ops import natural_gradient as ops
 
 Number = Tensor | float
 
@@ -22,9 +22,13 @@ Number = Tensor | float
 class Estimate(Protocol):
     """An estimate whose update needs numbers on the host."""
 
-    @staticmethod
-    def update_together(updates: Sequence[tuple[Any, Tensor, Moments]]) -> None:
-        """Apply updates (estimate, J, moments of the minibatch) in order."""
+    smoothing: ops.Smoothing
+
+    def problem(self, J_RD: Tensor, moments: ops.Moments) -> ops.UpdateProblem:
+        """Return the update of the current estimate by a minibatch."""
+
+    def updated(self, problem: ops.UpdateProblem, state: ops.FisherState) -> None:
+        """Replace the estimate by the result of an update."""
 
 
 class _PendingUpdate(NamedTuple):
@@ -44,7 +48,7 @@ class _PendingUpdate(NamedTuple):
     def num_sent(self) -> int:
         return self.KL_2RR.numel() + sum(isinstance(number, Tensor) for number in self.numbers)
 
-    def moments(self, received: Tensor) -> Moments:
+    def moments(self, received: Tensor) -> ops.Moments:
         """Return the moments from the transferred numbers."""
         size = self.KL_2RR.numel()
         rest = iter(received[size:].tolist())
@@ -134,10 +138,9 @@ class UpdateQueue:
             moments = [_moments(update.KL_2RR, update.numbers) for update in waiting]
         else:
             moments = self._received(waiting)
-        waiting[0].estimate.update_together([(update.estimate, update.J_RD, one)
-                                             for update, one in zip(waiting, moments, strict=True)])
+        _update_together([_Update(update.estimate, update.J_RD, one) for update, one in zip(waiting, moments, strict=True)])
 
-    def _received(self, waiting: Sequence[_PendingUpdate]) -> list[Moments]:
+    def _received(self, waiting: Sequence[_PendingUpdate]) -> list[ops.Moments]:
         """Return the moments from the device after the transfer."""
         numbers, done = self._transfer or _sent(waiting)
         self._transfer = None
@@ -148,9 +151,9 @@ class UpdateQueue:
                 for update, part in zip(waiting, numbers.split(parts), strict=True)]
 
 
-def _moments(KL_2RR: Tensor, numbers: Any) -> Moments:
+def _moments(KL_2RR: Tensor, numbers: Any) -> ops.Moments:
     K_RR, L_RR = KL_2RR.numpy().astype(np.float64)
-    return Moments(K_RR, L_RR, *map(float, numbers))
+    return ops.Moments(K_RR, L_RR, *map(float, numbers))
 
 
 def _sent(updates: Sequence[_PendingUpdate]) -> tuple[Tensor, Any]:
@@ -171,3 +174,55 @@ def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:
         done = torch.cuda.Event()
         done.record(side)
     return host, done
+
+
+class _Update(NamedTuple):
+    estimate: Estimate
+    J_RD: Tensor
+    moments: ops.Moments
+
+
+def _update_together(updates: Sequence[_Update]) -> None:
+    """Update estimates; a minibatch whose products are not finite has no effect.
+
+    Estimates of one rank share the R x R algebra.
+    """
+    for turn in _in_turns(updates):
+        problems = [estimate.problem(J_RD, moments) for estimate, J_RD, moments in turn]
+        moving = []
+        for (estimate, J_RD, _), problem, found in zip(turn, problems, ops.compute_updates(problems), strict=True):
+            # K may have overflowed.
+            (step,) = [found] if found is not None else ops.compute_updates(
+                [problem._replace(moments=ops.wide_moments(J_RD, problem.moments))])
+            if step is not None:
+                moving.append((estimate, J_RD, problem, step))
+        if turn[0].J_RD.is_cpu:
+            for estimate, J_RD, problem, step in moving:
+                estimate.updated(problem, ops.apply_update(problem.state, J_RD, step, estimate.smoothing))
+            continue
+        # Those of one dimension together, because each device operation has overhead.
+        for dim in dict.fromkeys(problem.dim for *_, problem, _ in moving):
+            alike = [move for move in moving if move[2].dim == dim]
+            states = ops.apply_updates_together([problem.state for *_, problem, _ in alike], [J_RD for _, J_RD, *_ in alike],
+                                                [step for *_, step in alike], [one.smoothing for one, *_ in alike])
+            for (estimate, _, problem, _), state in zip(alike, states, strict=True):
+                estimate.updated(problem, state)
+
+
+def _in_turns(updates: Sequence[_Update]) -> Iterator[list[_Update]]:
+    """Yield lists of updates of one rank, with each estimate at most once per list and in order.
+
+    Skips updates of minibatches whose rows were all masked.
+    """
+    rest = [update for update in updates if update.moments.num_rows > 0.0]
+    while rest:
+        turns: dict[int, list[_Update]] = {}
+        seen, later = set[int](), []
+        for update in rest:
+            if id(update.estimate) in seen:
+                later.append(update)
+            else:
+                seen.add(id(update.estimate))
+                turns.setdefault(len(update.J_RD), []).append(update)
+        yield from turns.values()
+        rest = later

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ngsgd.ops.devices import to_device
+from ngsgd.ops.tensors import to_device
 from ngsgd.sequence.transitions import Transitions
 
 

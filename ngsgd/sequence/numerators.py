@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ngsgd.ops.devices import to_device
+from ngsgd.ops.tensors import to_device
 from ngsgd.sequence.graph import StateGraph
 
 # log weight of paths that do not exist; infinities would have undefined gradients

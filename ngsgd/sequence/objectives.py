@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import ObjectiveConfig
-from ngsgd.ops.devices import to_device
+from ngsgd.ops.tensors import to_device
 from ngsgd.sequence.forward_backward import expected_accuracy, log_path_sum
 from ngsgd.sequence.graph import StateGraph
 from ngsgd.sequence.numerators import Chains, chain_log_sum

@@ -49,7 +49,7 @@ def test_json_keeps_everything_and_ignores_unknown_entries() -> None:
 def test_the_fingerprint_of_this_process_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Fingerprint.of_this_process(3, torch.device("cpu"))
     assert found.torch == torch.__version__ and found.threads == 3 and found.device == "cpu" and found.processor
-    assert found.kernels.keys() == {"fisher_projection.cpp", "nonlinearities.cpp", "packed_gemm.cpp"}
+    assert found.kernels.keys() == {"fisher_projection.cpp", "nonlinearities.cpp"}
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     (line,) = found.differences(Fingerprint.of_this_process(3, torch.device("cpu")))
     assert "MKL_CBWR" in line

@@ -35,7 +35,8 @@ def test_the_moment_of_overlapping_patches_is_that_of_the_patches(monkeypatch: p
     inputs = Patches(torch.randn(shape).double(), kernel, stride, dilation, [(side, side) for side in padding], shape[0])
     assert inputs.overlap
     a_XI = inputs.rows(0, shape[0]).flatten(0, 1)
-    moment_II, num_rows = kronecker.input_moment(inputs, "expand")
+    total = kronecker.Gram()
+    num_rows, moment_II = kronecker.add_inputs(total, inputs, "expand"), total.total()
     close(moment_II, a_XI.T @ a_XI)
     assert num_rows == len(a_XI)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ngsgd.curvature import capture, collect, samples
 from ngsgd.errors import ConfigError, NgsgdError
 from ngsgd.preconditioners import KFAC, SMWNG, DiagonalNG, Preconditioner
+from ngsgd.preconditioners.fisher_method import FisherMethod
 from tests.curvature.support import close
 from tests.reference.curvature import ggn_blocks, individual_gradients, jacobians, loss_derivatives
 from tests.reference.losses_of_samples import ggn, gradients
@@ -409,7 +410,7 @@ def test_preconditioners_take_the_rows_of_both_calls(name: str, method: type[Pre
 @pytest.mark.entry("A9")
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
 @pytest.mark.parametrize("method", [KFAC, DiagonalNG, SMWNG])
-def test_two_calls_are_one_minibatch_with_weights_of_rows(method: type[Preconditioner], fisher: str) -> None:
+def test_two_calls_are_one_minibatch_with_weights_of_rows(method: type[FisherMethod], fisher: str) -> None:
     model = _net()
     x1, y1, x2, y2 = _halves()
     x2, y2 = x2[:N - 2], y2[:N - 2]
@@ -511,7 +512,7 @@ def test_two_losses_of_one_output_count_its_rows_once(losses: str, name: str, me
 @pytest.mark.entry("A5")
 @pytest.mark.parametrize("method", [KFAC, DiagonalNG])
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
-def test_a_second_loss_of_unknown_weight_is_refused(method: type[Preconditioner], fisher: str) -> None:
+def test_a_second_loss_of_unknown_weight_is_refused(method: type[FisherMethod], fisher: str) -> None:
     model, (x, y, _, _) = _net(), _halves()
 
     def distilled() -> Tensor:
@@ -647,7 +648,7 @@ def test_losses_of_frames_are_the_loss_of_all_frames(loss_fn: nn.Module) -> None
 @pytest.mark.entry("B7")
 @pytest.mark.parametrize("method", [KFAC, DiagonalNG, SMWNG])
 @pytest.mark.parametrize("fisher", ["empirical", "exact"])
-def test_preconditioners_take_losses_of_frames(method: type[Preconditioner], fisher: str) -> None:
+def test_preconditioners_take_losses_of_frames(method: type[FisherMethod], fisher: str) -> None:
     model, x, y = _frames()
     whole = _stepped(method(model, fisher=fisher), lambda: CE(model(x).transpose(1, 2), y))
 

@@ -59,7 +59,7 @@ WAITS = (
     Wait("ngsgd/preconditioners/methods/kbfgs.py", "<genexpr>", 4, _LOOK, _FINITE),
     Wait("ngsgd/preconditioners/methods/kbfgs.py", "_with_inputs", 4, _LOOK,
          "a pair of zeros is skipped"),
-    Wait("ngsgd/preconditioners/methods/two_pass.py", "_norms", 8, _LOOK, "the step's length"),
+    Wait("ngsgd/preconditioners/methods/kbfgs.py", "_norms", 8, _LOOK, "the step's length"),
     Wait("ngsgd/preconditioners/methods/shampoo.py", "_tracked", 2, _INVERSE,
          "QR decomposition"),
     Wait("ngsgd/preconditioners/methods/hessian_free.py", "apply", 16, _EVERY,

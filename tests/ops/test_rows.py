@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ngsgd import OnlineNaturalGradient
 from ngsgd.errors import NgsgdWarning
-from ngsgd.ops import fisher_projection, packed_gemm
+from ngsgd.ops import fisher_projection
 from ngsgd.ops.kernels import native
 from tests import compilers
 from tests.ops.engines import running
@@ -28,8 +28,6 @@ def _forget() -> None:
     native.library.cache_clear()
     fisher_projection.load_library.cache_clear()
     fisher_projection.workspace_size.cache_clear()
-    packed_gemm.load_library.cache_clear()
-    packed_gemm.is_faster.cache_clear()
 
 
 @pytest.fixture(params=["torch", "AVX512", "AVX2"])

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ngsgd.preconditioners import METHODS
-from ngsgd.preconditioners.options import FisherOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "preconditioners.md"
 N, T, D = 6, 3, 4
-SEES_ROWS = tuple(kind for kind in METHODS if issubclass(METHODS[kind].Options, FisherOptions))
+SEES_ROWS = tuple(kind for kind in METHODS if METHODS[kind].traits.fisher)
 CE = nn.functional.cross_entropy
 
 
@@ -139,7 +138,7 @@ def _sdpa() -> nn.Module:
 
 SECOND_ORDER = ("psgd", "hessian_free")
 SPLIT = tuple(
-    kind for kind in METHODS if METHODS[kind].splits_work or METHODS[kind].agrees_over_ranks
+    kind for kind in METHODS if METHODS[kind].traits.splits_work or METHODS[kind].traits.agrees_over_ranks
 )
 FEATURES = (
     Feature("Linear", _linear, ("first.weight", "first.bias")),

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import KFAC, METHODS, GradientMaker
-from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import Problem, close, joint, problem
 from tests.reference import preconditioners as dense
 
 F = nn.functional
-SEES_ROWS = [kind for kind in METHODS if issubclass(METHODS[kind].Options, FisherOptions)]
+SEES_ROWS = [kind for kind in METHODS if METHODS[kind].traits.fisher]
 
 
 def _ctc(f: Tensor, y: Tensor) -> Tensor:

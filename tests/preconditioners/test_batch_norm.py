@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ngsgd.curvature import collect
 from ngsgd.preconditioners import METHODS
-from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import Pooled, close
 from tests.reference import preconditioners as dense
 from tests.reference.simple_natural_gradient import precondition_by_definition
@@ -21,7 +20,7 @@ N, DAMPING = 6, 0.05
 SEES_ROWS = [
     kind
     for kind in METHODS
-    if issubclass(METHODS[kind].Options, FisherOptions)
+    if METHODS[kind].traits.fisher
 ]
 AFFINE, NORMS = ("0", "3", "7"), ("1", "4", "8")
 CE = nn.functional.cross_entropy

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS
-from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import close
 
 D = 4
@@ -71,9 +70,9 @@ def _directions(
         x, y = torch.randn(4, 2, 3, generator=generator, dtype=torch.float64), torch.arange(4) % 3
         model.zero_grad()
         if at_once:
-            preconditioner.evaluate_and_step(lambda x=x, y=y: CE(model(x), y), lr=0.01)  # type: ignore[misc]
+            preconditioner.evaluate_and_step(lambda x=x, y=y: CE(model(x), y), lr=0.01)
         else:
-            preconditioner.evaluate(lambda x=x, y=y: CE(model(x), y))  # type: ignore[misc]
+            preconditioner.evaluate(lambda x=x, y=y: CE(model(x), y))
             preconditioner.step(lr=0.01)
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         torch.optim.SGD(model.parameters(), lr=0.01).step()
@@ -118,7 +117,7 @@ def test_so_is_it_with_other_fishers_and_in_one_call(options: dict[str, Any]) ->
 @pytest.mark.entry("B17")
 @pytest.mark.parametrize("kind", METHODS)
 def test_reentrant_checkpointing_works_or_is_refused(kind: str) -> None:
-    if issubclass(METHODS[kind].Options, FisherOptions) or kind in SECOND_ORDER:
+    if METHODS[kind].traits.fisher or kind in SECOND_ORDER:
         with pytest.raises(ConfigError, match="use_reentrant=False"):
             _directions(kind, "attention", True)
     else:

@@ -60,9 +60,9 @@ def _trained(kind: str, way: str, rank: int | None) -> list[Tensor]:
             maker.setup_loss_call(F.cross_entropy, maker.setup_model_call(called, x), y)
             maker.forward_and_backward(lr=0.05)
         elif "at once" in way:
-            preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(called(x), y), lr=0.05)   # type: ignore[misc]
+            preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(called(x), y), lr=0.05) 
         else:
-            preconditioner.evaluate(lambda x=x, y=y: F.cross_entropy(called(x), y))   # type: ignore[misc]
+            preconditioner.evaluate(lambda x=x, y=y: F.cross_entropy(called(x), y)) 
             preconditioner.step(lr=0.05)
         with torch.no_grad():
             for p in model.parameters():
@@ -176,6 +176,6 @@ def _refusal_of_fsdp(kind: str, when: str) -> str:
 
 
 def test_every_method_states_its_support_of_replicas() -> None:
-    assert {kind for kind in METHODS if METHODS[kind].splits_work} == {*SPLIT}
-    assert {kind for kind in METHODS if METHODS[kind].agrees_over_ranks} == {*AGREE, "shampoo", "soap"}
+    assert {kind for kind in METHODS if METHODS[kind].traits.splits_work} == {*SPLIT}
+    assert {kind for kind in METHODS if METHODS[kind].traits.agrees_over_ranks} == {*AGREE, "shampoo", "soap"}
     assert issubclass(METHODS["kfac"], Preconditioner)

@@ -15,7 +15,6 @@ from torch.utils import deterministic
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS, GradientMaker
-from ngsgd.preconditioners.options import EveryStepOptions, FisherOptions
 from tests.preconditioners.foreign import X, Y, network, steps
 
 # One method of rows, one of gradients; the others run in `make test-all`.
@@ -48,7 +47,7 @@ class Words(nn.Module):
 @pytest.mark.parametrize("method", SOME)
 def test_sparse_gradients_count_as_dense_ones(method: str, at_once: bool) -> None:
     sparse, dense = Words(sparse=True), Words(sparse=False)
-    if issubclass(METHODS[method].Options, FisherOptions) or method in ("psgd", "hessian_free"):
+    if METHODS[method].traits.fisher or method in ("psgd", "hessian_free"):
         with pytest.raises(ConfigError, match="table"):
             steps(METHODS[method](sparse), sparse, x=IDS, at_once=at_once)
         return
@@ -178,7 +177,7 @@ class Gated(nn.Module):
 @pytest.mark.parametrize("method", [pytest.param(method, marks=() if method == "soap" else pytest.mark.slow)
                                     for method in METHODS])
 def test_gradients_that_are_zero_at_first(method: str, kind: str, interval: int) -> None:
-    every_step = issubclass(METHODS[method].Options, EveryStepOptions)
+    every_step = METHODS[method].traits.every_step
     if interval > 1 and every_step:
         pytest.skip("this method updates its curvature in every step")
     options: dict[str, Any] = {} if every_step else {"curvature_interval": interval, "inverse_interval": interval}
@@ -225,7 +224,7 @@ def directions(method: str, fills: bool, at_once: bool) -> list[Tensor]:
     DETERMINISTIC.fill_uninitialized_memory = fills
     try:
         model = network(width=20, depth=3)
-        options = {} if issubclass(METHODS[method].Options, EveryStepOptions) else {"curvature_interval": 2, "inverse_interval": 2}
+        options = {} if METHODS[method].traits.every_step else {"curvature_interval": 2, "inverse_interval": 2}
         return steps(METHODS[method](model, **options), model, 5, at_once=at_once)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ngsgd.errors import ConfigError
-from ngsgd.preconditioners import SENG, SMWNG, DiagonalNG, FullNG, LayerWiseNG, Preconditioner, UnitWiseNG
+from ngsgd.preconditioners import SENG, SMWNG, DiagonalNG, FullNG, LayerWiseNG, UnitWiseNG
+from ngsgd.preconditioners.fisher_method import FisherMethod
 from ngsgd.preconditioners.fisher_recorder import Rows
 from tests.preconditioners.problems import NAMES, close, joint, problem
 from tests.reference import preconditioners as dense
@@ -19,7 +20,7 @@ DAMPING = 0.02
 @pytest.mark.parametrize("exact", [False, True], ids=["empirical", "exact"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", [DiagonalNG, UnitWiseNG, LayerWiseNG, SENG])
-def test_each_layer_equals_its_dense_solve(method: type[Preconditioner], name: str, exact: bool) -> None:
+def test_each_layer_equals_its_dense_solve(method: type[FisherMethod], name: str, exact: bool) -> None:
     case = problem(name)
     plain = case.gradients()
     found = case.preconditioned(method(case.model, damping=DAMPING, fisher="exact" if exact else "empirical"))
@@ -35,7 +36,7 @@ def test_each_layer_equals_its_dense_solve(method: type[Preconditioner], name: s
 @pytest.mark.parametrize("exact", [False, True], ids=["empirical", "exact"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", [FullNG, SMWNG])
-def test_all_layers_together_equal_the_dense_solve(method: type[Preconditioner], name: str, exact: bool) -> None:
+def test_all_layers_together_equal_the_dense_solve(method: type[FisherMethod], name: str, exact: bool) -> None:
     case = problem(name)
     plain = case.gradients()
     found = case.preconditioned(method(case.model, damping=DAMPING, fisher="exact" if exact else "empirical"))

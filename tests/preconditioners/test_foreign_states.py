@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.preconditioners import METHODS, PSGD, FullNG, Preconditioner
-from ngsgd.preconditioners.options import EveryStepOptions
 from tests.preconditioners.foreign import LR, X, damaged, network, steps, trained
 from tests.preconditioners.support import FEATURES, Feature, made
 
@@ -89,7 +88,7 @@ def test_a_damaged_state_is_refused(method: str) -> None:
     require_equal(flat(own), before)
     own.load_state_dict(state)
     require_equal(flat(own), {(name, key): torch.as_tensor(value) for name, entry in state.items() for key, value in entry.items()})
-    assert own.weights == {name: entry["weight"] for name, entry in state.items() if "weight" in entry}
+    assert own.statistics.weights == {name: entry["weight"] for name, entry in state.items() if "weight" in entry}
     steps(own, model, 1)
 
 
@@ -166,7 +165,7 @@ CHANGES = (wider_head, wider_layers, another_layer, frozen_layer, frozen_bias)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("method", SOME)
 def test_layers_may_change_between_two_steps(method: str, change: Any, interval: int) -> None:
-    every_step = issubclass(METHODS[method].Options, EveryStepOptions)
+    every_step = METHODS[method].traits.every_step
     if interval > 1 and every_step:
         pytest.skip("this method updates its curvature in every step")
     model = network()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS, HessianFree
 from ngsgd.preconditioners.base import Preconditioner
-from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import Problem, close, problem
 from tests.reference import quasi_newton as dense
 
@@ -31,7 +30,7 @@ LINEARIZED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     **dict.fromkeys(("sqrt", "exp", "square"), lambda a, b: a),
     "product": lambda a, b: (b * a.detach() + a * b.detach()) / (a + b).detach(),
 }
-ROWS = [kind for kind in METHODS if issubclass(METHODS[kind].Options, FisherOptions)]
+ROWS = [kind for kind in METHODS if METHODS[kind].traits.fisher]
 # Methods of derivatives of the loss itself refuse these options.
 EMPIRICAL = ("kbfgs", "simple")
 SECOND_ORDER: list[tuple[str, dict[str, str]]] = [
@@ -64,7 +63,8 @@ def _objective(case: Problem, function: Callable[[Tensor, Tensor], Tensor], *, h
 
 
 def _made(kind: str, case: Problem, **options: object) -> Preconditioner:
-    return METHODS[kind](case.model, damping=0.1, **options)
+    made: Preconditioner = METHODS[kind](case.model, damping=0.1, **options)
+    return made
 
 
 def _directions(kind: str, function: Callable[[Tensor, Tensor], Tensor], options: dict[str, str],

@@ -89,7 +89,7 @@ def test_every_method_takes_steps_at_once(method: str) -> None:
     for step in range(2):
         x, y = _minibatch(step)
         model.zero_grad()
-        preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(model(x.float()), y), lr=0.01)  # type: ignore[misc]
+        preconditioner.evaluate_and_step(lambda x=x, y=y: F.cross_entropy(model(x.float()), y), lr=0.01)
         assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 
 

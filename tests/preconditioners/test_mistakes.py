@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError, NgsgdWarning, OptimizerStateError
 from ngsgd.preconditioners import KFAC, METHODS, GradientMaker
-from ngsgd.preconditioners.options import FisherOptions
 
 X, Y = torch.randn(16, 6, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 3
-OF_ROWS = [name for name, method in METHODS.items() if issubclass(method.Options, FisherOptions)]
+OF_ROWS = [name for name, method in METHODS.items() if method.traits.fisher]
 
 
 def network() -> nn.Sequential:
@@ -95,7 +94,7 @@ def test_a_minibatch_that_is_not_finite_counts_once(method: str) -> None:
         for step in range(14):
             model.zero_grad()
             x = X if step in (0, 6, 13) else X * float("nan")
-            preconditioner.evaluate(lambda x=x: loss_of(model, x))  # type: ignore[misc]
+            preconditioner.evaluate(lambda x=x: loss_of(model, x))
             preconditioner.step(lr=0.01)
     assert preconditioner.num_skipped == 11
     # at the first one, and at the tenth

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS
-from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import close
 
 N, T = 4, 5
 # chains alone
-SEES_ROWS = [kind for kind in METHODS if issubclass(METHODS[kind].Options, FisherOptions)]
+SEES_ROWS = [kind for kind in METHODS if METHODS[kind].traits.fisher]
 
 
 class _Net(nn.Module):

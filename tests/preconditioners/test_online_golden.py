@@ -156,4 +156,4 @@ def test_update_schedule_equals_kaldi(case: str) -> None:
     for t in range(num_comparable_calls(case, config)):
         ng.freeze(t in config["frozen_at"])
         ng.num_calls = t
-        assert ng._updates_now() == bool(GOLDEN(case, "updated")[t]), (case, t)
+        assert ng.updates_now() == bool(GOLDEN(case, "updated")[t]), (case, t)

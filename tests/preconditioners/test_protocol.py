@@ -15,10 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.config.sections.optimizer import EVERY_MINIBATCH, FISHER_OF
+from ngsgd.config.sections.optimizer import EVERY_MINIBATCH
 from ngsgd.errors import ConfigError, NgsgdWarning, OptimizerStateError
 from ngsgd.preconditioners import KFAC, METHODS, GradientMaker, Preconditioner
-from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import close, problem
 
 CASES = ("linear", "conv frames")
@@ -46,9 +45,10 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def _make(method: str, model: nn.Module, **options: Any) -> Preconditioner:
     if method not in EVERY_MINIBATCH:
         options = {"curvature_interval": 2, "inverse_interval": 4, **options}
-    if issubclass(METHODS[method].Options, FisherOptions) and method not in FISHER_OF:
+    if METHODS[method].traits.fisher == "any":
         options = {"fisher": "mc", **options}
-    return METHODS[method](model, damping=0.1, **options)
+    made: Preconditioner = METHODS[method](model, damping=0.1, **options)
+    return made
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,7 +91,7 @@ def test_the_mean_of_workers_states_is_taken_and_used(method: str) -> None:
     for index, (worker, model) in enumerate(zip(workers, models, strict=True)):
         _trained(worker, "linear", model, range(10 * index, 10 * index + 3))
     states = [worker.state_dict() for worker in workers]
-    if not METHODS[method].has_mean:
+    if not METHODS[method].traits.has_mean:
         with pytest.raises(ConfigError, match="mean"):
             workers[0].average(states)
         with pytest.raises(ConfigError, match="mean"):
@@ -240,7 +240,7 @@ def test_intervals_as_number_schedule_and_function() -> None:
         seen = []
         for step in range(8):
             case.preconditioned(preconditioner)
-            if preconditioner._last["curvature"] == step:
+            if preconditioner.last["curvature"] == step:
                 seen.append(step)
         assert seen[:len(wanted)] == wanted
 
@@ -306,7 +306,7 @@ def test_normalisations_embeddings_and_groups_get_the_diagonal() -> None:
 def test_mistakes_are_reported() -> None:
     case = problem("linear")
     with pytest.raises(ConfigError, match=r"KFAC.*dampin"):
-        KFAC(case.model, dampin=1.0)
+        KFAC(case.model, dampin=1.0)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="damping is -1"):
         KFAC(case.model, damping=-1.0)
     with pytest.raises(ConfigError, match="minibatch"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import EKFAC, KFAC, SENG, SOAP, DiagonalNG, LayerWiseNG, Preconditioner, Shampoo, UnitWiseNG
-from ngsgd.preconditioners.distributed import ProcessGroupComm
+from ngsgd.preconditioners.replicas import ProcessGroupComm
 from tests.preconditioners.problems import close
 
 c10d: Any = torch.distributed
@@ -57,8 +57,8 @@ def _trained(method: type[Preconditioner], options: dict[str, Any], group: Any =
     model = _net()
     preconditioner = method(model, damping=0.1, curvature_interval=2, inverse_interval=2, **options)
     made: list[str] = []
-    inverted = preconditioner._inverted
-    preconditioner._inverted = lambda name, known: made.append(name) or inverted(name, known)  # type: ignore[method-assign, func-returns-value]
+    inverted = preconditioner.inverted
+    preconditioner.inverted = lambda name, known: made.append(name) or inverted(name, known)  # type: ignore[method-assign, func-returns-value]
     if group is not None:
         preconditioner.split_work(group)
     for step in range(3):

@@ -13,18 +13,17 @@ from torch import Tensor, nn
 from ngsgd.curvature.second_order.full_model import FullModelProducts
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import PSGD, HessianFree, Preconditioner
-from ngsgd.preconditioners.methods.second_derivatives import SecondOrderMethod
 from tests.preconditioners.problems import NAMES, Problem, close, joint, problem
 from tests.reference import quasi_newton as dense
 
 
-def _draws(preconditioner: SecondOrderMethod) -> list[dict[str, Tensor]]:
+def _draws(preconditioner: PSGD) -> list[dict[str, Tensor]]:
     """The random vectors of all looks to come."""
     seen: list[dict[str, Tensor]] = []
     original = preconditioner.drawn
 
-    def drawn(grads: Mapping[str, Tensor], *, signs: bool = False) -> dict[str, Tensor]:
-        found = original(grads, signs=signs)
+    def drawn(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = original(grads)
         seen.append(dict(found))   # methods free theirs during the step
         return found
 
@@ -202,7 +201,7 @@ def test_hessian_free_reaches_a_quadratic_s_minimum_in_one_step_and_starts_where
 
 
 @pytest.mark.parametrize("method", [PSGD, HessianFree])
-def test_methods_without_a_graph_name_the_method_to_call(method: type[SecondOrderMethod]) -> None:
+def test_methods_without_a_graph_name_the_method_to_call(method: type[PSGD | HessianFree]) -> None:
     case = problem("linear")
     preconditioner = method(case.model)
     with preconditioner.watch():

@@ -165,7 +165,7 @@ def test_a_run_may_skip_layers_that_are_still_to_be_added(skip: str) -> None:
     network = nn.ModuleDict({"now": complete["now"]})
     config = OptimizerConfig("kfac", skip=skip)
     preconditioner = make_preconditioner(network, config, seed=0, complete=complete)
-    assert preconditioner.options.skip == (("now.weight", "now.bias") if "now" in skip else ())
+    assert preconditioner.skip == (("now.weight", "now.bias") if "now" in skip else ())
     with pytest.raises(ConfigError, match="skip has"):
         make_preconditioner(network, config, seed=0)
     with pytest.raises(ConfigError, match="nowhere"):

@@ -25,7 +25,6 @@ from ngsgd.config.sections.optimizer import EVERY_MINIBATCH, WITHOUT_MEAN
 from ngsgd.errors import RunInterrupted
 from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.build import make_preconditioner
-from ngsgd.preconditioners.options import EveryStepOptions
 from tests.stops import StopAfter
 from tests.toy import Run, config, undisturbed
 
@@ -80,8 +79,8 @@ def test_options_of_another_schedule_are_reported() -> None:
 
 def test_the_configuration_has_all_methods_and_rejects_invalid_combinations() -> None:
     assert choices_of(OptimizerConfig, "kind") == ("ngsgd", "sgd", *METHODS)
-    assert {kind for kind in METHODS if not METHODS[kind].has_mean} == set(WITHOUT_MEAN)
-    assert {kind for kind in METHODS if issubclass(METHODS[kind].Options, EveryStepOptions)} == set(EVERY_MINIBATCH)
+    assert {kind for kind in METHODS if not METHODS[kind].traits.has_mean} == set(WITHOUT_MEAN)
+    assert {kind for kind in METHODS if METHODS[kind].traits.every_step} == set(EVERY_MINIBATCH)
     for kind in METHODS:
         make_preconditioner(nn.Linear(2, 2), preconditioned(kind).optimizer, seed=0)
         assert not check(preconditioned(kind)) and not [setting for setting in unused(preconditioned(kind)) if setting.is_set]

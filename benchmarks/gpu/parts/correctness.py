@@ -28,7 +28,6 @@ from ngsgd.models import PNorm, Renormalize
 from ngsgd.ops.orthonormal import constrain_orthonormal
 from ngsgd.optim import SGD, Optimizer
 from ngsgd.preconditioners import METHODS
-from ngsgd.preconditioners.options import FisherOptions
 
 # tolerances relative to the norm of the reference. Operations: GEMMs of 300 terms, and solves of
 # condition 1e3
@@ -312,7 +311,7 @@ def _preconditioners(measurement: Measurement) -> None:
 def _directions(method: str, model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
     """Preconditioned gradients after four minibatches that differ in scale."""
     options: dict[str, Any] = (
-        {"fisher": "empirical"} if issubclass(METHODS[method].Options, FisherOptions) else {}
+        {"fisher": "empirical"} if METHODS[method].traits.fisher else {}
     )
     maker = METHODS[method](model, damping=0.1, **options)
     for step in range(4):

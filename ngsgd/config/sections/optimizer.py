@@ -1,30 +1,24 @@
-"""Options of the optimizer of a worker.
-
-The traits of the methods are repeated here, because the configuration imports nothing of the
-library; tests/training/test_preconditioned.py and tests/test_defaults.py compare both.
-"""
+"""Options of the optimizer of a worker."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ngsgd.config.option import Section, option
+from ngsgd.config.traits import TRAITS, kinds_with
 
 Kind = Literal[
     "ngsgd", "sgd", "kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw",
     "shampoo", "soap", "psgd", "kbfgs", "hessian_free", "simple", "adam", "adamw", "muon"]
 # Kinds that `ngsgd.preconditioners` implements: SGD on a preconditioned gradient
-METHODS = tuple(kind for kind in get_args(Kind) if kind not in ("ngsgd", "sgd"))
-# Rows and random projections of different jobs have no mean, and no moving average
-WITHOUT_MEAN = ("skfac", "seng", "smw", "simple")
+METHODS = tuple(TRAITS)
+# Rows of different jobs have no mean, and no moving average
+WITHOUT_MEAN = kinds_with(has_mean=False)
 # What ranks of a group compute alike, because it depends on the sum of their gradients alone
-OF_SUMMED_GRADIENTS = ("ngsgd", "sgd", "adam", "adamw", "muon")
-EVERY_MINIBATCH = ("hessian_free", "simple", "adam", "adamw", "muon")
-FISHER_OF = {"kbfgs": "empirical", "simple": "empirical"}
-# The length of a step does not depend on that of the gradient, so grafting has no purpose
-_FIXED_LENGTH = ("adam", "adamw", "soap", "muon")
+OF_SUMMED_GRADIENTS = ("ngsgd", "sgd", *kinds_with(agrees_over_ranks=True, splits_work=False))
+EVERY_MINIBATCH = kinds_with(every_step=True)
 # Options whose default in a run differs from that of the library's classes, which apply the plain
 # method at every step. In a run, steps of the other methods have the norm of the gradient, so that
 # learning rates keep their meaning, the curvature is updated every 10 minibatches, and jobs hand
@@ -32,9 +26,7 @@ _FIXED_LENGTH = ("adam", "adamw", "soap", "muon")
 OF_A_RUN = ("graft", "curvature_interval", "inverse_interval", "curvature_state")
 
 # damping is eps, and ema_decay beta 2
-_ADAM = ("adam", "adamw", "muon")
-# any type of Fisher matrix
-_OF_FISHER = ("kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw")
+_ADAM = kinds_with(every_step=True, fixed_length=True)
 
 
 def _kinds(kinds: Iterable[str]) -> str:
@@ -142,11 +134,10 @@ class OptimizerConfig(Section):
     fisher: Literal["empirical", "mc", "exact"] = option(
         "empirical",
         "type of Fisher matrix; empirical: gradients of the targets; mc: gradients of sampled "
-        "targets; exact: Gauss-Newton matrix", used=_kinds(_OF_FISHER),
-        default_of_kind=FISHER_OF)  # type: ignore[arg-type]
+        "targets; exact: Gauss-Newton matrix", used=_kinds(kinds_with(fisher="any")))
     graft: Literal["none", "gradient"] = option(
         "gradient", "grafting; gradient: each layer's step has the norm of its gradient",
-        used=_all_but(), default_of_kind=dict.fromkeys(_FIXED_LENGTH, "none"))
+        used=_all_but(), default_of_kind=dict.fromkeys(kinds_with(fixed_length=True), "none"))
     kl_clip: float = option(
         0.0, "maximum of lr^2 <P g, g> per minibatch (KL clipping); 0: no limit",
         low=0.0, used=_all_but())

@@ -118,13 +118,6 @@ def add_gram(x_XD: Tensor, total_DD: Tensor, keep: float = 1.0, scale: float = 1
     total_DD[half:, :half] = total_DD[:half, half:].T
 
 
-def input_moment(inputs: Inputs, sharing: str) -> tuple[Tensor, int]:
-    """Return (sum of a a^T, number of rows); A is their quotient."""
-    total = Gram()
-    num_rows = add_inputs(total, inputs, sharing)
-    return total.total(), num_rows
-
-
 def add_inputs(total: Gram, inputs: Inputs, sharing: str) -> int:
     """Add a a^T to a sum; return the number of rows."""
     N, T = inputs.num_samples, inputs.num_positions

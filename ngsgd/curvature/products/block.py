@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ngsgd.curvature.layer_decomposition import expansion_of
+from ngsgd.curvature.layer_decomposition import expansion_of, plain_product
 from ngsgd.curvature.losses import LossEvaluation
 from ngsgd.curvature.products.hessian import residuals
+from ngsgd.curvature.products.vectors import pushing
 from ngsgd.errors import ConfigError, DataError
 
 
@@ -116,7 +117,8 @@ class Pass:
         parameter.
         """
         u, pulled = self._pulled_ones
-        return _pushed(u, pulled[self._parameters[id(p)]])
+        push = pushing(u, [pulled[self._parameters[id(p)]]])
+        return lambda v: push([v])
 
 
 @contextlib.contextmanager
@@ -124,13 +126,10 @@ def expanded(model: nn.Module) -> Iterator[None]:
     """Decompose recurrent and attention layers, because torch's are not always twice
     differentiable.
     """
-    def linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return nn.functional.linear(x, weight, bias)
-
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         expand = expansion_of(module)
         assert expand is not None
-        return expand(module, args, kwargs, output, linear)
+        return expand(module, args, kwargs, output, plain_product)
 
     handles = [m.register_forward_hook(hook, with_kwargs=True) for m in model.modules() if expansion_of(m) is not None]
     try:
@@ -226,16 +225,5 @@ def _pushing(source: GradientEdge, like: Tensor, p: Tensor) -> Callable[[Tensor]
     """Return v -> J v, with the Jacobian J at a graph edge with respect to the parameter."""
     with torch.enable_grad():
         u = torch.zeros_like(like).requires_grad_()
-        (pulled,) = torch.autograd.grad([source], [p], [u], retain_graph=True, create_graph=True, allow_unused=True)
-    return _pushed(u, pulled)
-
-
-def _pushed(u: Tensor, pulled: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return v -> J v: J^T u is linear in u, and its gradient with respect to u, times v, is J v.
-    """
-    def push(v: Tensor) -> Tensor:
-        if pulled is None or not pulled.requires_grad:
-            return torch.zeros_like(u)
-        (pushed,) = torch.autograd.grad([pulled], [u], [v], retain_graph=True, allow_unused=True)
-        return torch.zeros_like(u) if pushed is None else pushed
-    return push
+        push = pushing(u, torch.autograd.grad([source], [p], [u], retain_graph=True, create_graph=True, allow_unused=True))
+    return lambda v: push([v])

@@ -32,7 +32,8 @@ _LINEAR = {
     "MinBackward0", "MinBackward1", "AminBackward0", "MaximumBackward0", "MinimumBackward0", "WhereBackward0",
     "MaskedFillBackward0", "MaskedSelectBackward0", "TopkBackward0", "SortBackward0", "CumsumBackward0",
 }
-_CURVED = {
+# elementwise with a second derivative
+CURVED = {
     "SigmoidBackward0", "TanhBackward0", "EluBackward0", "CeluBackward0", "SeluBackward0", "SoftplusBackward0", "GeluBackward0",
     "SiluBackward0", "MishBackward0", "LogSigmoidBackward0", "HardswishBackward0", "HardsigmoidBackward0", "ExpBackward0",
     "LogBackward0", "Log1PBackward0", "PowBackward0", "SqrtBackward0", "RsqrtBackward0", "SinBackward0", "CosBackward0",
@@ -44,31 +45,20 @@ _PRODUCTS = {
 }
 
 
-# equal for every sample
-_CONSTANT_PREFIXES = (
+_PREFIXES = (
     "Addmm", "Mm", "Linear", "Convolution", "MkldnnConvolution", "View", "UnsafeView", "ReshapeAlias", "Alias", "Clone",
     "Squeeze", "Unsqueeze", "Slice", "Select", "Unflatten", "Sum", "Mean", "ConstantPad", "AvgPool", "AdaptiveAvgPool",
     "MkldnnAdaptiveAvgPool", "ReflectionPad", "ReplicationPad", "Upsample", "ToCopy", "Unfold", "AsStrided",
 )
-_CONSTANT = {"TBackward0"} | {name for name in _LINEAR if name.startswith(_CONSTANT_PREFIXES)}
-_ELEMENTWISE = _CURVED | {
+# The Jacobian is equal for every sample.
+CONSTANT = {"TBackward0"} | {name for name in _LINEAR if name.startswith(_PREFIXES)}
+# Outputs depend only on the same element of the input, without broadcasting.
+ELEMENTWISE = CURVED | {
     "ReluBackward0", "LeakyReluBackward0", "ThresholdBackward0", "HardtanhBackward0", "ClampBackward0", "ClampBackward1",
     "AbsBackward0", "ClampMinBackward0", "ClampMaxBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
     "NativeDropoutBackward0", "AddBackward0", "SubBackward0", "RsubBackward1", "NativeBatchNormBackward0",
     "CudnnBatchNormBackward0",
 }
-
-
-def is_constant(node: Node) -> bool:
-    """Return whether the Jacobian is equal for every sample."""
-    return node.name() in _CONSTANT
-
-
-def is_elementwise(node: Node) -> bool:
-    """Return whether output elements depend only on the same element of the input, without
-    broadcasting.
-    """
-    return node.name() in _ELEMENTWISE
 
 
 def nodes_between(output: GradientEdge, layers: Iterable[GradientEdge]) -> tuple[list[Node], set[Node]]:
@@ -98,11 +88,6 @@ def nodes_between(output: GradientEdge, layers: Iterable[GradientEdge]) -> tuple
 def paths(node: Node, between: set[Node]) -> list[GradientEdge]:
     """Return the graph edges of those inputs of a node that depend on a layer."""
     return [GradientEdge(child, number) for child, number in node.next_functions if child in between]
-
-
-def is_curved(node: Node) -> bool:
-    """Return whether an operation is elementwise with a second derivative."""
-    return node.name() in _CURVED
 
 
 def is_linear(node: Node, between: set[Node]) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ngsgd.curvature.products.graph import describe, is_curved, is_linear, nodes_between, paths
+from ngsgd.curvature.products.graph import CURVED, describe, is_linear, nodes_between, paths
 from ngsgd.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def residuals(output: GradientEdge, df: Tensor, layers: list[GradientEdge], quan
     found = []
     for node in order:
         inputs = paths(node, between)
-        if is_curved(node) and len(inputs) == 1:
+        if node.name() in CURVED and len(inputs) == 1:
             r = _second_derivative(output, df, node, inputs[0])
             if r is not None:
                 found.append(Residual(inputs[0], r))

@@ -5,7 +5,7 @@ Letters: V vectors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,3 +70,18 @@ def _taken(found: list[list[Any]], number: int) -> list[Tensor]:
     for block in found:
         block[number] = None
     return [] if es[0] is None else es
+
+
+def pushing(u: Tensor, pulled: Sequence[Tensor | None]) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Return v -> J v from J^T u by parameter: J^T u is linear in u, and its gradient with respect
+    to u, times v, is J v.
+    """
+    def push(v: Sequence[Tensor]) -> Tensor:
+        along = [(J_u, each) for J_u, each in zip(pulled, v, strict=True) if J_u is not None and J_u.requires_grad]
+        if not along:
+            return torch.zeros_like(u)
+        (pushed,) = torch.autograd.grad([J_u for J_u, _ in along], [u], [each for _, each in along], retain_graph=True,
+                                        allow_unused=True)
+        return torch.zeros_like(u) if pushed is None else pushed.detach()
+
+    return push

@@ -86,7 +86,9 @@ class SecondOrderBackward:
             self._send("exact", ((view.output, block, None) for block in view.columns(N, self._held("exact", size, chunk))))
         if self._forms["hessian"]:
             roots = ((view.output, block, None) for block in view.columns(N, self._held("hessian", size, chunk)))
-            df = self._derivative(output, upstream, again)
+            with torch.enable_grad(), self._capture.paused():
+                f = output.detach().requires_grad_()
+                (df,) = torch.autograd.grad(again(f), f, upstream)
             self._send("hessian", itertools.chain(roots, self._residual_blocks(output, df, N, chunk)))
         if self._forms["averages"]:
             self._send_averages(view, N)
@@ -137,13 +139,6 @@ class SecondOrderBackward:
                 name = call.weight or call.bias
                 assert name is not None
                 self._accumulation.sums[name].B_OO["averages"].add_sum(factor_of(call, of_output_DD, self._options.sharing))
-
-    def _derivative(self, output: Tensor, upstream: Tensor, again: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the gradient of the loss with respect to the network output."""
-        with torch.enable_grad(), self._capture.paused():
-            f = output.detach().requires_grad_()
-            (df,) = torch.autograd.grad(again(f), f, upstream)
-        return df
 
     def _residual_blocks(self, output: Tensor, df: Tensor, num_samples: int, chunk: int) -> Iterator[_Block]:
         quantity = next(name for name in self._asked if SIGNALS.get(name, ("",))[0] == "hessian")

@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.curvature.forms.kronecker import Kronecker
-from ngsgd.errors import DivergenceError
-
-# Per dimension; below it a factor is zero, and pi is undefined.
-_MIN_TRACE = 1e-20
+from ngsgd.ops.linalg import damped_cholesky, shared_damping
 
 
 def damped_direction(gradient: Tensor, parameter: Tensor, curvature: Tensor | Kronecker, *, damping: float,
@@ -51,29 +48,12 @@ def damped_direction(gradient: Tensor, parameter: Tensor, curvature: Tensor | Kr
         return right / (curvature + total)
     if curvature.A_II is None:
         return _solved(curvature.B_OO, total, right.reshape(len(curvature.B_OO), -1)).view_as(right)
-    of_B, of_A = _shared_damping(curvature.B_OO, curvature.A_II, total)
+    of_B, of_A = shared_damping(curvature.B_OO, curvature.A_II, total)
     half_OI = _solved(curvature.B_OO, of_B, right.reshape(len(curvature.B_OO), -1))
     return _solved(curvature.A_II, of_A, half_OI.T).T.reshape(right.shape)
 
 
-def _shared_damping(B_OO: Tensor, A_II: Tensor, total: float) -> tuple[float, float]:
-    """Return (damping of B, damping of A); their product is the total."""
-    of_A, of_B = float(A_II.trace()) / len(A_II), float(B_OO.trace()) / len(B_OO)
-    pi = (of_A / of_B) ** 0.5 if min(of_A, of_B) > _MIN_TRACE else 1.0
-    return total**0.5 / pi, total**0.5 * pi
-
-
 def _solved(factor_DD: Tensor, damping: float, right_DX: Tensor) -> Tensor:
-    """Return (factor + damping I)^-1 right.
-
-    In float64 if the factor is not positive definite in float32.
-    """
-    for dtype in (right_DX.dtype, torch.float64):
-        damped_DD = factor_DD.to(dtype, copy=True)
-        damped_DD.diagonal().add_(damping)
-        root_DD, failure = torch.linalg.cholesky_ex(damped_DD)
-        if not bool(failure):
-            return torch.cholesky_solve(right_DX.to(dtype), root_DD).to(right_DX.dtype)
-    raise DivergenceError(f"a Kronecker factor of dimension {len(factor_DD)} with damping "
-                          f"{damping:g} is not positive definite; the loss may be NaN or Inf: "
-                          "lower the learning rate or raise the damping.")
+    """Return (factor + damping I)^-1 right."""
+    root_DD = damped_cholesky(factor_DD, damping)
+    return torch.cholesky_solve(right_DX.to(root_DD.dtype), root_DD).to(right_DX.dtype)

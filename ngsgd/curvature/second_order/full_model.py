@@ -23,13 +23,14 @@ from ngsgd.curvature import losses
 from ngsgd.curvature.layers import without_autocast
 from ngsgd.curvature.loss_interception import LossCalls, require_linear
 from ngsgd.curvature.products.block import expanded
+from ngsgd.curvature.products.vectors import pushing
 from ngsgd.curvature.samples import has_reentrant_checkpoint
 from ngsgd.errors import ConfigError
 from ngsgd.ops.second_derivatives import REENTRANT
 
 # by parameter name, in the shapes of the parameters
 Vectors = dict[str, Tensor]
-_Push = Callable[[tuple[Tensor, ...]], Tensor]
+_Push = Callable[[Sequence[Tensor]], Tensor]
 
 
 class LossWeight:
@@ -191,16 +192,7 @@ class FullModelProducts(LossWeight):
 
 
 def _pushing(output: Tensor, parameters: tuple[Tensor, ...]) -> _Push:
-    """Return v -> J v: J^T u is linear in u, and its gradient with respect to u, times v, is J v.
-    """
+    """Return v -> J v, with the Jacobian of an output with respect to the parameters."""
     with torch.enable_grad():
         u = torch.zeros_like(output).requires_grad_()
-        pulled = torch.autograd.grad(output, parameters, u, retain_graph=True, create_graph=True, allow_unused=True)
-
-    def push(v: tuple[Tensor, ...]) -> Tensor:
-        along = [(J_u, each) for J_u, each in zip(pulled, v, strict=True) if J_u is not None and J_u.requires_grad]
-        (pushed,) = torch.autograd.grad([J_u for J_u, _ in along], [u], [each for _, each in along], retain_graph=True,
-                                        allow_unused=True)
-        return torch.zeros_like(output) if pushed is None else pushed.detach()
-
-    return push
+        return pushing(u, torch.autograd.grad(output, parameters, u, retain_graph=True, create_graph=True, allow_unused=True))

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 from ngsgd.curvature.capture import LayerCall
 from ngsgd.curvature.layers import Affine
 from ngsgd.curvature.losses import LossEvaluation
-from ngsgd.curvature.products.graph import describe, is_constant, is_elementwise, nodes_between, paths
+from ngsgd.curvature.products.graph import CONSTANT, ELEMENTWISE, describe, nodes_between, paths
 from ngsgd.errors import ConfigError
 
 
@@ -120,10 +120,10 @@ def _size(edge: GradientEdge, num_samples: int) -> int:
 def _through(G_DD: Tensor, edge: GradientEdge, source: GradientEdge, num_samples: int) -> Tensor:
     """Return Gbar at the input of the operation."""
     N = num_samples
-    if is_elementwise(edge.node):
+    if edge.node.name() in ELEMENTWISE:
         slope_ND = _pulled(torch.ones(N, len(G_DD), dtype=G_DD.dtype, device=G_DD.device), edge, source, N)
         return (slope_ND.T @ (slope_ND / N)).mul_(G_DD)
-    if is_constant(edge.node):
+    if edge.node.name() in CONSTANT:
         half_DE = _all_rows(G_DD, edge, source, N)
         return _all_rows(half_DE.T, edge, source, N).T
     values_D, vectors_DD = torch.linalg.eigh(G_DD)

@@ -204,12 +204,10 @@ struct Problem {
   const float *x, *one, *w;             // N x D; N or null; R x (D, or D + 1 with `one`) in rows of `pitch`
   int64_t N, D, pitch, R;
   float *h, *y, *one_hat;               // N x R; N x D and N, or null
-  int64_t panel;                        // > 0: Y lies in panels of so many rows
 
   int64_t columns() const { return D + (one ? 1 : 0); }
   int64_t panels() const { return panels_of(columns()); }
-  int64_t y_pitch() const { return panel ? kPanel : D; }
-  float* y_at(int64_t n, int64_t p) const { return panel ? y + (p * panel + n) * kPanel : y + n * D + p * kPanel; }
+  float* y_at(int64_t n, int64_t p) const { return y + n * D + p * kPanel; }
   const float* one_at(int64_t n) const { return one ? one + n : nullptr; }
 };
 
@@ -324,7 +322,7 @@ struct Part {
     const float* const w = plan.copies ? panels : p.w + begin * kPanel;
     const int64_t pitch = plan.copies ? kPanel : p.pitch, next = plan.copies ? p.R * kPanel : kPanel;
     const int64_t near = plan.copies ? kNear : kRows, x_ahead = !plan.copies ? kGroup * p.D : plan.is_whole ? 0 : near * p.D;
-    const int64_t y_ahead = kAhead * kPanel * (p.panel ? p.panel : 1);
+    const int64_t y_ahead = kAhead * kPanel;
     Vec squares[kCols] = {};
     for (int64_t m = n; m < n + size; m += near) {
       const int64_t stop = std::min(n + size, m + near);
@@ -335,7 +333,7 @@ struct Part {
           break;
         }
         in_tiles<kRows>(m, stop, [&](auto M, int64_t i) {
-          less<M(), kCols>(p.x + i * p.D + q * kPanel, p.D, p.h + i * p.R, of, pitch, p.R, p.y_at(i, q), p.y_pitch(), x_ahead, y_ahead,
+          less<M(), kCols>(p.x + i * p.D + q * kPanel, p.D, p.h + i * p.R, of, pitch, p.R, p.y_at(i, q), p.D, x_ahead, y_ahead,
                            squares);
         });
       }
@@ -370,10 +368,10 @@ struct Part {
 // floats that `project` works in, for rows of `columns` with an appended one
 extern "C" int64_t work_size(int64_t columns, int64_t R, int threads) { return 2 * threads * copy_size(columns, R); }
 
-// panel > 0: y lies in panels of so many rows and kPanel columns; squares: two numbers
+// squares: two numbers
 extern "C" void project(const float* x, int64_t N, int64_t D, const float* one, const float* w, int64_t pitch, int64_t R, float* h,
-                     float* y, int64_t panel, float* one_hat, float* work, double* squares, int threads) {
-  const Problem p{x, one, w, N, D, pitch, R, h, y, one_hat, panel};
+                     float* y, float* one_hat, float* work, double* squares, int threads) {
+  const Problem p{x, one, w, N, D, pitch, R, h, y, one_hat};
   const Plan plan(p);
   const int64_t each = (plan.groups + threads - 1) / threads, panels = p.panels();
   std::unique_ptr<double[]> found(new double[2 * plan.groups]());

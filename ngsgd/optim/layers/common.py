@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import ArgumentError
-from ngsgd.ops import packed_gemm
-from ngsgd.ops.packed_gemm import PackedMatrix
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 from ngsgd.preconditioners.update_queue import UpdateQueue
 
@@ -65,16 +63,6 @@ class Scratch:
         found: Tensor | None = self._shaped.get(key)
         if found is None:
             found = self._shaped[key] = self._memory(name, rows_ND.numel(), rows_ND).view(rows_ND.shape)
-        return found
-
-    def panels(self, name: str, rows_ND: Tensor, room: int) -> PackedMatrix:
-        """Return an uninitialized packed matrix with space for as many additional rows."""
-        key = (name, room, rows_ND.shape, rows_ND.dtype, rows_ND.device)
-        found: PackedMatrix | None = self._shaped.get(key)
-        if found is None:
-            num_rows, num_columns = rows_ND.shape
-            flat = self._memory(name, packed_gemm.size(num_rows + room, num_columns), rows_ND)
-            found = self._shaped[key] = PackedMatrix.over(flat, num_rows, num_columns, room)
         return found
 
     def _memory(self, name: str, size: int, like: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ngsgd.ops import gemm, packed_gemm
-from ngsgd.ops.packed_gemm import PackedMatrix
+from ngsgd.ops import gemm
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, upcast
 from ngsgd.preconditioners.online import OnlineNaturalGradient, PreconditionContext
 
@@ -41,17 +40,15 @@ class KroneckerPreconditioner(LayerPreconditioner):
         # rounding.
         needs_rows = self.context.sums_row_products or dtype != X_NI.dtype
         factors = not needs_rows and dY_NO.is_cpu and is_cheaper_factored(dY_NO.shape[0], X_NI.shape[1], dY_NO.shape[1])
-        in_panels = not needs_rows and packed_gemm.should_use(dY_NO, X_NI)
         # Derivatives first: the input derivative has just read them, so they may still be cached.
         outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale, corrects=not factors,
-                                         scratch=None if factors else self._memory("outputs", dY_NO, in_panels))
+                                         scratch=None if factors else self.context.scratch.like("outputs", dY_NO))
         dYhat_NO, output_scale, correction = self.find_output_rows(outputs, dY_NO, factors)
-        memory = self._memory("inputs", X_NI, in_panels, 0 if correction is None else len(correction.W_RD))
+        memory = self.context.scratch.like("inputs", X_NI)
         inputs = self.input_side.begin(X_NI, one_N, num_rows=num_rows, scratch=memory)
         Xhat_NI, one_hat_N, input_scale = _input_rows(inputs, X_NI, one_N, memory)
         scale = input_scale * output_scale
         if self.context.sums_row_products:
-            assert isinstance(Xhat_NI, Tensor) and isinstance(dYhat_NO, Tensor)
             self._sum_row_products(Xhat_NI, one_hat_N, dYhat_NO, num_rows, scale, loss_scale)
         gradient = _product(dYhat_NO, Xhat_NI, one_hat_N, scale, correction, dtype)
         if self.context.measures_cosine:
@@ -64,8 +61,7 @@ class KroneckerPreconditioner(LayerPreconditioner):
         return gradient
 
     def find_output_rows(self, outputs: PreconditionContext | None, dY_NO: Tensor,
-                     factors: bool) -> tuple[Tensor | PackedMatrix, Tensor | float,
-                                             PreconditionContext | None]:
+                     factors: bool) -> tuple[Tensor, Tensor | float, PreconditionContext | None]:
         """Precondition the output derivatives, or defer the correction to the weight gradient.
 
         Returns:
@@ -79,14 +75,9 @@ class KroneckerPreconditioner(LayerPreconditioner):
             # Otherwise it is a small difference of large numbers.
             if sum_sq_hat > _MIN_NORM_LEFT * outputs.projection.sum_sq:
                 return dY_NO, outputs.scale(sum_sq_hat), outputs
-        dYhat_NO, _, scale = outputs.corrected(self.context.scratch.like("outputs", dY_NO))
+        dYhat_NO, _, scale = outputs.preconditioned(self.context.scratch.like("outputs", dY_NO))
         self.output_side.finish(outputs)
         return dYhat_NO, scale, None
-
-    def _memory(self, name: str, rows_ND: Tensor, in_panels: bool,
-                room: int = 0) -> Tensor | PackedMatrix:
-        """Return a buffer for preconditioned rows; in panels with space for additional rows."""
-        return self.context.scratch.panels(name, rows_ND, room) if in_panels else self.context.scratch.like(name, rows_ND)
 
     def _counted(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
         """Return (input rows, appended column, number of rows), without zero-derivative rows if
@@ -108,16 +99,11 @@ class KroneckerPreconditioner(LayerPreconditioner):
 
 
 def _input_rows(call: PreconditionContext | None, X_NI: Tensor, one_N: Tensor | None,
-                memory: Tensor | PackedMatrix) -> tuple[Tensor | PackedMatrix, Tensor | None,
-                                                        Tensor | float]:
+                memory: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
     """Return (Xhat, its appended column, gamma); both may be overwritten."""
     if call is not None:
-        return call.corrected()
-    if isinstance(memory, PackedMatrix):
-        memory.fill(X_NI.contiguous())
-    else:
-        memory.copy_(X_NI)
-    return memory, None if one_N is None else one_N.clone(), 1.0
+        return call.preconditioned()
+    return memory.copy_(X_NI), None if one_N is None else one_N.clone(), 1.0
 
 
 def is_cheaper_factored(num_rows: int, num_inputs: int, num_outputs: int) -> bool:
@@ -138,20 +124,12 @@ def _sum_sq_hat(outputs: PreconditionContext, side: OnlineNaturalGradient) -> Te
     return outputs.projection.sum_sq - (taken.item() if taken.is_cpu else taken)
 
 
-def _product(dYhat_NO: Tensor | PackedMatrix, Xhat_NI: Tensor | PackedMatrix,
-             one_hat_N: Tensor | None, scale: Tensor | float,
-             correction: PreconditionContext | None,
-             dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _product(dYhat_NO: Tensor, Xhat_NI: Tensor, one_hat_N: Tensor | None, scale: Tensor | float,
+             correction: PreconditionContext | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return the (weight, bias) gradient.
 
     With `correction`, dYhat is dY, and the correction is applied in R dimensions.
     """
-    if isinstance(Xhat_NI, PackedMatrix):
-        met_R = None if correction is None else packed_gemm.LowRankCorrection(
-            correction.projection.H_NR.contiguous(), correction.W_RD.contiguous())
-        assert isinstance(scale, float)   # on a CPU
-        return packed_gemm.product(dYhat_NO, Xhat_NI, scale, one_hat_N, met_R)
-    assert isinstance(dYhat_NO, Tensor)
     # Scale before the conversion to half precision, to stay in its range.
     if dtype != Xhat_NI.dtype:
         dW_OI = gemm.mm(dYhat_NO.to(dtype).T, Xhat_NI.mul_(scale).to(dtype)).to(Xhat_NI.dtype)

@@ -15,19 +15,20 @@ Letters: V vectors, N samples, O outputs, I inputs (with the 1 of the bias), D =
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.forms.grad_forms import DenseInputs, OuterProduct, RowSum
 from ngsgd.curvature.forms.memory import empty
 from ngsgd.errors import ConfigError
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import damped_inverse
-from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.blocks import flat, unflat
+from ngsgd.preconditioners.fisher_method import FisherMethod
 from ngsgd.preconditioners.fisher_recorder import FisherSample, Rows
-from ngsgd.preconditioners.options import FisherOptions
+from ngsgd.preconditioners.options import own_options
 from ngsgd.preconditioners.states import GROUPS, Layout, State
 
 # of a dense matrix: 1.6 GB in float32
@@ -36,7 +37,7 @@ _MAX_DIMENSION = 20_000
 _ALL = "all"
 
 
-class DiagonalNG(Preconditioner):
+class DiagonalNG(FisherMethod):
     """Diagonal of F; with `fisher="exact"`, of the generalized Gauss-Newton matrix.
 
     Args:
@@ -55,12 +56,10 @@ class DiagonalNG(Preconditioner):
         >>> preconditioner.step()
     """
 
-    Options = FisherOptions
-    splits_work = True
-    passes_on = True
+    traits = TRAITS["diagonal"]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        O, I, J = self._sides(name)  # noqa: E741
+        O, I, J = self.blocks.sides(name)  # noqa: E741
         shapes: dict[str, tuple[int, ...]] = {"weight": (O, J), **({"bias": (O,)} if I > J else {})}
         return {f"{group}.{key}": shape for group in GROUPS for key, shape in shapes.items()}
 
@@ -69,11 +68,11 @@ class DiagonalNG(Preconditioner):
 
     def update_statistics(self, name: str, rows: Rows) -> None:
         known = self.inverses.get(name, {}).get("weight")
-        if known is None or rows.a_NTI.shape[1] > 1 or not self._is_passed_on(name):
+        if known is None or rows.a_NTI.shape[1] > 1 or not self.is_passed_on(name):
             super().update_statistics(name, rows)
         elif bool((rows.a_NTI.norm() * rows.e_VNTO.norm()).square().isfinite()):
             # In the memory of the last statistics, because new memory is mapped page by page.
-            self._pass_on(name, self._squares(rows, known))
+            self.pass_on(name, self._squares(rows, known))
         else:
             self.note_skipped()
 
@@ -99,15 +98,17 @@ class DiagonalNG(Preconditioner):
 
     def invert(self, name: str, known: State) -> State:
         damping = self.option(name, "damping")
-        return {key: (value.add_(damping) if self._overwrites else value + damping).reciprocal_() for key, value in known.items()}
+        return {key: (value.add_(damping) if self.overwrites else value + damping).reciprocal_() for key, value in known.items()}
 
     def block_direction(self, name: str, inverse: State, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        shares = {each: inverse[key].view_as(grads[each]) for key, each in zip(("weight", "bias"), self._block(name), strict=False)
-                  if each in grads}
-        return {each: grads[each].mul_(share) if self._overwrites else grads[each] * share for each, share in shares.items()}
+        if "squares" in inverse:
+            return super().block_direction(name, inverse, grads)
+        block = zip(("weight", "bias"), self.blocks.names(name), strict=False)
+        shares = {each: inverse[key].view_as(grads[each]) for key, each in block if each in grads}
+        return {each: grads[each].mul_(share) if self.overwrites else grads[each] * share for each, share in shares.items()}
 
 
-class UnitWiseNG(Preconditioner):
+class UnitWiseNG(FisherMethod):
     """Unit-wise F: one I x I matrix for each output unit, O I^2 numbers per layer.
 
     Args:
@@ -126,12 +127,10 @@ class UnitWiseNG(Preconditioner):
         >>> preconditioner.step()
     """
 
-    Options = FisherOptions
-    splits_work = True
-    passes_on = True
+    traits = TRAITS["unit"]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        O, I, _ = self._sides(name)  # noqa: E741
+        O, I, _ = self.blocks.sides(name)  # noqa: E741
         return dict.fromkeys(("statistics.F", "inverse.F"), (O, I, I))
 
     def measure(self, name: str, rows: Rows) -> State:
@@ -154,7 +153,7 @@ class UnitWiseNG(Preconditioner):
         return torch.bmm(inverse["F"], g_OI[:, :, None])[:, :, 0]
 
 
-class LayerWiseNG(Preconditioner):
+class LayerWiseNG(FisherMethod):
     """Dense F of each layer, for layers of up to a few thousand parameters.
 
     Args:
@@ -174,12 +173,10 @@ class LayerWiseNG(Preconditioner):
         >>> preconditioner.step()
     """
 
-    Options = FisherOptions
-    splits_work = True
-    passes_on = True
+    traits = TRAITS["layer"]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        O, I, _ = self._sides(name)  # noqa: E741
+        O, I, _ = self.blocks.sides(name)  # noqa: E741
         return dict.fromkeys(("statistics.F", "inverse.F"), (O * I, O * I))
 
     def measure(self, name: str, rows: Rows) -> State:
@@ -194,7 +191,7 @@ class LayerWiseNG(Preconditioner):
         return (inverse["F"] @ g_OI.flatten()).view_as(g_OI)
 
 
-class FullNG(Preconditioner):
+class FullNG(FisherMethod):
     """Dense F of all affine layers together, for models of up to a few thousand parameters.
 
     Args:
@@ -214,49 +211,48 @@ class FullNG(Preconditioner):
         >>> preconditioner.step()
     """
 
-    Options = FisherOptions
-    is_joint = True
+    traits = TRAITS["full"]
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **options)
-        if "damping" in {key for own in (self.options.layer_options or {}).values() for key in own}:
-            raise ConfigError("FullNG: layers cannot have a separate damping, because all layers "
-                              "are one block; set damping.")
+    @property
+    def is_joint(self) -> bool:
+        return True
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if "damping" in own_options(self.layer_options):
+            found.append("layers cannot have a separate damping, because all layers are one block; set damping.")
+        return found
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         return dict.fromkeys(("statistics.all", "inverse.all"), ("d", "d"))
 
-    def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
-        assert isinstance(seen, FisherSample)
+    def update_curvature(self, seen: FisherSample) -> None:
         super().update_curvature(FisherSample({}, seen.squares))
         if not seen.rows:
             return
         rows = list(seen.rows.values())
         require_small("the model", sum(one.e_VNTO.shape[3] * one.a_NTI.shape[2] for one in rows))
         for one in rows:
-            self._bias_of[one.weight] = one.bias
-        self._cover(sorted(each for one in rows for each in self._block(one.weight)))
+            self.blocks.bias_of[one.weight] = one.bias
+        self.cover(sorted(each for one in rows for each in self.blocks.names(one.weight)))
         g_XD = torch.cat([one.individual().flatten(1) for one in sorted(rows, key=lambda one: one.weight)], dim=1)
-        self._average(min(seen.rows), {_ALL: g_XD.T @ g_XD / rows[0].num_rows})
+        self.average_in(min(seen.rows), {_ALL: g_XD.T @ g_XD / rows[0].num_rows})
 
     def invert(self, name: str, known: State) -> State:
-        return {_ALL: damped_inverse(known[_ALL], self.options.damping)}
+        return {_ALL: damped_inverse(known[_ALL], self.damping)}
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name = next((name for name, inverse in self.inverses.items() if _ALL in inverse), None)
         if name is None:
             return super().apply(grads)
-        squares = {key: inverse for key, inverse in self.inverses.items() if key != name}
-        joined = {key: g for key, g in sorted(self._joined(grads).items()) if key not in squares and key in self._bias_of}
-        self._require_covered([each for name in joined for each in self._block(name)])
-        flat_D = torch.cat([g.flatten() for g in joined.values()])
-        parts = (self.inverses[name][_ALL] @ flat_D).split([g.numel() for g in joined.values()])
+        squares = {key: inverse for key, inverse in self.inverses.items() if key != name and key in grads}
+        joined = {key: g for key, g in self.blocks.joined(grads).items() if key not in squares and key in self.blocks.bias_of}
+        self.require_covered([each for name in joined for each in self.blocks.names(name)])
         found = dict(grads)
         for key, inverse in squares.items():
-            if key in grads:
-                found[key] = grads[key] / (inverse["squares"].view_as(grads[key]) + self.option(key, "damping"))
-        for (key, g), part in zip(joined.items(), parts, strict=True):
-            found |= self._parted(key, part.view_as(g), grads)
+            found |= self.block_direction(key, inverse, grads)
+        for key, direction in unflat(self.inverses[name][_ALL] @ flat(joined), joined).items():
+            found |= self.blocks.parted(key, direction, grads)
         return found
 
 

@@ -7,48 +7,17 @@ depends on earlier minibatches: it is the last direction times a decay. Source: 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ngsgd.config.traits import TRAITS
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import conjugate_gradients
+from ngsgd.preconditioners.blocks import flat, unflat
 from ngsgd.preconditioners.methods.second_derivatives import SecondOrderMethod
-from ngsgd.preconditioners.options import EveryStepOptions
+from ngsgd.preconditioners.options import own_options
 from ngsgd.preconditioners.states import Layout, State
-
-PRODUCTS = ("ggn", "hessian")
-
-
-@dataclass(frozen=True)
-class HessianFreeOptions(EveryStepOptions):
-    """Options of Hessian-free optimization."""
-
-    # The quadratic model is inaccurate far away, so it needs more damping than other methods.
-    damping: float = 1e-2
-    # Factor of the last direction at the start of the iteration; 0 starts at zero.
-    ema_decay: float = 0.95
-    # "ggn" is never negative; with "hessian", negative curvature ends the iteration.
-    products: str = "ggn"
-    # Products per minibatch; each costs about two backward passes.
-    max_cg_steps: int = 10
-    # norm of the residual relative to the gradient norm
-    cg_tolerance: float = 1e-3
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.products not in PRODUCTS:
-            found.append(f"products is {self.products!r}; choose {', '.join(PRODUCTS)}.")
-        if self.max_cg_steps < 1:
-            found.append(f"max_cg_steps is {self.max_cg_steps}; it must be at least 1.")
-        if not self.cg_tolerance > 0.0:
-            found.append(f"cg_tolerance is {self.cg_tolerance}; it must be above 0.")
-        if "damping" in {key for own in (self.layer_options or {}).values() for key in own}:
-            found.append("layer_options has damping; all layers are one linear system, so set "
-                         "damping.")
-        return found
 
 
 class HessianFree(SecondOrderMethod):
@@ -75,17 +44,28 @@ class HessianFree(SecondOrderMethod):
         >>> preconditioner.step()
     """
 
-    Options = HessianFreeOptions
-    # All layers are one linear system.
-    joins_bias = False
+    products: str = "ggn"
+    max_cg_steps: int = 10
+    cg_tolerance: float = 1e-3
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **options)
+    # All layers are one linear system.
+    traits = TRAITS["hessian_free"]
+
+    def problems(self) -> list[str]:
+        found = [*super().problems(), *self.choice("products", "ggn", "hessian"), *self.at_least("max_cg_steps", 1)]
+        if not self.cg_tolerance > 0.0:
+            found.append(f"cg_tolerance is {self.cg_tolerance}; it must be above 0.")
+        if "damping" in own_options(self.layer_options):
+            found.append("layer_options has damping; all layers are one linear system, so set damping.")
+        return found
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.num_products = 0     # products so far
-        self._is_gauss_newton = self.options.products == "ggn"
+        self.is_gauss_newton = self.products == "ggn"
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        return {"statistics.direction": self._shape(name)}
+        return {"statistics.direction": self.blocks.shape(name)}
 
     def update_curvature(self, seen: Any) -> None:
         """Keep nothing; `apply` uses the graph of the minibatch."""
@@ -94,36 +74,24 @@ class HessianFree(SecondOrderMethod):
         if self.minibatch is None:
             raise ConfigError("HessianFree needs the graph of the minibatch, which step() frees; "
                               "call step().")
-        names = sorted(grads)
-        shapes = [grads[name].shape for name in names]
-
-        def parted(flat_D: Tensor) -> dict[str, Tensor]:
-            parts = flat_D.split([shape.numel() for shape in shapes])
-            return {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
 
         def damped(v_D: Tensor) -> Tensor:
-            found = self.product(self.options.products, parted(v_D))
-            product_D: Tensor = torch.cat([found[name].flatten() for name in names]) + self.options.damping * v_D
-            return product_D
+            return flat(self.product(self.products, unflat(v_D, grads))) + self.damping * v_D
 
-        g_D = torch.cat([grads[name].flatten() for name in names])
-        direction_D, taken = conjugate_gradients(damped, g_D, start_D=self._start(names), max_steps=self.options.max_cg_steps,
-                                                 tolerance=self.options.cg_tolerance)
+        g_D, start_D = flat(grads), None
+        if self.ema_decay and all(name in self.statistics for name in grads):
+            start_D = flat({name: self.statistics[name]["direction"] for name in grads}).mul_(self.ema_decay)
+        direction_D, taken = conjugate_gradients(damped, g_D, start_D=start_D, max_steps=self.max_cg_steps,
+                                                 tolerance=self.cg_tolerance)
         self.num_products += taken
-        found = parted(direction_D)
+        found = unflat(direction_D, grads)
         # The iterates of a gradient that is not finite are those of the last minibatch.
         if bool(direction_D.isfinite().all()) and bool(g_D.sum().isfinite()):
             for name, value in found.items():
-                self.statistics[name], self.weights[name] = {"direction": value.clone()}, 1.0
+                self.statistics.put(name, {"direction": value.clone()})
         else:
             self.note_skipped()
         return found
-
-    def _start(self, names: list[str]) -> Tensor | None:
-        if not self.options.ema_decay or any(name not in self.statistics for name in names):
-            return None
-        last_D = torch.cat([self.statistics[name]["direction"].flatten() for name in names])
-        return last_D.mul_(self.options.ema_decay)
 
     def invert(self, name: str, known: State) -> State:
         return {}

@@ -12,48 +12,26 @@ Letters: N samples, T positions, X rows, O outputs, I inputs (with the 1 of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.forms.kronecker import add_gram, output_rows
 from ngsgd.curvature.forms.memory import apart, give_back
-from ngsgd.errors import ConfigError
 from ngsgd.ops import gemm
-from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, woodbury_rows
-from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, shared_damping, split_damping, woodbury_rows
 from ngsgd.preconditioners.factored_grad import FactoredGrad
-from ngsgd.preconditioners.fisher_recorder import Rows
-from ngsgd.preconditioners.options import FisherOptions
+from ngsgd.preconditioners.fisher_method import FisherMethod
+from ngsgd.preconditioners.fisher_recorder import FisherSample, Rows
+from ngsgd.preconditioners.options import own_options
 from ngsgd.preconditioners.states import GROUPS, Layout, State
 
 # Factor that belongs to the rows of a side.
 _FACTOR = {"a": "A", "e": "B"}
-# Per dimension; below it a factor is zero, and pi is undefined.
-_MIN_TRACE = 1e-20
 
 
-@dataclass(frozen=True)
-class KroneckerOptions(FisherOptions):
-    """Options of the methods with Kronecker factors."""
-
-    # Randomly chosen rows per minibatch for the factors of K-FAC; 0: all.
-    max_rows: int = 0
-    # Positions of a sample: "expand" for frames with separate targets, "reduce" for one target.
-    sharing: str = "expand"
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.sharing not in ("expand", "reduce"):
-            found.append(f"sharing is {self.sharing!r}; choose expand, reduce.")
-        if self.max_rows < 0:
-            found.append(f"max_rows is {self.max_rows}; it must be at least 0, where 0 is all.")
-        return found
-
-
-class KFAC(Preconditioner):
+class KFAC(FisherMethod):
     """K-FAC; with `fisher="exact"` the factors are those that BackPACK calls KFLR.
 
     P g equals (F + damping I)^-1 g, up to the factored damping, if B or A is constant over samples.
@@ -78,20 +56,23 @@ class KFAC(Preconditioner):
         >>> preconditioner.step()
     """
 
-    Options = KroneckerOptions
-    looks_at_held = True
-    splits_work = True
-    passes_on = True
+    max_rows: int = 0
+    sharing: str = "expand"
+
+    traits = TRAITS["kfac"]
+
+    def problems(self) -> list[str]:
+        return [*super().problems(), *self.choice("sharing", "expand", "reduce"), *self.at_least("max_rows", 0, ", where 0 is all")]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        O, I, _ = self._sides(name)  # noqa: E741
+        O, I, _ = self.blocks.sides(name)  # noqa: E741
         return {"statistics.A": (I, I), "statistics.B": (O, O), "inverse.A": (I, I), "inverse.B": (O, O)}
 
-    def update_curvature(self, seen: Any) -> None:
+    def update_curvature(self, seen: FisherSample) -> None:
         # Return memory that the backward pass has freed before the factors are allocated.
         give_back()
         super().update_curvature(seen)
-        if self.options.fisher != "empirical":
+        if self.fisher != "empirical":
             # Only these derivative rows are separate from those of the gradient.
             give_back()
 
@@ -112,15 +93,15 @@ class KFAC(Preconditioner):
         """Return (input rows, derivative rows, factor of their squares in B), of all or the chosen
         rows.
         """
-        a_NTI, e_VNTO = rows.shared(self.options.sharing)
-        a_XI, num_rows = a_NTI.flatten(0, 1), self.options.max_rows
+        a_NTI, e_VNTO = rows.shared(self.sharing)
+        a_XI, num_rows = a_NTI.flatten(0, 1), self.max_rows
         if not 0 < num_rows < len(a_XI):
             return a_XI, output_rows(e_VNTO, "expand"), 1.0 / rows.num_rows
         chosen = torch.randperm(len(a_XI), generator=self.generator, device=a_XI.device)[:num_rows]
         return a_XI[chosen], e_VNTO.flatten(1, 2)[:, chosen].flatten(0, 1), len(a_XI) / num_rows / rows.num_rows
 
     def update_statistics(self, name: str, rows: Rows) -> None:
-        known, is_passed_on = self.statistics.get(name), self._is_passed_on(name)
+        known, is_passed_on = self.statistics.get(name), self.is_passed_on(name)
         if type(self).measure is not KFAC.measure or (known is None and not is_passed_on):
             super().update_statistics(name, rows)
             return
@@ -130,38 +111,22 @@ class KFAC(Preconditioner):
             self.note_skipped()
             return
         if is_passed_on:
-            self._pass_on(name, self._products(a_XI, e_XO, of_e, self.inverses.get(name, {})))
+            self.pass_on(name, self._products(a_XI, e_XO, of_e, self.inverses.get(name, {})))
             return
         assert known is not None
         # Add products directly to the averages, to avoid a second copy of the factors.
         decay = self.option(name, "ema_decay")
         for key, x_XD, scale in (("A", a_XI, 1.0 / len(a_XI)), ("B", e_XO, of_e)):
             add_gram(x_XD, known[key], keep=decay, scale=(1.0 - decay) * scale)
-        self.weights[name] = decay * self.weights[name] + 1.0 - decay
+        self.statistics.decayed(name, decay)
 
     def invert(self, name: str, known: State) -> State:
         of_B, of_A = shared_damping(known["B"], known["A"], self.option(name, "damping"))
-        return {"A": damped_inverse(known["A"], of_A, overwrite=self._overwrites),
-                "B": damped_inverse(known["B"], of_B, overwrite=self._overwrites)}
+        return {"A": damped_inverse(known["A"], of_A, overwrite=self.overwrites),
+                "B": damped_inverse(known["B"], of_B, overwrite=self.overwrites)}
 
     def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
         return (inverse["B"], inverse["A"]) if "A" in inverse else None
-
-    def apply_rows(self, name: str, a_XI: Tensor, e_XO: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (A^-1 a, B^-1 e), whose product e^T a is P g.
-
-        Costs 2 N d^2 instead of 2 d^3 operations per side. Use it in a custom loop whose minibatch
-        has fewer rows than a layer has inputs or outputs.
-        """
-        inverse = self.inverses[name]
-        return gemm.mm(a_XI, inverse["A"]), gemm.mm(e_XO, inverse["B"])
-
-
-@dataclass(frozen=True)
-class SKFACOptions(KroneckerOptions):
-    """Options of SKFAC, which has no moving average."""
-
-    ema_decay: float = 0.0
 
 
 class SKFAC(KFAC):
@@ -185,19 +150,18 @@ class SKFAC(KFAC):
         >>> preconditioner.step()
     """
 
-    Options = SKFACOptions
-    has_mean = False
-    splits_work = False
-    passes_on = False
+    ema_decay: float = 0.0
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **options)
-        if self.options.ema_decay or any("ema_decay" in own for own in (self.options.layer_options or {}).values()):
-            raise ConfigError("SKFAC: ema_decay must be 0, because SKFAC stores the rows of one "
-                              "minibatch instead of factors; choose KFAC.")
+    traits = TRAITS["skfac"]
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.ema_decay or "ema_decay" in own_options(self.layer_options):
+            found.append("ema_decay must be 0, because SKFAC stores the rows of one minibatch instead of factors; choose KFAC.")
+        return found
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        O, I, _ = self._sides(name)  # noqa: E741
+        O, I, _ = self.blocks.sides(name)  # noqa: E741
         found: dict[str, tuple[int | str, ...]] = {}
         for side, size in (("a", I), ("e", O)):
             for group in GROUPS:
@@ -211,7 +175,7 @@ class SKFAC(KFAC):
         return found
 
     def measure(self, name: str, rows: Rows) -> State:
-        a_NTI, e_VNTO = rows.shared(self.options.sharing)
+        a_NTI, e_VNTO = rows.shared(self.sharing)
         a_XI, e_XO = a_NTI.flatten(0, 1), e_VNTO.flatten(0, 2)
         return {**self._smaller("a", a_XI / len(a_XI) ** 0.5), **self._smaller("e", e_XO / rows.num_rows**0.5)}
 
@@ -223,7 +187,7 @@ class SKFAC(KFAC):
         return {side: x_XD} if len(x_XD) <= x_XD.shape[1] else {_FACTOR[side]: gemm.mm(x_XD.T, x_XD)}
 
     def invert(self, name: str, known: State) -> State:
-        of_B, of_A = _shared(_mean_square(known, "a"), _mean_square(known, "e"), self.option(name, "damping"))
+        of_B, of_A = split_damping(_mean_square(known, "a"), _mean_square(known, "e"), self.option(name, "damping"))
         found: State = {}
         for side, damping in (("a", of_A), ("e", of_B)):
             if side in known:
@@ -242,16 +206,12 @@ class SKFAC(KFAC):
 
     def direction_of_rows(self, name: str, inverse: State, rows: FactoredGrad) -> tuple[Tensor, Tensor | None]:
         a_XI = torch.cat([rows.a_XI, rows.a_XI.new_ones(len(rows.a_XI), 1)], dim=1) if rows.has_bias else rows.a_XI
-        a_XI, e_XO = self.apply_rows(name, a_XI, rows.e_XO)
+        a_XI, e_XO = self._solved(inverse, "a", a_XI), self._solved(inverse, "e", rows.e_XO)
         weight = gemm.mm(e_XO.T, a_XI[:, :-1] if rows.has_bias else a_XI)
         return weight, e_XO.T @ a_XI[:, -1] if rows.has_bias else None
 
     def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
         return self._solved(inverse, "a", self._solved(inverse, "e", g_OI.T).T)
-
-    def apply_rows(self, name: str, a_XI: Tensor, e_XO: Tensor) -> tuple[Tensor, Tensor]:
-        inverse = self.inverses[name]
-        return self._solved(inverse, "a", a_XI), self._solved(inverse, "e", e_XO)
 
     @staticmethod
     def _solved(inverse: State, side: str, x_XD: Tensor) -> Tensor:
@@ -280,18 +240,17 @@ class EKFAC(KFAC):
         >>> preconditioner.step()
     """
 
-    # Each rank would have the moments of its rows only.
-    splits_work = False
-    # The factors alone do not determine the inverse.
-    passes_on = False
+    # Each rank would have the moments of its rows only, and the factors alone do not determine the
+    # inverse.
+    traits = TRAITS["ekfac"]
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **options)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # rows of this step, for moments in a basis that is computed later
         self._rows: dict[str, Rows] = {}
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        O, I, _ = self._sides(name)  # noqa: E741
+        O, I, _ = self.blocks.sides(name)  # noqa: E741
         return {"statistics.A": (I, I), "statistics.B": (O, O), "inverse.U_A": (I, I), "inverse.U_B": (O, O), "inverse.S": (O, I),
                 "inverse.weight*": ()}
 
@@ -299,7 +258,7 @@ class EKFAC(KFAC):
         self._rows[name] = rows
         return super().measure(name, rows)
 
-    def update_curvature(self, seen: Any) -> None:
+    def update_curvature(self, seen: FisherSample) -> None:
         super().update_curvature(seen)
         for name, rows in self._rows.items():
             inverse = self.inverses.get(name)
@@ -336,26 +295,14 @@ class EKFAC(KFAC):
         rotated_OI = gemm.mm(gemm.mm(U_B.T, g_OI), U_A) / damped_OI
         return gemm.mm(gemm.mm(U_B, rotated_OI), U_A.T)
 
-    def apply_rows(self, name: str, a_XI: Tensor, e_XO: Tensor) -> tuple[Tensor, Tensor]:
-        """Raise NotImplementedError.
-
-        The moments lie between the two factors, so rows are not separable.
-        """
-        raise NotImplementedError("EKFAC cannot precondition rows; apply it to the gradient.")
-
     def _moments(self, rows: Rows, basis: State) -> Tensor:
         """Return 1/R times the sum of squared gradients in the basis, O x I, of frames or samples.
         """
         a_NTI, e_VNTO = gemm.linear(rows.a_NTI, basis["U_A"].T, None), gemm.linear(rows.e_VNTO, basis["U_B"].T, None)
-        if self.options.sharing == "expand" or a_NTI.shape[1] == 1:
+        if self.sharing == "expand" or a_NTI.shape[1] == 1:
             e2_XO = e_VNTO.square().sum(dim=0).flatten(0, 1)
             return gemm.mm(e2_XO.T, a_NTI.flatten(0, 1).square()) / rows.num_rows
         return Rows(rows.weight, rows.bias, a_NTI, e_VNTO, rows.num_rows).individual().square().sum(dim=0) / rows.num_rows
-
-
-def shared_damping(B_OO: Tensor, A_II: Tensor, total: float) -> tuple[float, float]:
-    """Return (damping of B, damping of A); their product is the total."""
-    return _shared(float(A_II.trace()) / len(A_II), float(B_OO.trace()) / len(B_OO), total)
 
 
 def _mean_square(known: State, side: str) -> float:
@@ -363,8 +310,3 @@ def _mean_square(known: State, side: str) -> float:
     if side in known:
         return float(known[side].square().sum()) / known[side].shape[1]
     return float(known[_FACTOR[side]].trace()) / len(known[_FACTOR[side]])
-
-
-def _shared(of_A: float, of_B: float, total: float) -> tuple[float, float]:
-    pi = (of_A / of_B) ** 0.5 if min(of_A, of_B) > _MIN_TRACE else 1.0
-    return total**0.5 / pi, total**0.5 * pi

@@ -17,47 +17,23 @@ Letters: O outputs, I inputs (with the 1 of the bias), D elements.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.forms.kronecker import add_gram
 from ngsgd.curvature.forms.memory import apart, empty, give_back
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import less_upper_product, upper_gram
+from ngsgd.preconditioners.blocks import flat, unflat
 from ngsgd.preconditioners.methods.fisher import require_small
 from ngsgd.preconditioners.methods.second_derivatives import SecondOrderMethod
-from ngsgd.preconditioners.options import Options
 from ngsgd.preconditioners.states import GROUPS, Layout, State
 
-FORMS = ("kronecker", "full")
 # Key of the factor of the complete model, under its first parameter.
 _ALL = "all"
-
-
-@dataclass(frozen=True)
-class PSGDOptions(Options):
-    """Options of PSGD."""
-
-    # Form of Q: "kronecker" per layer, or "full", one matrix for models of up to 20 000 parameters.
-    form: str = "kronecker"
-    # mu, in (0, 1): relative step size of Q; smaller values are less noisy.
-    factor_lr: float = 0.1
-    # Steps of factor_lr update Q, without a moving average.
-    ema_decay: float = 0.0
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.form not in FORMS:
-            found.append(f"form is {self.form!r}; choose {', '.join(FORMS)}.")
-        if not 0.0 < self.factor_lr < 1.0:
-            found.append(f"factor_lr is {self.factor_lr}; it must be above 0 and below 1.")
-        if self.ema_decay:
-            found.append("ema_decay has no effect here: Q is updated by steps of factor_lr; remove "
-                         "it.")
-        return found
 
 
 class PSGD(SecondOrderMethod):
@@ -81,18 +57,30 @@ class PSGD(SecondOrderMethod):
         >>> preconditioner.step()
     """
 
-    Options = PSGDOptions
+    ema_decay: float = 0.0
+    form: str = "kronecker"
+    factor_lr: float = 0.1
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **options)
-        self.is_joint = self.options.form == "full"
+    traits = TRAITS["psgd"]
+
+    @property
+    def is_joint(self) -> bool:
+        return self.form == "full"
+
+    def problems(self) -> list[str]:
+        found = [*super().problems(), *self.choice("form", "kronecker", "full")]
+        if not 0.0 < self.factor_lr < 1.0:
+            found.append(f"factor_lr is {self.factor_lr}; it must be above 0 and below 1.")
+        if self.ema_decay:
+            found.append("ema_decay has no effect here: Q is updated by steps of factor_lr; remove it.")
+        return found
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        if self.options.form == "full":
+        if self.is_joint:
             return dict.fromkeys(("statistics.all", "inverse.all"), ("d", "d"))
-        if name not in self._bias_of:
-            return dict.fromkeys(("statistics.q", "inverse.P"), self._shape(name))
-        O, I, _ = self._sides(name)  # noqa: E741
+        if name not in self.blocks.bias_of:
+            return dict.fromkeys(("statistics.q", "inverse.P"), self.blocks.shape(name))
+        O, I, _ = self.blocks.sides(name)  # noqa: E741
         return {f"{group}.{key}": (size, size) for group in GROUPS for key, size in (("Ql", O), ("Qr", I))}
 
     def update_curvature(self, seen: Any) -> None:
@@ -100,41 +88,43 @@ class PSGD(SecondOrderMethod):
         give_back()
         v = self.drawn(seen)
         h = self.product("hessian", v, is_last=True)
-        self._forget_minibatch()
+        self.forget_minibatch()
         give_back()
         for name, value in h.items():
             value.add_(v[name], alpha=self.option(name, "damping"))
         if not all(bool(value.isfinite().all()) for value in h.values()):
             self.note_skipped()
-        elif self.options.form == "full":
+        elif self.is_joint:
             self._fit_full(v, h)
         else:
             self._fit_layers(v, h)
 
+    def drawn(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return normal random numbers in the shapes of the gradients."""
+        # Sorted by name, because a restart may change the order.
+        return {name: torch.randn(g.shape, generator=self.generator, dtype=g.dtype, device=g.device)
+                for name, g in sorted(grads.items())}
+
     def _fit_layers(self, v: dict[str, Tensor], h: dict[str, Tensor]) -> None:
         """Fit layer by layer, and free the pairs."""
-        biases = {bias for weight, bias in self._bias_of.items() if weight in v}
-        for name in [name for name in v if name in self._bias_of or name not in biases]:
-            fit = self._kronecker if name in self._bias_of else self._diagonal
-            dX, dG = self._joined_one(name, v), self._joined_one(name, h)
-            for each in self._block(name):
+        for name in self.blocks.weights_of(v.keys()):
+            fit = self._kronecker if name in self.blocks.bias_of else self._diagonal
+            dX, dG = self.blocks.joined_one(name, v), self.blocks.joined_one(name, h)
+            for each in self.blocks.names(name):
                 v.pop(each, None)
                 h.pop(each, None)
-            self._keep(name, fit(self.statistics.get(name), dX, dG))
-
-    def _keep(self, name: str, factors: State) -> None:
-        self.statistics[name], self.weights[name] = factors, 1.0
+            self.statistics.put(name, fit(self.statistics.get(name), dX, dG))
 
     def _fit_full(self, v: Mapping[str, Tensor], h: Mapping[str, Tensor]) -> None:
-        flat_v, flat_h = (torch.cat([part.flatten() for _, part in sorted(each.items())]) for each in (v, h))
+        flat_v, flat_h = flat(v), flat(h)
         require_small("the model", len(flat_v))
-        self._cover(sorted(v))
+        self.cover(sorted(v))
         known = self.statistics.get(min(v))
         Q_DD = _identity(flat_v, len(flat_v), _first_scale(flat_v, flat_h) ** 0.5) if known is None else known[_ALL]
         a_D = Q_DD @ flat_h
         b_D = torch.linalg.solve_triangular(Q_DD.T, flat_v[:, None], upper=False)[:, 0]
         self._move(Q_DD, torch.outer(a_D, a_D).addr_(b_D, b_D, alpha=-1))
-        self._keep(min(v), {_ALL: Q_DD})
+        self.statistics.put(min(v), {_ALL: Q_DD})
 
     def _kronecker(self, known: State | None, dX_OI: Tensor, dG_OI: Tensor) -> State:
         if known is None:
@@ -154,12 +144,12 @@ class PSGD(SecondOrderMethod):
     def _diagonal(self, known: State | None, v: Tensor, h: Tensor) -> State:
         q = torch.ones_like(v) * _first_scale(v, h) ** 0.5 if known is None else known["q"]
         t = (q * h).square() - (v / q).square()
-        return {"q": q - self.options.factor_lr / _largest(t) * t * q}
+        return {"q": q - self.factor_lr / _largest(t) * t * q}
 
     def _move(self, Q_DD: Tensor, t_DD: Tensor) -> None:
         """Take a step of Q in place; overwrites t."""
         t_DD.triu_()
-        less_upper_product(Q_DD, t_DD.mul_(self.options.factor_lr / _largest(t_DD)))
+        less_upper_product(Q_DD, t_DD.mul_(self.factor_lr / _largest(t_DD)))
 
     def invert(self, name: str, known: State) -> State:
         if "q" in known:
@@ -175,13 +165,10 @@ class PSGD(SecondOrderMethod):
         return direction
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if self.options.form == "kronecker" or not self.inverses:
+        if not self.is_joint or not self.inverses:
             return super().apply(grads)
-        self._require_covered(grads)
-        ordered = sorted(grads.items())
-        Pg_D: Tensor = next(iter(self.inverses.values()))[_ALL] @ torch.cat([g.flatten() for _, g in ordered])
-        parts = Pg_D.split([g.numel() for _, g in ordered])
-        return {name: part.view_as(g) for (name, g), part in zip(ordered, parts, strict=True)}
+        self.require_covered(grads)
+        return unflat(next(iter(self.inverses.values()))[_ALL] @ flat(grads), grads)
 
 
 def _difference(a_XD: Tensor, b_XD: Tensor) -> Tensor:

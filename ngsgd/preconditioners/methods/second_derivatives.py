@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ngsgd.curvature.layers import upcast
 from ngsgd.curvature.products.block import expanded
@@ -30,22 +30,22 @@ class SecondOrderMethod(Preconditioner):
     differentiate twice is supported; a custom loss counts as a mean.
     """
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.minibatch: FullModelProducts | None = None
         # Whether `product` is called with "ggn".
-        self._is_gauss_newton = False
+        self.is_gauss_newton = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "minibatch": None}
 
     @contextlib.contextmanager
-    def _watching(self, num_rows: int | None) -> Iterator[None]:
+    def watching(self, num_rows: int | None) -> Iterator[None]:
         if not self.is_due("curvature"):
             yield
             return
         # Several passes before a step are one minibatch.
-        self.minibatch = self.minibatch or FullModelProducts(self.model, gauss_newton=self._is_gauss_newton)
+        self.minibatch = self.minibatch or FullModelProducts(self.model, gauss_newton=self.is_gauss_newton)
         with self.minibatch, twice_differentiable():
             yield
 
@@ -55,14 +55,11 @@ class SecondOrderMethod(Preconditioner):
         else:
             with naming_missing(type(self).__name__):
                 self.minibatch.differentiate(loss)
-            self._refuse_sparse()
-
-    def _refuse_sparse(self) -> None:
-        """Raise ConfigError for sparse gradients, which torch does not differentiate again."""
-        if names := [name for name, p in self.model.named_parameters()
-                     if p.grad is not None and p.grad.layout is not torch.strided and name not in self._skipped]:
-            raise ConfigError(f"{type(self).__name__} needs second derivatives, and the gradient of {names[0]} is sparse, as by "
-                              f"nn.Embedding(sparse=True): use sparse=False, or skip=({names[0]!r},).")
+            # Torch does not differentiate sparse gradients again.
+            if names := [name for name, p in self.model.named_parameters()
+                         if p.grad is not None and p.grad.layout is not torch.strided and name not in self.skipped]:
+                raise ConfigError(f"{type(self).__name__} needs second derivatives, and the gradient of {names[0]} is "
+                                  f"sparse, as by nn.Embedding(sparse=True): use sparse=False, or skip=({names[0]!r},).")
 
     def step(self, lr: float | None = None) -> None:
         """Replace `.grad` of every parameter by the preconditioned gradient.
@@ -75,15 +72,15 @@ class SecondOrderMethod(Preconditioner):
             with naming_missing(type(self).__name__), expanded(self.model), twice_differentiable():
                 super().step(lr)
         finally:
-            self._forget_minibatch()
+            self.forget_minibatch()
 
-    def _forget_minibatch(self) -> None:
+    def forget_minibatch(self) -> None:
         """Free the graph, which is large; no further products of this minibatch are possible."""
         if self.minibatch is not None:
             self.minibatch.forget()
         self.minibatch = None
 
-    def _look(self, grads: Gradients) -> bool:
+    def observe(self, grads: Gradients) -> bool:
         if self.minibatch is None or not self.minibatch.is_differentiated:
             raise ConfigError(f"{type(self).__name__} has no minibatch to differentiate twice; "
                               "compute the loss with preconditioner.evaluate(closure), or inside "
@@ -91,20 +88,11 @@ class SecondOrderMethod(Preconditioner):
         self.update_curvature(grads)
         return True
 
-    def product(self, kind: str, vectors: Gradients, **options: Any) -> dict[str, Tensor]:
+    def product(self, kind: str, vectors: Gradients, *, is_last: bool = False) -> dict[str, Tensor]:
         """Return the "hessian" or "ggn" of the minibatch times vectors, in at least float32."""
         assert self.minibatch is not None
         parameters = self.minibatch.parameters
-        own = {name: self.oriented(name, v.to(parameters[name].dtype))
+        own = {name: self.blocks.oriented(name, v.to(parameters[name].dtype))
                for name, v in vectors.items()}
-        found = getattr(self.minibatch, kind)(own, **options)
-        return {name: self.oriented(name, upcast(value)) for name, value in found.items()}
-
-    def drawn(self, grads: Gradients, *, signs: bool = False) -> dict[str, Tensor]:
-        """Return normal random numbers, or random signs, in the shapes of the gradients."""
-        found = {}
-        # Sorted by name, because a restart may change the order.
-        for name, g in sorted(grads.items()):
-            v = torch.randn(g.shape, generator=self.generator, dtype=g.dtype, device=g.device)
-            found[name] = torch.where(v < 0.0, -1.0, 1.0).to(g.dtype) if signs else v
-        return found
+        found = self.minibatch.ggn(own) if kind == "ggn" else self.minibatch.hessian(own, is_last=is_last)
+        return {name: self.blocks.oriented(name, upcast(value)) for name, value in found.items()}

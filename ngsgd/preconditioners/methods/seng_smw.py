@@ -18,47 +18,21 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ngsgd.config.traits import TRAITS
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import damped_cholesky
-from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.factored_grad import FactoredGrad, products_of
+from ngsgd.preconditioners.fisher_method import FisherMethod
 from ngsgd.preconditioners.fisher_recorder import FisherSample, Rows
-from ngsgd.preconditioners.options import FisherOptions
+from ngsgd.preconditioners.options import own_options
 from ngsgd.preconditioners.states import Layout, State
 
 
-@dataclass(frozen=True)
-class GramOptions(FisherOptions):
-    """Options of methods that store the rows of one minibatch and no moving average."""
-
-    ema_decay: float = 0.0
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.ema_decay or any("ema_decay" in own for own in (self.layer_options or {}).values()):
-            found.append("ema_decay must be 0: rows of different minibatches cannot be averaged.")
-        return found
-
-
-@dataclass(frozen=True)
-class SENGOptions(GramOptions):
-    """Options of SENG."""
-
-    # Sampled coordinates of inputs and of outputs for the Gram matrix; 0: all.
-    sketch: int = 0
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        return found if self.sketch >= 0 else [*found, f"sketch is {self.sketch}; it must be at least 0, where 0 is all."]
-
-
-class _FromRows(Preconditioner):
+class _FromRows(FisherMethod):
     """Base class of SENG and SMWNG.
 
     P g from stored rows, without a separate product for g = e^T a.
@@ -67,37 +41,41 @@ class _FromRows(Preconditioner):
     with the Gram matrix K, and P g = (1/d) sum_n (1 - s b_n) e_n a_n^T is one product.
     """
 
-    looks_at_held = True
-    has_mean = False
+    ema_decay: float = 0.0
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.ema_decay or "ema_decay" in own_options(self.layer_options):
+            found.append("ema_decay must be 0: rows of different minibatches cannot be averaged.")
+        return found
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # s, if the gradient consists of the rows of this curvature update; 0 at other steps.
         self._scale = 0.0
         self._gradients: dict[str, FactoredGrad] = {}   # factored gradients of this step
 
     def _row_shapes(self, name: str, entry: Mapping[str, Tensor], group: str, *others: str) -> dict[str, tuple[int | str, ...]]:
         """Return the shapes of rows of a minibatch, and of their products."""
-        O, I, _ = self._sides(name)  # noqa: E741
+        O, I, _ = self.blocks.sides(name)  # noqa: E741
         e_VNTO = entry.get(f"{group}.e")
         size = "x" if e_VNTO is None else math.prod(e_VNTO.shape[:2])
         return {f"{group}.a": ("n", "t", I), f"{group}.e": ("v", "n", "t", O),
                 **{f"{group}.{key}": (size,) if key == "sums?" else (size, size) for key in others}}
 
     @contextlib.contextmanager
-    def _watching(self, num_rows: int | None) -> Iterator[None]:
+    def watching(self, num_rows: int | None) -> Iterator[None]:
         # If every step updates curvature and inverse, free the last rows before the passes of this
         # minibatch. Otherwise keep them in case this minibatch is not finite.
-        if all(self.is_due(what) and self._last[what] == self.num_steps - 1 for what in ("curvature", "inverse")):
+        if all(self.is_due(what) and self.last[what] == self.num_steps - 1 for what in ("curvature", "inverse")):
             for kept_so_far in (self.statistics, self.inverses):
                 for name in [name for name, known in kept_so_far.items() if "e" in known]:
                     del kept_so_far[name]
-        with super()._watching(num_rows):
+        with super().watching(num_rows):
             yield
 
-    def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
-        assert isinstance(seen, FisherSample)
-        if self.options.fisher == "empirical" and self.is_due("inverse"):
+    def update_curvature(self, seen: FisherSample) -> None:
+        if self.fisher == "empirical" and self.is_due("inverse"):
             self._scale = seen.scale / max(seen.num_rows, 1) ** 0.5
         super().update_curvature(seen)
 
@@ -109,24 +87,17 @@ class _FromRows(Preconditioner):
             self.inverses.pop(name, None)
         elif last is not None:
             self.statistics.setdefault(name, last)
-        self._hold_once(name)
-
-    def _hold_once(self, name: str) -> None:
-        """Store rows shared by the gradient and U once, unless the gradient norm is needed."""
-        known, rows = self.statistics.get(name, {}), self._gradients.get(name)
-        if rows is not None and self.options.graft == "none" and self.are_own(known, rows):
-            self._gradients[name] = FactoredGrad(known["a"][:, 0, :rows.a_XI.shape[1]],
-                                                 known["e"][0, :, 0], rows.has_bias)
+        known, held = self.statistics.get(name, {}), self._gradients.get(name)
+        # Store rows shared by the gradient and U once, unless the gradient norm is needed.
+        if held is not None and self.graft == "none" and self.are_own(known, held):
+            self._gradients[name] = FactoredGrad(known["a"][:, 0, :held.a_XI.shape[1]], known["e"][0, :, 0], held.has_bias)
 
     def _held_scale(self, inverse: State, rows: FactoredGrad) -> float:
-        """Return the ratio of the stored rows to those of the gradient.
-
-        S if they are stored once.
-        """
+        """Return the ratio of the stored rows to those of the gradient; s if stored once."""
         return self._scale if rows.e_XO.data_ptr() == inverse["e"].data_ptr() else 1.0
 
-    def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, FactoredGrad]:
-        self._gradients = super()._held_alone(parameters)
+    def held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, FactoredGrad]:
+        self._gradients = super().held_alone(parameters)
         return self._gradients
 
     def _step(self, lr: float | None) -> None:
@@ -191,7 +162,12 @@ class SENG(_FromRows):
         >>> preconditioner.step()
     """
 
-    Options = SENGOptions
+    sketch: int = 0
+
+    traits = TRAITS["seng"]
+
+    def problems(self) -> list[str]:
+        return [*super().problems(), *self.at_least("sketch", 0, ", where 0 is all")]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         return {**self._row_shapes(name, entry, "statistics", "gram", "sums?"), **self._row_shapes(name, entry, "inverse", "root*")}
@@ -201,15 +177,13 @@ class SENG(_FromRows):
         gram_XX = gram(self._sketched(a_NTI), self._sketched(e_VNTO))
         found = {"a": a_NTI, "e": e_VNTO, "gram": gram_XX}
         # U g uses the matrix without a sketch.
-        if self._scale and self._is_sketched(rows) and self.can_hold(name, found):
+        is_sketched = 0 < self.sketch < max(rows.a_NTI.shape[-1], rows.e_VNTO.shape[-1])
+        if self._scale and is_sketched and self.can_hold(name, found):
             found["sums"] = gram(a_NTI, e_VNTO).sum(dim=1)
         return found
 
-    def _is_sketched(self, rows: Rows) -> bool:
-        return bool(0 < self.options.sketch < max(rows.a_NTI.shape[-1], rows.e_VNTO.shape[-1]))
-
     def _sketched(self, x: Tensor) -> Tensor:
-        d, q = x.shape[-1], self.options.sketch
+        d, q = x.shape[-1], self.sketch
         if not 0 < q < d:
             return x
         chosen = torch.randperm(d, generator=self.generator, device=x.device)[:q]
@@ -256,21 +230,24 @@ class SMWNG(_FromRows):
         >>> preconditioner.step()
     """
 
-    Options = GramOptions
-    is_joint = True
+    traits = TRAITS["smw"]
+
+    @property
+    def is_joint(self) -> bool:
+        return True
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
         return {**self._row_shapes(name, entry, "statistics"), **self._row_shapes(name, entry, "inverse", "root?*")}
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # K 1 of the last curvature update
         self._sums: Tensor | None = None
 
     def measure(self, name: str, rows: Rows) -> State:
         return {"a": rows.a_NTI, "e": rows.e_VNTO / rows.num_rows**0.5}
 
-    def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
+    def update_curvature(self, seen: FisherSample) -> None:
         # The layers of one minibatch belong together.
         self.statistics.clear()
         super().update_curvature(seen)
@@ -285,7 +262,7 @@ class SMWNG(_FromRows):
                 total_XX += gram(known["a"], known["e"])
             self._sums = total_XX.sum(dim=1)
             first = next(name for name, known in self.statistics.items() if "e" in known)
-            self.inverses[first]["root"] = damped_cholesky(total_XX, self.options.damping)
+            self.inverses[first]["root"] = damped_cholesky(total_XX, self.damping)
 
     def invert(self, name: str, known: State) -> State:
         return {"a": known["a"], "e": known["e"]}
@@ -293,15 +270,14 @@ class SMWNG(_FromRows):
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self.apply_all(grads, {})
 
-    def apply_all(self, grads: Mapping[str, Tensor], held: dict[str, FactoredGrad]) -> dict[str,
-                                                                                            Tensor]:
+    def apply_all(self, grads: Mapping[str, Tensor], held: dict[str, FactoredGrad]) -> dict[str, Tensor]:
         found = dict(grads)
-        joined = self._joined(grads)
+        joined = self.blocks.joined(grads)
         affine = {name: inverse for name, inverse in sorted(self.inverses.items())
                   if "e" in inverse and (name in joined or name in held)}
         for name, inverse in self.inverses.items():
             if "squares" in inverse and name in grads:
-                found[name] = grads[name] / (inverse["squares"].view_as(grads[name]) + self.option(name, "damping"))
+                found |= self.block_direction(name, inverse, grads)
         if not affine:
             return found
         # Its layer may have no gradient in this step.
@@ -309,11 +285,11 @@ class SMWNG(_FromRows):
         b_X = solved(root_XX, self._all_products(affine, joined, held))
         for name, inverse in affine.items():
             if name in held:
-                rows = held.pop(name) if self._overwrites else held[name]
-                found |= self.named(name, self.combined(inverse, rows, b_X, self.options.damping))
+                rows = held.pop(name) if self.overwrites else held[name]
+                found |= self.blocks.named(name, self.combined(inverse, rows, b_X, self.damping))
             else:
-                direction_OI = (joined[name] - combination(inverse["a"], inverse["e"], b_X)) / self.options.damping
-                found |= self._parted(name, direction_OI, grads)
+                direction_OI = (joined[name] - combination(inverse["a"], inverse["e"], b_X)) / self.damping
+                found |= self.blocks.parted(name, direction_OI, grads)
         return found
 
     def _all_products(self, affine: Mapping[str, State], joined: Mapping[str, Tensor],

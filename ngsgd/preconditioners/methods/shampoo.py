@@ -14,54 +14,65 @@ Letters: k dimensions of a block, D size of one of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ngsgd.config.traits import TRAITS
 from ngsgd.curvature.layers import upcast
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import eigh, inverse_root, inverse_root_newton
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.factored_grad import FactoredGrad
-from ngsgd.preconditioners.options import Options, momentum_problems
 from ngsgd.preconditioners.states import GROUPS, Layout, State
 
+# Rounding noise of a norm, in units of the last place.
+_ROUNDING = 8.0
 
-@dataclass(frozen=True)
-class BlockOptions(Options):
-    """Options of Shampoo and SOAP."""
 
-    # largest dimension of a factor
+class _BlockMethod(Preconditioner):
+    """Base of Shampoo and SOAP: a factor for each dimension of each block of a tensor."""
+
     block_size: int = 1024
 
     def problems(self) -> list[str]:
-        found = super().problems()
-        return found if self.block_size >= 1 else [*found, f"block_size is {self.block_size}; it must be at least 1."]
+        return [*super().problems(), *self.at_least("block_size", 1)]
+
+    def _factor_shapes(self, name: str) -> dict[str, tuple[int, int]]:
+        return {f"{index}.{k}": (length, length) for index, shape in enumerate(self._block_shapes(name))
+                for k, length in enumerate(shape)}
+
+    def _block_shapes(self, name: str) -> list[torch.Size]:
+        return [block.shape for block in self._parts(torch.empty(self.blocks.shape(name), device="meta"))]
+
+    def measure(self, name: str, g: Tensor) -> State:
+        factors = {}
+        for index, block in enumerate(self._parts(g)):
+            for k in range(block.ndim):
+                G_DX = block.movedim(k, 0).reshape(block.shape[k], -1)
+                factors[f"{index}.{k}"] = gemm.mm(G_DX, G_DX.T)
+        return factors
+
+    @staticmethod
+    def _rotated(block: Tensor, index: int, inverse: State, *, transpose: bool) -> Tensor:
+        """Multiply every dimension of the block by its matrix, or its transpose."""
+        if block.ndim == 2:
+            left_OO, right_II = (inverse[f"{index}.{k}"].T if transpose else inverse[f"{index}.{k}"] for k in range(2))
+            return gemm.mm(gemm.mm(left_OO, block), right_II.T)
+        for k in range(block.ndim):
+            block = torch.tensordot(inverse[f"{index}.{k}"], block, dims=([0 if transpose else 1], [k])).movedim(0, k)
+        return block
+
+    def _parts(self, g: Tensor) -> Iterator[Tensor]:
+        return self._views(_merged(g, self.block_size))
+
+    def _views(self, merged: Tensor) -> Iterator[Tensor]:
+        for corner in _corners(merged.shape, self.block_size):
+            yield merged[corner]
 
 
-@dataclass(frozen=True)
-class ShampooOptions(BlockOptions):
-    """Options of Shampoo."""
-
-    # relative to the largest eigenvalue of a factor
-    damping: float = 1e-6
-    # Accumulation of G G^T: "average" with ema_decay, or "sum" of all steps, as in the paper.
-    history: str = "average"
-    # "eigen", or "newton": GEMMs only, which is faster on GPUs.
-    root_method: str = "eigen"
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        found += [f"{name} is {value!r}; choose {', '.join(known)}." for name, value, known
-                  in (("history", self.history, ("average", "sum")), ("root_method", self.root_method, ("eigen", "newton")))
-                  if value not in known]
-        return found
-
-
-class Shampoo(Preconditioner):
+class Shampoo(_BlockMethod):
     """Shampoo; for a bias, a tensor of one dimension, this is full-matrix AdaGrad.
 
     Args:
@@ -84,44 +95,33 @@ class Shampoo(Preconditioner):
         >>> preconditioner.step()
     """
 
-    Options: ClassVar[type[BlockOptions]] = ShampooOptions
-    joins_bias = False   # tensors are separate blocks
-    splits_work = True
-    agrees_over_ranks = True
+    damping: float = 1e-6
+    history: str = "average"
+    root_method: str = "eigen"
 
-    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        return {f"{group}.{key}": shape for group in GROUPS for key, shape in self._factor_shapes(name).items()}
+    traits = TRAITS["shampoo"]
 
-    def _factor_shapes(self, name: str) -> dict[str, tuple[int, int]]:
-        return {f"{index}.{k}": (length, length) for index, shape in enumerate(self._block_shapes(name))
-                for k, length in enumerate(shape)}
+    def problems(self) -> list[str]:
+        return [*super().problems(), *self.choice("history", "average", "sum"), *self.choice("root_method", "eigen", "newton")]
 
-    def _block_shapes(self, name: str) -> list[torch.Size]:
-        return [block.shape for block in self._blocks(torch.empty(self._shape(name), device="meta"))]
-
-    def measure_gradient(self, name: str, g: Tensor) -> State:
-        factors = {}
-        for index, block in enumerate(self._blocks(g)):
-            for k in range(block.ndim):
-                G_DX = block.movedim(k, 0).reshape(block.shape[k], -1)
-                factors[f"{index}.{k}"] = gemm.mm(G_DX, G_DX.T)
-        return factors
-
-    def _average(self, name: str, new: State) -> None:
+    def average_in(self, name: str, new: State) -> None:
         # Zero gradients start no estimate: the root of their factors would be arbitrarily large.
         if name not in self.statistics and not any(bool(value.any()) for value in new.values()):
             return
-        if self.options.history == "average":
-            super()._average(name, new)
+        if self.history == "average":
+            super().average_in(name, new)
         elif all(bool(value.isfinite().all()) for value in new.values()):
-            self.weights[name] = 1.0
+            self.statistics.weights[name] = 1.0
             known = self.statistics.setdefault(name, {key: torch.zeros_like(value) for key, value in new.items()})
             torch._foreach_add_([known[key] for key in new], list(new.values()))
         else:
             self.note_skipped()
 
+    def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
+        return {f"{group}.{key}": shape for group in GROUPS for key, shape in self._factor_shapes(name).items()}
+
     def invert(self, name: str, known: State) -> State:
-        find = inverse_root if self.options.root_method == "eigen" else inverse_root_newton
+        find = inverse_root if self.root_method == "eigen" else inverse_root_newton
         order = 1 + max(int(key.rpartition(".")[2]) for key in known)
         # A block that had zero gradients only waits for the next update.
         # No value is read on the host.
@@ -131,14 +131,14 @@ class Shampoo(Preconditioner):
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name in [name for name in grads if name not in self.inverses]:
             # The first gradient of a tensor that is not zero, between two updates.
-            self._average(name, self.measure_gradient(name, grads[name]))
+            self.average_in(name, self.measure(name, grads[name]))
             if name in self.statistics:
-                self.inverses[name] = self._inverted(name, self.curvature(name))
+                self.inverses[name] = self.inverted(name, self.curvature(name))
         return super().apply(grads)
 
     def direction(self, name: str, inverse: State, g: Tensor) -> Tensor:
-        found = torch.empty_like(_merged(g, self.options.block_size))
-        for index, (block, out) in enumerate(zip(self._blocks(g), self._views(found), strict=True)):
+        found = torch.empty_like(_merged(g, self.block_size))
+        for index, (block, out) in enumerate(zip(self._parts(g), self._views(found), strict=True)):
             out.copy_(self._rotated(block, index, inverse, transpose=False))
         return found.view_as(g)
 
@@ -149,50 +149,14 @@ class Shampoo(Preconditioner):
     def direction_of_rows(self, name: str, inverse: State, rows: FactoredGrad) -> tuple[Tensor, Tensor | None]:
         shape = rows.e_XO.shape[1], rows.a_XI.shape[1]
         found = rows.e_XO.new_empty(shape)
-        corners = list(_corners(shape, self.options.block_size))
+        corners = list(_corners(shape, self.block_size))
         for index, ((outputs, inputs), out) in enumerate(zip(corners, self._views(found), strict=True)):
             part = FactoredGrad(rows.a_XI[:, inputs], rows.e_XO[:, outputs], has_bias=False)
             out.copy_(part.preconditioned(inverse[f"{index}.0"], inverse[f"{index}.1"])[0])
         return found, None
 
-    @staticmethod
-    def _rotated(block: Tensor, index: int, inverse: State, *, transpose: bool) -> Tensor:
-        """Multiply every dimension of the block by its matrix, or its transpose."""
-        if block.ndim == 2:
-            left_OO, right_II = (inverse[f"{index}.{k}"].T if transpose else inverse[f"{index}.{k}"] for k in range(2))
-            return gemm.mm(gemm.mm(left_OO, block), right_II.T)
-        for k in range(block.ndim):
-            block = torch.tensordot(inverse[f"{index}.{k}"], block, dims=([0 if transpose else 1], [k])).movedim(0, k)
-        return block
 
-    def _blocks(self, g: Tensor) -> Iterator[Tensor]:
-        return self._views(_merged(g, self.options.block_size))
-
-    def _views(self, merged: Tensor) -> Iterator[Tensor]:
-        for corner in _corners(merged.shape, self.options.block_size):
-            yield merged[corner]
-
-
-# Rounding noise of a norm, in units of the last place.
-_ROUNDING = 8.0
-
-
-@dataclass(frozen=True)
-class SOAPOptions(BlockOptions):
-    """Options of SOAP."""
-
-    # eps: added to sqrt(v), as in Adam
-    damping: float = 1e-8
-    # beta 2: decay of v and of the L_i
-    ema_decay: float = 0.95
-    # beta 1: decay of the gradient average, in [0, 1)
-    momentum: float = 0.95
-
-    def problems(self) -> list[str]:
-        return [*super().problems(), *momentum_problems(self.momentum)]
-
-
-class SOAP(Shampoo):
+class SOAP(_BlockMethod):
     """Adam in the eigenbasis of Shampoo's factors L_i; vectors use Adam in their coordinates.
 
     The first gradient of a tensor initializes the L_i, and its direction is 0. m and v are updated
@@ -220,31 +184,31 @@ class SOAP(Shampoo):
         >>> preconditioner.step()
     """
 
-    Options = SOAPOptions
-    applies_first = True
+    damping: float = 1e-8
+    momentum: float = 0.95
+
     # Rounding noise of float32 would count as a gradient in float64.
-    converts = False
+    traits = TRAITS["soap"]
+
+    def problems(self) -> list[str]:
+        return [*super().problems(), *self.decay("momentum")]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        factors = self._factor_shapes(name) if len(self._shape(name)) > 1 else {}
+        factors = self._factor_shapes(name) if len(self.blocks.shape(name)) > 1 else {}
         moments = {f"inverse.{index}.{key}": shape for index, shape in enumerate(self._block_shapes(name)) for key in ("m", "v")}
         return {**{f"{group}.{key}": shape for group in GROUPS for key, shape in factors.items()}, **moments,
                 "inverse.weight_m": (), "inverse.weight_v": ()}
 
-    def can_hold(self, name: str, inverse: State) -> bool:
-        # The moments lie between the bases.
-        return False
-
-    def measure_gradient(self, name: str, g: Tensor) -> State:
+    def measure(self, name: str, g: Tensor) -> State:
         # Square the first gradient in float64, for the digits that determine the first basis.
-        return super().measure_gradient(name, g if name in self.inverses else g.double()) if g.ndim > 1 else {}
+        return super().measure(name, g if name in self.inverses else g.double()) if g.ndim > 1 else {}
 
-    def _average(self, name: str, new: State) -> None:
+    def average_in(self, name: str, new: State) -> None:
         if new:
-            Preconditioner._average(self, name, new)
+            super().average_in(name, new)
         else:
             # A vector has no factors.
-            self.statistics[name], self.weights[name] = {}, 1.0
+            self.statistics.put(name, {})
 
     def refresh(self) -> None:
         begun = [name for name in self.statistics if name not in self.inverses]
@@ -259,8 +223,8 @@ class SOAP(Shampoo):
 
     def _begun(self, name: str, known: State) -> State:
         """Return the first basis and zero moments."""
-        p = self.oriented(name, upcast(dict(self.model.named_parameters())[name].detach()))
-        moments = {f"{index}.{key}": torch.zeros_like(block) for index, block in enumerate(self._blocks(p)) for key in ("m", "v")}
+        p = self.blocks.oriented(name, upcast(dict(self.model.named_parameters())[name].detach()))
+        moments = {f"{index}.{key}": torch.zeros_like(block) for index, block in enumerate(self._parts(p)) for key in ("m", "v")}
         return {**{key: _eigenvectors(L_DD, p.dtype) for key, L_DD in known.items()}, **moments,
                 "weight_m": p.new_zeros(()), "weight_v": p.new_zeros(())}
 
@@ -286,14 +250,14 @@ class SOAP(Shampoo):
         for name, g in grads.items():
             # Averaged over workers, whose bases have no mean.
             if name not in self.inverses and self.statistics.get(name):
-                self.inverses[name] = self._inverted(name, self.curvature(name))
+                self.inverses[name] = self.inverted(name, self.curvature(name))
             if name in self.inverses:
                 found[name] = self._adam(self.inverses[name], g, self.option(name, "ema_decay"), self.option(name, "damping"))
             else:
                 # Not zeros, so that a non-finite gradient stays non-finite.
                 found[name] = g * 0.0
                 # Update the curvature in this step, whatever the interval.
-                self._last = dict.fromkeys(self._last)
+                self.renew()
         return found
 
     def _adam(self, inverse: State, g: Tensor, beta_2: float, damping: float) -> Tensor:
@@ -303,11 +267,11 @@ class SOAP(Shampoo):
         """
         # Then the squares of all coordinates are finite, too.
         is_finite = torch.linalg.vector_norm(g).isfinite()
-        share_m, share_v = is_finite * g.new_full((), 1.0 - self.options.momentum), is_finite * g.new_full((), 1.0 - beta_2)
+        share_m, share_v = is_finite * g.new_full((), 1.0 - self.momentum), is_finite * g.new_full((), 1.0 - beta_2)
         for key, share in (("weight_m", share_m), ("weight_v", share_v)):
             inverse[key].lerp_(torch.ones_like(share), share)
-        found = torch.empty_like(_merged(g, self.options.block_size))
-        for index, (block, out) in enumerate(zip(self._blocks(torch.where(is_finite, g, 0.0)), self._views(found), strict=True)):
+        found = torch.empty_like(_merged(g, self.block_size))
+        for index, (block, out) in enumerate(zip(self._parts(torch.where(is_finite, g, 0.0)), self._views(found), strict=True)):
             own, m, v = self._rotated(block, index, inverse, transpose=True), inverse[f"{index}.m"], inverse[f"{index}.v"]
             m.lerp_(own, share_m)
             v.lerp_(own.square(), share_v)
@@ -319,7 +283,7 @@ class SOAP(Shampoo):
 
     @staticmethod
     def _rotated(block: Tensor, index: int, inverse: State, *, transpose: bool) -> Tensor:
-        return Shampoo._rotated(block, index, inverse, transpose=transpose) if f"{index}.0" in inverse else block
+        return _BlockMethod._rotated(block, index, inverse, transpose=transpose) if f"{index}.0" in inverse else block
 
 
 def _noise(norm: Tensor) -> Tensor:

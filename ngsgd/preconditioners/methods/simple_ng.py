@@ -11,39 +11,18 @@ Letters: X rows (samples, positions), O outputs, I inputs (with the 1 of the bia
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ngsgd.config.traits import TRAITS
 from ngsgd.ops.simple_natural_gradient import precondition_simple
-from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.fisher_method import FisherMethod
 from ngsgd.preconditioners.fisher_recorder import Rows
-from ngsgd.preconditioners.options import EveryStepOptions, FisherOptions
 from ngsgd.preconditioners.states import Layout, State
 
 
-@dataclass(frozen=True)
-class SimpleOptions(EveryStepOptions, FisherOptions):
-    """Options of the simple method."""
-
-    ema_decay: float = 0.0
-    # Smoothing towards the identity, in units of the mean eigenvalue; Kaldi uses 4.
-    alpha: float = 4.0
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if not self.alpha > 0.0:
-            found.append(f"alpha is {self.alpha}; it must be above 0.")
-        if self.fisher != "empirical":
-            found.append(f"fisher is {self.fisher!r}; it must be \"empirical\", because "
-                         "derivatives of the loss itself form the gradient.")
-        if self.ema_decay or self.layer_options:
-            found.append("ema_decay and layer_options have no effect here; remove them.")
-        return found
-
-
-class SimpleNG(Preconditioner):
+class SimpleNG(FisherMethod):
     """Simple natural gradient of Kaldi; stateless.
 
     Affine layers use alpha instead of damping. Other layers use the diagonal of one minibatch.
@@ -65,11 +44,19 @@ class SimpleNG(Preconditioner):
         >>> preconditioner.step()
     """
 
-    Options = SimpleOptions
-    has_mean = False
+    ema_decay: float = 0.0
+    alpha: float = 4.0
+
+    traits = TRAITS["simple"]
+
+    def problems(self) -> list[str]:
+        found = [] if self.alpha > 0.0 else [f"alpha is {self.alpha}; it must be above 0."]
+        if self.ema_decay or self.layer_options:
+            found.append("ema_decay and layer_options have no effect here; remove them.")
+        return [*super().problems(), *found]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        return dict.fromkeys(("statistics.direction", "inverse.direction"), self._sides(name)[:2])
+        return dict.fromkeys(("statistics.direction", "inverse.direction"), self.blocks.sides(name)[:2])
 
     def measure(self, name: str, rows: Rows) -> State:
         """Return the direction, for a gradient of norm 1; it is valid for this minibatch only."""
@@ -83,7 +70,7 @@ class SimpleNG(Preconditioner):
         if not bool(rows_XD.isfinite().all()):
             # The statistics are then not finite, and the update is counted as skipped.
             return rows_XD
-        return precondition_simple(rows_XD, self.options.alpha)
+        return precondition_simple(rows_XD, self.alpha)
 
     def invert(self, name: str, known: State) -> State:
         return known

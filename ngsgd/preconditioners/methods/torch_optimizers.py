@@ -8,42 +8,14 @@ a GradScaler must unscale first.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ngsgd.config.traits import TRAITS
 from ngsgd.preconditioners.base import Preconditioner
-from ngsgd.preconditioners.options import EveryStepOptions, Options, momentum_problems
 from ngsgd.preconditioners.states import Layout
-
-
-@dataclass(frozen=True)
-class AdamOptions(EveryStepOptions):
-    """Options of Adam."""
-
-    # eps: added to the root of second moments
-    damping: float = 1e-8
-    # beta 2: decay of second moments
-    ema_decay: float = 0.999
-    # beta 1: decay of the gradient average, in [0, 1)
-    momentum: float = 0.9
-    # Multiple of the parameter in the direction; for Adam, in the gradient.
-    weight_decay: float = 0.0
-
-    def problems(self) -> list[str]:
-        return [*super().problems(), *moment_problems(self)]
-
-
-def moment_problems(options: Any) -> list[str]:
-    """Return one message for each invalid setting of momentum, weight_decay and layer_options."""
-    found = momentum_problems(options.momentum)
-    if options.weight_decay < 0.0:
-        found.append(f"weight_decay is {options.weight_decay}; it must be at least 0.")
-    if options.layer_options:
-        found.append("layer_options is set; these methods have no settings of single layers.")
-    return found
 
 
 class Adam(Preconditioner):
@@ -68,23 +40,32 @@ class Adam(Preconditioner):
         >>> preconditioner.step()
     """
 
-    Options: ClassVar[type[Options]] = AdamOptions
-    joins_bias = False   # elementwise
-    agrees_over_ranks = True
+    damping: float = 1e-8
+    ema_decay: float = 0.999
+    momentum: float = 0.9
+    weight_decay: float = 0.0
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
+    traits = TRAITS["adam"]
+
+    def problems(self) -> list[str]:
+        found = [*super().problems(), *self.decay("momentum"), *self.at_least("weight_decay", 0)]
+        if self.layer_options:
+            found.append("layer_options is set; these methods have no settings of single layers.")
+        return found
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # by parameter, from its first step on
         self._copies: dict[str, nn.Parameter] = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
 
     def optimizer(self, name: str, copy: Tensor) -> torch.optim.Optimizer:
         """Create the torch optimizer of one parameter, with learning rate 1."""
-        own = self.options
-        return torch.optim.Adam([copy], lr=1.0, betas=(own.momentum, own.ema_decay), eps=own.damping, weight_decay=own.weight_decay)
+        return torch.optim.Adam([copy], lr=1.0, betas=(self.momentum, self.ema_decay), eps=self.damping,
+                                weight_decay=self.weight_decay)
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        shape = self._shape(name)
+        shape = self.blocks.shape(name)
         return {"statistics.step*": (), "statistics.exp_avg": shape, "statistics.exp_avg_sq": shape}
 
     def forget(self, name: str) -> None:
@@ -102,8 +83,8 @@ class Adam(Preconditioner):
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = dict(grads)
         for name in self.finite(grads):
-            found[name] = self.parameter_direction(name, grads[name], self._parameters[name])
-            self.weights[name] = 1.0
+            found[name] = self.parameter_direction(name, grads[name], self.parameters[name])
+            self.statistics.weights[name] = 1.0
         return found
 
     def parameter_direction(self, name: str, g: Tensor, p: Tensor) -> Tensor:
@@ -114,8 +95,8 @@ class Adam(Preconditioner):
         copy = self._copies[name]
         # With weight decay start from the parameter, because decay is relative to it.
         before = torch.zeros_like(copy)
-        if self.options.weight_decay:
-            before = self.viewed(self.oriented(name, p)).to(copy)
+        if self.weight_decay:
+            before = self.viewed(self.blocks.oriented(name, p)).to(copy)
         copy.copy_(before)
         copy.grad = self.viewed(g).to(copy)
         self._optimizers[name].state[copy] = self.statistics.setdefault(name, {})
@@ -139,13 +120,6 @@ class Adam(Preconditioner):
         """Do nothing; the moments are applied directly."""
 
 
-@dataclass(frozen=True)
-class AdamWOptions(AdamOptions):
-    """Options of AdamW."""
-
-    weight_decay: float = 0.01   # default of torch
-
-
 class AdamW(Adam):
     """torch.optim.AdamW as a preconditioner.
 
@@ -165,30 +139,13 @@ class AdamW(Adam):
         >>> preconditioner.step()
     """
 
-    Options: ClassVar[type[Options]] = AdamWOptions
+    weight_decay: float = 0.01
+
+    traits = TRAITS["adamw"]
 
     def optimizer(self, name: str, copy: Tensor) -> torch.optim.Optimizer:
-        own = self.options
-        return torch.optim.AdamW([copy], lr=1.0, betas=(own.momentum, own.ema_decay), eps=own.damping,
-                                 weight_decay=own.weight_decay)
-
-
-@dataclass(frozen=True)
-class MuonOptions(AdamOptions):
-    """Options of Muon."""
-
-    # momentum of Muon, and beta 1 of AdamW for vectors
-    momentum: float = 0.95
-    # Newton-Schulz iterations
-    orthogonal_steps: int = 5
-
-    def problems(self) -> list[str]:
-        return [*super().problems(), *orthogonal_problems(self)]
-
-
-def orthogonal_problems(options: Any) -> list[str]:
-    """Return a message if orthogonal_steps is invalid."""
-    return [] if options.orthogonal_steps >= 1 else [f"orthogonal_steps is {options.orthogonal_steps}; give at least 1."]
+        return torch.optim.AdamW([copy], lr=1.0, betas=(self.momentum, self.ema_decay), eps=self.damping,
+                                 weight_decay=self.weight_decay)
 
 
 class Muon(AdamW):
@@ -211,11 +168,18 @@ class Muon(AdamW):
         >>> preconditioner.step()
     """
 
-    Options: ClassVar[type[Options]] = MuonOptions
+    momentum: float = 0.95
+    weight_decay: float = 0.0
+    orthogonal_steps: int = 5
+
+    traits = TRAITS["muon"]
+
+    def problems(self) -> list[str]:
+        return [*super().problems(), *self.at_least("orthogonal_steps", 1)]
 
     def layout(self, name: str, entry: Mapping[str, Tensor]) -> Layout:
-        shape = self._shape(name)
-        return super().layout(name, entry) if len(shape) < 2 else {"statistics.momentum_buffer": self._sides(name)[::2]}
+        shape = self.blocks.shape(name)
+        return super().layout(name, entry) if len(shape) < 2 else {"statistics.momentum_buffer": self.blocks.sides(name)[::2]}
 
     def viewed(self, x: Tensor) -> Tensor:
         return x.detach().flatten(1) if x.ndim > 1 else x.detach()
@@ -223,5 +187,5 @@ class Muon(AdamW):
     def optimizer(self, name: str, copy: Tensor) -> torch.optim.Optimizer:
         if copy.ndim < 2:
             return super().optimizer(name, copy)
-        own = self.options
-        return torch.optim.Muon([copy], lr=1.0, momentum=own.momentum, weight_decay=own.weight_decay, ns_steps=own.orthogonal_steps)
+        return torch.optim.Muon([copy], lr=1.0, momentum=self.momentum, weight_decay=self.weight_decay,
+                                ns_steps=self.orthogonal_steps)

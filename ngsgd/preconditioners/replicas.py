@@ -1,4 +1,4 @@
-"""Distribution of the work of a preconditioner over the ranks of a process group.
+"""Replicas of a model on the ranks of a process group, and the work that they share.
 
 Statistics are averaged, and each inverse is computed by one rank. All ranks call with the same
 layers in the same order, as data-parallel processes do; gloo or NCCL transfers the tensors.
@@ -6,20 +6,87 @@ layers in the same order, as data-parallel processes do; gloo or NCCL transfers 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 
+from ngsgd.config.traits import Traits
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners.states import State
+from ngsgd.user_warnings import warn
 
 # Its type stubs lack the functions used here.
 _c10d: Any = torch.distributed.distributed_c10d
+
+
+class Replicas:
+    """Replicas of the model of a method, which must stay equal.
+
+    Args:
+        model: the module to precondition.
+        method: class of the method, for messages.
+        traits: its traits.
+    """
+
+    def __init__(self, model: nn.Module, method: str, traits: Traits) -> None:
+        self._model, self._method, self._traits = model, method, traits
+        # of `split`: exchanges statistics and inverses
+        self.comm: ProcessGroupComm | None = None
+        # Set if DistributedDataParallel averages the gradients.
+        self._has_ddp = False
+        for module in model.modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                self._add_ddp(module.process_group)
+
+    @property
+    def average_gradients(self) -> bool:
+        """Return whether the ranks average gradients, which then cannot stay factored."""
+        return self.comm is not None or self._has_ddp
+
+    def split(self, group: Any) -> None:
+        """Split the work over the ranks of a process group; ConfigError if the method cannot."""
+        if not self._traits.splits_work:
+            raise ConfigError(f"{self._method} cannot split its work over ranks; KFAC, DiagonalNG, UnitWiseNG, "
+                              "LayerWiseNG, Shampoo and SOAP can.")
+        self.comm = ProcessGroupComm(group, next(self._model.parameters()).device)
+
+    def noticed(self) -> contextlib.AbstractContextManager[Any]:
+        """Detect in forward passes inside whether DistributedDataParallel runs the model."""
+        return contextlib.nullcontext() if self._has_ddp else self._model.register_forward_pre_hook(self._notice)
+
+    def _notice(self, *_: Any) -> None:
+        around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+        if around is not None and not self._has_ddp:
+            self._add_ddp(around.process_group)
+
+    def _add_ddp(self, group: Any) -> None:
+        """Split the work over the ranks of a data-parallel loop; else replicas would diverge."""
+        if self._traits.splits_work and self.comm is None:
+            self.split(group)
+        elif not self._traits.splits_work and not self._traits.agrees_over_ranks:
+            raise ConfigError(f"{self._method} does not support DistributedDataParallel: each "
+                              "rank would use the curvature of its own rows, and the replicas "
+                              "would diverge. Choose KFAC, DiagonalNG, UnitWiseNG, LayerWiseNG, "
+                              "Shampoo or SOAP, which average it over the ranks.")
+        self._has_ddp = True
+
+    def warn_of_ranks(self) -> None:
+        """Warn at the first step, because averaging of gradients in the loop cannot be detected."""
+        distributed = torch.distributed
+        if self._traits.agrees_over_ranks or self.comm is not None \
+                or not (distributed.is_available() and distributed.is_initialized()):
+            return
+        if (size := distributed.get_world_size()) > 1:
+            remedy = "call split_work(group)" if self._traits.splits_work else "choose a method that splits its work, such as KFAC"
+            warn(f"{self._method} uses the curvature of the rows of this process only, "
+                 f"and torch.distributed has {size} processes; if the loop averages "
+                 f"gradients over them, {remedy}, or the copies of the model diverge.")
 
 
 class ProcessGroupComm:
@@ -50,6 +117,14 @@ class ProcessGroupComm:
         for (name, key), part, like in zip(names, of_all.split([part.numel() for part in parts]), parts, strict=True):
             found[name][key] = part.view_as(like).to(like.dtype)
         return found
+
+    def inverted(self, statistics: Mapping[str, State], invert: Callable[[str], State]) -> dict[str, State]:
+        """Return the inverses of all layers, each of which is computed by one rank."""
+        # Inverting or decomposing a matrix takes D^3 operations.
+        owners = self.owners({name: sum(float(value.numel()) * value.shape[-1] for value in known.values() if value.ndim > 1)
+                              for name, known in statistics.items()})
+        return self.exchanged({name: invert(name) for name, owner in owners.items() if owner == self.rank},
+                              {(name, key): value.shape for name, known in statistics.items() for key, value in known.items()})
 
     def owners(self, costs: Mapping[str, float]) -> dict[str, int]:
         """Assign layers to ranks.
