@@ -68,7 +68,7 @@ class JobAssignment:
 
 
 # 128 + SIGTERM, the convention of the shell: distinguishes a request from an exit of the job's code
-_EXIT_TERMINATED = 143
+EXIT_TERMINATED = 143
 # seconds between two checks for messages during a job; a check takes as long as ten Python calls
 _CHECK_S = 0.2
 # request to end the job after the current minibatch
@@ -120,7 +120,7 @@ class WorkerProcess:
         self._should_end = True
         # nothing to finish, and the blocking receive would resume after this handler
         if self._is_idle:
-            sys.exit(_EXIT_TERMINATED)
+            sys.exit(EXIT_TERMINATED)
 
     def run(self) -> None:
         try:
@@ -129,7 +129,7 @@ class WorkerProcess:
             self.messages.send(error)
             return
         if self._should_end:
-            sys.exit(_EXIT_TERMINATED)
+            sys.exit(EXIT_TERMINATED)
         worker.snapshots.is_leaving = lambda: self._should_end
         fingerprint = Fingerprint.of_this_process(torch.get_num_threads(), worker.device,
                                                   self.setup.spec.settings.cluster.precision, worker.ranks.summed_by)
@@ -146,7 +146,7 @@ class WorkerProcess:
                 self.messages.send(self._member.average(message))
             elif isinstance(message, FetchRequest):
                 self.messages.send(self._member.fetch(message.identity))
-        sys.exit(_EXIT_TERMINATED)
+        sys.exit(EXIT_TERMINATED)
 
     def _may_wait(self) -> bool:
         """Return False if the process was asked to end; from now on `terminate` exits
@@ -182,7 +182,7 @@ class WorkerProcess:
             kept = result if self._should_end else self._member.keep(result)
             return replace(kept, own=own, encoded=None)
         except Exception as error:
-            return JobFailure(assignment.job, self.setup.index, f"{type(error).__name__}: {error}", False, error)
+            return JobFailure.of_error(assignment.job, self.setup.index, error)
 
     def _heartbeat(self) -> bool:
         """Show progress after a minibatch; return True if the job should end here."""

@@ -16,7 +16,7 @@ from functools import partial
 
 from torch import nn
 
-from ngsgd.errors import DivergenceError, NgsgdError, RunInterrupted
+from ngsgd.errors import DivergenceError, FailureKind, NgsgdError, RunInterrupted
 from ngsgd.schedules import Schedule
 from ngsgd.training.averaging import quarantine
 from ngsgd.training.averaging.averaged_model import AveragedModel
@@ -232,8 +232,8 @@ class Coordinator:
             self._release(state)
             return self._rolled_back(state.plan, before, error)
         if quarantine.has_no_data(state, before.progress):
-            self._emit_incident("outer_iteration_skipped", quarantine.message(state, self.schedule),
-                                state.plan.outer_iter, -1, -1)
+            self._emit_incident(Incident("outer_iteration_skipped", quarantine.message(state, self.schedule),
+                                         state.plan.outer_iter))
         accepted = [result for result, reason in verdicts if not reason]
         self._partitioner.observe(accepted)
         for job in range(state.plan.num_jobs):
@@ -257,7 +257,7 @@ class Coordinator:
         """Average with the other sites if it is time; return figures of it."""
         if self.sites is None:
             return {}
-        self.sites.report = lambda event: self._emit_incident(event.what, event.message, plan.outer_iter, -1, -1)
+        self.sites.report = lambda event: self._emit_incident(Incident(event.what, event.message, plan.outer_iter))
         figures = self.sites.average(self._averaged.parameters(), plan.outer_iter, plan.iteration.lr)
         if figures:
             self._averager.take(self._averaged.parameters(), f"the average over sites, round {self.sites.round},")
@@ -266,22 +266,19 @@ class Coordinator:
     def _record_verdicts(self, state: OuterIterationState, verdicts: Verdicts) -> None:
         for result, reason in verdicts:
             self.storage.ledger.judged(result, reason)
+            outer_iter, job = state.plan.outer_iter, result.job.job
             for bad in result.bad_batches:
-                outer_iter, job = state.plan.outer_iter, result.job.job
-                self._emit_incident("bad_batch",
-                                    bad_batches.message(bad, job, outer_iter, result.worker,
-                                                        self.settings.failure.on_bad_batch),
-                                    outer_iter, job, result.worker)
+                message = bad_batches.message(bad, job, outer_iter, result.worker, self.settings.failure.on_bad_batch)
+                kind = FailureKind.BAD_INPUT if bad.reason == bad_batches.INPUT else FailureKind.UNKNOWN
+                self._emit_incident(Incident("bad_batch", message, outer_iter, job, result.worker, kind=kind))
             if not reason:
                 continue
             # no later job starts from a rejected result
             state.rejection_reasons[result.job.job] = reason
             if reason != NOT_THE_BEST:
-                outer_iter, job = state.plan.outer_iter, result.job.job
-                self._emit_incident("job_rejected",
-                                    f"job {job} of outer iteration {outer_iter + 1}, on worker "
-                                    f"{result.worker}, was rejected: {reason}.",
-                                    outer_iter, job, result.worker)
+                self._emit_incident(Incident("job_rejected", f"job {job} of outer iteration {outer_iter + 1}, on worker "
+                                                             f"{result.worker}, was rejected: {reason}.",
+                                             outer_iter, job, result.worker))
 
     def _progress(self, state: OuterIterationState, old: Progress,
                   accepted: list[JobResult]) -> Progress:
@@ -332,10 +329,9 @@ class Coordinator:
                                   "resume, or restart.") from error
         lr_scale = before.progress.lr_scale / 2
         self.storage.ledger.rolled_back(plan.outer_iter, str(error), lr_scale)
-        self._emit_incident("rolled_back",
-                            f"outer iteration {plan.outer_iter + 1} is repeated from the last "
-                            f"model with {lr_scale:g} times the learning rate: {error}",
-                            plan.outer_iter, -1, -1)
+        self._emit_incident(Incident("rolled_back",
+                                     f"outer iteration {plan.outer_iter + 1} is repeated from the last "
+                                     f"model with {lr_scale:g} times the learning rate: {error}", plan.outer_iter))
         return replace(before, progress=replace(before.progress, lr_scale=lr_scale))
 
     def _discard(self, ahead: OuterIterationState | None) -> None:
@@ -380,10 +376,8 @@ class Coordinator:
             num_discarded=self._dispatch.num_discarded, num_deferred=len(state.deferred),
             num_audited=self._dispatch.audits.num_audited.pop(plan.outer_iter, 0))
 
-    def _emit_incident(self, what: str, message: str, outer_iter: int, job: int,
-                       worker: int) -> None:
-        elapsed_s = self.control.clock() - self._began
-        self.storage.tracker.incident(Incident(what, message, outer_iter, job, worker, elapsed_s))
+    def _emit_incident(self, incident: Incident) -> None:
+        self.storage.tracker.incident(replace(incident, elapsed_s=self.control.clock() - self._began))
 
 
 def _copy(source: Vector, out: Vector) -> None:

@@ -211,6 +211,8 @@ class Incident:
     worker: int = -1
     # time of detection, on the clock of OuterIterationRecord.elapsed_s
     elapsed_s: float = 0.0
+    # FailureKind, where a worker or its input is the cause
+    kind: str = ""
 
 
 _Record = TypeVar("_Record")

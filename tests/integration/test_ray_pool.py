@@ -42,7 +42,7 @@ class PoolThatLosesWorkers(RayPool):
     def submit(self, job: Job) -> None:
         super().submit(job)
         if self.should_kill(job):
-            process_id = next(slot.process.process_id for slot in self._slots if slot.job is job and slot.process)
+            process_id = next(slot.address.process_id for slot in self._slots if slot.job is job and slot.address)
             os.kill(process_id, signal.SIGKILL)
             self.killed.append(process_id)
 

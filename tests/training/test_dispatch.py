@@ -95,7 +95,7 @@ class Trial:
         self.ledger_path = run.ledger_path
         ledger = Ledger(run.ledger_path)
         self.dispatch = Dispatcher(self.pool, ledger, run.store.layout, run.spec.settings, NeverStop(),
-                                   lambda what, *_: self.incidents.append(what), lambda: self.pool.now)
+                                   lambda incident: self.incidents.append(incident.what), lambda: self.pool.now)
         plan = next_plan(run.schedule, Progress(), EqualPartitioner())
         assert plan is not None
         model = LocalRef(np.zeros(run.store.layout.size, dtype=np.float32))
