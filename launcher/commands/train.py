@@ -238,8 +238,8 @@ def _services_with_ray(config: RunConfig, quiet: bool, *, verbose: bool) -> Iter
 def _pool(request: PoolRequest) -> WorkerPool:
     if request.spec.settings.cluster.kind != "ray":
         return local_pool(request)
-    from ngsgd.launcher.ray.logs import RAY_LOG
     from ngsgd.launcher.ray.pool import RayPool
+    from ngsgd.launcher.ray.session import RAY_LOG
 
     RAY_LOG.write_to(request.log_directory.parent / "ray.log")
     return RayPool(request.spec, request.num_threads, request.num_parameters, request.agreement, request.report,

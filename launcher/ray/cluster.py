@@ -22,9 +22,8 @@ from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTask
 from ngsgd.cluster.exchange.collective_client import Ending
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, ClusterTokenError, FailureKind, NgsgdError, RayStartError, failure_kind
-from ngsgd.launcher.ray.logs import divert
 from ngsgd.launcher.ray.probe import require_head, require_version
-from ngsgd.launcher.ray.session import PrivateFolder
+from ngsgd.launcher.ray.session import PrivateFolder, divert
 
 # plasma on one machine; parameters and results of some tens of workers
 _STORE_BYTES = 512 * 2**20

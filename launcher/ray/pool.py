@@ -14,15 +14,14 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from ngsgd import process_identity
-from ngsgd.cluster.activity import Activity
 from ngsgd.cluster.exchange.collective import FetchRequest, MeanRequest
 from ngsgd.cluster.exchange.collective_client import Ending, exchange_of
-from ngsgd.cluster.exchange.compressed import unpacked
 from ngsgd.cluster.exchange.process_group import Backend
-from ngsgd.cluster.exchange.selection import Way, choose_way
+from ngsgd.cluster.exchange.selection import Way, choose_way, unpacked
 from ngsgd.cluster.exchange.shared_memory import SharedRef
 from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotMemory
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
+from ngsgd.cluster.process import Activity
 from ngsgd.cluster.slot_pool import Slot, SlotPool
 from ngsgd.config import ClusterConfig
 from ngsgd.data.fetching.files import RemoteData
@@ -39,8 +38,8 @@ from ngsgd.launcher.ray.cluster import (
     shutdown,
 )
 from ngsgd.launcher.ray.folders import UnseenFolder
-from ngsgd.launcher.ray.head import HeadWatch
 from ngsgd.launcher.ray.node_data import NodeData
+from ngsgd.launcher.ray.probe import HeadWatch
 from ngsgd.launcher.ray.worker import Address, RayWorker
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Vector

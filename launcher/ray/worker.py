@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.cluster.activity import Activity, activity_of
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanRequest, MeanShard
-from ngsgd.cluster.exchange.compressed import packed
-from ngsgd.cluster.exchange.selection import WorkerDevice
+from ngsgd.cluster.exchange.selection import WorkerDevice, packed
 from ngsgd.cluster.exchange.shared_memory import SharedRef
 from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotMemory
 from ngsgd.cluster.fingerprint import Fingerprint
+from ngsgd.cluster.process import Activity, activity_of
 from ngsgd.data.fetching.files import RemoteData
 from ngsgd.data.fetching.source import FetchError
 from ngsgd.errors import ClusterError

@@ -34,8 +34,7 @@ from ngsgd.cluster.exchanged_tensors import (
     write,
 )
 from ngsgd.cluster.fingerprint import why_no_kernels
-from ngsgd.cluster.optimizer_reset import OptimizerReset, clear_not_finite
-from ngsgd.cluster.outer_parts import Part, parts_of, require_like
+from ngsgd.cluster.outer_parts import OptimizerReset, Part, clear_not_finite, parts_of, require_like
 from ngsgd.cluster.rank_group import LostRankError, RankGroup
 from ngsgd.errors import ArgumentError, ClusterError, ConfigError, DivergenceError
 from ngsgd.ops.kernels.native import print_line, use_torch_operations

@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 
 from ngsgd import files
-from ngsgd.cluster.activity import Activity, activity_of
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanRequest, MeanShard
 from ngsgd.cluster.exchange.collective_client import Ending, exchange_of
 from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotMemory
@@ -30,6 +29,7 @@ from ngsgd.cluster.fingerprint import Agreement
 from ngsgd.cluster.fork_server import ForkedProcess, fork_server, modules_of
 from ngsgd.cluster.groups import make_worker
 from ngsgd.cluster.messages import Disconnected, Messages
+from ngsgd.cluster.process import Activity, activity_of
 from ngsgd.cluster.slot_pool import Slot, SlotPool
 from ngsgd.cluster.worker_process import EXIT_TERMINATED, STOP, JobAssignment, MakeWorker, Ready, WorkerSetup, serve
 from ngsgd.errors import FailureKind, NgsgdError, failure_kind

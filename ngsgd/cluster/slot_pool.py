@@ -16,22 +16,21 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ngsgd import process_identity
-from ngsgd.cluster.activity import Activity
 from ngsgd.cluster.exchange.collective import FetchRequest, MeanRequest, RemoteResultRef
 from ngsgd.cluster.exchange.collective_client import Ending, Exchange, remote
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotMemory, snapshot_book
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
+from ngsgd.cluster.process import Activity
 from ngsgd.cluster.restarts import Restarts, check_fingerprint, distrusted, none_agrees
 from ngsgd.errors import ClusterError, FailureKind
 from ngsgd.interface import option
 from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
-from ngsgd.training.awake_clock import AwakeClock
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker_pool import Retired
-from ngsgd.training.worker_wait import WorkerWait
+from ngsgd.training.worker_wait import AwakeClock, WorkerWait
 
 # interval of the check for processes that hang
 _POLL_S = 0.2

@@ -14,15 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 from torch import nn
 
 from ngsgd.errors import DivergenceError, FailureKind, NgsgdError, RunInterrupted
 from ngsgd.schedules import Schedule
-from ngsgd.training.averaging import quarantine
-from ngsgd.training.averaging.averaged_model import AveragedModel
-from ngsgd.training.averaging.averager import Averager
-from ngsgd.training.averaging.layer_rates import equalized_rates
-from ngsgd.training.diagnostics.background import BackgroundDiagnostics
+from ngsgd.training.averaging.averaged_model import AveragedModel, equalized_rates
+from ngsgd.training.averaging.averager import Averager, has_no_data, message_without_data
 from ngsgd.training.diagnostics.deferred import DeferredDiagnostics
 from ngsgd.training.dispatcher import Dispatcher, NeverStop, OuterIterationState, StopSignal
 from ngsgd.training.job import Job, JobResult
@@ -86,8 +84,7 @@ class Coordinator:
                                                                self.task.num_batches)
         self._averaged = AveragedModel(self.task, self.model, settings, self.storage.checkpoints,
                                        self.schedule.num_outer_iters)
-        self._deferred = DeferredDiagnostics(BackgroundDiagnostics(self.model, self.task),
-                                             tracker.outer_iteration)
+        self._deferred = DeferredDiagnostics(self.model, self.task, tracker.outer_iteration)
         self._dispatch = Dispatcher(self.pool, ledger, self._averaged.layout, settings,
                                     self.control.stop, self._emit_incident, self.control.clock, self.control.report)
         self._refcount = self._dispatch.refcount
@@ -112,7 +109,7 @@ class Coordinator:
             try:
                 self._deferred.wait()
             finally:
-                self._deferred.diagnostics.close()
+                self._deferred.close()
 
     def _train(self, start: Checkpoint) -> Checkpoint:
         start = here = self._resume(start)
@@ -129,7 +126,10 @@ class Coordinator:
             after = self._close(state, here, ahead, clock)
             if after.progress.outer_iter == here.progress.outer_iter:
                 # rolled back, together with the jobs that started from its results
-                self._discard(ahead)
+                if ahead:
+                    self._dispatch.drain(ahead)
+                    self._release(ahead)
+                self._job_init.forget()
                 ahead = None
             here = after
             state = ahead or self._open(here.progress)
@@ -188,7 +188,7 @@ class Coordinator:
         plan = replace(plan, iteration=replace(plan.iteration, gain=gain),
                        keeps_best=self.task.growth.is_early(plan.outer_iter))
         model = self.pool.publish(self._averaged.optimizer.broadcast if model_before is None
-                                  else partial(_copy, model_before))
+                                  else partial(np.copyto, src=model_before))
         self._refcount.acquire(model)
         return self._dispatch.open(plan, model, progress.quarantined, self._partitioner.round_s)
 
@@ -231,8 +231,8 @@ class Coordinator:
         if error:
             self._release(state)
             return self._rolled_back(state.plan, before, error)
-        if quarantine.has_no_data(state, before.progress):
-            self._emit_incident(Incident("outer_iteration_skipped", quarantine.message(state, self.schedule),
+        if has_no_data(state, before.progress):
+            self._emit_incident(Incident("outer_iteration_skipped", message_without_data(state, self.schedule),
                                          state.plan.outer_iter))
         accepted = [result for result, reason in verdicts if not reason]
         self._partitioner.observe(accepted)
@@ -334,13 +334,6 @@ class Coordinator:
                                      f"model with {lr_scale:g} times the learning rate: {error}", plan.outer_iter))
         return replace(before, progress=replace(before.progress, lr_scale=lr_scale))
 
-    def _discard(self, ahead: OuterIterationState | None) -> None:
-        """Abandon an outer iteration that started from results that are not committed."""
-        if ahead:
-            self._dispatch.drain(ahead)
-            self._release(ahead)
-        self._job_init.forget()
-
     def _release(self, state: OuterIterationState) -> None:
         """Release the vectors that only this outer iteration needed."""
         for result in state.results.values():
@@ -378,10 +371,6 @@ class Coordinator:
 
     def _emit_incident(self, incident: Incident) -> None:
         self.storage.tracker.incident(replace(incident, elapsed_s=self.control.clock() - self._began))
-
-
-def _copy(source: Vector, out: Vector) -> None:
-    out[:] = source
 
 
 class _Clock:

@@ -33,7 +33,6 @@ from ngsgd.schedules import Shard
 from ngsgd.training.auditing.audits import Audits
 from ngsgd.training.auditing.cases import Conclusion
 from ngsgd.training.auditing.pool import QUARANTINED
-from ngsgd.training.awake_clock import AwakeClock
 from ngsgd.training.failure_policy import decide
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout
@@ -44,7 +43,7 @@ from ngsgd.training.snapshots.book import continued
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import is_damaged
 from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
-from ngsgd.training.worker_wait import WorkerWait
+from ngsgd.training.worker_wait import AwakeClock, WorkerWait
 
 # interval at which stop requests and hung workers are checked while jobs run
 _POLL_S = 0.2

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from ngsgd import process_identity
 from ngsgd.pipeline.fault_simulation.durability import Disk, Operation
 from ngsgd.pipeline.fault_simulation.world import MAX_OPERATIONS, Fault, Killed, NoProgressError, World
-from ngsgd.training.diagnostics import background
+from ngsgd.training.diagnostics import deferred
 
 _CREATE = os.O_CREAT | os.O_TRUNC
 _ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
@@ -327,7 +327,7 @@ class SimulatedDisk:
             replace(os, "cpu_count", lambda: 1)
             # queues a stack trace for CUDA in each call otherwise
             replace(torch, "manual_seed", torch.default_generator.manual_seed)
-            replace(background, "ThreadPoolExecutor", lambda *arguments, **others: _InlineExecutor(self.world))
+            replace(deferred, "ThreadPoolExecutor", lambda *arguments, **others: _InlineExecutor(self.world))
             yield
 
     def _sleep(self, seconds: float) -> None:

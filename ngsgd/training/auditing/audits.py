@@ -20,11 +20,9 @@ from dataclasses import replace
 
 from ngsgd.errors import AuditError, FailureKind
 from ngsgd.interface import option
-from ngsgd.training.auditing.cases import Case, Conclusion, Key, Round, work_done
-from ngsgd.training.auditing.comparison import Comparison, Run, is_bitwise
-from ngsgd.training.auditing.placement import partners
+from ngsgd.training.auditing.cases import Case, Conclusion, Key, Round, partners, work_done
+from ngsgd.training.auditing.comparison import Comparison, Run, Verdict, is_bitwise, verdict
 from ngsgd.training.auditing.pool import AuditablePool
-from ngsgd.training.auditing.verdict import Verdict, verdict
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.records import Incident

@@ -29,8 +29,7 @@ from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
 from ngsgd.training.dispatcher import NeverStop, StopSignal
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.settings import EngineSettings
-from ngsgd.training.sites.ahead import Ahead
-from ngsgd.training.sites.closing import RoundCloser
+from ngsgd.training.sites.closing import Ahead, RoundCloser
 from ngsgd.training.sites.contribution import About, from_bytes, to_bytes
 from ngsgd.training.sites.rounds import Closed, Rounds
 from ngsgd.training.storage.checkpoint import Checkpoint

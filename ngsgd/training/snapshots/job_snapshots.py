@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,6 @@ import torch
 from ngsgd.training.job import Job, WorkItem
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.settings import EngineSettings
-from ngsgd.training.snapshots.free_memory import free_memory
 from ngsgd.training.snapshots.job_state import JobState
 from ngsgd.training.snapshots.packing import HEADER_BYTES, Block, Header, Packed, unpack
 from ngsgd.training.validation.checksums import digest
@@ -231,3 +231,19 @@ def remaining(pieces: Sequence[WorkItem], done: int, numbers: Callable[[WorkItem
             left.append(replace(piece, first=piece.first + done) if done else piece)
         done = max(0, done - size)
     return tuple(left)
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory(cgroup: Path = _CGROUP) -> float:
+    """Bytes that can be allocated without swapping, page cache included."""
+    import psutil
+
+    available = float(psutil.virtual_memory().available)
+    try:
+        limit, used = (float((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):
+        # no such limit: "max"
+        return available
+    return min(available, max(0.0, limit - used))
