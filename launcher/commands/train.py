@@ -29,9 +29,8 @@ from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
 from ngsgd.pipeline.runs.run_folder import SIMULATION, RunFolder, require_unchanged, resume_command
 from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.services import PoolRequest, Services, local_pool
-from ngsgd.training.records import FinalReport
+from ngsgd.training.records import FinalReport, Tracker
 from ngsgd.training.storage.event_log import events_of
-from ngsgd.training.tracking import Tracker
 from ngsgd.training.worker_pool import WorkerPool
 
 if TYPE_CHECKING:

@@ -29,12 +29,11 @@ from ngsgd.schedules import Schedule
 from ngsgd.training.diagnostics.clipped_updates import ClippedUpdates
 from ngsgd.training.dispatcher import StopSignal
 from ngsgd.training.parameter_vector import FlatLayout, Vector
-from ngsgd.training.records import FinalReport, Incident
+from ngsgd.training.records import FinalReport, Incident, Trackers
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint, require_room
 from ngsgd.training.storage.event_log import EventLog
 from ngsgd.training.storage.lock import RunLock
 from ngsgd.training.task import Task, TaskSpec, run_schedule, seeded_model
-from ngsgd.training.tracking import Trackers
 
 
 def _ignore(_about: Mapping[str, Any]) -> None:

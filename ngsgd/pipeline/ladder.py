@@ -34,8 +34,7 @@ from ngsgd.pipeline.base_run import BaseRun
 from ngsgd.pipeline.rungs import Rung, Stopwatch, stored, word_errors
 from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model, run_to_continue
 from ngsgd.pipeline.services import Report, Services
-from ngsgd.training.records import FinalReport
-from ngsgd.training.tracking import Trackers
+from ngsgd.training.records import FinalReport, Trackers
 
 # raise it when the same settings would give other labels
 _VERSION = 2

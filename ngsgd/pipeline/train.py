@@ -13,13 +13,13 @@ import torch
 
 from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
 from ngsgd.training.dispatcher import NeverStop, StopSignal
+from ngsgd.training.records import Tracker, Trackers
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.sites.rounds import Rounds, open_exchange
 from ngsgd.training.sites.site_average import SiteAverage, SiteClock
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.task import TaskSpec, run_schedule, seeded_model
-from ngsgd.training.tracking import Tracker, Trackers
 from ngsgd.training.worker_pool import WorkerPool
 
 

@@ -26,15 +26,13 @@ from ngsgd.training.dispatcher import Dispatcher, NeverStop, OuterIterationState
 from ngsgd.training.job import Job, JobResult
 from ngsgd.training.job_init import JobInitializer
 from ngsgd.training.parameter_vector import Vector
-from ngsgd.training.partitioning import EqualPartitioner, make_partitioner
-from ngsgd.training.planning import Plan, Progress, next_plan, upcoming
-from ngsgd.training.records import NOT_THE_BEST, Incident, JobRecord, OuterIterationRecord, SubsetScore
+from ngsgd.training.planning import EqualPartitioner, Plan, Progress, make_partitioner, next_plan, upcoming
+from ngsgd.training.records import NOT_THE_BEST, Incident, JobRecord, OuterIterationRecord, SubsetScore, Tracker
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.sites.site_average import SiteAverage
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, with_sites
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.task import Task
-from ngsgd.training.tracking import Tracker
 from ngsgd.training.validation import bad_batches
 from ngsgd.training.validation.acceptance import Verdicts
 from ngsgd.training.worker_pool import WorkerPool

@@ -9,8 +9,7 @@ from typing import Any, Literal, Protocol
 from ngsgd.errors import FailureKind, failure_kind
 from ngsgd.ops.compression import Codec, Encoded
 from ngsgd.schedules import Shard
-from ngsgd.training.delta_compression import Exact
-from ngsgd.training.parameter_deltas import Deltas
+from ngsgd.training.parameter_deltas import Deltas, Exact
 from ngsgd.training.parameter_vector import Vector
 
 

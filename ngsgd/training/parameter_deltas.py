@@ -19,6 +19,7 @@ import numpy.typing as npt
 from torch import nn
 
 from ngsgd.config import OptimizerConfig
+from ngsgd.ops.compression import Codec, Encoded, decode, encode
 from ngsgd.optim import SGD
 from ngsgd.training.parameter_vector import FlatLayout, Pieces, Vector
 
@@ -149,3 +150,49 @@ def _sums(
             ):
                 sums[index] += float(np.dot(one, other))
     return sums[0], sums[1], sums[2]
+
+
+# (first element, values) of parts of a vector
+Exact = tuple[tuple[int, Vector], ...]
+
+
+def error_of(encoded: Vector, codec: Codec) -> Vector:
+    """Return the part of a vector that its code does not contain."""
+    return np.subtract(encoded, decode(encode(encoded, codec)))
+
+
+def compress(move: Vector, before: Vector | None, codec: Codec, layout: FlatLayout, out: Vector) -> tuple[Encoded, Exact]:
+    """Replace a delta by what its receiver decodes.
+
+    Statistics of normalization layers are sent exactly: a variance with an error may be negative.
+
+    Args:
+        move: finite delta, which is overwritten.
+        before: the vector that the previous job of the slot encoded, if any.
+        codec: the codec.
+        layout: of the vectors.
+        out: receives the vector that is encoded: the delta and the error of `before`.
+
+    Returns:
+        The code, and the elements that are sent exactly.
+    """
+    np.copyto(out, move)
+    if before is not None:
+        np.add(out, error_of(before, codec), out=out)
+    parts = [part for pair in layout.mean_and_variance() for part in pair]
+    exact = tuple((part.start, move[part].copy()) for part in parts)
+    for part in parts:
+        out[part] = 0.0
+    encoded = encode(out, codec)
+    np.copyto(move, decompress(encoded, exact))
+    return encoded, exact
+
+
+def decompress(encoded: Encoded, exact: Exact) -> Vector:
+    """Return a delta; ValueError if its code is damaged, as far as that can be seen."""
+    move = decode(encoded)
+    for first, values in exact:
+        if not 0 <= first <= len(move) - len(values):
+            raise ValueError(f"elements {first} to {first + len(values)} are outside of a delta of {len(move)}")
+        move[first:first + len(values)] = values
+    return move

@@ -29,13 +29,11 @@ from ngsgd.optim.layer_options import layer_options
 from ngsgd.optim.rules import backstitch_step, shrink
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.build import make_preconditioner
-from ngsgd.training.delta_compression import Exact, compress, error_of
-from ngsgd.training.device_copies import autocast, on_device, set_precision
+from ngsgd.training.devices import ALONE, Ranks, autocast, on_device, set_precision
 from ngsgd.training.diagnostics.job_sums import JobSums
 from ngsgd.training.job import BadBatch, Fisher, Job, JobInit, JobResult, LocalRef, WorkItem
-from ngsgd.training.parameter_deltas import NO_LIMITS, PartOfStart, change_limits, measure
+from ngsgd.training.parameter_deltas import NO_LIMITS, Exact, PartOfStart, change_limits, compress, error_of, measure
 from ngsgd.training.parameter_vector import FlatLayout, Vector
-from ngsgd.training.ranks import ALONE, Ranks
 from ngsgd.training.snapshots.job_snapshots import Snapshots, remaining
 from ngsgd.training.snapshots.job_state import JobState, is_random_reader
 from ngsgd.training.task import Batch, BatchLoss, TaskSpec, data_to_device, map_tensors, seeded_model

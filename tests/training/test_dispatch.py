@@ -19,8 +19,7 @@ from ngsgd.files import read_json_lines
 from ngsgd.training.dispatcher import Dispatcher, NeverStop, OuterIterationState
 from ngsgd.training.job import Job, JobFailure, JobInit, JobResult, LocalRef, Outcome
 from ngsgd.training.parameter_vector import Vector
-from ngsgd.training.partitioning import EqualPartitioner
-from ngsgd.training.planning import Progress, next_plan
+from ngsgd.training.planning import EqualPartitioner, Progress, next_plan
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import digest
 from tests.toy import Run, config

@@ -17,7 +17,7 @@ from ngsgd.schedules import Shard
 from ngsgd.sequence.objectives import SequenceObjective
 from ngsgd.tasks.frames import FrameClassification
 from ngsgd.tasks.speech import SpeechTaskSpec
-from ngsgd.training.device_copies import Precision, autocast, set_precision
+from ngsgd.training.devices import Precision, autocast, set_precision
 from ngsgd.training.job import Job, JobInit, LocalRef, WorkItem
 from ngsgd.training.worker import Worker
 from tests import toy

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ngsgd.errors import ClusterError
-from ngsgd.training.delta_compression import decompress
 from ngsgd.training.job import JobResult, LocalRef
+from ngsgd.training.parameter_deltas import decompress
 from ngsgd.training.parameter_vector import Vector
 
 Way = Literal["shared_memory", "object_store", "collective", "nccl"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ngsgd.arguments import checked
-from ngsgd.cluster.exchanged_tensors import Exchanged, first_difference, values_of, write
+from ngsgd.cluster.replicas.exchanged_tensors import Exchanged, first_difference, values_of, write
 from ngsgd.errors import ConfigError
 
 # number of parameters updated at a time: temporaries are reused and stay in the cache
