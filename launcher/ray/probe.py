@@ -209,22 +209,17 @@ class HeadWatch:
         if now - self.last_check_s < self._patience_s / 5:
             return
         self.last_check_s = now
-        if _answers(self.address):
+        host, _, port = self.address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
             self._seen = self._clock()
-        elif self._clock() - self._seen > self._patience_s:
+        except OSError:
+            pass
+        if self._clock() - self._seen > self._patience_s:
             self.is_lost = True
             atexit.register(_end)
             raise ClusterError(f"the head of the Ray cluster at {self.address} has been gone for "
                                f"{self._clock() - self._seen:.0f} s; start a new cluster, then resume.")
-
-
-def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def _end() -> None:

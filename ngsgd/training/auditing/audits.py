@@ -120,7 +120,11 @@ class Audits:
             return False
         case.original, case.worker = result, result.worker
         if result.remainder:
-            self._shorten(case, result)
+            # compare only the work that the original has done, and ignore running repetitions
+            case.pieces = work_done(result.job.pieces, result.remainder)
+            case.running.clear()
+            for run in list(case.runs):
+                self._drop(case, run)
         # a repetition by the same worker, which took over the job in between, shows nothing
         for run in [run for run in case.runs if run.worker == result.worker]:
             self._drop(case, run)
@@ -402,14 +406,6 @@ class Audits:
     def _run(self, result: JobResult) -> Run:
         assert self._pool
         return Run.of(result, self._pool.identity_of(result.worker))
-
-    def _shorten(self, case: Case, result: JobResult) -> None:
-        """Compare only the work that the original has done."""
-        case.pieces = work_done(result.job.pieces, result.remainder)
-        # running repetitions are ignored
-        case.running.clear()
-        for run in list(case.runs):
-            self._drop(case, run)
 
     def _drop(self, case: Case, run: Run) -> None:
         case.runs.remove(run)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ngsgd.training.auditing.pool import WorkerIdentity
 from ngsgd.training.job import Fisher, JobResult
-from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.validation.checksums import digest
 from ngsgd.training.worker import part_of_initial_parameters
 
@@ -99,15 +99,11 @@ class Comparison:
     def _norm(self, result: JobResult) -> float:
         """Norm of the change of the parameters that a job sends."""
         sent, total = result.sent.read(), 0.0
-        start = _zeros if result.job.returns == "move" else part_of_initial_parameters(result.job.start, self.layout)
+        start = None if result.job.returns == "move" else part_of_initial_parameters(result.job.start, self.layout)
         for source, target in self.layout.fragment(*result.job.send):
-            change = (sent[target] - start(source)).astype(np.float64)
+            change = (sent[target] if start is None else sent[target] - start(source)).astype(np.float64)
             total += float(np.dot(change, change))
         return float(np.sqrt(total))
-
-
-def _zeros(part: slice) -> Vector:
-    return np.zeros(part.stop - part.start, np.float32)
 
 
 # workers that are asked before each of them repeats the job

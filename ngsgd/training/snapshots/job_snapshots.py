@@ -181,23 +181,18 @@ class JobSnapshots:
         packed = Packed.of({"state": self.state.values(), "seconds": seconds})
         index = (self._last + 1) % NUM_BLOCKS
         try:
-            block = self._room(index, packed.num_bytes)
+            if index not in self._blocks or len(self._blocks[index]) < packed.num_bytes:
+                if len(self._memory.block(index)) < packed.num_bytes and not self._worker.has_room(packed.num_bytes):
+                    raise OSError("not enough free memory")
+                self._blocks[index] = self._memory.room(index, packed.num_bytes)
         except OSError as error:
             self._is_off = True
             warn(f"no snapshots of this job: {packed.num_bytes / 1e6:.0f} MB are not available "
                  f"({error.strerror or error}); after a fault it starts at its beginning.")
             return
-        packed.write(block, self.identity, num_minibatches)
+        packed.write(self._blocks[index], self.identity, num_minibatches)
         self._last = index
         self._worker.timer.taken(packed.num_bytes, self._worker.timer.work_clock() - began)
-
-    def _room(self, index: int, num_bytes: int) -> Block:
-        """Return a block for writing."""
-        if index not in self._blocks or len(self._blocks[index]) < num_bytes:
-            if len(self._memory.block(index)) < num_bytes and not self._worker.has_room(num_bytes):
-                raise OSError("not enough free memory")
-            self._blocks[index] = self._memory.room(index, num_bytes)
-        return self._blocks[index]
 
 
 def identity_of(job: Job, start: Vector, device: torch.device) -> bytes:
