@@ -63,9 +63,8 @@ class Deltas:
     limit: float
 
 
-def change_limits(
-    model: nn.Module, optimizer: SGD, settings: OptimizerConfig, num_minibatches: int, lr: float
-) -> ChangeLimits:
+def change_limits(model: nn.Module, optimizer: SGD, settings: OptimizerConfig, num_minibatches: int,
+                  lr: float) -> ChangeLimits:
     """Bound the delta of a job of `num_minibatches` minibatches by update-norm clipping.
 
     Each step changes a component by at most max_change and the complete model by at most
@@ -84,29 +83,16 @@ def change_limits(
     """
     steps = num_minibatches * (1.0 + 2.0 * settings.backstitch_scale) * (1.0 + _NORM_ERROR)
     of_model = optimizer.max_param_change or math.inf
-    bounds = {
-        id(p): steps * min(group["max_change"] or math.inf, of_model)
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if not (group["orthonormal_constraint"] and p.ndim > 1)
-    }
+    bounds = {id(p): steps * min(group["max_change"] or math.inf, of_model)
+              for group in optimizer.param_groups for p in group["params"]
+              if not (group["orthonormal_constraint"] and p.ndim > 1)}
     entries = {name: bounds[id(p)] for name, p in model.named_parameters() if id(p) in bounds}
-    return ChangeLimits(
-        {name: bound for name, bound in entries.items() if bound < math.inf},
-        steps * of_model,
-        settings.proportional_shrink * lr,
-        num_minibatches * _ROUNDING,
-    )
+    return ChangeLimits({name: bound for name, bound in entries.items() if bound < math.inf}, steps * of_model,
+                        settings.proportional_shrink * lr, num_minibatches * _ROUNDING)
 
 
-def measure(
-    sent: Vector,
-    is_delta: bool,
-    start: PartOfStart,
-    layout: FlatLayout,
-    pieces: Pieces,
-    limits: ChangeLimits,
-) -> Deltas:
+def measure(sent: Vector, is_delta: bool, start: PartOfStart, layout: FlatLayout, pieces: Pieces,
+            limits: ChangeLimits) -> Deltas:
     """Compute the norms of a result that holds `pieces` of the model.
 
     Args:
@@ -118,24 +104,18 @@ def measure(
         limits: see `change_limits`.
     """
     names = [layout.name_at(target.start) for target, _ in pieces]
-    sums = np.array(
-        [_sums(sent[source], is_delta, start, target) for target, source in pieces]
-    ).reshape(-1, 3)
+    sums = np.array([_sums(sent[source], is_delta, start, target) for target, source in pieces]).reshape(-1, 3)
     with np.errstate(invalid="ignore"):
         norms_E, starts_E = np.sqrt(sums[:, 0]), np.sqrt(sums[:, 2])
         along_E = sums[:, 1] / np.maximum(starts_E, 1e-30)
     bounds_E = np.array([limits.entries.get(name, math.inf) for name in names])
     has_limit_E = np.isfinite(bounds_E)
-    slack_E = limits.shrinkage * starts_E + limits.rounding * (
-        starts_E + np.where(has_limit_E, bounds_E, 0.0)
-    )
+    slack_E = limits.shrinkage * starts_E + limits.rounding * (starts_E + np.where(has_limit_E, bounds_E, 0.0))
     total = limits.model + float(np.sqrt(np.sum(slack_E[has_limit_E] ** 2)))
     return Deltas(norms_E, along_E, starts_E, bounds_E + slack_E, total)
 
 
-def _sums(
-    sent: Vector, is_delta: bool, start: PartOfStart, target: slice
-) -> tuple[float, float, float]:
+def _sums(sent: Vector, is_delta: bool, start: PartOfStart, target: slice) -> tuple[float, float, float]:
     """(|delta|^2, <delta, start>, |start|^2) of one entry, without a second vector in memory."""
     sums = [0.0, 0.0, 0.0]
     # damaged values may be as large as 1e38; their squares overflow float32, and Inf is intended
@@ -145,9 +125,7 @@ def _sums(
             part = sent[first : first + _CHUNK]
             before = start(slice(target.start + first, target.start + first + len(part)))
             delta = part if is_delta else part - before
-            for index, (one, other) in enumerate(
-                ((delta, delta), (delta, before), (before, before))
-            ):
+            for index, (one, other) in enumerate(((delta, delta), (delta, before), (before, before))):
                 sums[index] += float(np.dot(one, other))
     return sums[0], sums[1], sums[2]
 
