@@ -65,10 +65,10 @@ from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.coordinator import Coordinator, RunStorage
 from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, Outcome
 from ngsgd.training.parameter_vector import FlatLayout, Mean, Vector
+from ngsgd.training.records import Trackers
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
-from ngsgd.training.tracking import Trackers
 from ngsgd.training.validation.checksums import digest, is_finite, not_finite
 
 _WIDTH = 1000          # side of the square layers of the model

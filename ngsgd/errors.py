@@ -7,6 +7,7 @@ conditions that only a bug of ngsgd can violate.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import StrEnum
 
 EXIT_OK = 0
 EXIT_RUN_FAILED = 1
@@ -20,6 +21,43 @@ EXIT_CODES = {
     5: "cluster", 6: "checkpoint or run folder", 7: "object storage", EXIT_INTERRUPTED: "interrupted",
     EXIT_BROKEN_PIPE: "the reader of a pipe ended",
 }
+
+
+class FailureKind(StrEnum):
+    """Why an attempt at a job failed or a worker ended, in the ledger and the event log."""
+
+    UNKNOWN = ""
+    BAD_INPUT = "bad input"                  # an input is not finite
+    DAMAGED_ARCHIVE = "damaged archive"
+    DAMAGED_RESULT = "damaged result"        # in transfer
+    QUARANTINED = "worker in quarantine"     # the audit found the worker at fault
+    EXCEPTION = "exception"                  # of a job
+    ACCESS = "access"                        # to a file or a connection
+    MEMORY = "memory"
+    START_EXCEPTION = "exception at start"
+    START = "start"
+    STOPPED = "stopped"                      # SIGSTOP
+    ASKED_TO_END = "asked to end"            # SIGTERM, SIGINT or SIGHUP
+    KILLED = "killed"                        # SIGKILL
+    CRASHED = "crashed"                      # another signal
+    EXITED = "exited"
+    HUNG = "hung"
+    FORK_SERVER = "fork server"
+    # Ray does not report how
+    ENDED = "ended"
+    NODE = "node"
+
+
+_OF_ACCESS = ("OSError", "ConnectionError", "ConnectionResetError", "TimeoutError", "BlockingIOError")
+# torch raises a RuntimeError for memory of the processor
+_OF_MEMORY = ("allocate memory", "out of memory")
+
+
+def failure_kind(name: str, message: str) -> FailureKind:
+    """Classify an exception of the system or of a user's code by its class and message."""
+    if name == "MemoryError" or "OutOfMemory" in name or any(words in message for words in _OF_MEMORY):
+        return FailureKind.MEMORY
+    return FailureKind.ACCESS if name in _OF_ACCESS else FailureKind.EXCEPTION
 
 
 class NgsgdWarning(UserWarning):
@@ -110,9 +148,17 @@ class ReversalError(NgsgdError):
 
 
 class ClusterError(NgsgdError):
-    """Workers could not be started, or too few of them are alive."""
+    """Workers could not be started, or too few of them are alive.
+
+    Attributes:
+        failure: how the last worker failed, where that is the cause.
+    """
 
     exit_code = 5
+
+    def __init__(self, message: str, *, failure: FailureKind = FailureKind.UNKNOWN) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 class RayStartError(ClusterError):
@@ -179,8 +225,9 @@ class MissingExtraError(ConfigError):
     """A feature needs packages of an optional extra that is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package {package}, which is not installed: pip "
-                         f"install 'ngsgd[{extra}]'")
+        # a command
+        self.install = f"pip install 'ngsgd[{extra}]'"
+        super().__init__(f"{purpose} needs the package {package}, which is not installed: {self.install}")
 
 
 class RunInterrupted(NgsgdError):

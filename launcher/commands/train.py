@@ -28,9 +28,8 @@ from ngsgd.runs import trust as permission
 from ngsgd.runs.fingerprint_check import FingerprintCheck
 from ngsgd.runs.run_folder import SIMULATION, RunFolder, require_unchanged, resume_command
 from ngsgd.runs.saved_config import read_config
-from ngsgd.training.records import FinalReport
+from ngsgd.training.records import FinalReport, Tracker
 from ngsgd.training.storage.event_log import events_of
-from ngsgd.training.tracking import Tracker
 from ngsgd.training.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -234,8 +233,8 @@ def _services_with_ray(config: RunConfig, quiet: bool) -> Iterator[Services]:
 def _pool(request: PoolRequest) -> WorkerPool:
     if request.spec.settings.cluster.kind != "ray":
         return local_pool(request)
-    from ngsgd.launcher.ray.logs import RAY_LOG
     from ngsgd.launcher.ray.pool import RayPool
+    from ngsgd.launcher.ray.session import RAY_LOG
 
     RAY_LOG.write_to(request.log_directory.parent / "ray.log")
     return RayPool(request.spec, request.num_threads, request.num_parameters, request.agreement, request.report,

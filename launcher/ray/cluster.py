@@ -19,11 +19,11 @@ from typing import Any
 import ray
 from ray.exceptions import AuthenticationError, RayActorError, RayError, RayTaskError
 
+from ngsgd.cluster.exchange.collective_client import Ending
 from ngsgd.config import ClusterConfig
-from ngsgd.errors import ClusterError, ClusterTokenError, NgsgdError, RayStartError
-from ngsgd.launcher.ray.logs import divert
+from ngsgd.errors import ClusterError, ClusterTokenError, FailureKind, NgsgdError, RayStartError, failure_kind
 from ngsgd.launcher.ray.probe import require_head, require_version
-from ngsgd.launcher.ray.session import PrivateFolder
+from ngsgd.launcher.ray.session import PrivateFolder, divert
 
 # plasma on one machine; parameters and results of some tens of workers
 _STORE_BYTES = 512 * 2**20
@@ -361,8 +361,10 @@ def cause_of(error: RayTaskError) -> Exception:
     cause = error.cause
     if isinstance(cause, NgsgdError):
         return cause
-    return ClusterError(f"a worker could not start ({type(cause).__name__}: {cause}); "
-                        "is the same version of ngsgd installed on every node?")
+    name = type(cause).__name__
+    kind = failure_kind(name, str(cause))
+    return ClusterError(f"a worker could not start ({name}: {cause}); is the same version of ngsgd installed on every node?",
+                        failure=kind if kind is FailureKind.MEMORY else FailureKind.START_EXCEPTION)
 
 
 def exchange_error(error: RayTaskError) -> Exception:
@@ -374,15 +376,19 @@ def exchange_error(error: RayTaskError) -> Exception:
                         "node, or set cluster.exchange=auto, then resume.")
 
 
-def how_it_ended(error: RayError) -> str:
+def how_it_ended(error: RayError) -> Ending:
     text = str(error)
     if "SIGKILL" in text or "signal 9" in text:
-        return "killed by SIGKILL"
+        return Ending("killed by SIGKILL", FailureKind.KILLED)
     if "its node has died" in text or "node failure" in text:
-        return "its node was lost"
+        return Ending("its node was lost", FailureKind.NODE)
     if isinstance(error, RayActorError):
-        return "its process ended"
-    return _first_line(error)
+        return Ending("its process ended", FailureKind.ENDED)
+    # the out-of-memory killer's error is no RayActorError
+    kind = failure_kind(type(error).__name__, text)
+    if kind is not FailureKind.MEMORY:
+        kind = FailureKind.NODE if "raylet" in text or "NodeDied" in text else FailureKind.UNKNOWN
+    return Ending(_first_line(error), kind)
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,13 +7,17 @@ move a socket away.  Below a folder of mode 0700 nobody reaches them.
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _PREFIX = "ngsgd-ray-"
 # sun_path holds 107 bytes; this long is /r/session_DATE_TIME_MICROSECONDS_PID/sockets/plasma_store
@@ -81,3 +85,62 @@ def _remove_stale(base: str) -> None:
                 shutil.rmtree(lock.parent, ignore_errors=True)
             finally:
                 os.close(descriptor)
+
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# of the lines before the run folder exists
+_MAX_KEPT = 1000
+
+
+class RayLog(logging.Handler):
+    """Receives what Ray logs and prints in this process; keeps it until a file is named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(_FORMAT))
+        self._kept: collections.deque[logging.LogRecord] = collections.deque(maxlen=_MAX_KEPT)
+        self._file: logging.FileHandler | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, or keep it."""
+        if self._file is None:
+            self._kept.append(record)
+        else:
+            # a full disk is reported by whoever writes results
+            with contextlib.suppress(OSError, ValueError):
+                self._file.emit(record)
+
+    def write_to(self, path: Path) -> None:
+        """Write all records to a file from now on; it is made with the first one."""
+        if self._file is not None:
+            # of a run before this one in the same process
+            self._file.close()
+        self._file = logging.FileHandler(path, encoding="utf-8", delay=True)
+        self._file.setFormatter(self.formatter)
+        while self._kept:
+            self.emit(self._kept.popleft())
+
+
+# one per process, as Ray itself is
+RAY_LOG = RayLog()
+
+
+def divert() -> None:
+    """Send Ray's log records, and the messages that its driver thread prints, to RAY_LOG."""
+    from ray._private import worker
+
+    logger = logging.getLogger("ray")
+    if RAY_LOG in logger.handlers:
+        return
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.addHandler(RAY_LOG)
+    logger.propagate = False
+    # private, and there is no setting: a version without this name prints its messages
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = _log_printed
+
+
+def _log_printed(data: Mapping[str, Any], **_options: Any) -> None:
+    for line in data.get("lines", ()):
+        logging.getLogger("ray.raylet").error("%s", line)

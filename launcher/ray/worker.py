@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.cluster.activity import Activity, activity_of
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanRequest, MeanShard
-from ngsgd.cluster.exchange.compressed import packed
-from ngsgd.cluster.exchange.selection import WorkerDevice
+from ngsgd.cluster.exchange.selection import WorkerDevice, packed
 from ngsgd.cluster.exchange.shared_memory import SharedRef
+from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotMemory
 from ngsgd.cluster.fingerprint import Fingerprint
+from ngsgd.cluster.process import Activity, activity_of
 from ngsgd.data.fetching.files import RemoteData
 from ngsgd.data.fetching.source import FetchError
 from ngsgd.errors import ClusterError
@@ -81,7 +81,8 @@ class RayWorker:
         device = WorkerDevice.of(self._worker.device, is_near=self._heartbeats is not None)
         return Address(os.uname().nodename, os.getpid(), fingerprint, device)
 
-    def run(self, job: Job, places: tuple[SharedRef, ...], keep: bool) -> tuple[JobResult, Vector | None]:
+    def run(self, job: Job, places: tuple[SharedRef, ...], keep: bool,
+            snapshots: SharedSnapshotMemory | None) -> tuple[JobResult, Vector | None]:
         """The result, and apart from it the vector that only the job's next start needs, if it is
         another one.
 
@@ -90,6 +91,7 @@ class RayWorker:
         the workers.
         """
         self._should_stop = False
+        self._worker.snapshots.memory = snapshots
         self._member.make_room(job)
         left = list(places)
         refs: dict[int, SharedRef] = {}

@@ -1,16 +1,16 @@
-"""Classification of errors and worker failures: tables of rules, the first match decides.
+"""Classification of errors and worker failures by tables.
 
-The rules read the class, the exit code and the errno of an error, and the reasons that the ledger
-has for failed jobs. The classes of errors are stable; reasons of worker failures are those of
-`ngsgd.cluster` and `ngsgd.launcher.ray`.
+They read the class, the exit code and the errno of an error, and the kinds of failures that the
+ledger and the event log have.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from ngsgd.errors import FailureKind
 
 WORKLOAD, INFRASTRUCTURE, UNKNOWN = "workload", "infrastructure", "unknown"
 CANNOT_HELP, MAY_HELP = "cannot help", "may help"
@@ -34,6 +34,8 @@ class Cause:
     # a command that works after that. {resume} continues the run, {repeat} does that or is the
     # command that failed, and {help} is the help of that command
     next: str = "{resume}"
+    # option of that command
+    option: str = ""
 
 
 # a worker whose results the audit found wrong (failure.audit_every)
@@ -45,43 +47,36 @@ WRONG_MACHINE = Cause("machine", INFRASTRUCTURE, CANNOT_HELP,
 # Worker failures ----------------------------------------------------------------------------------
 
 _LOOK = "read the log of the worker (workers/ or ray.log in {run}), and correct the cause"
-# pattern of a reason -> cause of the failure of one attempt
-_OF_WORKER: tuple[tuple[str, Cause], ...] = (
-    (r"arrived damaged", Cause("transfer", INFRASTRUCTURE, MAY_HELP, "A result was damaged in memory or on the network.",
-                               "check the memory and the network of the worker's machine")),
-    (r"in quarantine, because the audit", WRONG_MACHINE),
-    (r"was stopped by a signal", Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker was stopped from outside (SIGSTOP).")),
-    (r"fork server", Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker ended together with its fork server.")),
-    (r"\bMemoryError\b|OutOfMemory|allocate memory|out of memory",
-     Cause("memory", INFRASTRUCTURE, MAY_HELP, "A worker had too little memory.",
-           "use fewer cluster.num_workers, a smaller model or a larger machine")),
-    (r"could not start \((\w+Error|\w+Exception)\b",
-     Cause("code", WORKLOAD, UNKNOWN, "A worker could not start because of an exception.", _LOOK)),
-    (r"could not start", Cause("worker", WORKLOAD, UNKNOWN, "A worker could not start.", _LOOK)),
-    (r"killed by SIGKILL", Cause("worker", INFRASTRUCTURE, MAY_HELP,
-                                 "A worker process was killed from outside: by a scheduler, a user or the out-of-memory killer.",
-                                 "look for the out-of-memory killer (dmesg | grep -i oom)")),
-    (r"killed by SIGTERM|killed by SIGINT|killed by SIGHUP|ended with code 143|was asked to end",
-     Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker process was asked to end by a signal.")),
-    (r"killed by SIG", Cause("worker", UNKNOWN, UNKNOWN, "A worker process crashed in compiled code.", _LOOK)),
-    (r"made no progress|gave no answer|was not ready",
-     Cause("worker", UNKNOWN, UNKNOWN, "A worker hung and was killed.", _LOOK)),
-    # Ray does not report how; an exception or exit of a job has another reason
-    (r"its process ended", Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker process ended under Ray.", _LOOK)),
-    (r"node (was lost|has died)|raylet|NodeDied",
-     Cause("node", INFRASTRUCTURE, MAY_HELP, "A worker was lost with its machine or its Ray process.",
-           "check the machines (ray status)")),
-    (r"ended with code", Cause("worker", WORKLOAD, UNKNOWN, "A worker process exited by itself.", _LOOK)),
-    (r"^(OSError|IOError|ConnectionError|ConnectionResetError|TimeoutError|BlockingIOError)\b",
-     Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker could not use a file or a connection.", _LOOK)),
-    (r"^[A-Za-z_][\w.]*: ", Cause("code", WORKLOAD, UNKNOWN, "A job raised an exception.", _LOOK)),
-)
+# reason of a failed attempt -> its cause
+_OF_WORKER: dict[str, Cause] = {
+    FailureKind.DAMAGED_RESULT: Cause("transfer", INFRASTRUCTURE, MAY_HELP, "A result was damaged in memory or on the network.",
+                                      "check the memory and the network of the worker's machine"),
+    FailureKind.QUARANTINED: WRONG_MACHINE,
+    FailureKind.STOPPED: Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker was stopped from outside (SIGSTOP)."),
+    FailureKind.FORK_SERVER: Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker ended together with its fork server."),
+    FailureKind.MEMORY: Cause("memory", INFRASTRUCTURE, MAY_HELP, "A worker had too little memory.",
+                              "use fewer cluster.num_workers, a smaller model or a larger machine"),
+    FailureKind.START_EXCEPTION: Cause("code", WORKLOAD, UNKNOWN, "A worker could not start because of an exception.", _LOOK),
+    FailureKind.START: Cause("worker", WORKLOAD, UNKNOWN, "A worker could not start.", _LOOK),
+    FailureKind.KILLED: Cause("worker", INFRASTRUCTURE, MAY_HELP,
+                              "A worker process was killed from outside: by a scheduler, a user or the out-of-memory killer.",
+                              "look for the out-of-memory killer (dmesg | grep -i oom)"),
+    FailureKind.ASKED_TO_END: Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker process was asked to end by a signal."),
+    FailureKind.CRASHED: Cause("worker", UNKNOWN, UNKNOWN, "A worker process crashed in compiled code.", _LOOK),
+    FailureKind.HUNG: Cause("worker", UNKNOWN, UNKNOWN, "A worker hung and was killed.", _LOOK),
+    FailureKind.ENDED: Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker process ended under Ray.", _LOOK),
+    FailureKind.NODE: Cause("node", INFRASTRUCTURE, MAY_HELP, "A worker was lost with its machine or its Ray process.",
+                            "check the machines (ray status)"),
+    FailureKind.EXITED: Cause("worker", WORKLOAD, UNKNOWN, "A worker process exited by itself.", _LOOK),
+    FailureKind.ACCESS: Cause("worker", INFRASTRUCTURE, MAY_HELP, "A worker could not use a file or a connection.", _LOOK),
+    FailureKind.EXCEPTION: Cause("code", WORKLOAD, UNKNOWN, "A job raised an exception.", _LOOK),
+}
 _WORKER = Cause("worker", UNKNOWN, UNKNOWN, "A job failed.", _LOOK)
 
 
-def of_worker(reason: str) -> Cause:
-    """The cause of one failed attempt, from its reason in the ledger."""
-    return next((cause for pattern, cause in _OF_WORKER if re.search(pattern, reason)), _WORKER)
+def of_worker(kind: str) -> Cause:
+    """The cause of one failed attempt, from its `FailureKind` in the ledger."""
+    return _OF_WORKER.get(kind, _WORKER)
 
 
 # Errors that end a process ------------------------------------------------------------------------
@@ -125,13 +120,13 @@ _OF_KIND = {
                            "correct the examples that the evidence names, or set failure.on_bad_batch=quarantine"),
     "FingerprintError": Cause("numeric fingerprint", INFRASTRUCTURE, CANNOT_HELP,
                               "This machine or installation computes other bits than the run so far.",
-                              "use the earlier kind of machine, or allow other bits", "{resume} --allow-other-bits"),
+                              "use the earlier kind of machine, or allow other bits", option="allow-other-bits"),
     "WorkerFingerprintError": Cause("numeric fingerprint", INFRASTRUCTURE, CANNOT_HELP,
                                     "The workers' machines or installations compute other bits than the run.",
                                     "install the same versions everywhere, or allow other bits",
-                                    "{resume} --allow-other-bits"),
+                                    option="allow-other-bits"),
     "ConfigChangedError": Cause("config.yaml", WORKLOAD, CANNOT_HELP, "config.yaml was changed since the start of the run.",
-                                "restore the file, or accept the change", "{resume} --accept-changed-config"),
+                                "restore the file, or accept the change", option="accept-changed-config"),
     "ClusterTokenError": Cause("token", INFRASTRUCTURE, CANNOT_HELP, "The Ray head rejects the token of this shell.",
                                "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the token of the head", "{repeat}"),
     "AuditError": Cause("machine", INFRASTRUCTURE, UNKNOWN,
@@ -159,15 +154,13 @@ KILLED = Cause("coordinator", INFRASTRUCTURE, MAY_HELP,
 
 def of_error(about: Mapping[str, Any]) -> Cause:
     """The cause of the end of a process, from error.json or an event."""
-    kind, code, message = about.get("kind", ""), about.get("exit_code"), str(about.get("message", ""))
+    kind, code = about.get("kind", ""), about.get("exit_code")
     if about.get("signal") or code == 130:
         return _stopped(about)
     if about.get("errno") in _OF_ERRNO:
         return _OF_ERRNO[about["errno"]]
     cause = _OF_KIND.get(kind) or _OF_EXIT_CODE.get(code or 0, _CODE)
-    if cause is _CLUSTER and (found := of_worker(message)) is not _WORKER:
-        return found
-    return cause
+    return _OF_WORKER.get(str(about.get("failure")), cause) if cause in (_CLUSTER, _CODE) else cause
 
 
 def _stopped(about: Mapping[str, Any]) -> Cause:

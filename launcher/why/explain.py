@@ -5,7 +5,6 @@ It is a function of the files of the run and of whether a process trains it.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ngsgd.errors import FailureKind, failure_kind
 from ngsgd.files import read_json
 from ngsgd.launcher.help import COMMANDS
 from ngsgd.launcher.run_state import state_of
@@ -25,10 +25,9 @@ from ngsgd.runs.failure_record import failed_command
 from ngsgd.runs.run_folder import RunFolder
 
 _MAX_EVIDENCE = 8
-# in the message of an incident "bad_batch": diverging training does not change inputs
-_NOT_FINITE = "an input is not finite"
 # bad examples that the text lists; JSON has all
 _MAX_BAD = 20
+_IN_PYTHON = ") in Python"
 _NOTHING = "nothing to do: the run recovered"
 _ENDED = ("FAILED", "STOPPED")
 
@@ -93,7 +92,7 @@ def explain(run: Path) -> Answer:
     values = _values(folder, state, record)
     if fault is None:
         return Answer(folder.address, state["state"], summary=_calm(state["state"]), note=note,
-                      next=_in_python(_AFTER_CALM.get(state["state"], "").format(**values)))
+                      next=_AFTER_CALM.get(state["state"], "").format(**values))
     fault = _with_exception(folder, fault)
     is_over = bool(end) or (state["state"] not in ("SUCCEEDED", "RUNNING") and fault.severity >= INTERRUPTED)
     needs_action = is_over or fault.severity >= LOST_WORK
@@ -103,7 +102,7 @@ def explain(run: Path) -> Answer:
                   # the run continued
                   cause.outlook if needs_action else MAY_HELP, _sentence(fault), evidence[:_MAX_EVIDENCE],
                   cause.first.format(**values) if needs_action else _NOTHING,
-                  _in_python(_step(fault, state).format(**values)), note, counts, bad_examples(line.fields for line in events))
+                  _step(fault, state, values), note, counts, bad_examples(line.fields for line in events))
 
 
 def explain_command(output_dir: Path) -> Answer | None:
@@ -132,12 +131,11 @@ def _command_fault(record: Mapping[str, Any]) -> Fault:
 
 def _of_command(record: Mapping[str, Any]) -> dict[str, str]:
     """How to repeat a command that failed, its help, and how to install a missing package."""
-    found = re.search(r"pip install '[^']+'", str(record.get("message", "")))
     words = [*record.get("words", ()), "", ""]
     # of a wrong command, there is no help
     name = words[1] if words[1] in COMMANDS else ""
     return {"repeat": str(record.get("command", "")), "help": f"ngsgd {name} --help".replace("  ", " "),
-            "install": found[0] if found else "pip install PACKAGE"}
+            "install": str(record.get("install", "pip install PACKAGE"))}
 
 
 def _end_of_process(folder: RunFolder, state: Mapping[str, Any], events: Sequence[Line], ledger: Sequence[Line],
@@ -161,12 +159,16 @@ def _end_of_process(folder: RunFolder, state: Mapping[str, Any], events: Sequenc
 
 def _with_exception(folder: RunFolder, fault: Fault) -> Fault:
     """Replace "exited" by the exception in the last line of the worker's log."""
-    if fault.cause.culprit != "worker" or not any("ended with code" in one.text for one in fault.evidence):
+    if fault.kind != FailureKind.EXITED:
         return fault
-    lines = [line.text for line in log_tail(folder, fault.workers, 1) if re.match(r"[A-Za-z_][\w.]*(Error|Exception)\b", line.text)]
-    if not lines:
+    # the last line of a traceback
+    found = [line.text.partition(":") for line in log_tail(folder, fault.workers, 1)]
+    found = [(name, colon, message) for name, colon, message in found
+             if name.replace(".", "").isidentifier() and name.endswith(("Error", "Exception"))]
+    if not found:
         return fault
-    cause = of_worker(lines[-1])
+    name, _, message = found[-1]
+    cause = of_worker(failure_kind(name.rpartition(".")[2], message))
     # the ledger decides about the retry
     domain = fault.cause.domain if cause.domain == WORKLOAD else cause.domain
     return replace(fault, cause=replace(cause, domain=domain, outlook=fault.cause.outlook))
@@ -186,7 +188,8 @@ def _behind_divergence(found: Fault, ledger: Sequence[Line], faults: Sequence[Fa
     last = max((line.job[0] for line in ledger if line.event == "planned"), default=-1)
     lines = [line for line in ledger if line.job[0] == last and line.event in ("rejected", "dropped", "quarantined", "rolled_back")]
     evidence = (*found.evidence, *map(quoted, lines))
-    data = [fault for fault in faults if any(_NOT_FINITE in one.text for one in fault.evidence)]
+    # diverging training does not change inputs
+    data = [fault for fault in faults if fault.kind == FailureKind.BAD_INPUT]
     if data:
         return Fault(INTERRUPTED, data[0].cause, (*found.evidence, *data[0].evidence, *data[-1].evidence), data[0].workers)
     lost = {line.source for line in lines if line.event in ("dropped", "quarantined")}
@@ -196,15 +199,17 @@ def _behind_divergence(found: Fault, ledger: Sequence[Line], faults: Sequence[Fa
     return Fault(INTERRUPTED, found.cause, evidence, found.workers)
 
 
-def _step(fault: Fault, state: Mapping[str, Any]) -> str:
+def _step(fault: Fault, state: Mapping[str, Any], values: Mapping[str, str]) -> str:
     """The next command; a run that finished, or that trains, cannot be resumed."""
-    step = fault.cause.next
-    return _AFTER_CALM.get(state["state"], step) if "{resume}" in step or "{repeat}" in step else step
-
-
-def _in_python(text: str) -> str:
-    """Turn an option after a call into an argument of the call."""
-    return re.sub(r"\) in Python --([a-z-]+)", lambda found: f", {found[1].replace('-', '_')}=True) in Python", text)
+    cause = fault.cause
+    if state["state"] in _AFTER_CALM and ("{resume}" in cause.next or "{repeat}" in cause.next):
+        return _AFTER_CALM[state["state"]].format(**values)
+    step = cause.next.format(**values)
+    if not cause.option:
+        return step
+    # of a run of a Python program the step is a call
+    call, _, _ = step.partition(_IN_PYTHON)
+    return f"{step} --{cause.option}" if call == step else f"{call}, {cause.option.replace('-', '_')}=True{_IN_PYTHON}"
 
 
 def _sentence(fault: Fault) -> str:

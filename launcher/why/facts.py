@@ -45,6 +45,11 @@ class Line:
     def reason(self) -> str:
         return str(self.fields.get("reason", ""))
 
+    @property
+    def kind(self) -> str:
+        """The FailureKind; empty where there is none."""
+        return str(self.fields.get("kind", ""))
+
 
 @dataclass(frozen=True)
 class Evidence:

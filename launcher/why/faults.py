@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ngsgd.counting import counted
+from ngsgd.errors import FailureKind
 from ngsgd.launcher.why.causes import (
     CANNOT_HELP,
     INFRASTRUCTURE,
@@ -69,6 +70,8 @@ class Fault:
     cause: Cause
     evidence: tuple[Evidence, ...]
     workers: tuple[int, ...] = ()
+    # FailureKind of its last line
+    kind: str = ""
 
 
 def bad_examples(events: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -92,18 +95,18 @@ def _of_jobs(ledger: Sequence[Line]) -> Iterator[Fault]:
     for one in failures_of(ledger):
         severity, cause = _judged(one)
         yield Fault(severity, cause, tuple(quoted(line) for line in (*one.attempts, *([one.end] if one.end else []))),
-                    tuple(line.worker for line in one.attempts if line.worker >= 0))
+                    tuple(line.worker for line in one.attempts if line.worker >= 0), one.attempts[-1].kind)
 
 
 def _judged(one: JobFailures) -> tuple[int, Cause]:
     """Severity and cause of the failed attempts at a job, from its end."""
-    cause, end = of_worker(one.attempts[-1].reason), one.end.event if one.end else ""
+    cause, end = of_worker(one.attempts[-1].kind), one.end.event if one.end else ""
     if end == "accepted":
         # a job is a deterministic function of its inputs: a retry that succeeded had the same data
         domain = UNKNOWN if cause.domain == WORKLOAD else cause.domain
         return RETRIED, replace(cause, domain=domain, outlook=MAY_HELP)
     if end == "quarantined":
-        return LOST_WORK, _ARCHIVE if one.end and "damaged" in one.end.reason else _CRASHING
+        return LOST_WORK, _ARCHIVE if one.end and one.end.kind == FailureKind.DAMAGED_ARCHIVE else _CRASHING
     if end == "dropped" and len(one.attempts) > 1:
         return LOST_WORK, replace(cause, outlook=CANNOT_HELP)
     return LOST_WORK if end in ("dropped", "rejected") else RETRIED, cause
@@ -116,7 +119,7 @@ def _of_results(ledger: Sequence[Line]) -> Iterator[Fault]:
         if line.event == "rejected" and line.reason != NOT_THE_BEST:
             yield Fault(LOST_WORK, _REJECTED, (quoted(line),), workers)
         elif line.event == "discarded" and (*line.job, line.fields.get("attempt")) not in failed:
-            yield Fault(REPLACED, of_worker("arrived damaged"), (quoted(line),), workers)
+            yield Fault(REPLACED, of_worker(FailureKind.DAMAGED_RESULT), (quoted(line),), workers)
 
 
 def _of_incidents(events: Sequence[Line]) -> Iterator[Fault]:
@@ -127,13 +130,13 @@ def _of_incidents(events: Sequence[Line]) -> Iterator[Fault]:
         workers = (line.worker,) if line.worker >= 0 else ()
         if what == "worker_replaced":
             # it had no job, so a replacement is all that was needed
-            cause = replace(of_worker(str(line.fields.get("message"))), outlook=MAY_HELP)
+            cause = replace(of_worker(line.kind), outlook=MAY_HELP)
             if cause.domain == WORKLOAD:
                 cause = replace(cause, domain=UNKNOWN)
-            yield Fault(REPLACED, cause, (quoted(line),), workers)
+            yield Fault(REPLACED, cause, (quoted(line),), workers, line.kind)
         elif what in _INCIDENTS:
             severity, cause = _INCIDENTS[what]
-            yield Fault(severity, cause, (quoted(line),), workers)
+            yield Fault(severity, cause, (quoted(line),), workers, line.kind)
 
 
 def _of_processes(events: Sequence[Line], *, is_alive: bool) -> Iterator[Fault]:

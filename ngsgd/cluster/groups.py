@@ -32,9 +32,9 @@ from ngsgd.cluster.process import configure_process
 from ngsgd.cluster.restarts import none_agrees
 from ngsgd.errors import ClusterError, NgsgdError
 from ngsgd.ops.tensors import dense
+from ngsgd.training.devices import Ranks
 from ngsgd.training.job import Job, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
-from ngsgd.training.ranks import Ranks
 from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Place, Worker, never, np_empty
 

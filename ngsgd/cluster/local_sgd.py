@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ngsgd.arguments import checked, checks_arguments, require_state
-from ngsgd.cluster.exchanged_tensors import (
+from ngsgd.cluster.fingerprint import why_no_kernels
+from ngsgd.cluster.replicas.exchanged_tensors import (
     Exchanged,
     digest_of,
     fill,
@@ -33,10 +34,8 @@ from ngsgd.cluster.exchanged_tensors import (
     values_of,
     write,
 )
-from ngsgd.cluster.fingerprint import why_no_kernels
-from ngsgd.cluster.optimizer_reset import OptimizerReset, clear_not_finite
-from ngsgd.cluster.outer_parts import Part, parts_of, require_like
-from ngsgd.cluster.rank_group import LostRankError, RankGroup
+from ngsgd.cluster.replicas.outer_parts import OptimizerReset, Part, clear_not_finite, parts_of, require_like
+from ngsgd.cluster.replicas.rank_group import LostRankError, RankGroup
 from ngsgd.errors import ArgumentError, ClusterError, ConfigError, DivergenceError
 from ngsgd.ops.kernels.native import print_line, use_torch_operations
 from ngsgd.optim.outer.rules import Average, Bmuf, DiLoCo, OuterInfo, OuterRule

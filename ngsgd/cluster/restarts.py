@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import replace
 
-from ngsgd.cluster.exchange.collective_client import Exchange
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.counting import counted
-from ngsgd.errors import ClusterError, WorkerFingerprintError
+from ngsgd.errors import ClusterError, FailureKind, WorkerFingerprintError
 from ngsgd.interface import option
-from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
+from ngsgd.training.auditing.pool import QUARANTINED
 from ngsgd.training.job import JobFailure, Outcome
 from ngsgd.training.worker_pool import Retired
 
@@ -49,24 +49,19 @@ class Restarts:
         news, self._retired = self._retired, []
         return news
 
-    def report(self, what: str, worker: int, message: str) -> None:
+    def report(self, what: str, worker: int, message: str, kind: FailureKind = FailureKind.UNKNOWN) -> None:
         """Add an incident about a worker to `news`; duplicates are ignored."""
-        incident = Retired(worker, message, what)
+        incident = Retired(worker, message, what, kind)
         if incident not in self._reported:
             self._reported.append(incident)
             self._retired.append(incident)
 
-    def none_left(self, reason: str) -> ClusterError:
+    def none_left(self, reason: str, kind: FailureKind = FailureKind.UNKNOWN) -> ClusterError:
         """Return the error for a run without workers, all of which are retired."""
         return ClusterError("no worker is left: each died more than failure.max_restarts_per_hour "
                             f"= {self.per_hour} times within an hour, the last one because it was "
                             f"{reason}; the last checkpoint is complete: find out why they die, "
-                            "then resume.")
-
-
-def incidents_of(exchange: Exchange | None) -> list[Retired]:
-    """Failures of averaging among the workers since the last call, as incidents of a pool."""
-    return [Retired(-1, message, "exchange_failed") for message in exchange.news()] if exchange else []
+                            "then resume.", failure=kind)
 
 
 def check_fingerprint(worker: int, found: Fingerprint, agreement: Agreement, restarts: Restarts, *, is_starting: bool,
@@ -93,19 +88,13 @@ def check_fingerprint(worker: int, found: Fingerprint, agreement: Agreement, res
     return differences
 
 
-def identity(worker: int, process_id: int, host: str, fingerprint: Fingerprint | None) -> WorkerIdentity:
-    """Describe a worker for the audit."""
-    device = fingerprint.device if fingerprint else ""
-    where = f"process {process_id} on {host}" + (f", {device}" if device not in ("", "cpu") else "")
-    bits = "" if fingerprint is None else fingerprint.digest()
-    return WorkerIdentity(f"worker {worker} ({where})", host, bits, is_reproducible=device in ("", "cpu"))
-
-
 def distrusted(outcome: Outcome, worker: int) -> Outcome:
-    """Turn a result of a worker in quarantine into a failure."""
-    if outcome.worker != worker or isinstance(outcome, JobFailure):
+    """Turn an outcome of a worker in quarantine into a failure for that reason."""
+    if outcome.worker != worker:
         return outcome
-    return JobFailure(outcome.job, worker, f"its worker {QUARANTINED}", False)
+    if isinstance(outcome, JobFailure):
+        return replace(outcome, kind=FailureKind.QUARANTINED)
+    return JobFailure(outcome.job, worker, f"its worker {QUARANTINED}", False, kind=FailureKind.QUARANTINED)
 
 
 def none_agrees(differences: str) -> WorkerFingerprintError:

@@ -68,7 +68,7 @@ class JobAssignment:
 
 
 # 128 + SIGTERM, the convention of the shell: distinguishes a request from an exit of the job's code
-_EXIT_TERMINATED = 143
+EXIT_TERMINATED = 143
 # seconds between two checks for messages during a job; a check takes as long as ten Python calls
 _CHECK_S = 0.2
 # request to end the job after the current minibatch
@@ -79,7 +79,11 @@ def serve(connection: socket.socket) -> None:
     """Receive a setup and then jobs from the connection, until the coordinator closes it."""
     # workers end with their parent, the fork server, which ends with the coordinator. A fork server
     # that another program started has not loaded `newborn`, so this is set again
-    _let_fork_server_go()
+    descriptor = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
+    if descriptor is not None:
+        # the last holder of this pipe keeps the fork server alive, and a hung worker must not
+        os.close(descriptor)
+        forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
     die_with_parent(os.getppid())
     # Ctrl-C, and the end of a terminal, signal all its processes; the coordinator decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -90,7 +94,11 @@ def serve(connection: socket.socket) -> None:
         # the parent
         setup = messages.receive()
         assert isinstance(setup, WorkerSetup)
-        _redirect(setup.log)
+        if setup.log:
+            descriptor = os.open(setup.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            for standard in (1, 2):
+                os.dup2(descriptor, standard)
+            os.close(descriptor)
         time.sleep(setup.delay_s)
         configure_process(setup.num_threads, setup.has_kernels)
         process = WorkerProcess(messages, setup)
@@ -120,7 +128,7 @@ class WorkerProcess:
         self._should_end = True
         # nothing to finish, and the blocking receive would resume after this handler
         if self._is_idle:
-            sys.exit(_EXIT_TERMINATED)
+            sys.exit(EXIT_TERMINATED)
 
     def run(self) -> None:
         try:
@@ -129,13 +137,17 @@ class WorkerProcess:
             self.messages.send(error)
             return
         if self._should_end:
-            sys.exit(_EXIT_TERMINATED)
+            sys.exit(EXIT_TERMINATED)
         worker.snapshots.is_leaving = lambda: self._should_end
         fingerprint = Fingerprint.of_this_process(torch.get_num_threads(), worker.device,
                                                   self.setup.spec.settings.cluster.precision, worker.ranks.summed_by)
         self.messages.send(Ready(os.getpid(), fingerprint))
         self._member = CollectiveWorker(self.setup.index, worker.layout, worker.device)
-        while self._may_wait():
+        while True:
+            # from now on `terminate` exits immediately
+            self._is_idle = True
+            if self._should_end:
+                sys.exit(EXIT_TERMINATED)
             message = self.messages.receive()
             self._is_idle = False
             if isinstance(message, JobAssignment):
@@ -146,14 +158,6 @@ class WorkerProcess:
                 self.messages.send(self._member.average(message))
             elif isinstance(message, FetchRequest):
                 self.messages.send(self._member.fetch(message.identity))
-        sys.exit(_EXIT_TERMINATED)
-
-    def _may_wait(self) -> bool:
-        """Return False if the process was asked to end; from now on `terminate` exits
-        immediately.
-        """
-        self._is_idle = True
-        return not self._should_end
 
     def _outcome(self, worker: Worker, assignment: JobAssignment) -> JobResult | JobFailure:
         refs: dict[int, SharedRef] = {}
@@ -182,7 +186,7 @@ class WorkerProcess:
             kept = result if self._should_end else self._member.keep(result)
             return replace(kept, own=own, encoded=None)
         except Exception as error:
-            return JobFailure(assignment.job, self.setup.index, f"{type(error).__name__}: {error}", False, error)
+            return JobFailure.of_error(assignment.job, self.setup.index, error)
 
     def _heartbeat(self) -> bool:
         """Show progress after a minibatch; return True if the job should end here."""
@@ -212,22 +216,3 @@ class Checks:
         last, self._last = self._last, self._clock()
         fitting = int(self._interval_s * self._num / max(self._last - last, 1e-9))
         self.num_left = self._num = max(1, min(2 * self._num, fitting))
-
-
-def _let_fork_server_go() -> None:
-    """Close the pipe whose last holder keeps the fork server alive.
-
-    A hung worker must not be that holder.
-    """
-    descriptor = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
-    if descriptor is not None:
-        os.close(descriptor)
-        forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
-
-
-def _redirect(log: str) -> None:
-    if log:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for standard in (1, 2):
-            os.dup2(descriptor, standard)
-        os.close(descriptor)

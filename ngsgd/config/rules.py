@@ -323,10 +323,10 @@ def _snapshots(c: RunConfig) -> Iterator[Problem]:
         yield Problem(("failure.snapshots", "cluster.ranks_per_worker"),
                        f"failure.snapshots is on with cluster.ranks_per_worker {c.cluster.ranks_per_worker}; "
                "groups of ranks have no snapshots: leave it auto, or take 1 rank.")
-    if c.cluster.kind != "local":
+    if c.cluster.kind == "in_process":
         yield Problem(("failure.snapshots", "cluster.kind"),
-                       f"failure.snapshots is on with cluster.kind {c.cluster.kind}; snapshots are in the shared "
-               "memory of one machine: leave it auto, or set cluster.kind=local.")
+                       "failure.snapshots is on with cluster.kind in_process; a snapshot is of a worker process: leave it "
+                       "auto, or set cluster.kind=local or ray.")
 
 
 def _dropout(c: RunConfig) -> Iterator[Problem]:

@@ -33,7 +33,7 @@ from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
 from ngsgd.training.diagnostics.clipped_updates import ClippedUpdates
 from ngsgd.training.dispatcher import NeverStop, StopSignal
 from ngsgd.training.parameter_vector import FlatLayout, Vector
-from ngsgd.training.records import FinalReport, Incident
+from ngsgd.training.records import FinalReport, Incident, Tracker, Trackers
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.sites.rounds import Rounds, open_exchange
 from ngsgd.training.sites.site_average import SiteAverage, SiteClock
@@ -42,7 +42,6 @@ from ngsgd.training.storage.event_log import EventLog
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.storage.lock import RunLock
 from ngsgd.training.task import Task, TaskSpec, seeded_model
-from ngsgd.training.tracking import Tracker, Trackers
 from ngsgd.training.verification.repetition import Verification
 from ngsgd.training.worker_pool import WorkerPool
 

@@ -35,8 +35,7 @@ from ngsgd.pipeline.score import word_errors
 from ngsgd.pipeline.services import Report, Services
 from ngsgd.runs.run_folder import RunFolder, folder_of_model, run_to_continue
 from ngsgd.runs.rungs import Rung, Stopwatch, stored
-from ngsgd.training.records import FinalReport
-from ngsgd.training.tracking import Trackers
+from ngsgd.training.records import FinalReport, Trackers
 
 # raise it when the same settings would give other labels
 _VERSION = 2

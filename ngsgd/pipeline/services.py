@@ -16,8 +16,8 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.training.dispatcher import NeverStop, StopSignal
+from ngsgd.training.records import Tracker
 from ngsgd.training.task import TaskSpec
-from ngsgd.training.tracking import Tracker
 from ngsgd.training.worker_pool import WorkerPool
 
 Report = Callable[[str], None]

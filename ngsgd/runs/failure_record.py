@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngsgd.errors import EXIT_RUN_FAILED, DamagedArchiveError
+from ngsgd.errors import EXIT_RUN_FAILED, ClusterError, DamagedArchiveError, FailureKind, MissingExtraError, failure_kind
 from ngsgd.files import make_directories, read_json, sealed, unsealed, write_text
 from ngsgd.masking import masked
 from ngsgd.runs import stored_run
@@ -29,8 +29,8 @@ def describe(error: BaseException, signal_name: str = "") -> dict[str, Any]:
         signal_name: signal that requested the end, such as "SIGTERM"; empty if unknown.
 
     Returns:
-        "kind", "exit_code" and "message"; "errno" (such as "ENOSPC"), "signal", "scheduler" and
-        "archive" where they apply.
+        "kind", "exit_code" and "message"; "errno" (such as "ENOSPC"), "signal", "scheduler", "archive",
+        "install" and "failure" (a `FailureKind`) where they apply.
     """
     about: dict[str, Any] = {
         "kind": type(error).__name__, "exit_code": getattr(error, "exit_code", EXIT_RUN_FAILED),
@@ -42,6 +42,12 @@ def describe(error: BaseException, signal_name: str = "") -> dict[str, Any]:
             signal_name = signal_name or str(one) or "SIGINT"
         if isinstance(one, DamagedArchiveError):
             about["archive"] = one.archive
+        if isinstance(one, MissingExtraError):
+            about["install"] = one.install
+        if isinstance(one, ClusterError) and one.failure:
+            about.setdefault("failure", one.failure)
+    if failure_kind(about["kind"], about["message"]) is FailureKind.MEMORY:
+        about.setdefault("failure", FailureKind.MEMORY)
     if signal_name:
         about["signal"] = signal_name
         found = [f"{name} {os.environ[variable]}" for variable, name in _SCHEDULERS.items() if os.environ.get(variable)]

@@ -14,29 +14,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 from torch import nn
 
-from ngsgd.errors import DivergenceError, NgsgdError, RunInterrupted
+from ngsgd.errors import DivergenceError, FailureKind, NgsgdError, RunInterrupted
 from ngsgd.schedules import Schedule
-from ngsgd.training.averaging import quarantine
-from ngsgd.training.averaging.averaged_model import AveragedModel
-from ngsgd.training.averaging.averager import Averager
-from ngsgd.training.averaging.layer_rates import equalized_rates
-from ngsgd.training.diagnostics.background import BackgroundDiagnostics
+from ngsgd.training.averaging.averaged_model import AveragedModel, equalized_rates
+from ngsgd.training.averaging.averager import Averager, has_no_data, message_without_data
 from ngsgd.training.diagnostics.deferred import DeferredDiagnostics
 from ngsgd.training.dispatcher import Dispatcher, NeverStop, OuterIterationState, StopSignal
 from ngsgd.training.job import Job, JobResult
 from ngsgd.training.job_init import JobInitializer
 from ngsgd.training.parameter_vector import Vector
-from ngsgd.training.partitioning import EqualPartitioner, make_partitioner
-from ngsgd.training.planning import Plan, Progress, next_plan, upcoming
-from ngsgd.training.records import NOT_THE_BEST, Incident, JobRecord, OuterIterationRecord, SubsetScore
+from ngsgd.training.planning import EqualPartitioner, Plan, Progress, make_partitioner, next_plan, upcoming
+from ngsgd.training.records import NOT_THE_BEST, Incident, JobRecord, OuterIterationRecord, SubsetScore, Tracker
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.sites.site_average import SiteAverage
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, with_sites
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.task import Task
-from ngsgd.training.tracking import Tracker
 from ngsgd.training.validation import bad_batches
 from ngsgd.training.validation.acceptance import Verdicts
 from ngsgd.training.worker_pool import WorkerPool
@@ -86,8 +82,7 @@ class Coordinator:
                                                                self.task.num_batches)
         self._averaged = AveragedModel(self.task, self.model, settings, self.storage.checkpoints,
                                        self.schedule.num_outer_iters)
-        self._deferred = DeferredDiagnostics(BackgroundDiagnostics(self.model, self.task),
-                                             tracker.outer_iteration)
+        self._deferred = DeferredDiagnostics(self.model, self.task, tracker.outer_iteration)
         self._dispatch = Dispatcher(self.pool, ledger, self._averaged.layout, settings,
                                     self.control.stop, self._emit_incident, self.control.clock, self.control.report)
         self._refcount = self._dispatch.refcount
@@ -112,7 +107,7 @@ class Coordinator:
             try:
                 self._deferred.wait()
             finally:
-                self._deferred.diagnostics.close()
+                self._deferred.close()
 
     def _train(self, start: Checkpoint) -> Checkpoint:
         start = here = self._resume(start)
@@ -129,7 +124,10 @@ class Coordinator:
             after = self._close(state, here, ahead, clock)
             if after.progress.outer_iter == here.progress.outer_iter:
                 # rolled back, together with the jobs that started from its results
-                self._discard(ahead)
+                if ahead:
+                    self._dispatch.drain(ahead)
+                    self._release(ahead)
+                self._job_init.forget()
                 ahead = None
             here = after
             state = ahead or self._open(here.progress)
@@ -188,7 +186,7 @@ class Coordinator:
         plan = replace(plan, iteration=replace(plan.iteration, gain=gain),
                        keeps_best=self.task.growth.is_early(plan.outer_iter))
         model = self.pool.publish(self._averaged.optimizer.broadcast if model_before is None
-                                  else partial(_copy, model_before))
+                                  else partial(np.copyto, src=model_before))
         self._refcount.acquire(model)
         return self._dispatch.open(plan, model, progress.quarantined, self._partitioner.round_s)
 
@@ -231,9 +229,9 @@ class Coordinator:
         if error:
             self._release(state)
             return self._rolled_back(state.plan, before, error)
-        if quarantine.has_no_data(state, before.progress):
-            self._emit_incident("outer_iteration_skipped", quarantine.message(state, self.schedule),
-                                state.plan.outer_iter, -1, -1)
+        if has_no_data(state, before.progress):
+            self._emit_incident(Incident("outer_iteration_skipped", message_without_data(state, self.schedule),
+                                         state.plan.outer_iter))
         accepted = [result for result, reason in verdicts if not reason]
         self._partitioner.observe(accepted)
         for job in range(state.plan.num_jobs):
@@ -257,7 +255,7 @@ class Coordinator:
         """Average with the other sites if it is time; return figures of it."""
         if self.sites is None:
             return {}
-        self.sites.report = lambda event: self._emit_incident(event.what, event.message, plan.outer_iter, -1, -1)
+        self.sites.report = lambda event: self._emit_incident(Incident(event.what, event.message, plan.outer_iter))
         figures = self.sites.average(self._averaged.parameters(), plan.outer_iter, plan.iteration.lr)
         if figures:
             self._averager.take(self._averaged.parameters(), f"the average over sites, round {self.sites.round},")
@@ -266,22 +264,19 @@ class Coordinator:
     def _record_verdicts(self, state: OuterIterationState, verdicts: Verdicts) -> None:
         for result, reason in verdicts:
             self.storage.ledger.judged(result, reason)
+            outer_iter, job = state.plan.outer_iter, result.job.job
             for bad in result.bad_batches:
-                outer_iter, job = state.plan.outer_iter, result.job.job
-                self._emit_incident("bad_batch",
-                                    bad_batches.message(bad, job, outer_iter, result.worker,
-                                                        self.settings.failure.on_bad_batch),
-                                    outer_iter, job, result.worker)
+                message = bad_batches.message(bad, job, outer_iter, result.worker, self.settings.failure.on_bad_batch)
+                kind = FailureKind.BAD_INPUT if bad.reason == bad_batches.INPUT else FailureKind.UNKNOWN
+                self._emit_incident(Incident("bad_batch", message, outer_iter, job, result.worker, kind=kind))
             if not reason:
                 continue
             # no later job starts from a rejected result
             state.rejection_reasons[result.job.job] = reason
             if reason != NOT_THE_BEST:
-                outer_iter, job = state.plan.outer_iter, result.job.job
-                self._emit_incident("job_rejected",
-                                    f"job {job} of outer iteration {outer_iter + 1}, on worker "
-                                    f"{result.worker}, was rejected: {reason}.",
-                                    outer_iter, job, result.worker)
+                self._emit_incident(Incident("job_rejected", f"job {job} of outer iteration {outer_iter + 1}, on worker "
+                                                             f"{result.worker}, was rejected: {reason}.",
+                                             outer_iter, job, result.worker))
 
     def _progress(self, state: OuterIterationState, old: Progress,
                   accepted: list[JobResult]) -> Progress:
@@ -332,18 +327,10 @@ class Coordinator:
                                   "resume, or restart.") from error
         lr_scale = before.progress.lr_scale / 2
         self.storage.ledger.rolled_back(plan.outer_iter, str(error), lr_scale)
-        self._emit_incident("rolled_back",
-                            f"outer iteration {plan.outer_iter + 1} is repeated from the last "
-                            f"model with {lr_scale:g} times the learning rate: {error}",
-                            plan.outer_iter, -1, -1)
+        self._emit_incident(Incident("rolled_back",
+                                     f"outer iteration {plan.outer_iter + 1} is repeated from the last "
+                                     f"model with {lr_scale:g} times the learning rate: {error}", plan.outer_iter))
         return replace(before, progress=replace(before.progress, lr_scale=lr_scale))
-
-    def _discard(self, ahead: OuterIterationState | None) -> None:
-        """Abandon an outer iteration that started from results that are not committed."""
-        if ahead:
-            self._dispatch.drain(ahead)
-            self._release(ahead)
-        self._job_init.forget()
 
     def _release(self, state: OuterIterationState) -> None:
         """Release the vectors that only this outer iteration needed."""
@@ -380,14 +367,8 @@ class Coordinator:
             num_discarded=self._dispatch.num_discarded, num_deferred=len(state.deferred),
             num_audited=self._dispatch.audits.num_audited.pop(plan.outer_iter, 0))
 
-    def _emit_incident(self, what: str, message: str, outer_iter: int, job: int,
-                       worker: int) -> None:
-        elapsed_s = self.control.clock() - self._began
-        self.storage.tracker.incident(Incident(what, message, outer_iter, job, worker, elapsed_s))
-
-
-def _copy(source: Vector, out: Vector) -> None:
-    out[:] = source
+    def _emit_incident(self, incident: Incident) -> None:
+        self.storage.tracker.incident(replace(incident, elapsed_s=self.control.clock() - self._began))
 
 
 class _Clock:

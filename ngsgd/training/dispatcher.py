@@ -26,24 +26,25 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
+from ngsgd.config import FailureConfig
 from ngsgd.counting import counted
-from ngsgd.errors import ClusterError, CrashingShardError, DamagedArchiveError, NgsgdError, RunInterrupted
+from ngsgd.errors import ClusterError, CrashingShardError, DamagedArchiveError, FailureKind, NgsgdError, RunInterrupted
 from ngsgd.schedules import Shard
 from ngsgd.training.auditing.audits import Audits
 from ngsgd.training.auditing.cases import Conclusion
 from ngsgd.training.auditing.pool import QUARANTINED
-from ngsgd.training.awake_clock import AwakeClock
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.planning import Plan
+from ngsgd.training.records import Incident
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.snapshots.book import continued
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import is_damaged
 from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
-from ngsgd.training.worker_wait import WorkerWait
+from ngsgd.training.worker_wait import AwakeClock, WorkerWait
 
 # interval at which stop requests and hung workers are checked while jobs run
 _POLL_S = 0.2
@@ -77,10 +78,6 @@ class NeverStop:
 
     def expired(self) -> bool:
         return False
-
-
-# what, message, outer iteration, job, worker
-EmitIncident = Callable[[str, str, int, int, int], None]
 
 
 @dataclass
@@ -127,7 +124,7 @@ class Dispatcher:
 
     def __init__(self, pool: WorkerPool, ledger: Ledger, layout: FlatLayout,
                  settings: EngineSettings, stop: StopSignal,
-                 emit_incident: EmitIncident, clock: Callable[[], float],
+                 emit_incident: Callable[[Incident], None], clock: Callable[[], float],
                  report: Callable[[str], object] = lambda _line: None) -> None:
         self.pool = pool
         self.ledger = ledger
@@ -230,7 +227,7 @@ class Dispatcher:
         self._stop_in_time(states[0])
         self._watch()
         for one in self.pool.retired():
-            self.emit_incident(one.what, one.message, states[0].plan.outer_iter, -1, one.worker)
+            self.emit_incident(Incident(one.what, one.message, states[0].plan.outer_iter, worker=one.worker, kind=one.kind))
         self._require_workers()
         outcome = self.pool.wait(_POLL_S)
         if outcome is not None:
@@ -315,13 +312,13 @@ class Dispatcher:
 
     def _take(self, state: OuterIterationState, result: JobResult) -> None:
         job = result.job
-        size = sum(source.stop - source.start for _, source in self.layout.fragment(*job.send))
-        damage = is_damaged(result, size)
+        damage = is_damaged(result, self.layout)
         if damage:
             self.ledger.discarded(result, damage)
             self._release(result)
             self._after_failure(state, JobFailure(job, result.worker,
-                                                  f"its result arrived damaged: {damage}", False))
+                                                  f"its result arrived damaged: {damage}", False,
+                                                  kind=FailureKind.DAMAGED_RESULT))
             return
         left = sum((piece.stop or 0) - piece.first for piece in result.remainder)
         is_worth_keeping = (self.failure.policy != "retry"
@@ -331,7 +328,8 @@ class Dispatcher:
             self._release(result)
             self._after_failure(state,
                                 JobFailure(job, result.worker,
-                                           "was asked to end before its job was done", False))
+                                           "was asked to end before its job was done", False,
+                                           kind=FailureKind.ASKED_TO_END))
             return
         if state.is_stopped or self.failure.policy == "defer":
             state.deferred += result.remainder
@@ -344,7 +342,7 @@ class Dispatcher:
         if result.rejection_reason:
             state.rejection_reasons[job] = result.rejection_reason
         if result.continued_at:
-            self.emit_incident("job_continued", *continued(result))
+            self.emit_incident(continued(result))
         state.results[job], state.arrived_s[job] = result, self.clock()
         state.unsettled.discard(job)
 
@@ -370,7 +368,8 @@ class Dispatcher:
 
     def _run_again(self, state: OuterIterationState, result: JobResult) -> None:
         """Discard the result of a worker at fault."""
-        self.ledger.failed(JobFailure(result.job, result.worker, f"its worker {QUARANTINED}", False))
+        self.ledger.failed(JobFailure(result.job, result.worker, f"its worker {QUARANTINED}", False,
+                                      kind=FailureKind.QUARANTINED))
         self._release(result)
         state.deferred = [piece for piece in state.deferred if piece not in result.remainder]
         self._retry_elsewhere(state, result.job)
@@ -391,100 +390,99 @@ class Dispatcher:
         if isinstance(failure.error, NgsgdError):
             raise failure.error
         self.num_deaths += failure.worker_died
-        if QUARANTINED in failure.reason:
+        if failure.kind is FailureKind.QUARANTINED:
             self._retry_elsewhere(state, job)
             return
-        what = f"worker {failure.worker} {'died' if failure.worker_died else 'failed'} ({failure.reason})"
-        who = f"{what} during job {job.job} of outer iteration {job.outer_iter + 1}, attempt {job.attempt}"
-        tries = job.attempt + self._failures.get(job.pieces[0], 0) - self.audits.redone[job.pieces[0]]
-        hangs = self._hangs.get(job.pieces[0], 0) + failure.from_outside
-        self._hangs[job.pieces[0]] = hangs
-        if hangs >= self.failure.max_attempts:
-            self._give_up_after_hangs(state, failure, who, hangs)
-        elif tries - hangs >= self.failure.max_attempts:
-            self._give_up_after(state, failure, who, tries - hangs)
-        elif self.failure.policy == "retry":
+        piece = job.pieces[0]
+        num_failed = job.attempt + self._failures.get(piece, 0) - self.audits.redone[piece]
+        hangs = self._hangs[piece] = self._hangs.get(piece, 0) + failure.from_outside
+        decision = decide(failure, num_failed - hangs, hangs, self.failure)
+        message = (f"worker {failure.worker} {'died' if failure.worker_died else 'failed'} ({failure.reason}) during job "
+                   f"{job.job} of outer iteration {job.outer_iter + 1}, attempt {job.attempt}; "
+                   f"{decision.consequence}{failure.last_words}.")
+        if decision.what == "stop":
+            raise CrashingShardError(message, failure=failure.kind)
+        if decision.what == "retried":
             state.waiting.appendleft(replace(job, attempt=job.attempt + 1))
-            self._emit_failure(failure, f"{who}; its shard is retried{failure.last_words}.")
-        elif self.failure.policy == "defer":
-            self._failures[job.pieces[0]] = tries
-            state.deferred += job.pieces
-            self._give_up(state, job, "deferred", failure.reason)
-            self._emit_failure(failure, f"{who}; its shard is deferred to the next outer "
-                                        f"iteration{failure.last_words}.")
         else:
-            self._give_up(state, job, "dropped", failure.reason)
-            self._emit_failure(failure, f"{who}; its shard is skipped, because failure.policy is "
-                                        f"drop{failure.last_words}.")
+            if decision.what == "deferred":
+                self._failures[piece] = num_failed
+                state.deferred += job.pieces
+            elif decision.what == "quarantined":
+                state.quarantined += job.pieces
+            self._give_up(state, job, decision.what, failure.reason)
+        self.emit_incident(Incident(decision.incident, message, job.outer_iter, job.job, failure.worker, kind=failure.kind))
 
     def _after_damage(self, state: OuterIterationState, failure: JobFailure,
                       error: DamagedArchiveError) -> None:
         if error.archive not in self._damaged:
             self._damaged.add(error.archive)
-            self.emit_incident("archive_quarantined",
-                               f"archive {error.archive} is damaged and is skipped for the rest of "
-                               f"this run, because egs.on_corrupt is quarantine: {error}",
-                               failure.job.outer_iter, failure.job.job, failure.worker)
+            self.emit_incident(Incident("archive_quarantined",
+                                        f"archive {error.archive} is damaged and is skipped for the rest of "
+                                        f"this run, because egs.on_corrupt is quarantine: {error}",
+                                        failure.job.outer_iter, failure.job.job, failure.worker))
         self._quarantine_damaged(state, failure.job)
 
     def _quarantine_damaged(self, state: OuterIterationState, job: Job) -> None:
         # the other work items of the job are sound; they are skipped this once
         state.quarantined += [piece for piece in job.pieces if piece.shard.archive in self._damaged]
-        self._give_up(state, job, "quarantined", "its archive is damaged")
+        self._give_up(state, job, "quarantined", "its archive is damaged", FailureKind.DAMAGED_ARCHIVE)
 
-    def _give_up_after(self, state: OuterIterationState, failure: JobFailure, who: str,
-                       tries: int) -> None:
-        """Quarantine the shard if workers died on it repeatedly; otherwise drop it."""
-        job = failure.job
-        where = f"archive {job.shard.archive}, frame {job.shard.frame}"
-        if not failure.worker_died:
-            self._give_up(state, job, "dropped", failure.reason)
-            self.emit_incident("job_dropped", f"{who}; {where} is skipped in this outer iteration "
-                                              f"after {counted(tries, 'attempt')}{failure.last_words}.",
-                                              job.outer_iter, job.job, failure.worker)
-        elif self.failure.on_repeated_crash == "stop":
-            raise CrashingShardError(f"{who}; {where} crashed {tries} workers, and "
-                                     "failure.on_repeated_crash is stop: inspect that archive, "
-                                     f"then resume{failure.last_words}.")
-        else:
-            state.quarantined += job.pieces
-            self._give_up(state, job, "quarantined", failure.reason)
-            self.emit_incident("shard_quarantined",
-                               f"{who}; {where} crashed {counted(tries, 'worker')} and is quarantined for the "
-                               f"rest of this run{failure.last_words}.",
-                               job.outer_iter, job.job, failure.worker)
-
-    def _give_up_after_hangs(self, state: OuterIterationState, failure: JobFailure, who: str,
-                             hangs: int) -> None:
-        """Drop a shard on which every worker hung: a deadlock in the data or a broken machine.
-
-        Hangs never quarantine a shard.
-        """
-        job = failure.job
-        where = f"archive {job.shard.archive}, frame {job.shard.frame}"
-        if self.failure.on_repeated_crash == "stop":
-            raise CrashingShardError(f"{who}; {hangs} workers hung on {where} and were killed, "
-                                     "and failure.on_repeated_crash is stop: find out why they "
-                                     f"hang, then resume{failure.last_words}.")
-        self._give_up(state, job, "dropped", failure.reason)
-        self.emit_incident("job_dropped", f"{who}; {where} is skipped in this outer iteration "
-                                          f"after {counted(hangs, 'worker')} hung and were "
-                                          f"killed{failure.last_words}.",
-                                          job.outer_iter, job.job,
-                           failure.worker)
-
-    def _give_up(self, state: OuterIterationState, job: Job, event: str, reason: str) -> None:
-        self.ledger.settled_without(event, job, reason)
+    def _give_up(self, state: OuterIterationState, job: Job, event: str, reason: str,
+                 kind: FailureKind = FailureKind.UNKNOWN) -> None:
+        self.ledger.settled_without(event, job, reason, kind)
         self.audits.give_up(job)
         if event == "quarantined":
             state.without_data.add(job.job)
         state.unsettled.discard(job.job)
 
-    def _emit_failure(self, failure: JobFailure, message: str) -> None:
-        what = "worker_died" if failure.worker_died else "job_failed"
-        self.emit_incident(what, message, failure.job.outer_iter, failure.job.job, failure.worker)
-
     def _release(self, result: JobResult) -> None:
         self.pool.release(result.sent)
         if result.own is not None and result.own is not result.sent:
             self.pool.release(result.own)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The next step for the data of a job, and the incident that reports it."""
+
+    what: Literal["retried", "deferred", "dropped", "quarantined", "stop"]
+    incident: str
+    # end of the message
+    consequence: str
+
+
+def decide(failure: JobFailure, tries: int, hangs: int, policy: FailureConfig) -> Decision:
+    """Decide about the data of a failed attempt.
+
+    Args:
+        failure: the attempt.
+        tries: failed attempts at these data, except `hangs`.
+        hangs: attempts that ended because the coordinator killed the worker. They are no evidence
+            against the data, and never quarantine them.
+        policy: settings.
+    """
+    shard, stops = failure.job.shard, policy.on_repeated_crash == "stop"
+    where = f"archive {shard.archive}, frame {shard.frame}"
+    if hangs >= policy.max_attempts:
+        # a deadlock in the data, or a broken machine
+        if stops:
+            return Decision("stop", "", f"{hangs} workers hung on {where} and were killed, and failure.on_repeated_crash is stop: "
+                                        "find out why they hang, then resume")
+        return Decision("dropped", "job_dropped", f"{where} is skipped in this outer iteration after "
+                                                  f"{counted(hangs, 'worker')} hung and were killed")
+    if tries >= policy.max_attempts:
+        if not failure.worker_died:
+            return Decision("dropped", "job_dropped", f"{where} is skipped in this outer iteration after "
+                                                      f"{counted(tries, 'attempt')}")
+        if stops:
+            return Decision("stop", "", f"{where} crashed {tries} workers, and failure.on_repeated_crash is stop: inspect that "
+                                        "archive, then resume")
+        return Decision("quarantined", "shard_quarantined", f"{where} crashed {counted(tries, 'worker')} and is quarantined for "
+                                                            "the rest of this run")
+    incident = "worker_died" if failure.worker_died else "job_failed"
+    if policy.policy == "retry":
+        return Decision("retried", incident, "its shard is retried")
+    if policy.policy == "defer":
+        return Decision("deferred", incident, "its shard is deferred to the next outer iteration")
+    return Decision("dropped", incident, "its shard is skipped, because failure.policy is drop")

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from ngsgd.errors import FailureKind, failure_kind
 from ngsgd.ops.compression import Codec, Encoded
 from ngsgd.schedules import Shard
-from ngsgd.training.delta_compression import Exact
-from ngsgd.training.parameter_deltas import Deltas
+from ngsgd.training.parameter_deltas import Deltas, Exact
 from ngsgd.training.parameter_vector import Vector
 
 
@@ -202,6 +202,13 @@ class JobFailure:
     last_words: str = ""
     # the coordinator killed the worker, or its fork server ended: no evidence against the data
     from_outside: bool = False
+    kind: FailureKind = FailureKind.UNKNOWN
+
+    @classmethod
+    def of_error(cls, job: Job, worker: int, error: Exception) -> JobFailure:
+        """The failure of a job that raised an exception; its worker lives."""
+        name = type(error).__name__
+        return cls(job, worker, f"{name}: {error}", False, error, kind=failure_kind(name, str(error)))
 
 
 Outcome = JobResult | JobFailure

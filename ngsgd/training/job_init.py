@@ -13,7 +13,6 @@ from ngsgd.config import OuterConfig
 from ngsgd.ops.compression import Codec
 from ngsgd.training.dispatcher import OuterIterationState
 from ngsgd.training.job import Fisher, JobInit, VectorRef
-from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.planning import Plan
 from ngsgd.training.storage.job_states import JobStates
 from ngsgd.training.worker_pool import VectorRefcount
@@ -115,7 +114,7 @@ class JobInitializer:
     def restore(self, outer_iter: int, states: JobStates) -> None:
         """Continue from the state of a checkpoint of an outer iteration."""
         for job, vector in states.own.items():
-            ref = self._refcount.pool.publish(partial(_copy, vector))
+            ref = self._refcount.pool.publish(partial(np.copyto, src=vector))
             self._refcount.acquire(ref)
             self._own[job] = _Left(outer_iter, ref)
 
@@ -129,7 +128,3 @@ class JobInitializer:
     def _drop(self, left: _Left | None) -> None:
         if left:
             self._refcount.release(left.own)
-
-
-def _copy(source: Vector, out: Vector) -> None:
-    np.copyto(out, source)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from torch import nn
 
 from ngsgd.config import OptimizerConfig
+from ngsgd.ops.compression import Codec, Encoded, decode, encode
 from ngsgd.optim import Optimizer
 from ngsgd.training.parameter_vector import FlatLayout, Pieces, Vector
 
@@ -83,29 +84,16 @@ def change_limits(
     """
     steps = num_minibatches * (1.0 + 2.0 * settings.backstitch_scale) * (1.0 + _NORM_ERROR)
     of_model = optimizer.max_param_change or math.inf
-    bounds = {
-        id(p): steps * min(group["max_change"] or math.inf, of_model)
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if not (group["orthonormal_constraint"] and p.ndim > 1)
-    }
+    bounds = {id(p): steps * min(group["max_change"] or math.inf, of_model)
+              for group in optimizer.param_groups for p in group["params"]
+              if not (group["orthonormal_constraint"] and p.ndim > 1)}
     entries = {name: bounds[id(p)] for name, p in model.named_parameters() if id(p) in bounds}
-    return ChangeLimits(
-        {name: bound for name, bound in entries.items() if bound < math.inf},
-        steps * of_model,
-        settings.proportional_shrink * lr,
-        num_minibatches * _ROUNDING,
-    )
+    return ChangeLimits({name: bound for name, bound in entries.items() if bound < math.inf}, steps * of_model,
+                        settings.proportional_shrink * lr, num_minibatches * _ROUNDING)
 
 
-def measure(
-    sent: Vector,
-    is_delta: bool,
-    start: PartOfStart,
-    layout: FlatLayout,
-    pieces: Pieces,
-    limits: ChangeLimits,
-) -> Deltas:
+def measure(sent: Vector, is_delta: bool, start: PartOfStart, layout: FlatLayout, pieces: Pieces,
+            limits: ChangeLimits) -> Deltas:
     """Compute the norms of a result that holds `pieces` of the model.
 
     Args:
@@ -117,24 +105,18 @@ def measure(
         limits: see `change_limits`.
     """
     names = [layout.name_at(target.start) for target, _ in pieces]
-    sums = np.array(
-        [_sums(sent[source], is_delta, start, target) for target, source in pieces]
-    ).reshape(-1, 3)
+    sums = np.array([_sums(sent[source], is_delta, start, target) for target, source in pieces]).reshape(-1, 3)
     with np.errstate(invalid="ignore"):
         norms_E, starts_E = np.sqrt(sums[:, 0]), np.sqrt(sums[:, 2])
         along_E = sums[:, 1] / np.maximum(starts_E, 1e-30)
     bounds_E = np.array([limits.entries.get(name, math.inf) for name in names])
     has_limit_E = np.isfinite(bounds_E)
-    slack_E = limits.shrinkage * starts_E + limits.rounding * (
-        starts_E + np.where(has_limit_E, bounds_E, 0.0)
-    )
+    slack_E = limits.shrinkage * starts_E + limits.rounding * (starts_E + np.where(has_limit_E, bounds_E, 0.0))
     total = limits.model + float(np.sqrt(np.sum(slack_E[has_limit_E] ** 2)))
     return Deltas(norms_E, along_E, starts_E, bounds_E + slack_E, total)
 
 
-def _sums(
-    sent: Vector, is_delta: bool, start: PartOfStart, target: slice
-) -> tuple[float, float, float]:
+def _sums(sent: Vector, is_delta: bool, start: PartOfStart, target: slice) -> tuple[float, float, float]:
     """(|delta|^2, <delta, start>, |start|^2) of one entry, without a second vector in memory."""
     sums = [0.0, 0.0, 0.0]
     # damaged values may be as large as 1e38; their squares overflow float32, and Inf is intended
@@ -144,8 +126,52 @@ def _sums(
             part = sent[first : first + _CHUNK]
             before = start(slice(target.start + first, target.start + first + len(part)))
             delta = part if is_delta else part - before
-            for index, (one, other) in enumerate(
-                ((delta, delta), (delta, before), (before, before))
-            ):
+            for index, (one, other) in enumerate(((delta, delta), (delta, before), (before, before))):
                 sums[index] += float(np.dot(one, other))
     return sums[0], sums[1], sums[2]
+
+
+# (first element, values) of parts of a vector
+Exact = tuple[tuple[int, Vector], ...]
+
+
+def error_of(encoded: Vector, codec: Codec) -> Vector:
+    """Return the part of a vector that its code does not contain."""
+    return np.subtract(encoded, decode(encode(encoded, codec)))
+
+
+def compress(move: Vector, before: Vector | None, codec: Codec, layout: FlatLayout, out: Vector) -> tuple[Encoded, Exact]:
+    """Replace a delta by what its receiver decodes.
+
+    Statistics of normalization layers are sent exactly: a variance with an error may be negative.
+
+    Args:
+        move: finite delta, which is overwritten.
+        before: the vector that the previous job of the slot encoded, if any.
+        codec: the codec.
+        layout: of the vectors.
+        out: receives the vector that is encoded: the delta and the error of `before`.
+
+    Returns:
+        The code, and the elements that are sent exactly.
+    """
+    np.copyto(out, move)
+    if before is not None:
+        np.add(out, error_of(before, codec), out=out)
+    parts = [part for pair in layout.mean_and_variance() for part in pair]
+    exact = tuple((part.start, move[part].copy()) for part in parts)
+    for part in parts:
+        out[part] = 0.0
+    encoded = encode(out, codec)
+    np.copyto(move, decompress(encoded, exact))
+    return encoded, exact
+
+
+def decompress(encoded: Encoded, exact: Exact) -> Vector:
+    """Return a delta; ValueError if its code is damaged, as far as that can be seen."""
+    move = decode(encoded)
+    for first, values in exact:
+        if not 0 <= first <= len(move) - len(values):
+            raise ValueError(f"elements {first} to {first + len(values)} are outside of a delta of {len(move)}")
+        move[first:first + len(values)] = values
+    return move

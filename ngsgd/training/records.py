@@ -6,9 +6,9 @@ Objective functions (objf) are per frame; higher is better.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 # reason of a sound result that is not averaged
 NOT_THE_BEST = "only the best job of an early outer iteration is kept (schedule.early_rules)"
@@ -211,6 +211,8 @@ class Incident:
     worker: int = -1
     # time of detection, on the clock of OuterIterationRecord.elapsed_s
     elapsed_s: float = 0.0
+    # FailureKind, where a worker or its input is the cause
+    kind: str = ""
 
 
 _Record = TypeVar("_Record")
@@ -236,3 +238,39 @@ def _from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
                 raise TypeError(f"{spec.name} holds values that are not {spec.type}")
         found[spec.name] = value
     return kind(**found)
+
+
+class Tracker(Protocol):
+    """Receives records; must return without delay and must not raise."""
+
+    def outer_iteration(self, record: OuterIterationRecord) -> None: ...
+
+    def incident(self, incident: Incident) -> None: ...
+
+    def finished(self, report: FinalReport) -> None: ...
+
+    def close(self, status: str) -> None:
+        """End the run; `status` is FINISHED, FAILED or KILLED."""
+
+
+class Trackers:
+    """Passes every record to all trackers, in order."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self.trackers = list(trackers)
+
+    def outer_iteration(self, record: OuterIterationRecord) -> None:
+        for tracker in self.trackers:
+            tracker.outer_iteration(record)
+
+    def incident(self, incident: Incident) -> None:
+        for tracker in self.trackers:
+            tracker.incident(incident)
+
+    def finished(self, report: FinalReport) -> None:
+        for tracker in self.trackers:
+            tracker.finished(report)
+
+    def close(self, status: str) -> None:
+        for tracker in self.trackers:
+            tracker.close(status)

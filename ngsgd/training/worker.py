@@ -12,9 +12,9 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,15 +29,12 @@ from ngsgd.optim.groups import layer_options
 from ngsgd.optim.inspection import figures
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.build import make_preconditioner
-from ngsgd.training.delta_compression import Exact, compress, error_of
-from ngsgd.training.device_copies import on_device
+from ngsgd.training.devices import ALONE, Ranks, autocast, on_device, set_precision
 from ngsgd.training.diagnostics.job_sums import JobSums
 from ngsgd.training.job import BadBatch, Fisher, Job, JobInit, JobResult, LocalRef, WorkItem
-from ngsgd.training.parameter_deltas import NO_LIMITS, PartOfStart, change_limits, measure
+from ngsgd.training.parameter_deltas import NO_LIMITS, Exact, PartOfStart, change_limits, compress, error_of, measure
 from ngsgd.training.parameter_vector import FlatLayout, Vector
-from ngsgd.training.precision import autocast, set_precision
-from ngsgd.training.ranks import ALONE, Ranks
-from ngsgd.training.snapshots.job_snapshots import Snapshots, remaining
+from ngsgd.training.snapshots.job_snapshots import JobSnapshots, Snapshots, remaining
 from ngsgd.training.snapshots.job_state import JobState, is_random_reader
 from ngsgd.training.task import Batch, BatchLoss, TaskSpec, data_to_device, map_tensors, seeded_model
 from ngsgd.training.validation import bad_batches
@@ -95,6 +92,27 @@ def part_of_initial_parameters(start: JobInit, layout: FlatLayout) -> PartOfStar
     return part_of_start
 
 
+@dataclass
+class JobRun:
+    """A job in progress, and its outcome."""
+
+    # the job without the minibatches of earlier attempts
+    rest: Job
+    # initial parameters
+    start: Vector
+    network: nn.Module
+    optimizer: Optimizer
+    preconditioner: Preconditioner | None
+    sums: JobSums
+    snapshots: JobSnapshots | None
+    # minibatches of earlier attempts that this one continues
+    continued_at: int
+    began: float
+    seconds: float = 0.0
+    remainder: tuple[WorkItem, ...] = ()
+    bad_batches: tuple[BadBatch, ...] = ()
+
+
 class Worker:
     """Holds the model and the task for the complete run, and runs one job after another."""
 
@@ -131,10 +149,25 @@ class Worker:
         """
         return self._result(job, self.train(job, should_stop), place)
 
-    def train(self, job: Job, should_stop: Callable[[], bool] = never) -> _Trained:
+    def train(self, job: Job, should_stop: Callable[[], bool] = never) -> JobRun:
         """Train without building the result; every rank of a group takes part."""
-        settings = self._settings(job)
-        start = self._load(job)
+        run = self._prepare(job)
+        batches = self._batches(run.rest)
+        if run.continued_at and not self.task.starts_anywhere:
+            is_random, batches = is_random_reader(batches, self.device)
+            if is_random:
+                # from the beginning, since the snapshots of a job can be restored once
+                run = self._prepare(job)
+                batches = self._batches(run.rest)
+        self._loop(run, batches, should_stop)
+        run.sums.reduce(self.ranks)
+        run.seconds = time.perf_counter() - run.began + (run.snapshots.earlier_s if run.snapshots else 0.0)
+        run.bad_batches = self._bad_batches(job, run.network, run.sums)
+        return run
+
+    def _prepare(self, job: Job) -> JobRun:
+        """Load the model, build the optimizer, and continue from a snapshot if there is one."""
+        settings, start = self._settings(job), self._load(job)
         network = self.task.growth.network(self.model, self.task.growth.stage(job.outer_iter))
         shrink(network, settings.proportional_shrink, job.lr)
         # random numbers of the model, such as those of dropout, differ between ranks
@@ -142,51 +175,47 @@ class Worker:
         entropy = np.random.SeedSequence([self.settings.seed, job.outer_iter, job.job, *own])
         seed = int(entropy.generate_state(1)[0])
         self.task.prepare_job(self.model, progress=job.progress, seed=seed)
-        has_preconditioner = settings.preconditions
         # preconditioners read rows from torch's own layers
         optimizer = make_optimizer(network, settings, job.lr, job.lr_factor, job.layer_rates,
-                                   fast_gemm=not has_preconditioner)
-        preconditioner = None
-        if has_preconditioner:
-            preconditioner = make_preconditioner(network, settings, seed, self.model)
+                                   fast_gemm=not settings.preconditions)
+        preconditioner = make_preconditioner(network, settings, seed, self.model) if settings.preconditions else None
         load_fisher(optimizer, preconditioner, job.start.fisher)
         self.task.exclude(job.excluded)
         sums = JobSums(self.device)
-        state = JobState(self.task, self.model, optimizer, preconditioner, sums, self.device)
-        snapshots = self.snapshots.of(job, start, state)
+        snapshots = self.snapshots.of(job, start, JobState(self.task, self.model, optimizer, preconditioner, sums, self.device))
         done = snapshots.restore() if snapshots else 0
-        began = time.perf_counter()
-        remainder: tuple[WorkItem, ...] = ()
         rest = replace(job, pieces=remaining(job.pieces, done, self._numbers)) if done else job
-        batches = self._batches(rest)
-        num_batches = sum(len(self._numbers(piece)) for piece in rest.pieces)
-        if done and not self.task.starts_anywhere:
-            is_random, batches = is_random_reader(batches, self.device)
-            if is_random:
-                # from the beginning, without snapshots
-                return self.train(job, should_stop)
-        upcoming = (*rest.pieces[1:], *job.upcoming)
-        graphed = self.graphed_training(network, optimizer, preconditioner)
-        backstitch_scale = 0.0 if has_preconditioner else settings.backstitch_scale
-        for index, (batch, num_done) in enumerate(on_device(batches, self.device), done):
-            if index == done and upcoming:
+        return JobRun(rest, start, network, optimizer, preconditioner, sums, snapshots, done, time.perf_counter())
+
+    def _loop(self, run: JobRun, batches: Iterator[tuple[Batch | None, int]], should_stop: Callable[[], bool]) -> None:
+        """Train on the minibatches of a job until they or the time are over."""
+        job, snapshots = run.rest, run.snapshots
+        num_batches = sum(len(self._numbers(piece)) for piece in job.pieces)
+        upcoming = (*job.pieces[1:], *job.upcoming)
+        graphed = self.graphed_training(run.network, run.optimizer, run.preconditioner)
+        scales = self._backstitch_scales(job.outer_iter, run.continued_at)
+        numbered = zip(on_device(batches, self.device), scales, itertools.count(run.continued_at))
+        for (batch, num_done), scale, index in numbered:
+            if index == run.continued_at and upcoming:
                 # the data of this job come first
                 self.task.prefetch(upcoming)
-            is_turn = backstitch_scale and (index + job.outer_iter) % settings.backstitch_interval == 0
-            if graphed is not None and batch is not None and not is_turn:
-                graphed(batch, sums)
+            if graphed is not None and batch is not None and not scale:
+                graphed(batch, run.sums)
             else:
-                self._train(network, batch, optimizer, preconditioner, sums, backstitch_scale if is_turn else 0.0)
+                self._train(run.network, batch, run.optimizer, run.preconditioner, run.sums, scale)
             is_asked = self.ranks.any(should_stop())
             if snapshots and num_done < num_batches and snapshots.is_due(is_asked):
                 snapshots.take(index + 1)
             if num_done < num_batches and is_asked:
-                remainder = remaining(rest.pieces, num_done, self._numbers)
+                run.remainder = remaining(job.pieces, num_done, self._numbers)
                 break
-        sums.reduce(self.ranks)
-        seconds = time.perf_counter() - began + (snapshots.earlier_s if snapshots else 0.0)
-        bad = self._bad_batches(job, network, sums)
-        return _Trained(start, sums, optimizer, preconditioner, seconds, remainder, bad, done)
+
+    def _backstitch_scales(self, outer_iter: int, first: int) -> Iterator[float]:
+        """Yield the backstitch scale of each minibatch from `first` on; 0: a plain step."""
+        settings = self.settings.optimizer
+        scale = 0.0 if settings.preconditions else settings.backstitch_scale
+        for index in itertools.count(first):
+            yield scale if scale and (index + outer_iter) % settings.backstitch_interval == 0 else 0.0
 
     def _bad_batches(self, job: Job, network: nn.Module, sums: JobSums) -> tuple[BadBatch, ...]:
         """Name the minibatches with a non-finite loss or gradient; end the job if asked to."""
@@ -253,18 +282,17 @@ class Worker:
     def _train(self, network: nn.Module, batch: Batch | None, optimizer: Optimizer,
                preconditioner: Preconditioner | None, sums: JobSums, backstitch_scale: float) -> None:
         """Process one minibatch: forward, backward and the update of the parameters."""
-        found = self._no_loss
         num_examples = 0 if batch is None else batch.num_examples
+        found = [self._no_loss]
         if backstitch_scale:
             def gradients() -> Tensor:
-                nonlocal found
-                loss, found, _ = self._gradients(network, batch, optimizer, preconditioner)
+                loss, found[0], _ = self._gradients(network, batch, optimizer, preconditioner)
                 return loss
             loss = backstitch_step(optimizer, gradients, backstitch_scale, num_samples=num_examples)
         else:
-            loss, found, num_samples = self._gradients(network, batch, optimizer, preconditioner)
+            loss, found[0], num_samples = self._gradients(network, batch, optimizer, preconditioner)
             optimizer.step(num_samples=num_samples)
-        sums.add(num_examples, found, loss, optimizer.last_update)
+        sums.add(num_examples, found[0], loss, optimizer.last_update)
 
     def _gradients(self, network: nn.Module, batch: Batch | None, optimizer: Optimizer,
                    preconditioner: Preconditioner | None) -> tuple[Tensor, BatchLoss, int]:
@@ -272,26 +300,25 @@ class Worker:
         objective, and the examples of all ranks.
         """
         optimizer.zero_grad(set_to_none=True)
-        found, loss = self._no_loss, self._no_loss.total
-        if preconditioner is not None:
-            def forward() -> Tensor:
-                nonlocal found
-                found = self._loss(network, None if batch is None else batch.data)
-                return found.total
-            lr = optimizer.param_groups[0]["lr"]
-            if self.ranks.size == 1:
-                loss = preconditioner.evaluate_and_step(forward, lr)
-            elif batch is not None:
-                preconditioner.evaluate(forward)
-                loss = found.total
+        found = [self._no_loss]
+        loss = self._no_loss.total
+
+        def forward() -> Tensor:
+            found[0] = self._loss(network, None if batch is None else batch.data)
+            return found[0].total
+        lr = optimizer.param_groups[0]["lr"]
+        if preconditioner is not None and self.ranks.size == 1:
+            loss = preconditioner.evaluate_and_step(forward, lr)
+        elif preconditioner is not None and batch is not None:
+            preconditioner.evaluate(forward)
+            loss = found[0].total
         elif batch is not None:
-            found = self._loss(network, batch.data)
-            loss = found.total
+            loss = forward()
             loss.backward()
         num_samples = self.ranks.sum_gradients(network, 0 if batch is None else batch.num_examples)
         if preconditioner is not None and self.ranks.size > 1:
             preconditioner.step(lr)
-        return loss, found, num_samples
+        return loss, found[0], num_samples
 
     def _cast_loss(self, network: nn.Module, data: Any) -> BatchLoss:
         with self._autocast:
@@ -326,7 +353,7 @@ class Worker:
             sums.add(batch.num_examples, BatchLoss(total, weight, num_correct), total, update)
         return train
 
-    def _result(self, job: Job, trained: _Trained, place: Place) -> JobResult:
+    def _result(self, job: Job, trained: JobRun, place: Place) -> JobResult:
         sums, optimizer = trained.sums, trained.optimizer
         is_complete = job.send == (0, 1)
         is_move = job.returns == "move" or job.start.codec is not None
@@ -375,21 +402,6 @@ class Worker:
         # checked before all jobs have ended, because a successor may start from this result earlier
         return replace(result,
                        rejection_reason=result.rejection_reason or impossible(result, self.layout))
-
-
-class _Trained(NamedTuple):
-    """Outcome of the training of a job."""
-
-    # initial parameters of the job
-    start: Vector
-    sums: JobSums
-    optimizer: Optimizer
-    preconditioner: Preconditioner | None
-    seconds: float
-    remainder: tuple[WorkItem, ...]
-    bad_batches: tuple[BadBatch, ...]
-    # minibatches of earlier attempts
-    continued_at: int
 
 
 def fisher_of(optimizer: Optimizer, preconditioner: Preconditioner | None = None) -> Fisher | None:

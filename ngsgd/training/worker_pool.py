@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ngsgd.errors import FailureKind
 from ngsgd.training.job import Job, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
 
@@ -19,6 +20,7 @@ class Retired:
     # one message: the observation and the next step
     message: str
     what: str = "worker_retired"   # kind of incident
+    kind: FailureKind = FailureKind.UNKNOWN
 
 
 class WorkerPool(Protocol):

@@ -135,11 +135,11 @@ def _train(when: str, how: str, folder: Path, cluster: Any) -> None:
             if replace(fault, how="nothing").strike():
                 ways[how](self)
 
-        def _finish_start(self, slot: Any) -> None:
-            super()._finish_start(slot)
+        def _admit(self, slot: Any, *arguments: Any) -> None:
+            super()._admit(slot, *arguments)
             # as on another machine: through the store
-            if how == "object store full" and slot.process:
-                slot.process = replace(slot.process, device=replace(slot.process.device, is_near=False))
+            if how == "object store full" and slot.address:
+                slot.address = replace(slot.address, device=replace(slot.address.device, is_near=False))
     fault = Fault(when, how, str(folder / "struck"))
     pool = BreakingPool(run.spec, 1, run.store.layout.size)
     outcome = "continued"

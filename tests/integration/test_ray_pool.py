@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,12 @@ from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training import worker_wait
 from ngsgd.training.job import Job, JobResult, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.snapshots.job_snapshots import NUM_BLOCKS
+from ngsgd.training.snapshots.packing import HEADER_BYTES, Header
 from ngsgd.training.storage.audit import audit
 from tests.tiers import HANGS_S
 from tests.toy import Run, config, undisturbed
+from tests.training.snapshots.jobs import ALWAYS
 
 pytestmark = [pytest.mark.services, pytest.mark.same_process("ray"), pytest.mark.usefixtures("ray_session")]
 
@@ -42,7 +46,7 @@ class PoolThatLosesWorkers(RayPool):
     def submit(self, job: Job) -> None:
         super().submit(job)
         if self.should_kill(job):
-            process_id = next(slot.process.process_id for slot in self._slots if slot.job is job and slot.process)
+            process_id = next(slot.address.process_id for slot in self._slots if slot.job is job and slot.address)
             os.kill(process_id, signal.SIGKILL)
             self.killed.append(process_id)
 
@@ -87,6 +91,33 @@ def test_workers_killed_in_an_outer_iteration_cost_nothing(tmp_path: Path) -> No
     assert [i.what for i in run.recorder.incidents] == ["worker_died"] * 3
     assert f"process {pool.killed[0]} on " in run.recorder.incidents[0].message
     assert "retried" in run.recorder.incidents[0].message
+
+
+class PoolThatWaitsForSnapshots(PoolThatLosesWorkers):
+    """Kills a worker after the first snapshot of its job."""
+
+    def submit_to(self, job: Job, worker: int) -> None:
+        lend, taken = self._snapshots.lend, []
+
+        def remember(job: Job, worker: int) -> Any:
+            taken.append(lend(job, worker))
+            return taken[-1]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self._snapshots, "lend", remember)
+            super().submit_to(job, worker)
+        while self.should_kill(job) and not any(Header.decode(taken[0].block(index)[:HEADER_BYTES].tobytes())
+                                                for index in range(NUM_BLOCKS)):
+            time.sleep(0.0)
+
+
+def test_a_job_continues_at_the_snapshot_of_a_killed_worker(tmp_path: Path) -> None:
+    slow = dataclasses.replace(config().schedule, minibatch_size=2)
+    run = Run(tmp_path, config(schedule=slow, failure=ALWAYS))
+    pool = PoolThatWaitsForSnapshots(run, lambda job: job.identity in {(1, 0, 1), (2, 1, 1)})
+    end = run.train(pool)
+    assert end.model_sha256 == undisturbed(config(schedule=slow)).model_sha256
+    assert sum(job.continued_at > 0 for record in run.recorder.records for job in record.jobs) == 2
+    assert audit(run.ledger_path) == []
 
 
 def test_a_worker_that_dies_too_often_is_not_replaced_and_costs_nothing(tmp_path: Path) -> None:

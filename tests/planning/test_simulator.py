@@ -28,11 +28,11 @@ from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
 from ngsgd.training.job import Job, JobFailure, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.records import Trackers
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.storage.checkpoint import Checkpoint, first_checkpoint
 from ngsgd.training.storage.event_log import EventLog
 from ngsgd.training.storage.ledger import Ledger
-from ngsgd.training.tracking import Trackers
 from ngsgd.training.validation.checksums import digest
 from ngsgd.training.worker import Place, Worker, never, np_empty
 from tests.toy import Run, config, undisturbed

@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 
 from ngsgd import process_identity
-from ngsgd.training.diagnostics import background
+from ngsgd.training.diagnostics import deferred
 from tests.simulation.durability import Disk, Operation
 from tests.simulation.world import MAX_OPERATIONS, Fault, Killed, NoProgressError, World
 
@@ -327,7 +327,7 @@ class SimulatedDisk:
             replace(os, "cpu_count", lambda: 1)
             # queues a stack trace for CUDA in each call otherwise
             replace(torch, "manual_seed", torch.default_generator.manual_seed)
-            replace(background, "ThreadPoolExecutor", lambda *arguments, **others: _InlineExecutor(self.world))
+            replace(deferred, "ThreadPoolExecutor", lambda *arguments, **others: _InlineExecutor(self.world))
             yield
 
     def _sleep(self, seconds: float) -> None:

@@ -15,8 +15,8 @@ from ngsgd.cluster.restarts import Restarts, distrusted
 from ngsgd.errors import ClusterError, DamagedArchiveError
 from ngsgd.pipeline.services import PoolRequest
 from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
-from ngsgd.training.delta_compression import compress
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, ResultsLost, VectorRef
+from ngsgd.training.parameter_deltas import compress
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.worker_pool import Retired

@@ -14,7 +14,7 @@ from ngsgd.data.reader import Minibatch
 from ngsgd.errors import ConfigError
 from ngsgd.tasks.frame_scores import diagnose
 from ngsgd.tasks.gradient_figures import gradient_figures
-from ngsgd.training.diagnostics.background import BackgroundDiagnostics
+from ngsgd.training.diagnostics.deferred import DeferredDiagnostics
 from tests.toy import Run, config
 
 N = 40
@@ -70,7 +70,7 @@ def test_a_model_whose_layers_are_not_known_is_refused_before_training(tmp_path:
 
     run = Run(tmp_path, config(tracking=TrackingConfig(kind="none", curvature_frames=20)))
     with pytest.raises(ConfigError, match="Scale"):
-        BackgroundDiagnostics(Scale(), run.spec.task())
+        DeferredDiagnostics(Scale(), run.spec.task(), lambda record: None)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from ngsgd.sequence.archives import SequenceReader, prepare_sequences
 from ngsgd.sequence.ngram import state_ngram
 from ngsgd.sequence.objectives import Denominator
 from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
-from ngsgd.training.averaging.layer_rates import equalized_rates
+from ngsgd.training.averaging.averaged_model import equalized_rates
 from ngsgd.training.dispatcher import NeverStop
 from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.worker import Worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ngsgd.training.awake_clock import AwakeClock
+from ngsgd.training.worker_wait import AwakeClock
 
 
 class _Time:

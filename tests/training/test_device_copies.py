@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.training import device_copies
-from ngsgd.training.device_copies import on_device
+from ngsgd.training.devices import on_device
 from ngsgd.training.task import Batch, map_tensors
 
 CUDA = torch.device("cuda", 0)
@@ -58,7 +58,7 @@ def _method(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 class Cuda:
-    """The functions of torch.cuda used by `ngsgd.training.device_copies`, and a record of the
+    """The functions of torch.cuda used by `ngsgd.training.devices`, and a record of the
     calls.
     """
 

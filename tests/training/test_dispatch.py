@@ -19,8 +19,7 @@ from ngsgd.files import read_json_lines
 from ngsgd.training.dispatcher import Dispatcher, NeverStop, OuterIterationState
 from ngsgd.training.job import Job, JobFailure, JobInit, JobResult, LocalRef, Outcome
 from ngsgd.training.parameter_vector import Vector
-from ngsgd.training.partitioning import EqualPartitioner
-from ngsgd.training.planning import Progress, next_plan
+from ngsgd.training.planning import EqualPartitioner, Progress, next_plan
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import digest
 from tests.toy import Run, config
@@ -95,7 +94,7 @@ class Trial:
         self.ledger_path = run.ledger_path
         ledger = Ledger(run.ledger_path)
         self.dispatch = Dispatcher(self.pool, ledger, run.store.layout, run.spec.settings, NeverStop(),
-                                   lambda what, *_: self.incidents.append(what), lambda: self.pool.now)
+                                   lambda incident: self.incidents.append(incident.what), lambda: self.pool.now)
         plan = next_plan(run.schedule, Progress(), EqualPartitioner())
         assert plan is not None
         model = LocalRef(np.zeros(run.store.layout.size, dtype=np.float32))

@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from ngsgd.schedules import Schedule, Shard
 from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, WorkItem
-from ngsgd.training.partitioning import EqualPartitioner, SpeedPartitioner, TimeBudgetPartitioner, cut
-from ngsgd.training.planning import Plan, Progress, next_plan, upcoming
+from ngsgd.training.planning import (
+    EqualPartitioner,
+    Plan,
+    Progress,
+    SpeedPartitioner,
+    TimeBudgetPartitioner,
+    cut,
+    next_plan,
+    upcoming,
+)
 from tests.toy import NUM_CLASSES
 
 SIZE = 7  # minibatches of every shard

@@ -17,8 +17,8 @@ from ngsgd.schedules import Shard
 from ngsgd.sequence.objectives import SequenceObjective
 from ngsgd.tasks.frames import FrameClassification
 from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.devices import Precision, autocast, set_precision
 from ngsgd.training.job import Job, JobInit, LocalRef, WorkItem
-from ngsgd.training.precision import Precision, autocast, set_precision
 from ngsgd.training.worker import Worker
 from tests import toy
 from tests.tasks import test_sequences

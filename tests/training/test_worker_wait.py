@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ngsgd.cluster.activity import activity_of
+from ngsgd.cluster.process import activity_of
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError
 from ngsgd.training import worker_wait

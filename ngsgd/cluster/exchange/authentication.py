@@ -38,7 +38,12 @@ def new_secret() -> bytes:
 
 def derive(secret: bytes, *parts: bytes | str | int) -> bytes:
     """Derive a key for the purpose named by `parts`; different parts give independent keys."""
-    return _code(secret, [str(part).encode() if not isinstance(part, bytes) else part for part in parts])
+    code = hmac.new(secret, digestmod=hashlib.sha256)
+    for part in parts:
+        content = part if isinstance(part, bytes) else str(part).encode()
+        # with lengths, since otherwise ("ab", "c") and ("a", "bc") would be equal
+        code.update(_COUNT.pack(len(content)) + content)
+    return code.digest()
 
 
 def tag(key: bytes, content: bytes | Bytes) -> bytes:
@@ -132,14 +137,6 @@ def opened(host: str, port: int, secret: bytes, deadline: float) -> Channel:
         raise
     down, up = (derive(secret, name, theirs, ours) for name in ("down", "up"))
     return Channel(connection, send_key=up, receive_key=down)
-
-
-def _code(key: bytes, parts: list[bytes]) -> bytes:
-    code = hmac.new(key, digestmod=hashlib.sha256)
-    for part in parts:
-        # with lengths, since otherwise ("ab", "c") and ("a", "bc") would be equal
-        code.update(_COUNT.pack(len(part)) + part)
-    return code.digest()
 
 
 def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes:

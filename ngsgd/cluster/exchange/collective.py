@@ -187,17 +187,26 @@ class CollectiveWorker:
         size = parcel_size(own.stop - own.start, order.codec)
         in_sizes = [size * sum(holder == rank for holder, _ in order.results) for rank in range(order.world_size)]
         arrived = group.all_to_all(outgoing, out_sizes, in_sizes, deadline)
-        vectors = [unpack(arrived[first:first + size], own.stop - own.start, order.codec,
-                          order.key(holder, order.rank, identity))
-                   for first, (holder, identity) in zip(_places(order.results, size), order.results, strict=True)]
+        # the received data are ordered by holder
+        by_holder = sorted(range(len(order.results)), key=lambda index: (order.results[index][0], index))
+        vectors = [np.empty(0, np.float32)] * len(by_holder)
+        for place, index in enumerate(by_holder):
+            holder, identity = order.results[index]
+            vectors[index] = unpack(arrived[place * size:(place + 1) * size], own.stop - own.start, order.codec,
+                                    order.key(holder, order.rank, identity))
         if order.codec is not None:
             # deltas from the model; rounded as the coordinator rounds the complete vectors
             start = self._kept[held[0]].start[own]
             vectors = [vector + start for vector in vectors]
-        mean = _mean(vectors, order.shares, own.stop - own.start)
+        mean = np.empty(own.stop - own.start)
+        for first in range(0, len(mean), CHUNK):
+            part = slice(first, first + CHUNK)
+            mean[part] = mean_of_chunk(vectors, order.shares, part)
         layers = self.layout.mean_and_variance()
+        parts = [part for pair in layers for part in pair]
         return MeanShard(order.generation, mean, layers,
-                     {identity: _gathered(self._kept[identity].vector, layers) for identity in held})
+                     {identity: np.concatenate([np.empty(0, np.float32), *(self._kept[identity].vector[part] for part in parts)])
+                      for identity in held})
 
     def _content(self, identity: Identity, codec: Codec | None) -> Vector | Encoded:
         kept = self._kept[identity]
@@ -219,25 +228,3 @@ def _packed(contents: Mapping[Identity, Vector | Encoded], edges: Sequence[int],
             pack(content, shard, outgoing[filled:filled + size], order.key(order.rank, receiver, identity))
             filled += size
     return outgoing, [size * len(contents) for size in sizes]
-
-
-def _places(results: Sequence[tuple[int, Identity]], size: int) -> list[int]:
-    """Offset of the data of each result among the received data, which are ordered by holder."""
-    by_holder = sorted(range(len(results)), key=lambda index: (results[index][0], index))
-    found = [0] * len(results)
-    for place, index in enumerate(by_holder):
-        found[index] = place * size
-    return found
-
-
-def _mean(vectors: Sequence[Vector], shares: Sequence[float], size: int) -> Mean:
-    mean = np.empty(size)
-    for first in range(0, size, CHUNK):
-        part = slice(first, first + CHUNK)
-        mean[part] = mean_of_chunk(vectors, shares, part)
-    return mean
-
-
-def _gathered(vector: Vector, layers: Parts) -> Vector:
-    return np.concatenate([vector[part] for pair in layers for part in pair]) if layers else np.empty(0, np.float32)
-

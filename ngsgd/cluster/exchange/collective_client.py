@@ -24,7 +24,7 @@ from ngsgd.cluster.exchange.process_group import Backend
 from ngsgd.cluster.exchange.rendezvous import Rendezvous
 from ngsgd.config import ClusterConfig
 from ngsgd.counting import counted
-from ngsgd.errors import ClusterError
+from ngsgd.errors import ClusterError, FailureKind
 from ngsgd.ops.averaging import pool_variances, shares_of
 from ngsgd.ops.compression import Codec
 from ngsgd.training.job import Job, JobFailure, JobResult, ResultsLost
@@ -36,8 +36,18 @@ from ngsgd.training.validation.checksums import digest
 Ask = Callable[[Mapping[int, MeanRequest], float, Callable[[], None]], dict[int, object]]
 # consecutive failures: each may cost half of the timeout, and the cause is likely to persist
 _MAX_FAILURES = 3
-# how the process that stores a result ended; empty while it lives
-WhyLost = Callable[[RemoteResultRef], str]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a worker process ended, or why it is killed."""
+
+    reason: str
+    kind: FailureKind = FailureKind.UNKNOWN
+
+
+# how the process that stores a result ended; None while it lives
+WhyLost = Callable[[RemoteResultRef], Ending | None]
 
 
 @dataclass(frozen=True)
@@ -56,10 +66,11 @@ class RemoteRef:
         try:
             vector = self.fetch(self.kept)
         except ClusterError as error:
-            raise ResultsLost([JobFailure(self.job, self.kept.worker, str(error), True, from_outside=True)]) from error
+            raise ResultsLost([JobFailure(self.job, self.kept.worker, str(error), True, from_outside=True,
+                                          kind=error.failure)]) from error
         if digest(vector) != self.digest:
-            raise ResultsLost([JobFailure(self.job, self.kept.worker, "its parameters arrived "
-                                                                      "damaged", False)])
+            raise ResultsLost([JobFailure(self.job, self.kept.worker, "its parameters arrived damaged", False,
+                                          kind=FailureKind.DAMAGED_RESULT)])
         return vector
 
 
@@ -191,8 +202,8 @@ def exchange_of(config: ClusterConfig, host: str, backend: Backend = "gloo") -> 
 def _require_all(results: Sequence[JobResult], refs: Sequence[RemoteResultRef], why_lost: WhyLost) -> None:
     jobs = {result.job.identity: result.job for result in results}
     # the jobs had ended, so the death of their workers is no evidence against their data
-    failures = [JobFailure(jobs[ref.identity], ref.worker, reason, True, from_outside=True)
-                for ref in refs if (reason := why_lost(ref))]
+    failures = [JobFailure(jobs[ref.identity], ref.worker, lost.reason, True, from_outside=True, kind=lost.kind)
+                for ref in refs if (lost := why_lost(ref))]
     if failures:
         raise ResultsLost(failures)
 

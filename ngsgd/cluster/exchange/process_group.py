@@ -172,7 +172,8 @@ class NcclGroup:
         settings.asyncOp = True
         # without a stream the context has no effect
         with torch.cuda.stream(self._stream):
-            sent = self._pinned(torch.from_numpy(outgoing)).to(self._device, non_blocking=True)
+            sent = torch.from_numpy(outgoing)
+            sent = (sent.pin_memory() if self._is_gpu else sent).to(self._device, non_blocking=True)
             received = torch.empty(sum(in_sizes), dtype=torch.uint8, device=self._device)
             self._wait(self._group.alltoall_base(received, sent, list(in_sizes), list(out_sizes), settings), deadline)
             incoming = torch.empty(len(received), dtype=torch.uint8, pin_memory=self._is_gpu)
@@ -193,9 +194,6 @@ class NcclGroup:
         del self._group
         # the others fail now instead of at their deadline
         self._store.close()
-
-    def _pinned(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory() if self._is_gpu else tensor
 
     def _wait(self, work: Any, deadline: float) -> None:
         """Wait for an operation.

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from ngsgd.errors import ClusterError
+from ngsgd.training.job import JobResult, LocalRef
+from ngsgd.training.parameter_deltas import decompress
+from ngsgd.training.parameter_vector import Vector
 
 Way = Literal["shared_memory", "object_store", "collective", "nccl"]
 
@@ -91,3 +95,27 @@ def _why_not_nccl(devices: Sequence[WorkerDevice]) -> str:
         if first != worker:
             return f"workers {first} and {worker} share GPU {device.gpu} of {device.host}"
     return ""
+
+
+class _NotSentRef:
+    """Substitute for a vector that the receiver decodes."""
+
+    is_here = True
+
+    def read(self) -> Vector:
+        raise AssertionError("`unpacked` must convert this to a vector")
+
+
+def packed(result: JobResult) -> JobResult:
+    """Return the result of a worker without its vector if it contains a code of it."""
+    return result if result.encoded is None else replace(result, sent=_NotSentRef())
+
+
+def unpacked(result: JobResult) -> JobResult:
+    """Decode a result in the coordinator, if its vector was not sent."""
+    if result.encoded is None:
+        return result
+    move = decompress(result.encoded, result.exact)
+    if result.job.returns == "parameters":
+        np.add(move, result.job.start.model.read(), out=move)
+    return replace(result, sent=LocalRef(move), encoded=None, exact=())

@@ -29,7 +29,7 @@ def shard_edges(size: int, count: int) -> list[int]:
 
 def parcel_size(num_elements: int, codec: Codec | None) -> int:
     """Bytes of a serialized shard of `num_elements` elements."""
-    return _padded(sum(_raw_sizes(num_elements, codec))) + TAG_BYTES
+    return -(-sum(_raw_sizes(num_elements, codec)) // _WORD) * _WORD + TAG_BYTES
 
 
 def pack(content: Vector | Encoded, part: slice, parcel: Bytes, key: bytes) -> None:
@@ -64,7 +64,3 @@ def _cut(encoded: Encoded, part: slice) -> list[Bytes]:
     first, first_peak = num_bytes(part.start, encoded.codec)
     stop, last_peak = num_bytes(part.stop, encoded.codec)
     return [encoded.codes[first:stop], encoded.peaks.view(np.uint8)[first_peak:last_peak]]
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _WORD) * _WORD

@@ -18,15 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ngsgd.errors import AuditError
+from ngsgd.errors import AuditError, FailureKind
 from ngsgd.interface import option
-from ngsgd.training.auditing.cases import Case, Conclusion, Key, Round, work_done
-from ngsgd.training.auditing.comparison import Comparison, Run, is_bitwise
-from ngsgd.training.auditing.placement import partners
-from ngsgd.training.auditing.pool import QUARANTINED, AuditablePool
-from ngsgd.training.auditing.verdict import Verdict, verdict
+from ngsgd.training.auditing.cases import Case, Conclusion, Key, Round, partners, work_done
+from ngsgd.training.auditing.comparison import Comparison, Run, Verdict, is_bitwise, verdict
+from ngsgd.training.auditing.pool import AuditablePool
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout
+from ngsgd.training.records import Incident
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import is_damaged
 from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
@@ -44,14 +43,14 @@ class Audits:
         ledger: receives repetitions and verdicts.
         layout: entries of the parameter vector.
         every: number of jobs of a worker per audit; 0 disables.
-        emit_incident: receives what, message, outer iteration, job and worker.
+        emit_incident: receives incidents.
         refcount: keeps the vectors that a running repetition reads.
         release: frees the vectors of a result.
         clock: seconds.
     """
 
     def __init__(self, pool: WorkerPool, ledger: Ledger, layout: FlatLayout, every: int,
-                 emit_incident: Callable[[str, str, int, int, int], None], refcount: VectorRefcount,
+                 emit_incident: Callable[[Incident], None], refcount: VectorRefcount,
                  release: Callable[[JobResult], None], clock: Callable[[], float]) -> None:
         self._pool = pool if isinstance(pool, AuditablePool) else None
         self._ledger = ledger
@@ -121,7 +120,11 @@ class Audits:
             return False
         case.original, case.worker = result, result.worker
         if result.remainder:
-            self._shorten(case, result)
+            # compare only the work that the original has done, and ignore running repetitions
+            case.pieces = work_done(result.job.pieces, result.remainder)
+            case.running.clear()
+            for run in list(case.runs):
+                self._drop(case, run)
         # a repetition by the same worker, which took over the job in between, shows nothing
         for run in [run for run in case.runs if run.worker == result.worker]:
             self._drop(case, run)
@@ -212,30 +215,32 @@ class Audits:
             if isinstance(outcome, JobResult):
                 self._release(outcome)
             return
-        problem = outcome.reason if isinstance(outcome, JobFailure) else self._problem(outcome)
+        problem = self._problem(outcome)
         if problem:
-            self._failed(case, outcome, problem)
+            self._failed(case, outcome, *problem)
         else:
             assert isinstance(outcome, JobResult)
             case.runs.append(self._run(outcome))
             if case.original:
                 self._judge(case)
 
-    def _problem(self, result: JobResult) -> str:
-        size = sum(source.stop - source.start for _, source in self._layout.fragment(*result.job.send))
-        if damage := is_damaged(result, size):
-            return f"its result arrived damaged: {damage}"
-        return "was asked to end before its job was done" if result.remainder else ""
+    def _problem(self, outcome: Outcome) -> tuple[str, FailureKind] | None:
+        if isinstance(outcome, JobFailure):
+            return outcome.reason, outcome.kind
+        if damage := is_damaged(outcome, self._layout):
+            return f"its result arrived damaged: {damage}", FailureKind.DAMAGED_RESULT
+        return ("was asked to end before its job was done", FailureKind.ASKED_TO_END) if outcome.remainder else None
 
-    def _failed(self, case: Case, outcome: Outcome, problem: str) -> None:
+    def _failed(self, case: Case, outcome: Outcome, problem: str, kind: FailureKind) -> None:
         if isinstance(outcome, JobResult):
             self._release(outcome)
-        if QUARANTINED in problem:
+        if kind is FailureKind.QUARANTINED:
             return
         case.num_failed += 1
-        self._emit_incident("worker_replaced", f"worker {outcome.worker} failed while it repeated job {case.job.job} of outer "
-                                               f"iteration {case.job.outer_iter + 1} for the audit ({problem}); no job is lost.",
-                            case.job.outer_iter, case.job.job, outcome.worker)
+        self._emit_incident(Incident(
+            "worker_replaced", f"worker {outcome.worker} failed while it repeated job {case.job.job} of outer iteration "
+            f"{case.job.outer_iter + 1} for the audit ({problem}); no job is lost.",
+            case.job.outer_iter, case.job.job, outcome.worker, kind=kind))
         if case.num_failed >= (_MAX_FAILED_IF_DIFFERENT if len(case.runs) > 1 else _MAX_FAILED):
             case.has_no_others = True
             self._end_without_verdict(case)
@@ -302,10 +307,10 @@ class Audits:
         if worker not in self._quarantined:
             self._quarantined.add(worker)
             consequence = self._pool.quarantine(worker)
-        self._emit_incident("worker_quarantined",
-                            f"{name} computed a wrong result of job {case.job.job} of outer iteration "
-                            f"{case.job.outer_iter + 1}, according to {others}{_how(case.runs)}. {consequence}{suspect}.",
-                            case.job.outer_iter, case.job.job, worker)
+        self._emit_incident(Incident(
+            "worker_quarantined", f"{name} computed a wrong result of job {case.job.job} of outer iteration "
+            f"{case.job.outer_iter + 1}, according to {others}{_how(case.runs)}. {consequence}{suspect}.",
+            case.job.outer_iter, case.job.job, worker))
 
     def _distrust(self, case: Case, worker: int) -> None:
         """Remove the runs of a worker at fault from another audit."""
@@ -329,10 +334,10 @@ class Audits:
             else:
                 self.give_up(other.job)
         self._every = 0
-        self._emit_incident("audit_ended",
-                            f"job {case.job.job} of outer iteration {case.job.outer_iter + 1} gives another result each time, on "
-                            "every worker, so no worker can be audited, and the audit ends. Use random numbers of the job's seed "
-                            "only, or set failure.audit_every=0.", case.job.outer_iter, case.job.job, -1)
+        self._emit_incident(Incident(
+            "audit_ended", f"job {case.job.job} of outer iteration {case.job.outer_iter + 1} gives another result each time, on "
+            "every worker, so no worker can be audited, and the audit ends. Use random numbers of the job's seed "
+            "only, or set failure.audit_every=0.", case.job.outer_iter, case.job.job))
 
     def _end_without_verdict(self, case: Case) -> None:
         """End an audit that is not possible; raise if its results differ."""
@@ -401,14 +406,6 @@ class Audits:
     def _run(self, result: JobResult) -> Run:
         assert self._pool
         return Run.of(result, self._pool.identity_of(result.worker))
-
-    def _shorten(self, case: Case, result: JobResult) -> None:
-        """Compare only the work that the original has done."""
-        case.pieces = work_done(result.job.pieces, result.remainder)
-        # running repetitions are ignored
-        case.running.clear()
-        for run in list(case.runs):
-            self._drop(case, run)
 
     def _drop(self, case: Case, run: Run) -> None:
         case.runs.remove(run)

@@ -9,13 +9,16 @@ compared with `TOLERANCE`, so only large faults are found.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Literal
 
 import numpy as np
 
 from ngsgd.training.auditing.pool import WorkerIdentity
 from ngsgd.training.job import Fisher, JobResult
-from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.validation.checksums import digest
 from ngsgd.training.worker import part_of_initial_parameters
 
@@ -96,13 +99,59 @@ class Comparison:
     def _norm(self, result: JobResult) -> float:
         """Norm of the change of the parameters that a job sends."""
         sent, total = result.sent.read(), 0.0
-        start = _zeros if result.job.returns == "move" else part_of_initial_parameters(result.job.start, self.layout)
+        start = None if result.job.returns == "move" else part_of_initial_parameters(result.job.start, self.layout)
         for source, target in self.layout.fragment(*result.job.send):
-            change = (sent[target] - start(source)).astype(np.float64)
+            change = (sent[target] if start is None else sent[target] - start(source)).astype(np.float64)
             total += float(np.dot(change, change))
         return float(np.sqrt(total))
 
 
-def _zeros(part: slice) -> Vector:
-    return np.zeros(part.stop - part.start, np.float32)
+# workers that are asked before each of them repeats the job
+_MAX_WORKERS = 3
 
+Outcome = Literal["agreed", "decided", "ask_other", "ask_again", "alone", "undecided", "not_reproducible"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A verdict; `right` and `faulty` belong to "agreed" and "decided", `again` to "ask_again"."""
+
+    outcome: Outcome
+    right: tuple[Run, ...] = ()
+    # workers
+    faulty: tuple[int, ...] = ()
+    # workers whose second run is needed
+    again: tuple[int, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        return self.outcome in ("ask_other", "ask_again")
+
+
+def verdict(runs: Sequence[Run], agree: Callable[[Run, Run], bool], *, others: bool) -> Verdict:
+    """Judge the runs of a job.
+
+    Args:
+        runs: at least one run.
+        agree: comparison of two runs.
+        others: whether a worker without a run can be asked.
+    """
+    workers = list(dict.fromkeys(run.worker for run in runs))
+    for one, other in combinations(runs, 2):
+        if one.worker != other.worker and agree(one, other):
+            return _decided(runs, [run for run in runs if run in (one, other) or agree(one, run)])
+    if others and len(workers) < _MAX_WORKERS:
+        return Verdict("ask_other")
+    if len(workers) == 1:
+        return Verdict("alone")
+    if again := tuple(worker for worker in workers if sum(run.worker == worker for run in runs) < 2):
+        return Verdict("ask_again", again=again)
+    consistent = [one for one, other in combinations(runs, 2) if one.worker == other.worker and agree(one, other)]
+    if len(consistent) == 1:
+        return _decided(runs, [run for run in runs if run.worker == consistent[0].worker])
+    return Verdict("undecided" if consistent else "not_reproducible")
+
+
+def _decided(runs: Sequence[Run], right: Sequence[Run]) -> Verdict:
+    faulty = tuple(dict.fromkeys(run.worker for run in runs if run not in right))
+    return Verdict("decided" if faulty else "agreed", tuple(right), faulty)

@@ -6,18 +6,23 @@ the model of that checkpoint with identical results.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
-from ngsgd.training.diagnostics.background import BackgroundDiagnostics
 from ngsgd.training.records import OuterIterationRecord
-from ngsgd.training.task import Evaluation
+from ngsgd.training.task import Evaluation, Task
 
-Report = Callable[[OuterIterationRecord], None]
+# niceness of the thread: workers on the same cores have priority
+_NICENESS = 19
 
 
 class _Waiting(NamedTuple):
@@ -26,10 +31,18 @@ class _Waiting(NamedTuple):
 
 
 class DeferredDiagnostics:
-    """Completes records with their diagnosis and reports them in order; at most one is waiting."""
+    """Evaluates models in a thread of low priority, and reports their records in order.
 
-    def __init__(self, diagnostics: BackgroundDiagnostics, report: Report) -> None:
-        self.diagnostics, self.report = diagnostics, report
+    At most one record is waiting, since there is one copy of the model.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, report: Callable[[OuterIterationRecord], None]) -> None:
+        # evaluation mode: no dropout
+        self._model = copy.deepcopy(model).eval()
+        self._task, self._report = task, report
+        # raises errors here instead of in the thread after the first outer iteration
+        task.prepare_evaluation(self._model)
+        self._thread = ThreadPoolExecutor(1, "ngsgd-diagnostics", initializer=_lower_priority)
         self._waiting: _Waiting | None = None
 
     def wait(self) -> None:
@@ -45,9 +58,24 @@ class DeferredDiagnostics:
     def add(self, record: OuterIterationRecord, load: Callable[[nn.Module], object]) -> None:
         """Start the diagnosis of the model set by `load`, after waiting for the previous one."""
         self.wait()
-        self._waiting = _Waiting(record, self.diagnostics.begin(load))
+        load(self._model)
+        self._waiting = _Waiting(record, self._thread.submit(self._evaluate))
+
+    def close(self) -> None:
+        """Wait for the running evaluation, and end the thread."""
+        self._thread.shutdown()
+
+    @torch.no_grad()
+    def _evaluate(self) -> Evaluation:
+        return self._task.evaluate(self._model)
 
     def _pass_on(self, waiting: _Waiting) -> None:
         self._waiting = None
         found = waiting.diagnosis.result()
-        self.report(replace(waiting.record, train=found.train, valid=found.valid, diagnostics=found.figures))
+        self._report(replace(waiting.record, train=found.train, valid=found.valid, diagnostics=found.figures))
+
+
+def _lower_priority() -> None:
+    # Linux has priorities per thread; elsewhere the thread runs at normal priority
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngsgd.training.devices import Ranks
 from ngsgd.training.job import BadBatch
-from ngsgd.training.ranks import Ranks
 from ngsgd.training.task import BatchLoss
 from ngsgd.training.validation.bad_batches import BatchLog
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load, save
 
 from ngsgd.files import parse_json
 from ngsgd.ops.compression import Codec, Encoded, num_bytes
-from ngsgd.training.delta_compression import Exact, compress, decompress
+from ngsgd.training.parameter_deltas import Exact, compress, decompress
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 
 Array = npt.NDArray[Any]

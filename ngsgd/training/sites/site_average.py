@@ -29,8 +29,7 @@ from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
 from ngsgd.training.dispatcher import NeverStop, StopSignal
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.settings import EngineSettings
-from ngsgd.training.sites.ahead import Ahead
-from ngsgd.training.sites.closing import RoundCloser
+from ngsgd.training.sites.closing import Ahead, RoundCloser
 from ngsgd.training.sites.contribution import About, from_bytes, to_bytes
 from ngsgd.training.sites.rounds import Closed, Rounds
 from ngsgd.training.storage.checkpoint import Checkpoint
@@ -157,7 +156,9 @@ class SiteAverage:
         if self.sites.delay and not self._is_last(outer_iter):
             self._start(parameters.copy(), outer_iter)
             return figures
-        return self._added(figures, self._average_now(parameters, outer_iter, lr))
+        now = self._average_now(parameters, outer_iter, lr)
+        # sums of two averages of one outer iteration
+        return {**{name: figures.get(name, 0) + value for name, value in now.items()}, "round": self.round}
 
     def _start(self, snapshot: Vector, outer_iter: int) -> None:
         """Begin an exchange in a thread."""
@@ -200,7 +201,11 @@ class SiteAverage:
         if is_last and counted:
             # equal at all sites; B of a rule with a look-ahead is no model to evaluate
             parameters[:] = self._base.eval_model()
-            self._finish()
+            try:
+                self.rounds.finish(self.sites.name)
+            except ObjectStorageError as error:
+                self.report(Event("site_alone", f"the other sites will wait for {self.sites.name}, although it has finished: "
+                                                f"{error}"))
         return self._figures(began, first, counted)
 
     def _max_wait_s(self) -> float:
@@ -215,10 +220,6 @@ class SiteAverage:
         return {"round": self.round, "averages": 1, "counted": counted, "possible": len(self.sites.counts),
                 "missed": self.round - first - bool(counted), "wait_s": self.clock.now() - began,
                 "sent_bytes": sent - before[0], "received_bytes": received - before[1]}
-
-    def _added(self, first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
-        """Sum the figures of two averages of one outer iteration."""
-        return {**{name: first.get(name, 0) + value for name, value in second.items()}, "round": self.round}
 
     def _average(self, parameters: Vector, outer_iter: int, lr: float, max_wait_s: float) -> int:
         """Compute all closed rounds and then one with the present delta; return its number of
@@ -311,13 +312,6 @@ class SiteAverage:
 
     def _report_alone(self, error: ObjectStorageError) -> None:
         self.report(Event("site_alone", f"site {self.sites.name} continues alone: {error}"))
-
-    def _finish(self) -> None:
-        try:
-            self.rounds.finish(self.sites.name)
-        except ObjectStorageError as error:
-            self.report(Event("site_alone", f"the other sites will wait for {self.sites.name}, although it has finished: "
-                                                   f"{error}"))
 
     def _is_last(self, outer_iter: int) -> bool:
         return outer_iter + 1 >= self.num_outer_iters

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome
+from ngsgd.training.records import Incident
 from ngsgd.training.settings import EngineSettings
 
 Memory = TypeVar("Memory")
@@ -113,12 +114,12 @@ class SnapshotBook(Generic[Memory]):
             self._store.release(self._entries.pop(key).memory)
 
 
-def continued(result: JobResult) -> tuple[str, int, int, int]:
-    """Message, outer iteration, job and worker of the incident of a job that was continued."""
+def continued(result: JobResult) -> Incident:
+    """The incident of a job that was continued."""
     job = result.job
     message = (f"worker {result.worker} continued job {job.job} of outer iteration {job.outer_iter + 1} at its snapshot after "
                f"minibatch {result.continued_at} of {result.num_minibatches}, in attempt {job.attempt}.")
-    return message, job.outer_iter, job.job, result.worker
+    return Incident("job_continued", message, job.outer_iter, job.job, result.worker)
 
 
 def takes_snapshots(settings: EngineSettings) -> bool:

@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,6 @@ import torch
 from ngsgd.training.job import Job, WorkItem
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.settings import EngineSettings
-from ngsgd.training.snapshots.free_memory import free_memory
 from ngsgd.training.snapshots.job_state import JobState
 from ngsgd.training.snapshots.packing import HEADER_BYTES, Block, Header, Packed, unpack
 from ngsgd.training.validation.checksums import digest
@@ -181,23 +181,18 @@ class JobSnapshots:
         packed = Packed.of({"state": self.state.values(), "seconds": seconds})
         index = (self._last + 1) % NUM_BLOCKS
         try:
-            block = self._room(index, packed.num_bytes)
+            if index not in self._blocks or len(self._blocks[index]) < packed.num_bytes:
+                if len(self._memory.block(index)) < packed.num_bytes and not self._worker.has_room(packed.num_bytes):
+                    raise OSError("not enough free memory")
+                self._blocks[index] = self._memory.room(index, packed.num_bytes)
         except OSError as error:
             self._is_off = True
             warn(f"no snapshots of this job: {packed.num_bytes / 1e6:.0f} MB are not available "
                  f"({error.strerror or error}); after a fault it starts at its beginning.")
             return
-        packed.write(block, self.identity, num_minibatches)
+        packed.write(self._blocks[index], self.identity, num_minibatches)
         self._last = index
         self._worker.timer.taken(packed.num_bytes, self._worker.timer.work_clock() - began)
-
-    def _room(self, index: int, num_bytes: int) -> Block:
-        """Return a block for writing."""
-        if index not in self._blocks or len(self._blocks[index]) < num_bytes:
-            if len(self._memory.block(index)) < num_bytes and not self._worker.has_room(num_bytes):
-                raise OSError("not enough free memory")
-            self._blocks[index] = self._memory.room(index, num_bytes)
-        return self._blocks[index]
 
 
 def identity_of(job: Job, start: Vector, device: torch.device) -> bytes:
@@ -231,3 +226,19 @@ def remaining(pieces: Sequence[WorkItem], done: int, numbers: Callable[[WorkItem
             left.append(replace(piece, first=piece.first + done) if done else piece)
         done = max(0, done - size)
     return tuple(left)
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory(cgroup: Path = _CGROUP) -> float:
+    """Bytes that can be allocated without swapping, page cache included."""
+    import psutil
+
+    available = float(psutil.virtual_memory().available)
+    try:
+        limit, used = (float((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):
+        # no such limit: "max"
+        return available
+    return min(available, max(0.0, limit - used))

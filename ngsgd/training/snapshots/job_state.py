@@ -44,7 +44,15 @@ class JobState:
         with torch.no_grad():
             for p, value in zip(self.model.parameters(), values["parameters"], strict=True):
                 p.copy_(value)
-            self._load_buffers(values["buffers"])
+            for path, module in self.model.named_modules():
+                for name, buffer in module._buffers.items():
+                    if (value := values["buffers"].get(f"{path}.{name}" if path else name)) is None:
+                        continue
+                    if buffer is not None and buffer.shape == value.shape:
+                        buffer.copy_(value)
+                    else:
+                        # such as a cache that grows with the longest input
+                        module._buffers[name] = value.to(self.device)
         self.optimizer.load_training_state(values["optimizer"])
         if self.preconditioner is not None:
             self.preconditioner.load_state_dict(values["preconditioner"])
@@ -52,24 +60,6 @@ class JobState:
         self.task.load_job_state(values["task"])
         # last, because the steps above may use random numbers
         set_random_states(values["random"], self.device)
-
-    def _load_buffers(self, buffers: dict[str, Tensor]) -> None:
-        for module, prefix, name in _owners(self.model):
-            if (value := buffers.get(prefix + name)) is None:
-                continue
-            buffer = module._buffers[name]
-            if buffer is not None and buffer.shape == value.shape:
-                buffer.copy_(value)
-            else:
-                # such as a cache that grows with the longest input
-                module._buffers[name] = value.to(self.device)
-
-
-def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Yield (module, prefix, name) of every buffer."""
-    for path, module in model.named_modules():
-        for name in module._buffers:
-            yield module, f"{path}." if path else "", name
 
 
 def is_random_reader(batches: Iterator[T], device: torch.device) -> tuple[bool, Iterator[T]]:

@@ -215,16 +215,12 @@ def _fences_out_of_order(lines: list[dict[str, Any]]) -> Iterator[str]:
         fence = line.get("fence", 0)
         if line["event"] == "started":
             if fence and fence <= holder:
-                yield (
-                    f"two processes wrote to the run: fencing number {fence} begins after {holder}"
-                )
+                yield f"two processes wrote to the run: fencing number {fence} begins after {holder}"
             holder, resumed_after = max(holder, fence), line["after"]
         # a resumed process repeats the commit that it resumes after
         elif line["event"] == "committed" and fence and fence != holder and line["outer_iter"] != resumed_after:
-            yield (
-                f"outer iteration {line['outer_iter']} was committed under fencing number {fence}, "
-                f"while {holder} wrote"
-            )
+            yield (f"outer iteration {line['outer_iter']} was committed under fencing number {fence}, "
+                   f"while {holder} wrote")
 
 
 def _problems_of(one: OuterIterationLines) -> Iterator[str]:
@@ -235,16 +231,12 @@ def _problems_of(one: OuterIterationLines) -> Iterator[str]:
     yield from (f"{where}: job {job} was not planned" for job in counts if job not in one.planned)
     for entry in one.settled:
         if entry["event"] in ("accepted", "rejected") and (entry["job"], entry["attempt"]) not in one.submitted:
-            yield (
-                f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted and never "
-                "submitted"
-            )
+            yield (f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted and never "
+                   "submitted")
         latest = max((attempt for job, attempt in one.submitted if job == entry["job"]), default=0)
         if entry["attempt"] < latest:
-            yield (
-                f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted after "
-                f"attempt {latest} had begun"
-            )
+            yield (f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted after "
+                   f"attempt {latest} had begun")
         if entry["job"] in one.planned and entry["pieces"] != one.planned[entry["job"]]["pieces"]:
             yield f"{where}: job {entry['job']} counted another work item"
     num_accepted, num_jobs = len(one.accepted), len(one.planned)
@@ -253,10 +245,8 @@ def _problems_of(one: OuterIterationLines) -> Iterator[str]:
     if one.has_no_data:
         fewest = 0.0
     if num_accepted != one.commit["num_accepted"] or num_accepted < fewest or (keeps_best and num_accepted > 1):
-        yield (
-            f"{where}: {num_accepted} results of {num_jobs} accepted, {one.commit['num_accepted']} "
-            "committed"
-        )
+        yield (f"{where}: {num_accepted} results of {num_jobs} accepted, {one.commit['num_accepted']} "
+               "committed")
     # all jobs have the committed learning rate
     rates, committed = {entry["lr"] for entry in one.planned.values()}, one.commit["numbers"]["lr"]
     if one.planned and rates != {committed}:

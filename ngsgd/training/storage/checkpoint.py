@@ -344,7 +344,9 @@ class CheckpointStore:
         if checkpoint.buffers:
             save_arrays(dict(checkpoint.buffers), folder / _OUTER)
         if checkpoint.fisher:
-            save_arrays(_flat_fisher(checkpoint.fisher), folder / _FISHER)
+            # names of estimates contain dots but no slashes
+            save_arrays({f"{job}/{name}/{key}": np.asarray(value, order="C") for job, estimates in checkpoint.fisher.items()
+                         for name, state in estimates.items() for key, value in state.items()}, folder / _FISHER)
         if checkpoint.jobs:
             checkpoint.jobs.write(folder / _JOBS)
         if checkpoint.record:
@@ -389,12 +391,6 @@ def _verified_manifest(path: Path) -> dict[str, Any]:
         if sha256(path / name) != expected:
             raise ValueError(f"the checksum of {name} does not match")
     return manifest
-
-
-def _flat_fisher(fisher: Mapping[int, Fisher]) -> dict[str, Any]:
-    """Arrays by "job/estimate/key"; names of estimates contain dots but no slashes."""
-    return {f"{job}/{name}/{key}": np.asarray(value, order="C") for job, estimates in fisher.items()
-            for name, state in estimates.items() for key, value in state.items()}
 
 
 def _nested_fisher(arrays: Mapping[str, Any]) -> dict[int, Fisher]:

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ngsgd.errors import FailureKind
 from ngsgd.files import FORMATS, JsonLines
+from ngsgd.schedules import Shard
 from ngsgd.training.job import Job, JobFailure, JobResult, WorkItem
 from ngsgd.training.planning import Plan
 
@@ -47,7 +49,8 @@ class Ledger:
         self._write("submitted", **_identity(job))
 
     def failed(self, failure: JobFailure) -> None:
-        self._write("failed", **_identity(failure.job), worker=failure.worker, reason=failure.reason)
+        self._write("failed", **_identity(failure.job), worker=failure.worker, reason=failure.reason,
+                    kind=failure.kind)
 
     def judged(self, result: JobResult, reason: str) -> None:
         """Record that a result was accepted (empty reason) or rejected."""
@@ -60,9 +63,10 @@ class Ledger:
         """Record a result that was ignored: late, duplicate, or damaged in transfer."""
         self._write("discarded", **_identity(result.job), worker=result.worker, reason=reason)
 
-    def settled_without(self, event: str, job: Job, reason: str) -> None:
+    def settled_without(self, event: str, job: Job, reason: str, kind: FailureKind = FailureKind.UNKNOWN) -> None:
         """Record work that this outer iteration skips: "dropped", "deferred" or "quarantined"."""
-        self._write(event, **_identity(job), pieces=[piece_fields(piece) for piece in job.pieces], reason=reason)
+        self._write(event, **_identity(job), pieces=[piece_fields(piece) for piece in job.pieces], reason=reason,
+                    **({"kind": kind} if kind else {}))
 
     def repeated(self, job: Job, worker: int) -> None:
         """Record that a job is repeated for the audit; the repetition is never counted."""
@@ -99,7 +103,6 @@ def piece_fields(piece: WorkItem) -> list[int | None]:
 
 def pieces_of(fields: Sequence[Sequence[Any]]) -> tuple[WorkItem, ...]:
     """Convert PIECE_FIELDS to work items."""
-    from ngsgd.schedules import Shard
     return tuple(WorkItem(Shard(archive, frame), outer_iter, job, first, stop)
                  for archive, frame, outer_iter, job, first, stop in fields)
 

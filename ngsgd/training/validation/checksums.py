@@ -66,12 +66,13 @@ def is_finite(vector: Vector) -> bool:
         return bool(np.isfinite(np.dot(vector, vector)) or np.isfinite(vector).all())
 
 
-def is_damaged(result: JobResult, size: int) -> str:
-    """Return how a vector differs from the `size` elements sent; empty if it does not."""
+def is_damaged(result: JobResult, layout: FlatLayout) -> str:
+    """Return how the vector of a result differs from the one sent; empty if it does not."""
     # the vector has not been transferred yet, so it cannot be damaged
     if not result.sent.is_here:
         return ""
     vector = result.sent.read()
+    size = sum(source.stop - source.start for _, source in layout.fragment(*result.job.send))
     if vector.dtype != np.float32 or vector.shape != (size,):
         return (
             f"its parameters are {vector.dtype} of shape {vector.shape}, not float32 of ({size},)"

@@ -83,21 +83,14 @@ class HeldOutCheck:
                 f"{self.tolerance:g}")
         if self._before > self._task.chance_objf + self.tolerance:
             return fell
-        return (
-            f"{fell}, and is more than twice that of guessing, {self._task.chance_objf:.3f}"
-            if objf < 2.0 * self._task.chance_objf
-            else ""
-        )
+        is_worse = objf < 2.0 * self._task.chance_objf
+        return f"{fell}, and is more than twice that of guessing, {self._task.chance_objf:.3f}" if is_worse else ""
 
     def judge(self, scores: dict[int, float]) -> dict[int, str]:
         """Return reasons to reject, by job: divergence, or a score far below the best."""
         best = max(scores.values())
-        low = {
-            job: f"its held-out objf {objf:.3f} is more than {self.tolerance:g} below that of the "
-                 f"best result, {best:.3f}"
-            for job, objf in scores.items()
-            if best - objf > self.tolerance
-        }
+        low = {job: f"its held-out objf {objf:.3f} is more than {self.tolerance:g} below that of the "
+                    f"best result, {best:.3f}" for job, objf in scores.items() if best - objf > self.tolerance}
         # if most are low, the best result is the exception
         if len(low) * 2 > len(scores):
             low = {}

@@ -75,10 +75,8 @@ def impossible(result: JobResult, layout: FlatLayout) -> str:
     has_limit_E = np.isfinite(deltas.limits_E)
     total = float(np.linalg.norm(deltas.norms_E[has_limit_E]))
     if total > deltas.limit:
-        return (
-            f"its parameter delta has norm {total:.3g}, but update-norm clipping of the complete "
-            f"model allows at most {deltas.limit:.3g} in {result.num_minibatches} minibatches"
-        )
+        return (f"its parameter delta has norm {total:.3g}, but update-norm clipping of the complete "
+                f"model allows at most {deltas.limit:.3g} in {result.num_minibatches} minibatches")
     return _lost_start(deltas, names) if result.job.send == (0, 1) else ""
 
 
@@ -125,10 +123,8 @@ def _lost_start(deltas: Deltas, names: Sequence[str]) -> str:
         return ""
     share_E = 1.0 + deltas.along_E / np.maximum(deltas.starts_E, _TINY)
     layer = names[int(np.argmin(np.where(is_trained_E & (deltas.starts_E > 0.0), share_E, np.inf)))]
-    return (
-        f"its parameters keep {kept:.3g} of the initial parameters (1 is all, at least "
-        f"{_LEAST_KEPT:g} is plausible), least in {layer}"
-    )
+    return (f"its parameters keep {kept:.3g} of the initial parameters (1 is all, at least "
+            f"{_LEAST_KEPT:g} is plausible), least in {layer}")
 
 
 @dataclass(frozen=True)
@@ -142,33 +138,20 @@ class _Table:
 
     @classmethod
     def of(cls, results: Sequence[JobResult], layout: FlatLayout) -> _Table:
-        entries = [
-            layout.name_at(target.start) for target, _ in layout.fragment(*results[0].job.send)
-        ]
-        layers = [
-            (_STATISTICS if _is_statistic(name) else "") + (name.rpartition(".")[0] or name)
-            for name in entries
-        ]
+        entries = [layout.name_at(target.start) for target, _ in layout.fragment(*results[0].job.send)]
+        layers = [(_STATISTICS if _is_statistic(name) else "") + (name.rpartition(".")[0] or name)
+                  for name in entries]
         names = list(dict.fromkeys(layers))
-        member_BE = np.array(
-            [
-                [not layer.startswith(_STATISTICS) for layer in layers],
-                *([layer == name for layer in layers] for name in names),
-            ],
-            dtype=np.float64,
-        )
+        members = [[not layer.startswith(_STATISTICS) for layer in layers],
+                   *([layer == name for layer in layers] for name in names)]
+        member_BE = np.array(members, dtype=np.float64)
         deltas: list[Any] = [result.deltas for result in results]
-        norms_JE, along_JE, starts_JE = (
-            np.stack([getattr(one, name) for one in deltas])
-            for name in ("norms_E", "along_E", "starts_E")
-        )
+        norms_JE, along_JE, starts_JE = (np.stack([getattr(one, name) for one in deltas])
+                                         for name in ("norms_E", "along_E", "starts_E"))
         starts_JB = np.sqrt(starts_JE**2 @ member_BE.T)
-        return cls(
-            ["the complete model", *names],
-            np.sqrt(norms_JE**2 @ member_BE.T),
-            (along_JE * starts_JE) @ member_BE.T / np.maximum(starts_JB, _TINY),
-            np.array([max(result.num_minibatches, 1) for result in results]),
-        )
+        return cls(["the complete model", *names], np.sqrt(norms_JE**2 @ member_BE.T),
+                   (along_JE * starts_JE) @ member_BE.T / np.maximum(starts_JB, _TINY),
+                   np.array([max(result.num_minibatches, 1) for result in results]))
 
     def comparable(self, index: int) -> npt.NDArray[np.int64]:
         """The other jobs that this job can be compared with."""
@@ -192,23 +175,17 @@ class _Table:
         name, usual = self.names[block], float(np.median(self._expected(index, others)[:, block]))
         if column < len(self.names):
             factor = _LAYER_FACTOR if block else _MODEL_FACTOR
-            return (
-                f"its parameter delta in {name} has norm {self.norms_JB[index, block]:.3g}, more "
-                f"than {factor:g} times that of most other jobs, {usual:.3g}"
-            )
+            return (f"its parameter delta in {name} has norm {self.norms_JB[index, block]:.3g}, more "
+                    f"than {factor:g} times that of most other jobs, {usual:.3g}")
         apart = float(np.median(np.abs(self.along_JB[index, block] - self.along_JB[others, block])))
-        return (
-            f"its parameters in {name} differ from those of most other jobs by {apart:.3g} in the "
-            f"direction of the initial model, more than {_ALONG_FACTOR:g} times the norm of their "
-            f"parameter deltas, {usual:.3g}"
-        )
+        return (f"its parameters in {name} differ from those of most other jobs by {apart:.3g} in the "
+                f"direction of the initial model, more than {_ALONG_FACTOR:g} times the norm of their "
+                f"parameter deltas, {usual:.3g}")
 
     def _expected(self, index: int, others: npt.NDArray[np.int64]) -> _Array:
         longer = np.maximum(1.0, self.minibatches_J[index] / self.minibatches_J[others])[:, None]
         norms = self.norms_JB[others]
-        expected: _Array = np.maximum(
-            np.maximum(norms, _SMALL_LAYER * norms[:, :1]) * longer, _TINY
-        )
+        expected: _Array = np.maximum(np.maximum(norms, _SMALL_LAYER * norms[:, :1]) * longer, _TINY)
         return expected
 
 

@@ -20,7 +20,7 @@ import torch
 
 from ngsgd.cluster.exchange.authentication import new_secret
 from ngsgd.cluster.exchange.collective import CollectiveWorker, GroupFailure, MeanRequest, RemoteResultRef
-from ngsgd.cluster.exchange.collective_client import Exchange, remote
+from ngsgd.cluster.exchange.collective_client import Ending, Exchange, remote
 from ngsgd.cluster.exchange.shard_serialization import pack, parcel_size, shard_edges, unpack
 from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import ClusterConfig, FailureConfig, OuterConfig, RunConfig, check
@@ -74,7 +74,7 @@ class Swarm:
 
     def mean(self, results: Sequence[JobResult]) -> Mean | None:
         weights = [float(result.num_frames) for result in results]
-        return self.exchange.mean(results, weights, self.ask, lambda kept: "gone" if kept.worker in self.gone else "")
+        return self.exchange.mean(results, weights, self.ask, lambda kept: Ending("gone") if kept.worker in self.gone else None)
 
 
 def central(layout: FlatLayout, vectors: Sequence[Vector], weights: Sequence[float]) -> Mean:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ngsgd.launcher.ray.logs import RayLog
+from ngsgd.launcher.ray.session import RayLog
 
 
 def test_lines_are_kept_until_the_run_has_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

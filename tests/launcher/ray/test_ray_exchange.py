@@ -27,7 +27,7 @@ def pool_of(tmp_path: Path, exchange: Any, devices: Sequence[WorkerDevice], line
     run = Run(tmp_path)
     spec = replace(run.spec, config=replace(run.config, cluster=ClusterConfig(exchange=exchange)))
     pool = RayPool(spec, 1, 1000, report=lines.append)
-    pool._slots = [WorkerSlot(index, None, None, Address(device.host, 1 + index, Fingerprint(), device))
+    pool._slots = [WorkerSlot(index=index, actor=None, address=Address(device.host, 1 + index, Fingerprint(), device))
                    for index, device in enumerate(devices)]
     return pool
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from ngsgd.errors import ClusterError
-from ngsgd.launcher.ray.head import HeadWatch
+from ngsgd.launcher.ray.probe import HeadWatch
 
 
 class Clock:
@@ -21,7 +21,7 @@ class Clock:
 def test_a_head_that_is_gone_for_half_of_rays_patience_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "20")
     at_exit: list[object] = []
-    monkeypatch.setattr("ngsgd.launcher.ray.head.atexit.register", at_exit.append)
+    monkeypatch.setattr("ngsgd.launcher.ray.probe.atexit.register", at_exit.append)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         clock = Clock()

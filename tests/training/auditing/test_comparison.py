@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 from ngsgd.schedules import Shard
-from ngsgd.training.auditing.cases import work_done
-from ngsgd.training.auditing.comparison import Comparison, Run
-from ngsgd.training.auditing.placement import partners
+from ngsgd.training.auditing.cases import partners, work_done
+from ngsgd.training.auditing.comparison import Comparison, Run, verdict
 from ngsgd.training.auditing.pool import WorkerIdentity
-from ngsgd.training.auditing.verdict import verdict
 from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.validation.checksums import digest

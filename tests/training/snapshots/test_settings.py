@@ -14,7 +14,7 @@ from ngsgd.training.snapshots.book import takes_snapshots
 from tests import toy
 
 UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
-    "ray": {"cluster": {"kind": "ray"}}, "one process": {"cluster": {"kind": "in_process"}},
+    "one process": {"cluster": {"kind": "in_process"}},
     "defer": {"failure": {"policy": "defer"}}, "groups": {"cluster": {"ranks_per_worker": 2}}}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ngsgd.cluster.exchange.process_group import nccl_options
-from ngsgd.cluster.exchanged_tensors import Exchanged, buckets, content_of, overwrite
+from ngsgd.cluster.replicas.exchanged_tensors import Exchanged, buckets, content_of, overwrite
 from ngsgd.errors import ClusterError
 
 # seconds between two heartbeats, and seconds without one after which a rank counts as dead

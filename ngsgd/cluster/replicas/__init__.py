@@ -1,0 +1,1 @@
+"""Parts of LocalSGD: ranks, tensors that they exchange, and the outer state."""

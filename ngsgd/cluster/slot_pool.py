@@ -1,0 +1,463 @@
+"""A pool of worker slots: what a pool of local processes and one of Ray actors have in common.
+
+A slot holds one long-lived process, which runs one job at a time. If the process dies, its job is
+reported as failed, and another process starts in the slot while the other workers continue. Every
+wait has a deadline, in case a process hangs. Time during which this process was stopped does not
+count (`ngsgd.training.clocks`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from ngsgd import process_identity
+from ngsgd.cluster.exchange.collective import FetchRequest, MeanRequest, RemoteResultRef
+from ngsgd.cluster.exchange.collective_client import Ending, Exchange, remote
+from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
+from ngsgd.cluster.exchange.snapshot_memory import SharedSnapshotMemory, snapshot_book
+from ngsgd.cluster.fingerprint import Agreement, Fingerprint
+from ngsgd.cluster.process import Activity
+from ngsgd.cluster.restarts import Restarts, check_fingerprint, distrusted, none_agrees
+from ngsgd.errors import ClusterError, FailureKind
+from ngsgd.interface import option
+from ngsgd.training.auditing.pool import QUARANTINED, WorkerIdentity
+from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
+from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.task import TaskSpec
+from ngsgd.training.worker_pool import Retired
+from ngsgd.training.worker_wait import AwakeClock, WorkerWait
+
+# interval of the check for processes that hang
+_POLL_S = 0.2
+# time for a killed process to end
+_END_S = 5.0
+
+
+@dataclass(kw_only=True)
+class Slot:
+    """One worker: its process, and its current job."""
+
+    index: int
+    # None until it can take jobs
+    fingerprint: Fingerprint | None = None
+    # its process was asked to end, and accepts no more jobs
+    leaving: bool = False
+    # the current job was asked to stop
+    told_to_stop: bool = False
+    job: Job | None = None
+    places: tuple[SharedRef, ...] = ()
+    # of the process, if it is known before the process has ended
+    ending: Ending | None = None
+    # time on the pool's clock at which this pool killed the process
+    killed: float | None = None
+    # killed with its hung fork server; does not count as a failed start
+    is_collateral: bool = False
+    # of the process before this one
+    predecessor: Ending | None = None
+    # it died too often and is not replaced
+    retired: bool = False
+    # differences of its fingerprint from that of the run
+    refused: str = ""
+    # the audit found it at fault: it is not replaced
+    is_quarantined: bool = False
+    # while it starts
+    activity: Activity | None = None
+    # consecutive deaths during the start
+    deaths: list[str] = field(default_factory=list)
+
+    @property
+    def ready(self) -> bool:
+        return self.fingerprint is not None
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_usable and self.job is None
+
+    @property
+    def is_usable(self) -> bool:
+        return self.ready and not (self.leaving or self.retired or self.is_quarantined)
+
+
+S = TypeVar("S", bound=Slot)
+
+
+class SlotPool(ABC, Generic[S]):
+    """A `WorkerPool` and `AuditablePool` of processes.
+
+    Args:
+        spec: the task.
+        num_workers: slots.
+        num_threads: of each worker.
+        size: parameters.
+        agreement: fingerprint that each worker must have.
+        report: takes lines of progress.
+    """
+
+    def __init__(self, spec: TaskSpec, num_workers: int, num_threads: int, size: int, agreement: Agreement | None,
+                 report: Callable[[str], object]) -> None:
+        self.spec, self.num_workers, self.num_threads = spec, num_workers, num_threads
+        self.agreement = agreement or Agreement()
+        # late or duplicate results
+        self.num_discarded = 0
+        self._report = report
+        self._vectors = SharedVectors(size)
+        self._cells = SharedVectors(2 * num_workers)
+        self._snapshots = snapshot_book(spec.settings)
+        self._slots: list[S] = []
+        self._outcomes: list[Outcome] = []
+        # worker -> its answer to the current question
+        self._answers: dict[int, object] = {}
+        self._clock = AwakeClock()
+        self._is_starting = True
+        self._restarts = Restarts(spec.settings.failure.max_restarts_per_hour)
+        # where the workers make the mean; otherwise results are in memory that is faster
+        self._exchange: Exchange | None = None
+
+    # A pool fills in ------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def advice(self) -> str:
+        """Next step where workers cannot start."""
+
+    @abstractmethod
+    def _new_slot(self, index: int, deaths: Sequence[str] = ()) -> S:
+        """Begin to start a process; the deaths are those of its predecessors."""
+
+    @abstractmethod
+    def _post(self, slot: S, job: Job, snapshots: SharedSnapshotMemory | None) -> None:
+        """Send a job, whose result belongs into `slot.places`."""
+
+    @abstractmethod
+    def _request(self, slot: S, question: MeanRequest | FetchRequest) -> None:
+        """Ask an idle worker; the answer belongs into `_answers`."""
+
+    @abstractmethod
+    def _ask_to_stop(self, slot: S) -> None:
+        """Ask a worker to end its job after the current minibatch."""
+
+    @abstractmethod
+    def _kill(self, slot: S) -> None:
+        """Send SIGKILL."""
+
+    @abstractmethod
+    def _process_events(self, timeout_s: float) -> None:
+        """Wait for an event of a process, and process what happened."""
+
+    @abstractmethod
+    def _end(self, slot: S) -> tuple[Ending, bool]:
+        """Kill a process, and free what belongs to it.
+
+        Returns:
+            (how it ended, whether it certainly writes to memory no more).
+        """
+
+    @abstractmethod
+    def _process_id(self, slot: S) -> int:
+        """Process id; 0 if it is not known."""
+
+    @abstractmethod
+    def _host(self, slot: S) -> str:
+        """Host name."""
+
+    @abstractmethod
+    def _activity(self, slot: S) -> Activity | None:
+        """The activity of a process that starts; None if it is not known."""
+
+    def _is_here(self, slot: S) -> bool:
+        """Whether a process shares memory with this one."""
+        return True
+
+    def _num_places(self, slot: S, job: Job) -> int:
+        """Shared vectors that the result of a job needs."""
+        # with an exchange the worker keeps the vector to average
+        return job.num_vectors - (self._exchange is not None)
+
+    def _why_few(self) -> str:
+        """Reason for missing workers, for an error."""
+        return ", and no other one was busy"
+
+    def _find_deaths(self) -> None:
+        """Detect workers that died while they were idle."""
+        self._poll(0.0)
+
+    def _last_words(self, slot: S) -> str:
+        """Last lines of the log of a worker."""
+        return ""
+
+    # Workers --------------------------------------------------------------------------------------
+
+    def _start_workers(self) -> None:
+        """Start all workers, and wait until they are ready."""
+        self._heartbeats = self._cells.allocate()
+        self._slots = [self._new_slot(index) for index in range(self.num_workers)]
+        timeout_s = self.spec.settings.cluster.wait_for_workers_s
+        wait = WorkerWait(timeout_s, self._report)
+        self._clock.catch_up()
+        while (up := self.num_workers_alive()) < self.num_workers:
+            if wait.is_over(self._clock.now, up, self.num_workers, self.num_workers, self.has_busy_start):
+                raise ClusterError(f"{up} of {self.num_workers} workers were ready after cluster.wait_for_workers_s = "
+                                   f"{timeout_s:g}{self._why_few()}; ask for fewer (cluster.num_workers, or resume with "
+                                   f"{option('workers', 'N', 'num_workers')}), or give them more time.")
+            self._poll(min(_POLL_S, timeout_s))
+        self._is_starting = False
+
+    def num_idle(self) -> int:
+        return len(self.idle_workers())
+
+    def num_workers_alive(self) -> int:
+        return len(self.workers_alive())
+
+    def idle_workers(self) -> list[int]:
+        return [slot.index for slot in self._slots if slot.is_idle]
+
+    def workers_alive(self) -> list[int]:
+        return [slot.index for slot in self._slots if slot.is_usable]
+
+    def worker_of(self, job: Job) -> int:
+        return next((slot.index for slot in self._slots if slot.job is job), -1)
+
+    def process_ids(self) -> list[int]:
+        """Process ids of the workers, by slot."""
+        return [self._process_id(slot) for slot in self._slots if self._process_id(slot) and not slot.retired]
+
+    def identity_of(self, worker: int) -> WorkerIdentity:
+        slot = self._slots[worker]
+        if slot.fingerprint is None:
+            return WorkerIdentity(f"worker {worker}")
+        device, host = slot.fingerprint.device, self._host(slot)
+        is_cpu = device in ("", "cpu")
+        where = f"process {self._process_id(slot)} on {host}" + ("" if is_cpu else f", {device}")
+        return WorkerIdentity(f"worker {worker} ({where})", host, slot.fingerprint.digest(), is_reproducible=is_cpu)
+
+    def has_busy_start(self) -> bool:
+        found = False
+        for slot in self._slots:
+            if not slot.ready and not slot.retired and (activity := self._activity(slot)) is not None:
+                found |= activity.is_busy(slot.activity)
+                slot.activity = activity
+        return found
+
+    def retired(self) -> list[Retired]:
+        failures = self._exchange.news() if self._exchange else []
+        return [*self._restarts.news(), *(Retired(-1, message, "exchange_failed") for message in failures)]
+
+    def quarantine(self, worker: int) -> str:
+        slot = self._slots[worker]
+        slot.is_quarantined = True
+        if not slot.retired:
+            self._kill_for(slot, Ending(QUARANTINED, FailureKind.QUARANTINED))
+        self._outcomes = [distrusted(outcome, worker) for outcome in self._outcomes]
+        return "It is not used again or replaced: its replacement would run on the same hardware"
+
+    def kill(self, worker: int, reason: str) -> None:
+        slot = self._slots[worker]
+        # a signal from outside is no fault of the job: SIGSTOP, or a debugger
+        state, _ = process_identity.state_and_start_time(self._process_id(slot) if self._is_here(slot) else 0)
+        self._kill_for(slot, Ending(f"was stopped by a signal, {reason}", FailureKind.STOPPED) if state in ("T", "t")
+                       else Ending(reason, FailureKind.HUNG))
+
+    def _kill_for(self, slot: S, ending: Ending) -> None:
+        if slot.killed is None:
+            slot.ending, slot.killed = ending, self._clock.now
+        self._kill(slot)
+
+    def stop_jobs(self, outer_iter: int) -> None:
+        for slot in self._slots:
+            if slot.job is not None and slot.job.outer_iter == outer_iter:
+                slot.told_to_stop = True
+                self._ask_to_stop(slot)
+
+    def abandon(self) -> None:
+        """Kill the workers that are busy; the pool can only be closed afterwards."""
+        for slot in self._slots:
+            if slot.job is not None:
+                self._kill(slot)
+
+    def close(self) -> None:
+        self._slots = []
+        self._vectors.close()
+        self._cells.close()
+        self._snapshots.close()
+        if self._exchange:
+            self._exchange.close()
+
+    # Jobs -----------------------------------------------------------------------------------------
+
+    def publish(self, write: Callable[[Vector], object]) -> VectorRef:
+        ref = self._vectors.allocate()
+        write(ref.read())
+        return ref
+
+    def release(self, ref: VectorRef) -> None:
+        if isinstance(ref, SharedRef):
+            self._vectors.release(ref)
+
+    def submit(self, job: Job) -> None:
+        # assign a job to the same slot where possible, so that charts per worker stay comparable
+        self.submit_to(job, min(self.idle_workers(), key=lambda index: (index != job.job % len(self._slots), index)))
+
+    def submit_to(self, job: Job, worker: int) -> None:
+        slot = self._slots[worker]
+        slot.job, slot.told_to_stop = job, False
+        slot.places = tuple(self._vectors.allocate() for _ in range(self._num_places(slot, job)))
+        has_snapshots = self._is_here(slot) and not job.repeat
+        self._post(slot, job, self._snapshots.lend(job, worker) if has_snapshots else None)
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        if not self._outcomes:
+            self._poll(timeout_s)
+        return self._outcomes.pop(0) if self._outcomes else None
+
+    def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
+        return {slot.index: (slot.job.identity, self._num_done(slot)) for slot in self._slots if slot.job is not None}
+
+    def _num_done(self, slot: S) -> int:
+        """A number that changes while a job makes progress."""
+        return int(self._heartbeats.map().view(np.uint64)[slot.index])
+
+    def _poll(self, timeout_s: float) -> None:
+        """Wait for an event, and process all events."""
+        self._clock.tick()
+        for slot in self._slots:
+            # nothing reports the end of a killed process
+            if slot.killed is not None and not slot.retired and self._clock.now - slot.killed > _END_S:
+                self._died(slot)
+        self._process_events(timeout_s)
+
+    def _admit(self, slot: S, fingerprint: Fingerprint, where: str = "") -> None:
+        """Let a process that is ready take jobs, unless it would compute other bits."""
+        slot.refused = check_fingerprint(slot.index, fingerprint, self.agreement, self._restarts,
+                                         is_starting=self._is_starting, where=where)
+        if slot.refused:
+            slot.ending = Ending(f"was rejected ({slot.refused})")
+            self._kill(slot)
+            self._died(slot)
+            return
+        slot.fingerprint = fingerprint
+        slot.deaths = []
+
+    def _take(self, slot: S, outcome: Outcome) -> None:
+        """Take the outcome of a job from a worker that lives."""
+        if slot.is_quarantined:
+            # its death follows
+            return
+        if slot.job is None or outcome.job.identity != slot.job.identity:
+            self.num_discarded += 1
+            return
+        # the job as it was submitted: references are counted by identity
+        outcome = replace(outcome, job=slot.job)
+        self._outcomes.append(outcome if isinstance(outcome, JobFailure) else self._readable(slot, outcome))
+        self._snapshots.ended(outcome)
+        if isinstance(outcome, JobFailure):
+            self._release_places(slot)
+        # the job ended early without a request of the pool: its worker received a signal
+        elif outcome.remainder and not slot.told_to_stop:
+            # its partial result is here, and its machine is needed elsewhere
+            slot.leaving, slot.ending = True, Ending("was asked to end by a signal", FailureKind.ASKED_TO_END)
+            self._kill(slot)
+        slot.job, slot.places = None, ()
+
+    def _readable(self, slot: S, result: JobResult) -> JobResult:
+        """Return a result with references that this process can read."""
+        return remote(result, self._fetch)
+
+    def _died(self, slot: S) -> None:
+        """Report the job of a dead worker as failed, and replace the worker."""
+        ending, is_gone = self._end(slot)
+        job, deaths = slot.job, slot.deaths
+        self._release_places(slot, is_gone=is_gone)
+        if job is not None and self._is_here(slot):
+            # no retry continues from a snapshot of a worker that computes wrong results
+            self._snapshots.failed(job, slot.index, is_gone=is_gone and not slot.is_quarantined)
+        if not slot.ready and not slot.is_collateral:
+            deaths = [*deaths, ending.reason]
+            # a worker that cannot start does not end a run that has other workers
+            if len(deaths) >= self.spec.settings.failure.max_attempts and (self._is_starting or not self.num_workers_alive()):
+                raise self._cannot_start(slot, len(deaths), ending)
+        fresh = self._slots[slot.index] = self._successor(slot, deaths, ending)
+        # in a collective exchange it may hold a result, whose loss the coordinator reports
+        if job is None and not self._exchange and not slot.refused and not fresh.retired:
+            when = "while it was idle" if slot.ready else "while it started"
+            self._restarts.report("worker_replaced", slot.index, f"worker {slot.index} ended {when} ({ending.reason}) and is "
+                                                                 "replaced; no job is lost", ending.kind)
+        if job is not None:
+            from_outside = slot.killed is not None or ending.kind is FailureKind.FORK_SERVER
+            self._outcomes.append(JobFailure(job, slot.index, ending.reason, True, last_words=self._last_words(slot),
+                                             from_outside=from_outside, kind=ending.kind))
+
+    def _cannot_start(self, slot: S, num_deaths: int, ending: Ending) -> ClusterError:
+        if slot.refused:
+            return none_agrees(slot.refused)
+        return ClusterError(f"worker {slot.index} died {num_deaths} times while starting ({ending.reason}); "
+                            f"{self.advice}{self._last_words(slot)}.", failure=ending.kind)
+
+    def _successor(self, slot: S, deaths: Sequence[str], ending: Ending) -> S:
+        """Replace a dead worker; return an empty slot if it was replaced too often."""
+        if not slot.is_quarantined and self._restarts.allow(slot.index, ending.reason):
+            fresh = self._new_slot(slot.index, deaths)
+        elif all(other.retired for other in self._slots if other is not slot):
+            raise self._restarts.none_left(ending.reason, ending.kind)
+        else:
+            fresh = replace(slot, retired=True, job=None)
+        fresh.predecessor = ending
+        return fresh
+
+    def _release_places(self, slot: S, *, is_gone: bool = True) -> None:
+        for ref in slot.places:
+            # a process that is not gone may still write there
+            (self._vectors.release if is_gone else self._vectors.discard)(ref)
+        slot.places = ()
+
+    # Exchange -------------------------------------------------------------------------------------
+
+    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
+        if self._exchange is None:
+            return None
+        self._find_deaths()
+        return self._exchange.mean(results, weights, self._ask, self._why_lost)
+
+    def _ask(self, questions: Mapping[int, MeanRequest | FetchRequest], timeout_s: float,
+             when_lost: Callable[[], None] = lambda: None) -> dict[int, object]:
+        """Return the answers of idle workers; those that are silent for too long are replaced."""
+        self._answers = {}
+        asked = {worker: self._slots[worker] for worker in questions}
+
+        def silent() -> list[int]:
+            return [worker for worker, slot in asked.items() if worker not in self._answers and self._slots[worker] is slot]
+        for worker, question in questions.items():
+            self._request(asked[worker], question)
+        self._clock.catch_up()
+        deadline = self._clock.now + timeout_s
+        while silent() and self._clock.now < deadline:
+            self._poll(min(_POLL_S, max(0.0, deadline - self._clock.now)))
+            if any(self._slots[worker] is not slot for worker, slot in asked.items()):
+                when_lost()
+        for worker in silent():
+            self.kill(worker, f"gave no answer for {timeout_s:g} s and was killed")
+        while silent():
+            self._poll(_POLL_S)
+        return self._answers
+
+    def _fetch(self, kept: RemoteResultRef) -> Vector:
+        """Return a complete result that is stored in its worker."""
+        lost = self._why_lost(kept)
+        if lost is None:
+            answers = self._ask({kept.worker: FetchRequest(kept.identity)}, self.spec.settings.cluster.exchange_timeout_s)
+            if isinstance(vector := answers.get(kept.worker), np.ndarray):
+                return vector
+            lost = self._why_lost(kept) or Ending("")
+        raise ClusterError(lost.reason, failure=lost.kind)
+
+    def _why_lost(self, kept: RemoteResultRef) -> Ending | None:
+        """How the process that stores a result ended; None while it lives."""
+        slot = self._slots[kept.worker]
+        if not slot.retired and f"{self._host(slot)}/{self._process_id(slot)}" == kept.process:
+            return None
+        found = slot.predecessor or Ending("its process is gone")
+        return replace(found, reason=f"{found.reason}, and its result with it")
