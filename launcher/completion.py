@@ -52,7 +52,7 @@ _INSTALL = {
 }
 _TAKE_A_RUN = ("resume", "stop", "transcribe", "decode", "evaluate", "status", "logs", "report", "compare", "info", "why",
                "verify", "export")
-_TAKE_SETTINGS = ("train", "tune", "align", "compare", "submit", "doctor", "plan", "simulate")
+_TAKE_SETTINGS = ("train", "tune", "align", "submit", "doctor", "plan", "simulate")
 _PARTS_OF_TUNE = ("probe", "check", "run", "transfer")
 Help = Callable[[str], object]
 

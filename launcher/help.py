@@ -32,7 +32,7 @@ GROUPS = {
         "verify": "repeat jobs of a run and compare them with the results that it counted",
         "logs": "print or follow the log of a run or a Ray job",
         "report": "write an HTML report about a run",
-        "compare": "write an HTML comparison of several runs; can train them first",
+        "compare": "write an HTML comparison of several runs",
         "ui": "open the MLflow dashboard",
         "info": "show the state of a run, an archive of examples, or installed versions",
         "settings": "search the settings of ngsgd train",

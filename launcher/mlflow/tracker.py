@@ -36,8 +36,8 @@ from ngsgd.launcher.mlflow.store import (
 )
 from ngsgd.launcher.mlflow.tables import WorkerTable, layer_csv
 from ngsgd.launcher.mlflow.tags import origin, versions
+from ngsgd.launcher.reports.efficiency import of_record
 from ngsgd.launcher.text import masked
-from ngsgd.launcher.timeline.efficiency import of_record
 from ngsgd.object_storage.urls import local_root
 from ngsgd.phase import Phase
 from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command, what_is_trained

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ngsgd.errors import NgsgdError
+from ngsgd.launcher.reports.efficiency import efficiency_of, sites_of
 from ngsgd.launcher.screen import SCREEN, Screen, Status
 from ngsgd.launcher.text import duration
-from ngsgd.launcher.timeline.efficiency import efficiency_of
-from ngsgd.launcher.timeline.sites import sites_of
 from ngsgd.launcher.why.faults import bad_examples
 from ngsgd.object_storage.urls import is_url
 from ngsgd.phase import Phase

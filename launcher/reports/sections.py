@@ -10,14 +10,14 @@ from typing import Any
 
 from ngsgd.asr.decode.scoring import NOTHING, UtteranceErrors, operations, word_form
 from ngsgd.counting import counted
+from ngsgd.launcher.reports import figures
 from ngsgd.launcher.reports import page as html
-from ngsgd.launcher.reports.charts import Chart
 from ngsgd.launcher.reports.checks import Check, Verdict, user_settings
+from ngsgd.launcher.reports.efficiency import efficiency_of, sites_of
 from ngsgd.launcher.reports.history import LayerRow, RunHistory, errors_by_speaker
 from ngsgd.launcher.text import duration, masked
-from ngsgd.launcher.timeline.efficiency import efficiency_of
-from ngsgd.launcher.timeline.sites import sites_of
 from ngsgd.launcher.why.faults import bad_examples
+from ngsgd.schedules import JOB_RATE
 
 _WORST = 10
 _WRONG = ("reference", "hypothesis", "count")
@@ -62,10 +62,8 @@ def summary(run: RunHistory, verdict: Verdict, checks: Sequence[Check]) -> Itera
     yield html.tiles(tiles)
 
 
-def quality(
-    run: RunHistory, charts: Sequence[Chart], word_errors: Sequence[Sequence[str]]
-) -> Iterator[str]:
-    """Scores of the final model and of the last outer iteration, and the curves."""
+def quality(run: RunHistory, word_errors: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Scores of the final model and of the last outer iteration, and the figure of the run."""
     if not run.iterations:
         return
     yield html.heading("How good is the model?")
@@ -76,10 +74,13 @@ def quality(
             "differ from the ends of the curves."
         )
     if word_errors:
-        yield html.table(
-            ("set", "WER (%)", "95% interval", "errors / words"), word_errors
-        )
-    yield html.pictures(charts)
+        yield html.table(("set", "WER (%)", "95% interval", "errors / words"), word_errors)
+    yield html.picture(
+        figures.png(figures.run_figure(run.curve, run.stops())),
+        "Scores, learning rate, clipped updates and time of the outer iterations. The learning rate "
+        f"is {JOB_RATE}; gain is that of the outer optimizer. A share of clipped updates near 100% "
+        "for long means that the learning rate is too high. Workers train only during jobs.",
+    )
 
 
 def decoding_weights(about: Mapping[str, Any]) -> Iterator[str]:
@@ -134,7 +135,7 @@ def words(rows: Sequence[UtteranceErrors], per_speaker: str) -> Iterator[str]:
     )
 
 
-def time_spent(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
+def time_spent(run: RunHistory) -> Iterator[str]:
     """Speed, waiting and retries of each worker."""
     rows = run.workers()
     if not rows:
@@ -176,7 +177,6 @@ def time_spent(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
     )
     if len(rows) > _MOST_WORKERS:
         yield html.note(f"The slowest {_MOST_WORKERS} of {counted(len(rows), 'worker')}.")
-    yield html.pictures(charts)
 
 
 def interruptions(run: RunHistory) -> Iterator[str]:
@@ -213,7 +213,7 @@ def interruptions(run: RunHistory) -> Iterator[str]:
         yield html.note(f"The last {_MOST_INCIDENTS} of {len(found)}; all are in events.jsonl.")
 
 
-def natural_gradient(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
+def natural_gradient(run: RunHistory) -> Iterator[str]:
     """Each preconditioned layer at the last outer iteration, with the usual ranges."""
     rows = run.layers()
     if not rows:
@@ -244,7 +244,6 @@ def natural_gradient(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
         "",
     ]
     yield html.table(header, [ranges, *(_layer(row, sides) for row in rows)])
-    yield html.pictures(charts)
 
 
 def settings(run: RunHistory, config_yaml: str) -> Iterator[str]:

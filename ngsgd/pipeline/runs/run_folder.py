@@ -205,11 +205,6 @@ class RunFolder:
         return self.path / "report.html"
 
     @property
-    def measured(self) -> Path:
-        """Measurements of the training process by `ngsgd compare`, if it trained the run."""
-        return self.path / "measured.json"
-
-    @property
     def process(self) -> Path:
         """Identity of the training process, while there is one."""
         return self.path / "process.json"
