@@ -1,4 +1,4 @@
-"""The argument parser of all commands: settings among flags, renamed flags, typed errors."""
+"""The argument parser of all commands: settings among flags, typed errors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from ngsgd.errors import ConfigError
+from ngsgd.launcher import registry
 from ngsgd.launcher.text import printable
 
 JSON = "print JSON, and nothing else, on stdout"
@@ -21,10 +22,18 @@ OTHER_BITS = "accept other processors, versions or kernels; results then agree u
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are ConfigErrors."""
 
-    def __init__(self, command: str, **options: Any) -> None:
-        from ngsgd.launcher import help as texts
+    # that of the command that began last, whose flags completion reads
+    newest: ClassVar[Parser]
 
-        super().__init__(prog=f"ngsgd {command}", description=texts.ABOUT[command], allow_abbrev=False, **options)
+    def __init__(self, command: str, *, epilog: str | None = None) -> None:
+        about = registry.find(command).about
+        super().__init__(prog=f"ngsgd {command}", description=about, allow_abbrev=False, epilog=epilog)
+        Parser.newest = self
+
+    @property
+    def flags(self) -> dict[str, argparse.Action]:
+        """The actions by flag, such as --quiet."""
+        return dict(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
         unknown = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []
@@ -51,11 +60,6 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError([*error.problems, *wrong_settings([*settings, *foreign])]) from None
         options.overrides += foreign
         return options
-
-    def renamed(self, old: str, new: str, **options: Any) -> None:
-        """Accept an old flag, with a line of warning."""
-        self.add_argument(old, action=_Renamed, new=new, dest=new.lstrip("-").replace("-", "_"),
-                          default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options)
 
     def _split(self, words: list[str]) -> tuple[list[str], list[str]]:
         """Own words, and flags of other trainers with their values as one word each."""
@@ -107,16 +111,3 @@ def words_of(options: argparse.Namespace) -> dict[str, Any]:
     return {"words": Vocabulary(options.lexicon, options.words, options.lm, options.grammar),
             "scale": options.scale, "penalty": options.penalty,
             "report": lambda line: print(printable(line), file=sys.stderr)}
-
-
-class _Renamed(argparse.Action):
-    """The old name of a flag."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, new: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, **options)
-        self._new = new
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
-        print(f"ngsgd: {option_string} is now {self._new}; the old name will be removed.", file=sys.stderr)
-        setattr(namespace, self.dest, True if self.nargs == 0 else values)

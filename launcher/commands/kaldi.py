@@ -73,7 +73,6 @@ def _export_parser() -> Parser:
     nnet3.add_argument("--include-data", action="store_true",
                        help="also write features, CMVN statistics and alignments (pdf ids) of all "
                             "sets")
-    parser.renamed("--data", "--include-data", nargs=0)
     nnet3.add_argument("--egs", type=int, default=0, metavar="N",
                        help="also write the first N archives of training examples")
     card = parser.add_argument_group("--format huggingface")

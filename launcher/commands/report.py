@@ -84,9 +84,15 @@ def history_of(folder: RunFolder) -> RunHistory:
             "outer iteration."
         )
     # a long ledger is read line by line
-    ledger = [line for text in (log_lines(folder.ledger) if folder.ledger.is_file() else ())
-              if text.startswith('{"event": "started"') for line in parse_json_lines(text)]
-    return RunHistory(folder.path.name, config, events, state_of(folder.path), ledger, interval_of(folder))
+    ledger = [
+        line
+        for text in (log_lines(folder.ledger) if folder.ledger.is_file() else ())
+        if text.startswith('{"event": "started"')
+        for line in parse_json_lines(text)
+    ]
+    return RunHistory(
+        folder.path.name, config, events, state_of(folder.path), ledger, interval_of(folder)
+    )
 
 
 def _without_old_jobs(path: Path) -> list[dict[str, Any]]:
@@ -99,7 +105,11 @@ def _without_old_jobs(path: Path) -> list[dict[str, Any]]:
     for text in log_lines(path) if path.is_file() else ():
         for event in valid_events(parse_json_lines(text)):
             is_old = left > _JOBS_BYTES and event["event"] == "outer_iteration"
-            found.append({**event, "jobs": [], "relative_change": {}, "without_jobs": True} if is_old else event)
+            found.append(
+                {**event, "jobs": [], "relative_change": {}, "without_jobs": True}
+                if is_old
+                else event
+            )
         left -= len(text) + 1
     return found
 
@@ -113,8 +123,16 @@ def _page(folder: RunFolder, run: RunHistory, verdict: Verdict, checks: Sequence
     utterances = read_per_utterance(_text_of(folder.decode / "test.per_utt.txt"))
     without = [event["outer_iter"] + 1 for event in run.iterations if event.get("without_jobs")]
     body = [
-        *([html.note(f"The log of this run has {folder.events.stat().st_size / 1e6:,.0f} MB. Jobs, workers and layers are those "
-                     f"after outer iteration {without[-1]}; scores, rates and times are complete.")] if without else []),
+        *(
+            [
+                html.note(
+                    f"The log of this run has {folder.events.stat().st_size / 1e6:,.0f} MB. Jobs, workers and layers are those "
+                    f"after outer iteration {without[-1]}; scores, rates and times are complete."
+                )
+            ]
+            if without
+            else []
+        ),
         *sections.summary(run, verdict, checks),
         *sections.quality(run, _word_errors(folder)),
         *_decoding_weights(folder),
@@ -161,8 +179,12 @@ def _word_errors(folder: RunFolder) -> list[tuple[str, str, str, str]]:
     interval = interval_of(folder)
     try:
         about = read_json(folder.decode / "wer.json")
-        results = {f"{of}, {rung.name}": result for rung in rungs_of(folder.rungs)
-                   for of, result in (("validation", rung.valid), ("test", rung.test)) if result}
+        results = {
+            f"{of}, {rung.name}": result
+            for rung in rungs_of(folder.rungs)
+            for of, result in (("validation", rung.valid), ("test", rung.test))
+            if result
+        }
         results |= {"validation": str(about["valid"]), "test": str(about["test"])}
     # not decoded yet, or damaged
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -103,7 +103,6 @@ def _parser() -> Parser:
                         help="number of processes that share the files (default: %(default)s)")
     parser.add_argument("--sample-rate", type=int, metavar="HZ",
                         help="sampling rate of raw samples from stdin (default: the model's)")
-    parser.renamed("--rate", "--sample-rate", type=int)
     add_words(parser.add_argument_group("other words than those of the model"))
     parser.add_argument("--quiet", "-q", action="store_true", help="print words and failures only")
     parser.add_argument("--trust", action="store_true", help=TRUST)

@@ -39,7 +39,6 @@ def add_arguments(parser: Parser) -> None:
     """Add --dashboard-url and --token-file, which take precedence over the environment."""
     parser.add_argument("--dashboard-url", metavar="URL",
                         help=f"dashboard of the Ray cluster (default: ${_ADDRESS}, else {_DEFAULT})")
-    parser.renamed("--address", "--dashboard-url")
     parser.add_argument("--token-file", metavar="FILE",
                         help="token of the Ray cluster (default: $RAY_AUTH_TOKEN, $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)")
 

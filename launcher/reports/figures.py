@@ -71,7 +71,11 @@ def _lines(
     axes: Any, curve: Curve, what: Mapping[str, tuple[str, str]], scale: float = 1.0
 ) -> None:
     # markers of a long run would hide its line
-    style = {"linewidth": 1.8, "marker": "o" if len(curve.positions) <= 40 else "", "markersize": 3.5}
+    style = {
+        "linewidth": 1.8,
+        "marker": "o" if len(curve.positions) <= 40 else "",
+        "markersize": 3.5,
+    }
     for name, (key, color) in what.items():
         axes.plot(curve.positions, curve.values(key, scale), color=color, label=name, **style)
 
@@ -106,7 +110,9 @@ def comparison_figure(groups: Sequence[Group]) -> Any:
     for index, group in reversed([*enumerate(groups)]):
         color = RUN_COLORS[min(index, len(RUN_COLORS) - 1)]
         for run in group.runs:
-            epochs, minutes = zip(*((one.epoch, one.elapsed_s / 60) for one in run.points), strict=True)
+            epochs, minutes = zip(
+                *((one.epoch, one.elapsed_s / 60) for one in run.points), strict=True
+            )
             for axes, x in ((panels["epochs"], epochs), (panels["minutes"], minutes)):
                 axes.plot(x, [one.valid_objf for one in run.points], color=color, linewidth=1.8)
                 train = [one.train_objf for one in run.points]

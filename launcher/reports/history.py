@@ -64,7 +64,10 @@ class Curve:
         ]
         return [
             Score("Loss (mean over examples)", "", "train.objf", "valid.objf", -1.0),
-            *(Score(one, "", f"diagnostics.train/{one}", f"diagnostics.valid/{one}") for one in names),
+            *(
+                Score(one, "", f"diagnostics.train/{one}", f"diagnostics.valid/{one}")
+                for one in names
+            ),
         ]
 
     def values(self, key: str, scale: float = 1.0) -> list[float]:

@@ -73,7 +73,6 @@ def argument_parser() -> Parser:
     group = parser.add_argument_group("simulated cluster")
     group.add_argument("--frames-per-s", type=float, default=20000.0, metavar="X",
                        help="frames per second of a worker (default: %(default)s)")
-    parser.renamed("--rate", "--frames-per-s", type=float)
     group.add_argument("--sigma", type=float, default=0.05, metavar="X",
                        help="relative spread of the times of a worker's jobs, log-normal "
                             "(default: %(default)s)")
@@ -88,7 +87,6 @@ def argument_parser() -> Parser:
     group.add_argument("--hang-fraction", type=float, default=0.0, metavar="X",
                        help="fraction of failures that hang instead of crash, 0 to 1 (default: "
                             "%(default)s)")
-    parser.renamed("--hang-share", "--hang-fraction", type=float)
     group.add_argument("--replace-s", type=float, default=20.0, metavar="S",
                        help="time to replace a lost worker, in seconds (default: %(default)s)")
     group.add_argument("--bandwidth", type=float, default=1.25e8, metavar="B/S",

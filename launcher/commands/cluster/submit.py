@@ -63,7 +63,6 @@ def _parser() -> Parser:
     parser.add_argument("--allow-other-bits", action="store_true", help=OTHER_BITS)
     parser.add_argument("--job-name", metavar="NAME",
                         help="name of the job (default: ngsgd- and the time)")
-    parser.renamed("--name", "--job-name")
     parser.add_argument("--dry-run", action="store_true",
                         help="print the command or the file without submitting it")
     parser.add_argument("--json", action="store_true", help=JSON)
