@@ -17,6 +17,7 @@ from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command
 from ngsgd.training.storage.event_log import newest_events
 from ngsgd.training.storage.lock import holder_of
+from ngsgd.word_errors import WordErrors
 
 # MLflow's state of a run -> that of a Ray job
 _STATES = {"FINISHED": "SUCCEEDED", "FAILED": "FAILED", "KILLED": "STOPPED"}
@@ -33,6 +34,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
     log = _LogEnd.of(folder.events)
     last, end = log.outer_iteration, log.finished
     valid, task = last.get("valid", {}), _task_of(folder)
+    errors = WordErrors.of_json(end["test_errors"]) if end.get("test_errors") else None
     return {
         "run": folder.address, "state": _state(folder, log), "process": _process(folder),
         "silent_s": _silent_s(folder),
@@ -43,8 +45,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
         "metrics": end.get("metrics") or None, "is_speech": not task._target_,
         "valid_objf": valid.get("objf"), "valid_accuracy": valid.get("accuracy"),
         "left_s": last.get("left_s"),
-        "wer": end.get("wer") or None,
-        "wer_percent": end.get("wer_percent") if end.get("wer") else None,
+        "wer": str(errors) if errors else None, "wer_percent": errors.wer if errors else None,
         "fingerprint": _fingerprint(folder),
         "error": _error_of(folder), "resume": resume_command(task, run_dir),
         "is_finished": bool(end), "examples": _examples_of(folder),

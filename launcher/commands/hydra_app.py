@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -194,9 +193,9 @@ def _mask_file_of_sweep() -> None:
 
 
 def to_minimize(report: FinalReport) -> float:
-    """Return the WER of the validation set in percent; without decoding, the negative objective."""
-    found = re.search(r"%WER\s+([0-9.]+)", report.valid_wer)
-    return float(found[1]) if found else -report.valid.objf
+    """Return the WER of the validation set in percent; without words, the negative objective."""
+    errors = report.valid_errors
+    return errors.wer if errors and errors.num_words else -report.valid.objf
 
 
 @contextlib.contextmanager

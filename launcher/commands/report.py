@@ -12,6 +12,7 @@ from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.console import version
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.training.storage.event_log import valid_events
+from ngsgd.word_errors import WordErrors
 
 if TYPE_CHECKING:
     from ngsgd.launcher.reports.checks import Check, Verdict
@@ -120,7 +121,11 @@ def _page(folder: RunFolder, run: RunHistory, verdict: Verdict, checks: Sequence
     from ngsgd.launcher.reports import sections
     from ngsgd.pipeline.runs.config_file import to_yaml
 
-    utterances = read_per_utterance(_text_of(folder.decode / "test.per_utt.txt"))
+    try:
+        utterances = read_per_utterance(read_log(folder.decode / "test.per_utt.txt"))
+    except (OSError, ValueError):
+        utterances = []
+    word_errors, weights, speakers = _decoded(folder)
     without = [event["outer_iter"] + 1 for event in run.iterations if event.get("without_jobs")]
     body = [
         *(
@@ -134,9 +139,9 @@ def _page(folder: RunFolder, run: RunHistory, verdict: Verdict, checks: Sequence
             else []
         ),
         *sections.summary(run, verdict, checks),
-        *sections.quality(run, _word_errors(folder)),
-        *_decoding_weights(folder),
-        *sections.words(utterances, _text_of(folder.decode / "test.per_spk.txt")),
+        *sections.quality(run, word_errors),
+        *weights,
+        *sections.words(utterances, speakers),
         *sections.time_spent(run),
         *sections.interruptions(run),
         *sections.natural_gradient(run),
@@ -150,51 +155,34 @@ def _page(folder: RunFolder, run: RunHistory, verdict: Verdict, checks: Sequence
     )
 
 
-def _text_of(path: Path) -> str:
-    """Empty where nothing was decoded."""
-    try:
-        return read_log(path)
-    except (OSError, ValueError):
-        return ""
+def _decoded(
+    folder: RunFolder,
+) -> tuple[list[tuple[str, str, str, str]], list[str], dict[str, WordErrors]]:
+    """(set, WER, interval, counts) of the rungs below the run and of the final model; the section
+    about the decoding weights; and the errors of the speakers.
 
-
-def _decoding_weights(folder: RunFolder) -> list[str]:
-    """Empty where nothing was decoded, and for a damaged file."""
-    from ngsgd.launcher.reports import sections
-
-    try:
-        return [*sections.decoding_weights(read_json(folder.decode / "wer.json"))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        return []
-
-
-def _word_errors(folder: RunFolder) -> list[tuple[str, str, str, str]]:
-    """(set, WER, interval, counts) of the rungs below the run and of the final model.
-
-    Empty where nothing was decoded.
+    All empty where nothing was decoded, and for a damaged file.
     """
-    from ngsgd.launcher.reports.comparison import interval_of
+    from ngsgd.launcher.reports import sections
     from ngsgd.pipeline.rungs import rungs_of
 
-    interval = interval_of(folder)
     try:
         about = read_json(folder.decode / "wer.json")
-        results = {
-            f"{of}, {rung.name}": result
-            for rung in rungs_of(folder.rungs)
-            for of, result in (("validation", rung.valid), ("test", rung.test))
-            if result
-        }
-        results |= {"validation": str(about["valid"]), "test": str(about["test"])}
-    # not decoded yet, or damaged
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []
-    return [
-        (
-            name,
-            result.removeprefix("%WER ").partition(" ")[0],
-            "{:.2f} to {:.2f}".format(*interval) if name == "test" and interval else "",
-            result.partition("[ ")[2].removesuffix(" ]"),
-        )
-        for name, result in results.items()
-    ]
+        low, high = (float(about["test_interval_95"][name]) for name in ("low", "high"))
+        results = {f"{of}, {rung.name}": errors for rung in rungs_of(folder.rungs)
+                   for of, errors in (("validation", rung.valid), ("test", rung.test)) if errors}
+        results |= {"validation": WordErrors.of_json(about["valid"]),
+                    "test": WordErrors.of_json(about["test"])}
+        speakers = {name: WordErrors.of_json(one) for name, one in about["test_by_speaker"].items()}
+        weights = [*sections.decoding_weights(about)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        return [], [], {}
+    rows = [(name, f"{one.wer:.2f}" if one.num_words else "(no words)",
+             f"{low:.2f} to {high:.2f}" if name == "test" else "", _counts(one))
+            for name, one in results.items()]
+    return rows, weights, speakers
+
+
+def _counts(errors: WordErrors) -> str:
+    return (f"{errors.num_errors} / {errors.num_words}, {errors.insertions} ins, "
+            f"{errors.deletions} del, {errors.substitutions} sub")

@@ -184,10 +184,10 @@ def _gap(run: RunHistory) -> Check:
 
 def _wer(run: RunHistory) -> Iterator[Check]:
     """Nothing for a task without words."""
-    final = run.final
-    if not final or not final["wer"]:
+    if not run.test_errors:
         return
-    name, of_run = "WER", f"{final['wer_percent']:.2f}%"
+    name, wer = "WER", run.test_errors.wer
+    of_run = f"{wer:.2f}%"
     if run.interval:
         of_run += f" (95% interval {run.interval[0]:.2f} to {run.interval[1]:.2f})"
     recipe, changed = user_settings(run.config)
@@ -207,7 +207,7 @@ def _wer(run: RunHistory) -> Iterator[Check]:
         )
         yield Check(name, GRAY, f"Test WER {of_run}. Not compared: {why}.")
         return
-    low = run.interval[0] if run.interval else final["wer_percent"]
+    low = run.interval[0] if run.interval else wer
     level = GREEN if low <= expected else AMBER if low <= expected + _SEED_SPREAD else RED
     yield Check(
         name,

@@ -19,6 +19,7 @@ from ngsgd.launcher.reports.checks import PLACES
 from ngsgd.launcher.text import masked
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.runs.saved_config import read_config
+from ngsgd.word_errors import WordErrors
 
 # settings of places and names, or that follow from others
 _NO_DIFFERENCE = (*PLACES, "tracking.uri", "tracking.experiment_name", "schedule.num_jobs_initial")
@@ -156,7 +157,7 @@ def read(folder: RunFolder) -> ComparedRun:
             elif event["event"] == "finished":
                 end = {
                     "objf": _objf(event["valid"]),
-                    "wer": float(event["wer_percent"]) if event.get("wer") else None,
+                    "wer": event.get("test_errors") and WordErrors.of_json(event["test_errors"]).wer,
                 }
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             # cut short by a crash, or damaged

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from ngsgd.word_errors import WordErrors
 
 if TYPE_CHECKING:
     from ngsgd.config import RunConfig
@@ -156,6 +157,12 @@ class RunHistory:
         )
 
     @property
+    def test_errors(self) -> WordErrors | None:
+        """Of the final model; None before the end, and for a task without words."""
+        counts = (self.final or {}).get("test_errors")
+        return WordErrors.of_json(counts) if counts else None
+
+    @property
     def incidents(self) -> list[Event]:
         """With a kind, a worker and a time each, also where a log does not have them."""
         found = [event for event in self.events if event.get("event") == "incident"]
@@ -263,15 +270,3 @@ def mean_health(event: Event) -> dict[str, float]:
             for name, value in job.get("health", {}).items():
                 values.setdefault(name, []).append(value)
     return {name: statistics.fmean(found) for name, found in values.items()}
-
-
-def errors_by_speaker(text: str) -> list[tuple[str, int, int]]:
-    """(speaker, errors, words) from test.per_spk.txt, the most errors first.
-
-    A high WER of a few words is chance.
-    """
-    found = re.findall(r"^(\S+) +%WER (?:\S+|\(no words\)) \[ (\d+) / (\d+),", text, re.MULTILINE)
-    rows = [
-        (speaker, int(errors), int(words)) for speaker, errors, words in found if speaker != "SUM"
-    ]
-    return sorted(rows, key=lambda row: (-row[1], row[2], row[0]))

@@ -170,8 +170,8 @@ def final_lines(report: FinalReport, output_dir: Path | str | None = None) -> li
         lines = [f"{name}  {value:.4g}" for name, value in report.metrics.items()]
     else:
         interval = f"  95% CI {report.interval['low']:.2f} to {report.interval['high']:.2f}" if report.interval else ""
-        lines = [f"test   {report.wer}{interval}"] if report.wer else []
-        lines += [f"valid  {report.valid_wer}"] if report.valid_wer else []
+        lines = [f"test   {report.test_errors}{interval}"] if report.test_errors else []
+        lines += [f"valid  {report.valid_errors}"] if report.valid_errors else []
         lines += [f"objf   valid {report.valid.objf:.3f}, train {report.train.objf:.3f}; "
                   f"frame accuracy {100 * report.valid.accuracy:.1f}%"]
     lines.append(f"used   {trained}")

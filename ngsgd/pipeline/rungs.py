@@ -18,9 +18,12 @@ from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation, scoring, tuning
 from ngsgd.asr.lang import graphs
 from ngsgd.config import DecodeConfig
+from ngsgd.word_errors import WordErrors
 
 # every which scale and penalty is tried for the errors of a rung
 _STEP = 2
+# on valid and test
+Errors = tuple[WordErrors | None, WordErrors | None]
 
 
 @dataclass(frozen=True)
@@ -30,14 +33,14 @@ class Rung:
     Attributes:
         name: model or labels that the rung makes.
         seconds: time that it took when it was computed.
-        valid: errors on the validation set; empty if they were not measured.
-        test: errors on the test set; empty if they were not measured.
+        valid: errors on the validation set; None if they were not measured.
+        test: errors on the test set; None if they were not measured.
     """
 
     name: str
     seconds: float
-    valid: str = ""
-    test: str = ""
+    valid: WordErrors | None = None
+    test: WordErrors | None = None
 
     def __str__(self) -> str:
         errors = f"; valid {self.valid}, test {self.test}" if self.valid else ""
@@ -50,8 +53,8 @@ class Rung:
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
-        return Rung(str(about["name"]), float(about["seconds"]), str(about["valid"]),
-                    str(about["test"]))
+        errors = (about[name] and WordErrors.of_json(about[name]) for name in ("valid", "test"))
+        return Rung(str(about["name"]), float(about["seconds"]), *errors)
 
 
 def rungs_of(path: Path) -> list[Rung]:
@@ -69,7 +72,7 @@ class Stopwatch:
         self._name = name
         self._begun = time.monotonic()
 
-    def stored(self, path: Path, errors: tuple[str, str] = ("", "")) -> Rung:
+    def stored(self, path: Path, errors: Errors = (None, None)) -> Rung:
         """Store the rung that made the file `path`, with its errors on valid and test."""
         rung = Rung(self._name, round(time.monotonic() - self._begun, 1), *errors)
         files.write_text(_note_of(path), json.dumps(asdict(rung), indent=1))
@@ -89,7 +92,7 @@ def _note_of(path: Path) -> Path:
 
 
 def word_errors(corpus: Corpus, config: DecodeConfig,
-                logliks: Mapping[str, npt.NDArray[np.float32]]) -> tuple[str, str]:
+                logliks: Mapping[str, npt.NDArray[np.float32]]) -> Errors:
     """Decode valid and test with some of the scales and penalties, chosen on valid.
 
     Args:
@@ -110,4 +113,4 @@ def word_errors(corpus: Corpus, config: DecodeConfig,
         graph, coarse, valid.texts, valid.frames.utt_ids, of_valid, language.num_pdfs))
     said = evaluation.decode_set(graphs.with_word_penalty(graph, weights.word_penalty), coarse,
                                  weights.acoustic_scale, of_test, language.num_pdfs)
-    return str(errors), str(scoring.score(test.texts, said, test.frames.utt_ids)[0])
+    return errors, scoring.score(test.texts, said, test.frames.utt_ids)[0]

@@ -16,7 +16,7 @@ from ngsgd.asr.align.forced_alignment import Computed, Scores
 from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
 from ngsgd.asr.decode.decoding import write_lattices
 from ngsgd.asr.decode.evaluation import DecodingResult, tune_and_decode
-from ngsgd.asr.decode.scoring import write_operations, write_per_speaker, write_per_utterance, write_recogs
+from ngsgd.asr.decode.scoring import by_speaker, write_operations, write_per_speaker, write_per_utterance, write_recogs
 from ngsgd.asr.decode.worst_utterances import as_text, utterance_scores
 from ngsgd.asr.lang import ngram
 from ngsgd.config import EgsConfig, RunConfig
@@ -40,11 +40,14 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
     result = tune_and_decode(corpus.language, config.decode, valid=corpus.valid, valid_logliks=logliks["valid"], test=corpus.test,
                              test_logliks=logliks["test"], report=report)
     frames = {name: score_frames(speech, logliks[name], prior_P) for name, speech in held_out.items()}
+    speakers = by_speaker(result.per_utterance, corpus.test.speakers)
     about = {**asdict(result.setting), "language_model": _language_model(config, corpus), "calibration": asdict(result.calibration),
-             "valid": str(result.valid), "test": str(result.test),
-             "test_interval_95": asdict(result.test_interval), **_oracle(result),
+             "valid": asdict(result.valid), "test": asdict(result.test),
+             "test_interval_95": asdict(result.test_interval),
+             "test_by_speaker": {name: asdict(errors) for name, errors in speakers.items()},
+             **_oracle(result),
              "frames": {name: asdict(score) for name, score in frames.items() if score},
-             "sweep_on_valid": [{**asdict(setting), "errors": str(errors)} for setting, errors in result.sweep]}
+             "sweep_on_valid": [{**asdict(setting), "errors": asdict(errors)} for setting, errors in result.sweep]}
     report(Phase("writing the results of decoding"))
     with new_directory(folder.decode) as temporary:
         write_per_utterance(temporary / "test.per_utt.txt", result.test, result.per_utterance)
@@ -89,7 +92,7 @@ def _oracle(result: DecodingResult) -> dict[str, object]:
     if result.oracle is None:
         return {}
     setting, errors = result.oracle
-    return {"oracle_on_test_as_in_kaldi": {**asdict(setting), "errors": str(errors)}}
+    return {"oracle_on_test_as_in_kaldi": {**asdict(setting), "errors": asdict(errors)}}
 
 
 def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -150,7 +151,10 @@ def test_stop_ends_the_process_of_the_run(tmp_path: Path, capsys: pytest.Capture
     script = ("import json, sys, time; from ngsgd import process_identity\n"
               "open(sys.argv[1], 'w').write(json.dumps(process_identity.current())); print('up', flush=True); time.sleep(600)")
     run = make_run(tmp_path / "run", {})
-    with subprocess.Popen([sys.executable, "-c", script, str(run / "process.json")], stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", script, str(run / "process.json")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process, contextlib.ExitStack() as end:
+        # it would live for ten minutes after a failed assertion
+        end.callback(process.kill)
         assert process.stdout
         process.stdout.readline()
         assert info.state_of(run)["state"] == "RUNNING"

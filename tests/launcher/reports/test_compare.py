@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngsgd.asr.decode.scoring import UtteranceErrors, WordErrors, write_per_utterance
+from ngsgd.asr.decode.scoring import UtteranceErrors, write_per_utterance
 from ngsgd.launcher import cli
 from ngsgd.launcher.reports import comparison
 from ngsgd.launcher.reports.checks import flat_defaults
@@ -18,6 +18,7 @@ from ngsgd.launcher.reports.comparison import LOSS, WER, ComparedRun, Group, Poi
 from ngsgd.launcher.reports.figures import RUN_COLORS, comparison_figure
 from ngsgd.launcher.reports.final_models import identity
 from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.word_errors import WordErrors
 from tests.launcher.reports.test_report import Page, make_run
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,26 +12,21 @@ from typing import Any
 
 import pytest
 
-from ngsgd.asr.decode.scoring import (
-    NOTHING,
-    UtteranceErrors,
-    WordErrors,
-    write_per_speaker,
-    write_per_utterance,
-)
+from ngsgd.asr.decode.scoring import NOTHING, UtteranceErrors, write_per_utterance
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands.report import history_of, write
 from ngsgd.launcher.mlflow import store
 from ngsgd.launcher.reports import sections
 from ngsgd.launcher.reports.figures import run_figure
-from ngsgd.launcher.reports.history import Curve, RunHistory, errors_by_speaker
+from ngsgd.launcher.reports.history import Curve, RunHistory
 from ngsgd.pipeline.recipes import recipe
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.schedules import JOB_RATE
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
-from tests.launcher.records import final_report, job, outer_iteration
+from ngsgd.word_errors import WordErrors
+from tests.launcher.records import TEST_ERRORS, VALID_ERRORS, final_report, job, outer_iteration
 
 HEALTH = {
     "affine1/input_effective_rank": 5.0,
@@ -70,7 +65,7 @@ def make_run(
         log.outer_iteration(replace(record, elapsed_s=ends))
         if number == 4:
             log.incident(Incident("worker_died", "worker 1 <died>.", 4, 1, 1, ends - 1.5))
-    log.finished(replace(final_report(), wer_percent=wer))
+    log.finished(replace(final_report(), test_errors=WordErrors(1000, 0, 0, round(10 * wer))))
     log.close("FINISHED")
     decode_files(run, wer)
     return run
@@ -80,11 +75,10 @@ def decode_files(run: Path, wer: float) -> None:
     """Results of two utterances with a deletion, a substitution and an insertion."""
     (run / "decode").mkdir()
     about = {
-        "valid": "%WER 2.80 [ 14 / 500, 2 ins, 3 del, 9 sub ]",
-        "test": "%WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]",
+        "valid": asdict(VALID_ERRORS),
+        "test": asdict(TEST_ERRORS),
         "test_interval_95": {"low": wer - 1, "high": wer + 1},
     }
-    (run / "decode" / "wer.json").write_text(json.dumps(about))
     rows = [
         UtteranceErrors(
             "utt-1", (("one", "one"), ("<two>", NOTHING), ("five", "nine")), WordErrors(3, 0, 1, 1)
@@ -93,7 +87,9 @@ def decode_files(run: Path, wer: float) -> None:
     ]
     total = rows[0].errors + rows[1].errors
     write_per_utterance(run / "decode" / "test.per_utt.txt", total, rows)
-    write_per_speaker(run / "decode" / "test.per_spk.txt", rows, ["anna", "bert"])
+    by_speaker = {name: asdict(row.errors) for name, row in zip(("anna", "bert"), rows, strict=True)}
+    about |= {"test_by_speaker": by_speaker, "sweep_on_valid": []}
+    (run / "decode" / "wer.json").write_text(json.dumps(about))
 
 
 class Page(HTMLParser):
@@ -222,23 +218,26 @@ def test_words_that_are_wrong_are_counted_and_aligned() -> None:
         UtteranceErrors("u1", (("a", "b"), ("c", NOTHING)), WordErrors(2, 0, 1, 1)),
         UtteranceErrors("u2", (("a", "b"), (NOTHING, "d"), ("e", "e")), WordErrors(2, 1, 0, 1)),
     ]
-    text = "".join(sections.words(rows, "x %WER 50.00 [ 1 / 2, 0 ins, 0 del, 1 sub ]\n"))
+    text = "".join(sections.words(rows, {"x": WordErrors(2, 0, 0, 1)}))
     page = Page(text)
     # substitutions, deletions, insertions, words, speakers
     expected = ["a", "b", "2", "c", "1", "d", "1", "a", "2", "2", "100.0", "c", "1", "1", "100.0"]
     assert page.cells == [*expected, "x", "2", "1", "50.0"]
     assert text.count("class=wrong") == 4 and page.open == []
     right = [UtteranceErrors("u", (("a", "a"),), WordErrors(1, 0, 0, 0))]
-    assert "class=wrong" not in "".join(sections.words(right, ""))
+    assert "class=wrong" not in "".join(sections.words(right, {}))
 
 
 def test_a_speaker_of_a_few_words_does_not_head_the_list() -> None:
-    text = "few %WER 60.00 [ 3 / 5, 0 ins, 0 del, 3 sub ]\nmany %WER 20.00 [ 20 / 100, 0 ins, 0 del, 20 sub ]\n"
-    assert [row[0] for row in errors_by_speaker(text)] == ["many", "few"]
+    speakers = {"few": WordErrors(5, 0, 0, 3), "many": WordErrors(100, 0, 0, 20)}
+    rows = [UtteranceErrors("u", (("a", "b"),), WordErrors(1, 0, 0, 1))]
+    cells = Page("".join(sections.words(rows, speakers))).cells
+    assert cells.index("many") < cells.index("few")
 
 
 def test_the_choice_of_scale_and_penalty_is_a_table_on_the_validation_set() -> None:
-    sweep = [{"acoustic_scale": scale, "word_penalty": penalty, "errors": f"%WER {10 * scale + penalty:.2f} [ 1 / 2, ... ]"}
+    sweep = [{"acoustic_scale": scale, "word_penalty": penalty,
+              "errors": asdict(WordErrors(100, 0, 0, round(10 * scale + penalty)))}
              for scale, penalty in ((0.2, 0.0), (0.1, 0.0), (0.2, 4.0))]
     about = {"sweep_on_valid": sweep, "acoustic_scale": 0.1, "word_penalty": 0.0}
     text = "".join(sections.decoding_weights(about))
