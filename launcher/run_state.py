@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 import socket
 import time
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from ngsgd.config import TaskConfig
 from ngsgd.files import read_json, read_regular_text, unsealed
 from ngsgd.pipeline.runs import stored_run
 from ngsgd.pipeline.runs.run_folder import RunFolder, resume_command
+from ngsgd.pipeline.runs.yaml_text import load_yaml
 from ngsgd.training.storage.event_log import newest_events
 from ngsgd.training.storage.lock import holder_of
 from ngsgd.word_errors import WordErrors
@@ -95,13 +96,16 @@ def _error_of(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def _task_of(folder: RunFolder) -> TaskConfig:
-    """The custom task of a run; config.yaml is not parsed completely, which is slow."""
+    """The custom task of a run; the rest of config.yaml, which is long, is not parsed."""
+    import yaml
+
     try:
-        text = read_regular_text(folder.config)
-    except (OSError, ValueError):
+        _, _, rest = f"\n{read_regular_text(folder.config)}".partition("\ntask:\n")
+        section = itertools.takewhile(lambda line: line.startswith(" "), rest.splitlines())
+        found = load_yaml("\n".join(section)) or {}
+        return TaskConfig(_target_=str(found["_target_"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
         return TaskConfig()
-    found = re.search(r"^task:\n  _target_: (?:''|[\"']?([^\"'\n]*)[\"']?)$", text, re.MULTILINE)
-    return TaskConfig(_target_=found[1] or "") if found else TaskConfig()
 
 
 def _state(folder: RunFolder, log: _LogEnd) -> str:

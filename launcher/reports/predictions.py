@@ -15,7 +15,8 @@ from ngsgd.object_storage.urls import local_root
 from ngsgd.pipeline.performance_model import planner
 from ngsgd.pipeline.performance_model.planner import Machine, RunPrediction, Workload
 from ngsgd.pipeline.performance_model.scaling import site_of
-from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
+from ngsgd.training.records import FinalReport, OuterIterationRecord
+from ngsgd.training.tracking import Tracker
 
 _FORMAT = 1
 
@@ -53,7 +54,7 @@ def settings_key(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps([*parts, *rest]).encode()).hexdigest()[:16]
 
 
-class Forecast:
+class Forecast(Tracker):
     """A tracker that reports the predicted and the measured time at the end.
 
     The prediction uses the measurement of `ngsgd plan` with the same settings, else the first outer
@@ -67,16 +68,10 @@ class Forecast:
     def outer_iteration(self, record: OuterIterationRecord) -> None:
         self._records.append(record)
 
-    def incident(self, incident: Incident) -> None:
-        pass
-
     def finished(self, report: FinalReport) -> None:
         predicted = self.prediction()
         for line in planner.compare(self._records, predicted) if predicted else []:
             self._report(line)
-
-    def close(self, status: str) -> None:
-        pass
 
     def prediction(self) -> RunPrediction | None:
         """None while there is nothing to predict from."""

@@ -27,7 +27,8 @@ from ngsgd.launcher.reports.progress import ProgressTracker, iteration_line
 from ngsgd.launcher.text import duration
 from ngsgd.pipeline.performance_model.formulas import Link, Spread
 from ngsgd.pipeline.performance_model.simulated_cluster import TOPOLOGIES, Expected, SimulatedCluster, expected
-from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, SubsetScore
+from ngsgd.training.records import OuterIterationRecord, SubsetScore
+from ngsgd.training.tracking import Tracker
 
 # these import torch, which would slow down --help
 if TYPE_CHECKING:
@@ -137,22 +138,13 @@ class VirtualProgress(ProgressTracker):
 
 
 @dataclass
-class Scores:
+class Scores(Tracker):
     """A tracker that keeps the records for the summary."""
 
     records: list[OuterIterationRecord] = field(default_factory=list)
 
     def outer_iteration(self, record: OuterIterationRecord) -> None:
         self.records.append(record)
-
-    def incident(self, incident: Incident) -> None:
-        pass
-
-    def finished(self, report: FinalReport) -> None:
-        pass
-
-    def close(self, status: str) -> None:
-        pass
 
 
 @dataclass(frozen=True)
