@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from ngsgd.launcher.help import COMMANDS
+from ngsgd.launcher.registry import COMMANDS
 
 
 def seconds(words: list[str], repeats: int) -> list[float]:
@@ -28,7 +28,7 @@ def seconds(words: list[str], repeats: int) -> list[float]:
 
 def main(repeats: int) -> None:
     program = str(Path(sys.executable).parent / "ngsgd")
-    for command in ("", *COMMANDS):
+    for command in ("", *(one.name for one in COMMANDS)):
         found = seconds([program, *([command] if command else []), "--help"], repeats)
         print(f"{command or '(none)':10} median {statistics.median(found):.3f} s, max {max(found):.3f} s", flush=True)
 

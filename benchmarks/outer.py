@@ -24,6 +24,7 @@ from typing import Any
 
 from ngsgd.errors import DivergenceError
 from ngsgd.files import read_json_lines
+from ngsgd.word_errors import WordErrors
 
 JOBS = (1, 2, 4, 8, 16)
 RULES = {
@@ -59,8 +60,8 @@ def run(cell: dict[str, Any], cache: Path, settings: list[str]) -> dict[str, Any
     (report,) = [line for line in lines if line["event"] == "finished"]
     steps = [line for line in lines if line["event"] == "outer_iteration"]
     return {**cell, "outer_iters": len(steps), "frames": report["frames_processed"], "valid_objf": report["valid"]["objf"],
-            "train_objf": report["train"]["objf"], "wer": report["wer_percent"], "seconds": report["seconds"],
-            "clip": statistics.fmean(step["max_change_share"] for step in steps)}
+            "train_objf": report["train"]["objf"], "wer": WordErrors.of_json(report["test_errors"]).wer,
+            "seconds": report["seconds"], "clip": statistics.fmean(step["max_change_share"] for step in steps)}
 
 
 def sweep(results: Path, seeds: list[int], settings: list[str]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from ngsgd.files import read_json_lines
+from ngsgd.word_errors import WordErrors
 
 COLUMNS = ("optimizer", "seed", "frames", "minutes", "train objf", "valid objf", "valid acc", "valid", "test", "95 % interval")
 
@@ -24,7 +25,8 @@ def row(run: Path) -> tuple[str, ...]:
     interval = json.loads((run / "decode" / "wer.json").read_text())["test_interval_95"]
     return (config["optimizer"]["kind"], str(config["seed"]), f"{report['frames_processed']:,}", f"{report['seconds'] / 60:.1f}",
             f"{report['train']['objf']:.3f}", f"{report['valid']['objf']:.3f}", f"{100 * report['valid']['accuracy']:.1f} %",
-            report["valid_wer"], report["wer"], f"{interval['low']:.1f} to {interval['high']:.1f}")
+            str(WordErrors.of_json(report["valid_errors"])),
+            str(WordErrors.of_json(report["test_errors"])), f"{interval['low']:.1f} to {interval['high']:.1f}")
 
 
 def main() -> None:

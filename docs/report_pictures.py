@@ -6,7 +6,7 @@
     python -m tools.pictures docs/report.png docs/compare.png docs/mlflow-run.png docs/mlflow-comparison.png
 
 docs/report.png is the upper part of the page of `ngsgd report`, as Chromium shows it, and its
-timeline. docs/compare.png is the picture of `ngsgd compare --png`. The commands print the figures
+figure. docs/compare.png is the picture of `ngsgd compare --png`. The commands print the figures
 that the text of docs/reports.md quotes.
 
 docs/mlflow-run.png and docs/mlflow-comparison.png are pages of `ngsgd ui` on a folder with two runs
@@ -32,10 +32,9 @@ REPORT_SIZE = (1000, 1190)
 MLFLOW_SIZES = {"mlflow-run": (915, 1100), "mlflow-comparison": (1000, 1000)}
 # MLflow's menu on the left and its assistant on the right are not part of the pictures
 MENU, ASSISTANT_SHARE = 190, 0.26
-# the sections between the checks and the timeline would make the picture too long to read
+# all other sections would make the picture too long to read
 _SHORT = """<style>
 h2, h3, .note, .columns, .card:not(:has(.checks)) { display: none }
-figure:not(:has([aria-label^=Timeline])) { display: none }
 </style>"""
 
 

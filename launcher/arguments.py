@@ -8,9 +8,10 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from ngsgd.errors import ConfigError
+from ngsgd.launcher import registry
 from ngsgd.launcher.text import printable
 
 JSON = "print JSON, and nothing else, on stdout"
@@ -21,10 +22,18 @@ OTHER_BITS = "accept other processors, versions or kernels; results then agree u
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are ConfigErrors."""
 
-    def __init__(self, command: str, **options: Any) -> None:
-        from ngsgd.launcher import help as texts
+    # that of the command that began last, whose flags completion reads
+    newest: ClassVar[Parser]
 
-        super().__init__(prog=f"ngsgd {command}", description=texts.ABOUT[command], allow_abbrev=False, **options)
+    def __init__(self, command: str, *, epilog: str | None = None) -> None:
+        about = registry.find(command).about
+        super().__init__(prog=f"ngsgd {command}", description=about, allow_abbrev=False, epilog=epilog)
+        Parser.newest = self
+
+    @property
+    def flags(self) -> dict[str, argparse.Action]:
+        """The actions by flag, such as --quiet."""
+        return dict(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
         unknown = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []

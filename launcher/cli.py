@@ -6,29 +6,17 @@ Heavy packages are imported by the commands, which keeps `ngsgd --help` fast.
 from __future__ import annotations
 
 import contextlib
-import difflib
-import importlib
 import sys
 from collections.abc import Sequence
 from functools import partial
 
-from ngsgd.errors import EXIT_BROKEN_PIPE, EXIT_OK, ConfigError
+from ngsgd.errors import EXIT_BROKEN_PIPE, EXIT_OK
 from ngsgd.interface import command_line
+from ngsgd.launcher import registry
 from ngsgd.launcher.console import drop, replace_closed_streams, report_lost_output, run_guarded, version
 from ngsgd.launcher.screen import SCREEN
 
 _HELP = ("-h", "--help", "help")
-
-# command -> "module:function" of ngsgd.launcher.commands; the function is `command` by default
-_COMMANDS = {
-    "resume": "hydra_app:resume", "stop": "cluster.jobs:stop", "tune": "tune", "align": "align",
-    "transcribe": "transcribe", "decode": "decode:decode", "evaluate": "decode:evaluate",
-    "status": "cluster.jobs:status", "logs": "cluster.jobs:logs", "report": "report", "compare": "compare", "ui": "ui",
-    "info": "info", "why": "why", "verify": "verify", "settings": "settings",
-    "submit": "cluster.submit", "doctor": "cluster.doctor", "plan": "cluster.plan", "simulate": "cluster.simulate",
-    "export": "kaldi:export", "import": "kaldi:import_",
-}
-
 
 @command_line()
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         rest = [word for word in own if word != "--debug"] + arguments[len(own):]
-        code = run_guarded(lambda: _dispatch(rest, debug), debug=debug, on_error=partial(_keep_error, rest))
+        # a sweep handles the errors of its runs
+        more = ["--debug"] if debug and rest[:1] == ["train"] else []
+        code = run_guarded(lambda: _dispatch([*rest[:1], *more, *rest[1:]]), debug=debug,
+                           on_error=partial(_keep_error, rest))
         SCREEN.close()
         sys.stdout.flush()
     except BrokenPipeError:
@@ -63,7 +54,7 @@ def _keep_error(arguments: Sequence[str], error: BaseException) -> None:
     failed_commands.keep(arguments, error)
 
 
-def _dispatch(arguments: list[str], debug: bool) -> int:
+def _dispatch(arguments: list[str]) -> int:
     from ngsgd.launcher import help as texts
 
     command, rest = (arguments[0], arguments[1:]) if arguments else ("help", [])
@@ -76,22 +67,4 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
     if command == "--version":
         print(f"ngsgd {version('ngsgd')}")
         return EXIT_OK
-    if command in ("completion", "-sc", "--shell-completion"):
-        from ngsgd.launcher import completion
-
-        return completion.command(rest, lambda name: main([name, "--help"]))
-    if command == "train":
-        if "--help" in rest or "-h" in rest:
-            sections = [word for word in rest if not word.startswith("-") and "=" not in word]
-            print(texts.train(sections[0] if sections else ""), end="")
-            return EXIT_OK
-        from ngsgd.launcher.commands import hydra_app
-
-        return hydra_app.train(rest, debug=debug)
-    if command in _COMMANDS:
-        module, _, function = _COMMANDS[command].partition(":")
-        code: int = getattr(importlib.import_module(f"ngsgd.launcher.commands.{module}"), function or "command")(rest)
-        return code
-    near = difflib.get_close_matches(command, texts.COMMANDS, n=1)
-    hint = f"Did you mean ngsgd {near[0]}?" if near else f"Choose one of {', '.join(texts.COMMANDS)}; see ngsgd --help."
-    raise ConfigError(f"{command!r} is not a command. {hint}")
+    return registry.find(command).run(rest)

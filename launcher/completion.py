@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ngsgd.errors import EXIT_OK, ConfigError
-from ngsgd.launcher import help as texts
+from ngsgd.launcher import registry
+from ngsgd.launcher.arguments import Parser
 
 # a word that ends with = or . continues; bash treats = as the end of a word
 _SCRIPTS = {
@@ -50,22 +50,22 @@ _INSTALL = {
     "zsh": 'eval "$(ngsgd completion zsh)" in ~/.zshrc',
     "fish": "ngsgd completion fish | source, in ~/.config/fish/config.fish",
 }
-_TAKE_A_RUN = ("resume", "stop", "transcribe", "decode", "evaluate", "status", "logs", "report", "compare", "info", "why",
-               "verify", "export")
-_TAKE_SETTINGS = ("train", "tune", "align", "compare", "submit", "plan", "simulate")
-Help = Callable[[str], object]
 
 
-def command(arguments: list[str], print_help: Help) -> int:
+def command(arguments: Sequence[str]) -> int:
     """`ngsgd completion SHELL`, and the query of the shells' scripts."""
-    # install=bash and query=bash: the notation of Hydra
-    word = arguments[0].removeprefix("install=") if arguments else ""
+    word = arguments[0] if arguments else ""
     if word in ("-h", "--help"):
-        print(f"usage: ngsgd completion {{{','.join(_SCRIPTS)}}}\n\nPrint the completion script "
-              "of a shell. To use it:\n"
-              + "\n".join(f"  {shell:6}{how}" for shell, how in _INSTALL.items()))
-    elif word == "--words" or word.startswith("query="):
-        print("\n".join(words(os.environ.get("COMP_LINE", ""), print_help)))
+        print(
+            f"usage: ngsgd completion {{{','.join(_SCRIPTS)}}}\n\nPrint the completion script "
+            "of a shell. To use it:\n"
+            + "\n".join(f"  {shell:6}{how}" for shell, how in _INSTALL.items())
+        )
+    elif word == "--words":
+        # the command line up to the cursor, with the name of the program
+        *before, last = os.environ.get("COMP_LINE", "").split(" ")
+        offered = _offered([one for one in before[1:] if one], last)
+        print("\n".join(one for one in offered if one.startswith(last)))
     elif word in _SCRIPTS:
         print(_SCRIPTS[word], end="")
     else:
@@ -73,40 +73,34 @@ def command(arguments: list[str], print_help: Help) -> int:
     return EXIT_OK
 
 
-def words(line: str, print_help: Help) -> list[str]:
-    """Return the words that can complete the last word of a command line.
-
-    Args:
-        line: the command line up to the cursor, with the name of the program.
-        print_help: prints the help of a command.
-    """
-    *before, last = line.split(" ")
-    before = [word for word in before[1:] if word]
-    return [word for word in _offered(before, last, print_help) if word.startswith(last)]
-
-
-def _offered(before: list[str], last: str, print_help: Help) -> Iterable[str]:
+def _offered(before: list[str], last: str) -> Iterable[str]:
     """The words after `before`; they need not begin like `last`."""
-    command, previous = (before[0], before[-1]) if before else ("", "")
+    name, previous = (before[0], before[-1]) if before else ("", "")
+    commands = {one.name: one for one in registry.COMMANDS}
     if not before or (before == ["help"]):
-        return texts.COMMANDS
-    if command == "completion":
+        return commands
+    if name == "completion":
         return _SCRIPTS
-    if command == "settings" or (command == "train" and previous in ("-h", "--help")):
+    if name == "settings" or (name == "train" and previous in ("-h", "--help")):
         from ngsgd.config.build import section_names
         from ngsgd.launcher.config import compose
 
         return dict.fromkeys([*compose.groups(), *section_names()])
+    if name not in commands:
+        return ()
     if last.startswith("-") or (len(before) > 1 and previous.startswith("-")):
-        text = _help_of(command, print_help)
+        # its own parser has the flags
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+            commands[name].run(["--help"])
+        flags = Parser.newest.flags
         if last.startswith("-"):
-            return sorted(set(re.findall(r"--[a-z][a-z-]+", text)))
-        if choices := re.search(rf"{re.escape(previous)} \{{([\w,-]+)\}}", text):
-            return choices[1].split(",")
-        if re.search(rf"{re.escape(previous)} RUN", text):
+            return sorted(flag for flag in flags if flag.startswith("--"))
+        if previous in flags and flags[previous].choices:
+            return map(str, flags[previous].choices or ())
+        if previous in flags and flags[previous].metavar == "RUN":
             return _runs()
-    offered = _runs() if command in _TAKE_A_RUN else []
-    return [*offered, *(_settings(last) if command in _TAKE_SETTINGS else [])]
+    offered = _runs() if commands[name].takes == "runs" else []
+    return [*offered, *(_settings(last) if commands[name].takes == "settings" else [])]
 
 
 def _settings(last: str) -> list[str]:
@@ -119,23 +113,23 @@ def _settings(last: str) -> list[str]:
     groups = compose.groups()
     options = {one.path: one for one in describe.options()}
     if is_value:
-        start = last[:len(last) - len(values.rpartition(",")[2])]
-        return [f"{start}{choice}" for choice in groups.get(key, options[key].choices if key in options else ())]
-    inner = [f"{path}=" for path in options if "." not in path or last.startswith(f"{path.partition('.')[0]}.")]
+        start = last[: len(last) - len(values.rpartition(",")[2])]
+        return [
+            f"{start}{choice}"
+            for choice in groups.get(key, options[key].choices if key in options else ())
+        ]
+    inner = [
+        f"{path}="
+        for path in options
+        if "." not in path or last.startswith(f"{path.partition('.')[0]}.")
+    ]
     sections = [f"{name}." for name in section_names() if not last.startswith(f"{name}.")]
     return [*(f"{group}=" for group in groups), *sections, *inner]
 
 
-def _help_of(command: str, print_help: Help) -> str:
-    """The help of a command; it lists the flags, so that there is no second list of them."""
-    if command not in texts.COMMANDS:
-        return ""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        print_help(command)
-    return printed.getvalue()
-
-
 def _runs() -> list[str]:
     """The runs under runs/, the newest first."""
-    found = sorted(Path("runs").glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
+    found = sorted(
+        Path("runs").glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True
+    )
     return [file.parent.name for file in found]

@@ -11,48 +11,7 @@ import textwrap
 from collections.abc import Mapping
 
 from ngsgd.errors import EXIT_CODES, ConfigError
-
-# group -> command -> description
-GROUPS = {
-    "Train": {
-        "train": "train an acoustic model, decode the test set and print the WER",
-        "resume": "continue an interrupted run from its last checkpoint",
-        "stop": "stop a run or a Ray job after its current outer iteration",
-        "tune": "learn learning rates, l2 and momentum by gradient on a short proxy run",
-        "align": "compute the HMM state of every frame from transcripts (flat start)",
-    },
-    "Use a model": {
-        "transcribe": "recognize recordings or live audio: text, JSON, CTM or captions",
-        "decode": "compute the WER on the test set or on other data",
-        "evaluate": "compute objective and frame accuracy, without decoding",
-    },
-    "Inspect": {
-        "status": "list runs, or Ray jobs, with state and WER",
-        "why": "name the cause of a failure, whether a retry can help, and the next command",
-        "verify": "repeat jobs of a run and compare them with the results that it counted",
-        "logs": "print or follow the log of a run or a Ray job",
-        "report": "write an HTML report about a run",
-        "compare": "write an HTML comparison of several runs; can train them first",
-        "ui": "open the MLflow dashboard",
-        "info": "show the state of a run, an archive of examples, or installed versions",
-        "settings": "search the settings of ngsgd train",
-    },
-    "Cluster": {
-        "submit": "train on a Ray, Slurm or Kubernetes cluster",
-        "doctor": "check this machine or a cluster and suggest fixes",
-        "plan": "measure this machine and predict training time on 1 to 1000 workers",
-        "simulate": "train on simulated workers with a virtual clock and failures",
-    },
-    "Exchange": {
-        "export": "write a model for Kaldi, ONNX, torch.export, sherpa-onnx or Hugging Face",
-        "import": "convert a Kaldi nnet3 model, as a start for training (init_model=)",
-    },
-    "Shell": {
-        "completion": "print the completion script of bash, zsh or fish",
-    },
-}
-ABOUT = {name: about for commands in GROUPS.values() for name, about in commands.items()}
-COMMANDS = tuple(ABOUT)
+from ngsgd.launcher.registry import COMMANDS, GROUPS
 
 _TOP = """\
 usage: ngsgd COMMAND [...]
@@ -102,20 +61,6 @@ All settings:
   ngsgd train --cfg job              composed values
 """
 
-_TRAIN_FLAGS = {
-    "--cfg job": "print the composed settings and exit; with --resolve also resolve references",
-    "--multirun, -m": "run all combinations of the values given as KEY=A,B",
-    "--config-dir, -cd DIR": "folder of custom YAML files; DIR/recipe/mine.yaml is recipe=mine",
-    "--continue": "resume the newest run of this name= in output_dir, or start it; for requeued "
-                  "jobs",
-    "--trust": "import the custom module that init_model= or the resumed run names",
-    "--allow-other-bits": "accept workers, or a resumed run, on other processors, versions or "
-                          "kernels; results then agree up to rounding",
-    "--quiet, -q": "print incidents and the result only",
-    "--debug": "print the traceback of an error",
-    "--info, --package, --hydra-help": "flags of Hydra",
-}
-
 MOST_USED = (
     "output_dir", "name", "seed", "data.source", "data.train_minutes", "model.num_layers", "model.hidden_dim",
     "optimizer.max_param_change", "schedule.num_epochs", "schedule.minibatch_size", "schedule.lr_initial",
@@ -127,13 +72,20 @@ _WIDEST = 100
 
 def top() -> str:
     """Return the help of `ngsgd`."""
-    groups = [line for title, commands in GROUPS.items() for line in ("", f"{title}:", *_rows(commands, 12))]
+    groups = []
+    for group in GROUPS:
+        about = {one.name: one.about for one in COMMANDS if one.group == group}
+        groups += ["", f"{group}:", *_rows(about, 12)]
     codes = _rows({str(code): about for code, about in EXIT_CODES.items()}, 5)
     return _TOP.format(groups="\n".join(groups), codes="\n".join(codes))
 
 
-def train(group: str = "") -> str:
+def train(group: str, flags: Mapping[str, str]) -> str:
     """Return the help of `ngsgd train`, or that of a group or section of settings.
+
+    Args:
+        group: the name of a group or section; empty for the help of the command.
+        flags: description by flag.
 
     Raises:
         ConfigError: there is no such group or section.
@@ -149,7 +101,7 @@ def train(group: str = "") -> str:
     # without the defaults of single kinds
     settings = {f"{path}={about[path].default.partition('; ')[0]}": about[path].about for path in MOST_USED}
     return _TRAIN.format(groups="\n".join(_rows(groups, 12)), settings="\n".join(_rows(settings, 30)),
-                         flags="\n".join(_rows(_TRAIN_FLAGS, 24)))
+                         flags="\n".join(_rows(flags, 24)))
 
 
 def _of_group(name: str) -> str:

@@ -20,6 +20,7 @@ from ngsgd import errors
 from ngsgd.launcher import cli, python_reference
 from ngsgd.launcher import help as texts
 from ngsgd.launcher.config import compose, describe
+from ngsgd.launcher.registry import COMMANDS
 
 
 def pages() -> dict[str, str]:
@@ -78,11 +79,11 @@ def commands() -> Iterator[str]:
         "Every command that prints a table also prints JSON with `--json`, and then nothing "
         "else on stdout.\n")
     yield "```text\n" + help_of().rstrip() + "\n```"
-    for group, found in texts.GROUPS.items():
+    for group, found in itertools.groupby(COMMANDS, key=lambda one: one.group):
         yield f"\n## {group}"
         for command in found:
-            yield f"\n### ngsgd {command}\n"
-            yield "```text\n" + help_of(command).rstrip() + "\n```"
+            yield f"\n### ngsgd {command.name}\n"
+            yield "```text\n" + help_of(command.name).rstrip() + "\n```"
     yield ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 import socket
 import time
 from collections.abc import Mapping
@@ -15,8 +15,10 @@ from ngsgd.config import TaskConfig
 from ngsgd.files import read_json, read_regular_text, unsealed
 from ngsgd.runs import stored_run
 from ngsgd.runs.run_folder import RunFolder, resume_command
+from ngsgd.runs.yaml_text import load_yaml
 from ngsgd.training.storage.event_log import newest_events
 from ngsgd.training.storage.lock import holder_of
+from ngsgd.word_errors import WordErrors
 
 # MLflow's state of a run -> that of a Ray job
 _STATES = {"FINISHED": "SUCCEEDED", "FAILED": "FAILED", "KILLED": "STOPPED"}
@@ -33,6 +35,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
     log = _LogEnd.of(folder.events)
     last, end = log.outer_iteration, log.finished
     valid, task = last.get("valid", {}), _task_of(folder)
+    errors = WordErrors.of_json(end["test_errors"]) if end.get("test_errors") else None
     return {
         "run": folder.address, "state": _state(folder, log), "process": _process(folder),
         "silent_s": _silent_s(folder),
@@ -43,8 +46,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
         "metrics": end.get("metrics") or None, "is_speech": not task._target_,
         "valid_objf": valid.get("objf"), "valid_accuracy": valid.get("accuracy"),
         "left_s": last.get("left_s"),
-        "wer": end.get("wer") or None,
-        "wer_percent": end.get("wer_percent") if end.get("wer") else None,
+        "wer": str(errors) if errors else None, "wer_percent": errors.wer if errors else None,
         "fingerprint": _fingerprint(folder),
         "error": _error_of(folder), "resume": resume_command(task, run_dir),
         "is_finished": bool(end), "examples": _examples_of(folder),
@@ -94,13 +96,16 @@ def _error_of(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def _task_of(folder: RunFolder) -> TaskConfig:
-    """The custom task of a run; config.yaml is not parsed completely, which is slow."""
+    """The custom task of a run; the rest of config.yaml, which is long, is not parsed."""
+    import yaml
+
     try:
-        text = read_regular_text(folder.config)
-    except (OSError, ValueError):
+        _, _, rest = f"\n{read_regular_text(folder.config)}".partition("\ntask:\n")
+        section = itertools.takewhile(lambda line: line.startswith(" "), rest.splitlines())
+        found = load_yaml("\n".join(section)) or {}
+        return TaskConfig(_target_=str(found["_target_"]))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError):
         return TaskConfig()
-    found = re.search(r"^task:\n  _target_: (?:''|[\"']?([^\"'\n]*)[\"']?)$", text, re.MULTILINE)
-    return TaskConfig(_target_=found[1] or "") if found else TaskConfig()
 
 
 def _state(folder: RunFolder, log: _LogEnd) -> str:

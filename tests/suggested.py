@@ -27,7 +27,7 @@ from ngsgd.launcher import arguments as arguments_module
 from ngsgd.launcher import cli
 from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.config import compose
-from ngsgd.launcher.help import COMMANDS
+from ngsgd.launcher.registry import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 # for a value that the program puts in, which may be an integer or a name
@@ -36,7 +36,8 @@ VALUE = "8"
 EXECUTED = ("launcher/schedulers/slurm.py",)
 # of pages and help texts
 _PLACEHOLDERS = {"GROUP": "optimizer", "FORMAT": "onnx", "N": VALUE}
-_COMMAND = re.compile(rf"\b(?:ngsgd (?:{'|'.join(COMMANDS)})|ray (?:start|status|health-check|job submit)|mlflow server)\b")
+_NAMES = '|'.join(one.name for one in COMMANDS)
+_COMMAND = re.compile(rf"\b(?:ngsgd (?:{_NAMES})|ray (?:start|status|health-check|job submit)|mlflow server)\b")
 # a command ends at shell operators, brackets, quotes, ends of clauses, and columns of a help text
 _END = re.compile(r"[`|&<>()\[\]\"]| {2,}|\.\.\.|[.,;:](?=\s|$)| #|\*\*|'(?=[ .,;]|$)")
 _SETTING = re.compile(r"[+~]?[a-z_]+([./][a-z_]+)*=.+")

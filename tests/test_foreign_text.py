@@ -30,8 +30,6 @@ from ngsgd.cluster.fingerprint import FingerprintFile
 from ngsgd.errors import NgsgdError
 from ngsgd.launcher.config import tuned_file
 from ngsgd.launcher.mlflow.store import read_tracking
-from ngsgd.launcher.reports import comparison
-from ngsgd.launcher.reports.history import errors_by_speaker
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.text import masked, printable
 from ngsgd.launcher.why import facts
@@ -70,8 +68,8 @@ OF_FILES: dict[str, Callable[[Path], object]] = {
 }
 OF_TEXTS: dict[str, Callable[[str], object]] = {
     "masked": masked, "printable": printable, "JSON": files.parse_json, "JSON lines": files.parse_json_lines,
-    "event": comparison._without_jobs, "ARPA": ngram.parse, "ARPA, 1-grams": lambda text: ngram.parse(ARPA + text),
-    "errors of utterances": read_per_utterance, "errors of speakers": errors_by_speaker, "URL": check_url,
+    "ARPA": ngram.parse, "ARPA, 1-grams": lambda text: ngram.parse(ARPA + text),
+    "errors of utterances": read_per_utterance, "URL": check_url,
     "nnet3 line": lambda text: structure._config_line(f"component-node {text}", 1),
     "nnet3 descriptor": structure._spliced, "nnet3 components": lambda text: list(nnet3_text._parsed(text, 0)),
     "contribution": lambda text: from_bytes(text.encode(), LAYOUT),

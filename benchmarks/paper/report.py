@@ -26,7 +26,7 @@ from benchmarks.paper.cells import (
     grid,
 )
 from benchmarks.paper.runs import Line, best_rates, best_synchronous_rate, known
-from ngsgd.launcher.reports import plots, svg
+from ngsgd.launcher.reports import figures
 from ngsgd.ops.compression import Codec, num_bytes
 
 Group = dict[tuple[str, str, int], list[Line]]   # by method, outer optimizer, number of jobs
@@ -147,9 +147,9 @@ def _rates(task: str) -> str:
 
 def _draw(task: str, group: Group, path: Path) -> None:
     """Figure 1: validation objf by frames, and by time with as many cores as jobs."""
-    figure = plots.new_figure(11.0, 4.8)
+    figure = figures.new_figure(11.0, 4.8)
     left, right = figure.subplots(1, 2, sharey=True)
-    colors = dict(zip(JOBS, svg.RUN_COLORS, strict=False))
+    colors = dict(zip(JOBS, figures.RUN_COLORS, strict=False))
     ends = []
     for (method, outer, num_jobs), lines in sorted(group.items()):
         is_ramp = outer == _RAMP and method == "online-ng"
@@ -166,12 +166,12 @@ def _draw(task: str, group: Group, path: Path) -> None:
             minutes = line["outer_iters"] * (job_s + line["average_s"]) / 60
             share = [index / (len(objf) - 1) for index in range(len(objf))] if is_ramp else [frame / frames[-1] for frame in frames]
             right.plot([minutes * part for part in share], objf, **how)
-    plots.label(left, "By data", "valid objf, nats per frame")
+    figures.label(left, "By data", "valid objf, nats per frame")
     left.set_xlabel("frames processed (millions)")
-    plots.label(right, "By time, a core for each job", "")
+    figures.label(right, "By time, a core for each job", "")
     right.set_xscale("log")
     figure.legend(*left.get_legend_handles_labels(), loc="outside right center", frameon=False)
     right.set_xlabel("minutes (simulated: see the text)")
     left.set_ylim(min(ends) - 0.25, max(ends) + 0.05)
     figure.suptitle(f"{task}: natural gradient (solid) and plain SGD (dashed), gain sqrt(N)", fontsize=12)
-    plots.save(figure, path)
+    figures.save(figure, path)

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.paper.cells import TASKS, Cell, grid, synchronous_grid
 from ngsgd.errors import DivergenceError
 from ngsgd.files import read_json_lines
+from ngsgd.word_errors import WordErrors
 
 RESULTS = Path(__file__).parent / "results"
 _POINTS = 60   # points of a learning curve that are kept
@@ -92,12 +93,13 @@ def outer_iterations(events: list[Line]) -> list[Line]:
 def _summary(events: list[Line], wer: Line) -> Line:
     steps = outer_iterations(events)
     (report,) = [event for event in events if event["event"] == "finished"]
+    test, valid = (WordErrors.of_json(report[name]) for name in ("test_errors", "valid_errors"))
     kept = steps[::max(1, len(steps) // _POINTS)]
     kept += steps[-1:] if kept[-1] is not steps[-1] else []
     return {"frames": report["frames_processed"], "outer_iters": len(steps),
             "train_objf": round(report["train"]["objf"], 5), "valid_objf": round(report["valid"]["objf"], 5),
-            "valid_accuracy": report["valid"]["accuracy"], "wer": report["wer"], "wer_percent": report["wer_percent"],
-            "valid_wer": report["valid_wer"], "interval": wer["test_interval_95"],
+            "valid_accuracy": report["valid"]["accuracy"], "wer": str(test), "wer_percent": test.wer,
+            "valid_wer": str(valid), "interval": wer["test_interval_95"],
             "average_s": round(statistics.median(step["average_s"] for step in steps), 4),
             "clipped": round(statistics.fmean(step["max_change_share"] for step in steps), 4),
             "curve": [[step["frames_processed"], round(step["train"]["objf"], 4), round(step["valid"]["objf"], 4)]

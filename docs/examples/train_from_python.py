@@ -13,7 +13,7 @@ def main(source: str, output_dir: str = "runs") -> None:
                     cluster={"num_workers": 2, "threads_per_worker": 1})
     run = build_run(config)
     report = run.train()
-    print("WER on test:     ", report.wer)
+    print("WER on test:     ", report.test_errors)
     print("frame accuracy:  ", round(run.metrics["frames"]["test"]["accuracy"], 3))
     print("parameters:      ", sum(parameter.numel() for parameter in run.model.parameters()))
     print("decoded again:   ", run.decode().test)

@@ -1,13 +1,9 @@
-"""`ngsgd compare RUN RUN ...`: which of several runs is better, on one page.
-
-`ngsgd compare recipe=digits optimizer=ngsgd,kfac` trains the runs first.
-"""
+"""`ngsgd compare RUN RUN ...`: which of several runs is better, on one page."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,10 +14,11 @@ from ngsgd.errors import EXIT_OK
 from ngsgd.files import write_text
 from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.console import version
-from ngsgd.launcher.reports import comparison
+from ngsgd.launcher.reports import comparison, figures
+from ngsgd.launcher.reports import page as html
 from ngsgd.launcher.reports.comparison import ComparedRun, Group
 from ngsgd.launcher.reports.final_models import Identity, identity
-from ngsgd.launcher.text import duration, masked, printable
+from ngsgd.launcher.text import duration, printable
 from ngsgd.runs.run_folder import RunFolder, find_run
 
 # rows of the table on the terminal; the page has all
@@ -33,44 +30,25 @@ _MOST_COLUMNS = 12
 def command(arguments: Sequence[str]) -> int:
     """Print the verdict and a table, and write the page."""
     parser = Parser("compare")
-    parser.add_argument(
-        "runs",
-        metavar="RUN",
-        nargs="+",
-        help="run folders, or their names under runs/; words with = are settings "
-        "of runs to train first, one for each value between commas: "
-        "recipe=digits optimizer=ngsgd,kfac,shampoo",
-    )
-    parser.add_argument(
-        "--output",
-        "-o",
-        metavar="FILE",
-        default="compare.html",
-        help="the page (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--png", metavar="FILE", help="also write the curves and results as a picture"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    about = "run folders, or their names under runs/"
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=about)
+    about = "the page (default: %(default)s)"
+    parser.add_argument("--output", "-o", metavar="FILE", default="compare.html", help=about)
+    about = "also write the figure of the page as a picture"
+    parser.add_argument("--png", metavar="FILE", help=about)
+    about = "print JSON instead of the table"
+    parser.add_argument("--json", action="store_true", help=about)
     options = parser.parse_args(list(arguments))
-    folders = [RunFolder.open(find_run(run)) for run in options.runs if "=" not in run]
-    if settings := [word for word in options.runs if "=" in word]:
-        from ngsgd.launcher.reports.sweep_runner import trained
-
-        folders += trained(
-            settings, lambda line: print(printable(masked(line)), file=sys.stderr, flush=True)
-        )
-    runs = [comparison.read(folder) for folder in folders]
+    runs = [comparison.read(RunFolder.open(find_run(run))) for run in options.runs]
     measure = comparison.measure_of(runs)
     groups = sorted(comparison.groups_of(runs), key=lambda group: group.mean(measure))
     word, sentence = comparison.verdict(groups, measure)
     same = identity(runs)
     target = Path(options.output)
-    write_text(target, _page(runs, groups, measure, (word, sentence), same))
+    figure = figures.comparison_figure(groups)
+    write_text(target, _page(runs, groups, measure, (word, sentence), same, figures.png(figure)))
     if options.png:
-        from ngsgd.launcher.reports.comparison_charts import draw_comparison
-
-        draw_comparison(groups, Path(options.png))
+        figures.save(figure, Path(options.png))
     if options.json:
         objf = comparison.common_objf(runs)
         about = {"page": str(target), "verdict": word, "sentence": sentence, "common_objf": objf,
@@ -101,7 +79,6 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "epochs": lambda one: f"{one['epochs']:.2f}",
     "training": lambda one: duration(one["seconds"]),
     "frames/s": lambda one: _shown(one["frames_per_s"], ",.0f"),
-    "memory (MiB)": lambda one: _shown(one["peak_resident_mib"], ","),
     "to common objf (s)": lambda one: _shown(one["seconds_to_common_objf"], ".1f"),
 }
 # the table on a terminal of 80 columns
@@ -149,20 +126,15 @@ def _page(
     measure: str,
     told: tuple[str, str],
     same: Identity | None,
+    figure: bytes,
 ) -> str:
-    from ngsgd.launcher.reports import page as html
-    from ngsgd.launcher.reports.comparison_charts import comparison_charts
-    from ngsgd.launcher.reports.svg import themed
-
     word, sentence = told
-    with themed():
-        pictures = html.pictures(comparison_charts(runs, groups))
     rows = _rows(runs, list(_COLUMNS), measure)
     body = [
         html.verdict({"better": "green"}.get(word, "gray"), word, sentence),
         *([html.note(same.sentence)] if same else []),
         *_differences(groups, measure),
-        pictures,
+        html.picture(figure, "Objective against epochs and time of training, and results."),
         html.heading("Runs"),
         html.table(("run", *_COLUMNS), rows),
     ]
@@ -186,8 +158,6 @@ def _page(
 
 def _differences(groups: Sequence[Group], measure: str) -> list[str]:
     """Each group against the best; the closest come first."""
-    from ngsgd.launcher.reports import page as html
-
     if len(groups) < 2:
         return []
     best, rows = groups[0], list[tuple[str, ...]]()
@@ -206,8 +176,6 @@ def _differences(groups: Sequence[Group], measure: str) -> list[str]:
 
 def _settings(runs: Sequence[ComparedRun]) -> str:
     """Settings as rows, or as columns where there are more runs than that."""
-    from ngsgd.launcher.reports import page as html
-
     different, names = comparison.differences(runs), [run.label for run in runs]
     if not different:
         return html.note("None.")

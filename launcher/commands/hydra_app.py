@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from ngsgd.files import write_text
+from ngsgd.launcher import help as texts
 from ngsgd.launcher.arguments import OTHER_BITS, TRUST, Parser
 from ngsgd.launcher.config import compose, config_builder
 from ngsgd.launcher.config.paths import require_paths
@@ -28,9 +28,15 @@ if TYPE_CHECKING:
     from ngsgd.training.records import FinalReport
 
 
-def train(arguments: list[str], *, debug: bool) -> int:
+def train(arguments: Sequence[str]) -> int:
     """Check all settings, then run Hydra; return the worst exit code of all runs."""
-    options = _parser().parse_with_settings(arguments)
+    parser = _parser()
+    if "--help" in arguments or "-h" in arguments:
+        sections = [word for word in arguments if not word.startswith("-") and "=" not in word]
+        flags = {", ".join(one.option_strings): one.help or "" for one in parser.flags.values()}
+        print(texts.train(sections[0] if sections else "", flags), end="")
+        return EXIT_OK
+    options = parser.parse_with_settings(arguments)
     if SCREEN.is_terminal and not (options.quiet or options.cfg or options.info or options.multirun or options.hydra_help):
         # imports take seconds; a log needs no line for them
         SCREEN.phase("loading ngsgd")
@@ -50,7 +56,7 @@ def train(arguments: list[str], *, debug: bool) -> int:
         codes.touch()
 
         def task(composed: Any) -> float | None:
-            return _train_one(composed, codes, quiet=options.quiet, debug=debug,
+            return _train_one(composed, codes, quiet=options.quiet, debug=options.debug,
                               continues=options.continues, trust=options.trust,
                               allow_other_bits=options.allow_other_bits)
 
@@ -90,21 +96,30 @@ def resume(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    """The flags of Hydra that apply here, and those of ngsgd; help.py describes them."""
-    parser = Parser("train", add_help=False)
+    """The flags of Hydra that apply here, and those of ngsgd."""
+    parser = Parser("train")
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--quiet", "-q", action="store_true")
-    parser.add_argument("--continue", dest="continues", action="store_true")
-    parser.add_argument("--trust", action="store_true")
-    parser.add_argument("--allow-other-bits", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    parser.add_argument("--package", "-p")
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--info", "-i", nargs="?", const="all",
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"],
+                        help="print the composed settings (job) and exit")
+    parser.add_argument("--resolve", action="store_true", help="--cfg also resolves references")
+    parser.add_argument("--multirun", "-m", action="store_true",
+                        help="run all combinations of the values given as KEY=A,B")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR",
+                        help="folder of custom YAML files; DIR/recipe/mine.yaml is recipe=mine")
+    parser.add_argument("--continue", dest="continues", action="store_true",
+                        help="resume the newest run of this name= in output_dir, or start it; for "
+                             "requeued jobs")
+    parser.add_argument("--trust", action="store_true",
+                        help="import the custom module that init_model= or the resumed run names")
+    parser.add_argument("--allow-other-bits", action="store_true", help=OTHER_BITS)
+    parser.add_argument("--quiet", "-q", action="store_true",
+                        help="print incidents and the result only")
+    parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    parser.add_argument("--info", "-i", nargs="?", const="all", help="of Hydra",
                         choices=["all", "config", "defaults", "defaults-tree", "plugins",
                                  "searchpath"])
-    for flags in (["--multirun", "-m"], ["--resolve"], ["--hydra-help"]):
-        parser.add_argument(*flags, action="store_true")
+    parser.add_argument("--package", "-p", help="of Hydra")
+    parser.add_argument("--hydra-help", action="store_true", help="of Hydra")
     return parser
 
 
@@ -174,9 +189,9 @@ def _mask_file_of_sweep() -> None:
 
 
 def to_minimize(report: FinalReport) -> float:
-    """Return the WER of the validation set in percent; without decoding, the negative objective."""
-    found = re.search(r"%WER\s+([0-9.]+)", report.valid_wer)
-    return float(found[1]) if found else -report.valid.objf
+    """Return the WER of the validation set in percent; without words, the negative objective."""
+    errors = report.valid_errors
+    return errors.wer if errors and errors.num_words else -report.valid.objf
 
 
 @contextlib.contextmanager

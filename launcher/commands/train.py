@@ -17,7 +17,7 @@ from ngsgd.errors import EXIT_OK, ConfigError, RunInterrupted
 from ngsgd.launcher.mlflow.store import tracking_uri
 from ngsgd.launcher.mlflow.tracker import MlflowTracker
 from ngsgd.launcher.ray.probe import require_cluster
-from ngsgd.launcher.reports.plots import draw
+from ngsgd.launcher.reports.figures import draw
 from ngsgd.launcher.reports.progress import ProgressTracker
 from ngsgd.launcher.run_state import state_of
 from ngsgd.launcher.signals import SignalStop, signals_to, sigterm_interrupts

@@ -97,7 +97,7 @@ def _folder(config: RunConfig) -> Path:
 def _write(proxy: Proxy, found: SearchResult, result: Tuned, folder: Path) -> None:
     """Write tuned.yaml, tuned.json, trials.jsonl and the plot of the schedule."""
     from ngsgd.launcher.config import tuned_file
-    from ngsgd.launcher.reports.plots import draw_schedule
+    from ngsgd.launcher.reports.figures import draw_schedule
 
     space, s = proxy.space, proxy.space.settings
     tuned_file.write(folder / "tuned.yaml", settings_of(proxy.config, space, result.values, space.num_jobs), [

@@ -111,14 +111,6 @@ def check_sweep(overrides: Sequence[str], *, config_dir: Path | None = None) -> 
         raise ConfigError(found)
 
 
-def each_of_sweep(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]:
-    """Return the settings of each run of a sweep, and those among them that the sweep varies."""
-    good, _ = _read_overrides(overrides, None)
-    varied = [override.is_discrete_sweep() for override in good]
-    return [(list(lines), [line for line, is_varied in zip(lines, varied, strict=True) if is_varied])
-            for lines in itertools.product(*map(_lines, good))]
-
-
 @functools.cache
 def register_schema() -> None:
     """Register all keys and defaults with Hydra; groups may set any part of the plain mapping."""

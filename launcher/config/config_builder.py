@@ -9,6 +9,7 @@ from typing import Any
 from ngsgd import config as options
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
+from ngsgd.pipeline.recipes import EXPECTED_WER
 
 # section -> the group that also chooses its kind
 _ALSO_SET_BY = {"combination": "objective"}
@@ -42,7 +43,7 @@ def build(values: Mapping[str, Any], given: Given | None = None) -> RunConfig:
 def build_checked(values: Mapping[str, Any],
                   given: Given | None = None) -> tuple[RunConfig, list[str]]:
     """Build a configuration with defaults instead of wrong values, and list all problems."""
-    config, wrong = options.build(values)
+    config, wrong = options.build({name: one for name, one in values.items() if name != EXPECTED_WER})
     found = options.problems_of(config, wrong)
     if given is not None:
         refused = [options.Problem((setting.path, *setting.switches), setting.sentence)

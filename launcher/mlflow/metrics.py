@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 
-from ngsgd.launcher.timeline.efficiency import of_record
+from ngsgd.launcher.reports.efficiency import of_record
 from ngsgd.training.records import JobRecord, OuterIterationRecord
 
 # columns of the table of runs

@@ -36,8 +36,8 @@ from ngsgd.launcher.mlflow.store import (
 )
 from ngsgd.launcher.mlflow.tables import WorkerTable, layer_csv
 from ngsgd.launcher.mlflow.tags import origin, versions
+from ngsgd.launcher.reports.efficiency import of_record
 from ngsgd.launcher.text import masked
-from ngsgd.launcher.timeline.efficiency import of_record
 from ngsgd.object_storage.urls import local_root
 from ngsgd.phase import Phase
 from ngsgd.runs.run_folder import RunFolder, resume_command, what_is_trained
@@ -265,10 +265,10 @@ class _MlflowRun:
     def log_result(self, report: FinalReport, at_ms: int) -> None:
         self._frames_processed = report.frames_processed
         result = {"time/total_s": report.seconds}
-        if report.wer:
-            result |= {"2_wer/test": report.wer_percent, "2_wer/valid": _percent(report.valid_wer),
+        if report.test_errors and report.valid_errors:
+            result |= {"2_wer/test": report.test_errors.wer, "2_wer/valid": report.valid_errors.wer,
                        "result/objf_valid": report.valid.objf, "result/accuracy_valid": report.valid.accuracy}
-            self._client.set_tag(self.run_id, "mlflow.note.content", f"test: {report.wer}\n\nvalid: {report.valid_wer}")
+            self._client.set_tag(self.run_id, "mlflow.note.content", f"test: {report.test_errors}\n\nvalid: {report.valid_errors}")
         result |= {f"result/{name.replace('/', '_')}": value for name, value in report.metrics.items()}
         self._log(self.run_id, result, at_ms)
         self._result = result, at_ms
@@ -427,12 +427,6 @@ def _is_refusal(error: Exception) -> bool:
 
 def _now_ms() -> int:
     return int(time.time() * 1000)
-
-
-def _percent(wer: str) -> float:
-    """The figure in `%WER 3.10 [ ... ]`."""
-    found = re.search(r"%WER\s+([0-9.]+)", wer)
-    return float(found[1]) if found else math.nan
 
 
 def _first_line(error: Exception) -> str:

@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 # the names of the checks that make a run a failed one
 _RUN, _OBJECTIVE, _FINITE = _FATAL = ("Run", "Objective", "NaN and infinity")
 GREEN, AMBER, RED, GRAY = "green", "amber", "red", "gray"
-# mean %WER of three seeds on the test set, by recipe and optimizer (recipes/*/RESULTS.md)
-EXPECTED_WER = {
-    ("digits", "ngsgd"): 2.32,
-    ("digits", "sgd"): 3.96,
-    ("fsdd", "ngsgd"): 28.93,
-    ("fsdd", "sgd"): 29.30,
-    ("an4", "ngsgd"): 11.86,
-    ("yesno", "ngsgd"): 0.42,
-}
 # a run of one seed differs from the mean of seeds; %WER points beyond its own interval
 _SEED_SPREAD = 0.5
 # settings that say where a run lies and who watches it
@@ -180,14 +171,16 @@ def _gap(run: RunHistory) -> Check:
 
 def _wer(run: RunHistory) -> Iterator[Check]:
     """Nothing for a task without words."""
-    final = run.final
-    if not final or not final["wer"]:
+    from ngsgd.pipeline.recipes import expected_wer
+
+    if not run.test_errors:
         return
-    name, of_run = "WER", f"{final['wer_percent']:.2f}%"
+    name, wer = "WER", run.test_errors.wer
+    of_run = f"{wer:.2f}%"
     if run.interval:
         of_run += f" (95% interval {run.interval[0]:.2f} to {run.interval[1]:.2f})"
     recipe, changed = user_settings(run.config)
-    expected = EXPECTED_WER.get((recipe, run.config.optimizer.kind))
+    expected = expected_wer(recipe).get(run.config.optimizer.kind) if recipe else None
     relevant = [
         path
         for path in changed
@@ -203,7 +196,7 @@ def _wer(run: RunHistory) -> Iterator[Check]:
         )
         yield Check(name, GRAY, f"Test WER {of_run}. Not compared: {why}.")
         return
-    low = run.interval[0] if run.interval else final["wer_percent"]
+    low = run.interval[0] if run.interval else wer
     level = GREEN if low <= expected else AMBER if low <= expected + _SEED_SPREAD else RED
     yield Check(
         name,
@@ -333,13 +326,15 @@ def user_settings(config: RunConfig) -> tuple[str, dict[str, tuple[Any, Any]]]:
 
     The recipe of a run is not recorded; "" for a task with a module of the user.
     """
+    from ngsgd.launcher.config.compose import groups
+
     values, plain = flatten(config), flat_defaults()
     bases = (
         {"": plain}
         if config.task._target_
         else {
             name: base
-            for name in _recipes()
+            for name in groups()["recipe"]
             if (
                 base := _flat_recipe(
                     name,
@@ -373,12 +368,6 @@ def flat_defaults() -> dict[str, Any]:
     from ngsgd.config import RunConfig
 
     return flatten(RunConfig())
-
-
-def _recipes() -> list[str]:
-    from ngsgd.launcher.config.compose import groups
-
-    return groups()["recipe"]
 
 
 @functools.cache

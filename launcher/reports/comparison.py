@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from ngsgd.config.build import flatten
 from ngsgd.counting import counted
 from ngsgd.errors import ConfigError
 from ngsgd.files import log_lines, parse_json, read_json, read_log
-from ngsgd.launcher.reports.checks import PLACES, flat_defaults
+from ngsgd.launcher.reports.checks import PLACES
 from ngsgd.launcher.text import masked
 from ngsgd.runs.run_folder import RunFolder
 from ngsgd.runs.saved_config import read_config
-from ngsgd.runs.yaml_text import load_yaml, read_yaml_text
+from ngsgd.word_errors import WordErrors
 
 # settings of places and names, or that follow from others
 _NO_DIFFERENCE = (*PLACES, "tracking.uri", "tracking.experiment_name", "schedule.num_jobs_initial")
@@ -53,8 +52,6 @@ class ComparedRun:
     wer: tuple[float, float, float] | None
     # of the final model; None before the end
     final_objf: float | None
-    # largest resident memory of the processes of the run
-    peak_mib: int | None = None
 
     @property
     def label(self) -> str:
@@ -92,7 +89,6 @@ class ComparedRun:
             "outer": self.settings["outer.kind"],
             "seed": self.settings["seed"],
             "frames_per_s": last.frames_processed / last.elapsed_s if last.elapsed_s else None,
-            "peak_resident_mib": self.peak_mib,
             "wer_percent": self.wer and self.wer[0],
             "wer_interval_95": self.wer and list(self.wer[1:]),
             "valid_objf": -self.valid_loss,
@@ -147,21 +143,21 @@ _UNITS = {WER: " points", LOSS: ""}
 
 
 def read(folder: RunFolder) -> ComparedRun:
-    """Read a run; only the entries that are compared are checked, so that hundreds take a second.
+    """Read a run; only the entries of its log that are compared are checked.
 
     Raises:
-        ConfigError: The run has no outer iteration.
+        ConfigError: The run has no outer iteration, or its settings are damaged.
     """
     points, end = dict[int, Point](), dict[str, Any]()
     for line in log_lines(folder.events) if folder.events.is_file() else ():
         try:
-            event = _without_jobs(line)
+            event = parse_json(line)
             if event["event"] == "outer_iteration":
                 points[int(event["outer_iter"])] = _point(event)
             elif event["event"] == "finished":
                 end = {
                     "objf": _objf(event["valid"]),
-                    "wer": float(event["wer_percent"]) if event.get("wer") else None,
+                    "wer": event.get("test_errors") and WordErrors.of_json(event["test_errors"]).wer,
                 }
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             # cut short by a crash, or damaged
@@ -171,29 +167,25 @@ def read(folder: RunFolder) -> ComparedRun:
             f"{folder.path} has no outer iteration yet; remove it from the command, or wait for "
             "its first."
         )
-    peak = _json_value(folder, "measured.json", lambda found: int(found["peak_resident_mib"]))
-    bounds = _json_value(folder, "decode/wer.json", interval_in)
+    bounds = interval_of(folder)
     wer = (end["wer"], *bounds) if bounds and end.get("wer") is not None else None
     in_order = tuple(points[number] for number in sorted(points))
-    return ComparedRun(folder, in_order, _settings(folder), wer, end.get("objf"), peak)
+    values = flatten(read_config(folder.config)).items()
+    # without passwords, and with lists for tuples as in YAML
+    settings = {
+        path: masked(one) if isinstance(one, str) else list(one) if isinstance(one, tuple) else one
+        for path, one in values
+    }
+    return ComparedRun(folder, in_order, settings, wer, end.get("objf"))
 
 
-def interval_in(about: Mapping[str, Any]) -> tuple[float, float]:
-    """The 95% interval of the test set's WER in the content of decode/wer.json."""
-    found = about["test_interval_95"]
-    return float(found["low"]), float(found["high"])
-
-
-def _without_jobs(line: str) -> dict[str, Any]:
-    """An event without the records of its jobs, which are most of its text and not compared."""
-    start, end = line.find(', "jobs": ['), line.find('], "relative_change": {')
-    if 0 < start < end:
-        try:
-            return dict(parse_json(line[:start] + line[end + 1 :]))
-        except ValueError:
-            # written by another version
-            pass
-    return dict(parse_json(line))
+def interval_of(folder: RunFolder) -> tuple[float, float] | None:
+    """The 95% interval of the test set's WER; None where nothing was decoded, or for damage."""
+    try:
+        found = read_json(folder.decode / "wer.json")["test_interval_95"]
+        return float(found["low"]), float(found["high"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _point(event: Mapping[str, Any]) -> Point:
@@ -207,52 +199,6 @@ def _point(event: Mapping[str, Any]) -> Point:
 def _objf(scores: Mapping[str, Any]) -> float:
     """A custom task has a loss."""
     return float(scores["objf"]) if "objf" in scores else -float(scores["loss"])
-
-
-def _json_value(folder: RunFolder, name: str, wanted: Any) -> Any:
-    try:
-        return wanted(read_json(folder.path / name))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        # not there, or damaged
-        return None
-
-
-def _settings(folder: RunFolder) -> dict[str, Any]:
-    """Path -> value.  Sections that hundreds of runs share are parsed once."""
-    import yaml
-
-    found: dict[str, Any] = {}
-    try:
-        text = read_yaml_text(folder.config).getvalue().partition("\n...\n")[0]
-        for section in re.split(r"\n(?=[A-Za-z])", text):
-            found |= _section(section)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError, AttributeError):
-        found = {}
-    if not found or found.keys() - flat_defaults().keys():
-        # custom arguments, or damage: read with all checks
-        found = {path: _plain(value) for path, value in flatten(read_config(folder.config)).items()}
-    return {**flat_defaults(), **found}
-
-
-def _plain(value: Any) -> Any:
-    """Without passwords, and with lists for tuples as in YAML."""
-    if isinstance(value, str):
-        return masked(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-@functools.lru_cache(maxsize=4096)
-def _section(text: str) -> dict[str, Any]:
-    def leaves(node: Any, prefix: str) -> dict[str, Any]:
-        if not isinstance(node, dict):
-            return {prefix: _plain(node)}
-        return {
-            path: value
-            for name, inner in node.items()
-            for path, value in leaves(inner, f"{prefix}.{name}" if prefix else name).items()
-        }
-
-    return leaves(load_yaml(text), "")
 
 
 # Differences --------------------------------------------------------------------------------------
@@ -302,7 +248,7 @@ def _group_names(runs: Sequence[ComparedRun], different: Mapping[str, Sequence[A
     """Words as on the command line, such as optimizer=sgd."""
     paths = list(different)[:_MAX_IN_NAME]
     # optimizer.kind is chosen with optimizer=sgd, task._target_ with task=module:function
-    choices = [re.sub(r"\.(kind|_target_)$", "", path) for path in paths]
+    choices = [path.removesuffix(".kind").removesuffix("._target_") for path in paths]
     shorts = [choice.rpartition(".")[2] for choice in choices]
     names = [
         short if shorts.count(short) == 1 else choice

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ngsgd.launcher.reports.plots import Curve
+from ngsgd.word_errors import WordErrors
 
 if TYPE_CHECKING:
     from ngsgd.config import RunConfig
@@ -23,6 +22,63 @@ _ENDINGS = {
     "FINISHED": "finished and continued",
 }
 _NO_WORD = "its process ended without a last entry (killed, out of memory, or power loss)"
+
+
+@dataclass(frozen=True)
+class Score:
+    """A score of the training and validation examples, and where the events have it."""
+
+    title: str
+    unit: str
+    train: str
+    valid: str
+    scale: float = 1.0
+
+
+class Curve:
+    """The outer iterations of one run, in order; a custom task has losses, metrics and examples."""
+
+    def __init__(self, events: Iterable[Event], *, is_speech: bool = True) -> None:
+        self.is_speech = is_speech
+        self.example = "frame" if is_speech else "example"
+        # the line of an outer iteration that ran twice is superseded by the later one
+        latest = {one["outer_iter"]: one for one in events if one.get("event") == "outer_iteration"}
+        self.iterations = [latest[outer_iter] for outer_iter in sorted(latest)]
+        most = max((event["frames_processed"] for event in self.iterations), default=0)
+        units = ((1e6, " (millions)"), (1e3, " (thousands)"), (1.0, ""))
+        self.scale, unit = next((one for one in units if most >= 2 * one[0]), units[-1])
+        self.x_label = f"{self.example}s processed{unit}"
+        self.positions = [event["frames_processed"] / self.scale for event in self.iterations]
+
+    @property
+    def scores(self) -> list[Score]:
+        """Return the scores that are charted."""
+        if self.is_speech:
+            return [
+                Score("Objective function", "nats per frame", "train.objf", "valid.objf"),
+                Score("Frame accuracy", "%", "train.accuracy", "valid.accuracy", 100.0),
+            ]
+        names = [
+            name.removeprefix("valid/")
+            for name in self.iterations[-1].get("diagnostics", {})
+            if name.startswith("valid/")
+        ]
+        return [
+            Score("Loss (mean over examples)", "", "train.objf", "valid.objf", -1.0),
+            *(
+                Score(one, "", f"diagnostics.train/{one}", f"diagnostics.valid/{one}")
+                for one in names
+            ),
+        ]
+
+    def values(self, key: str, scale: float = 1.0) -> list[float]:
+        """The values of a key such as train.objf, by outer iteration; NaN where there is none."""
+        first, _, second = key.partition(".")
+        nan = float("nan")
+        return [
+            scale * (event[first].get(second, nan) if second else event.get(first, nan))
+            for event in self.iterations
+        ]
 
 
 @dataclass(frozen=True)
@@ -99,6 +155,12 @@ class RunHistory:
         return next(
             (event for event in reversed(self.events) if event.get("event") == "finished"), None
         )
+
+    @property
+    def test_errors(self) -> WordErrors | None:
+        """Of the final model; None before the end, and for a task without words."""
+        counts = (self.final or {}).get("test_errors")
+        return WordErrors.of_json(counts) if counts else None
 
     @property
     def incidents(self) -> list[Event]:
@@ -208,15 +270,3 @@ def mean_health(event: Event) -> dict[str, float]:
             for name, value in job.get("health", {}).items():
                 values.setdefault(name, []).append(value)
     return {name: statistics.fmean(found) for name, found in values.items()}
-
-
-def errors_by_speaker(text: str) -> list[tuple[str, int, int]]:
-    """(speaker, errors, words) from test.per_spk.txt, the most errors first.
-
-    A high WER of a few words is chance.
-    """
-    found = re.findall(r"^(\S+) +%WER (?:\S+|\(no words\)) \[ (\d+) / (\d+),", text, re.MULTILINE)
-    rows = [
-        (speaker, int(errors), int(words)) for speaker, errors, words in found if speaker != "SUM"
-    ]
-    return sorted(rows, key=lambda row: (-row[1], row[2], row[0]))

@@ -1,14 +1,26 @@
-"""One self-contained HTML page: no script, nothing from the network, charts as SVG inside it."""
+"""One self-contained HTML page: no script, nothing from the network, the figure inside it."""
 
 from __future__ import annotations
 
+import base64
 import html
 from collections.abc import Iterable, Sequence
 
-from ngsgd.launcher.reports import svg
-from ngsgd.launcher.reports.charts import Chart
 from ngsgd.launcher.text import printable
 
+# name -> (light, dark); marks keep 3:1 against the card of their mode, text 4.5:1
+COLORS = {
+    "blue": ("#1f6fb4", "#58a6e8"),
+    "orange": ("#b85c0a", "#f0a050"),
+    "green": ("#2a7f45", "#4fc878"),
+    "red": ("#c0392b", "#ff7b72"),
+    "gray": ("#6b7280", "#9aa4b0"),
+    "card": ("#ffffff", "#171c23"),
+    "back": ("#f4f6f8", "#0e1217"),
+    "ink": ("#1d232b", "#e6edf3"),
+    "soft": ("#5b6470", "#9aa7b4"),
+    "line": ("#dfe3e8", "#303740"),
+}
 _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--ink);
@@ -35,14 +47,13 @@ ul.checks small { color: var(--soft); display: block; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 12px; }
 .tile { padding: 10px 14px; } .tile b { display: block; font-size: 1.3rem; line-height: 1.3; }
 .tile span { color: var(--soft); font-size: .85rem; }
-.charts, .columns { display: grid; grid-template-columns: minmax(0, 1fr); gap: 14px; }
-.columns { align-items: start; } .charts { margin: 14px 0; }
-figure { margin: 0; padding: 8px; min-width: 0; break-inside: avoid; }
-figure.wide { grid-column: 1 / -1; overflow-x: auto; } figure.wide svg { min-width: 760px; }
+.columns { display: grid; grid-template-columns: minmax(0, 1fr); gap: 14px; align-items: start; }
+figure { margin: 14px 0; padding: 8px; overflow-x: auto; break-inside: avoid; }
+figure img { display: block; width: 100%; min-width: 760px; border-radius: 4px; }
 figcaption { color: var(--soft); font-size: .82rem; padding: 2px 6px 4px; }
 .card { overflow-x: auto; margin-bottom: 14px; break-inside: avoid-page; }
 /* a shadow at each side where a wide table continues; the first two layers scroll and cover it */
-.card, figure.wide { background: linear-gradient(90deg, var(--card) 40%, transparent) left / 40px 100% no-repeat local,
+.card, figure { background: linear-gradient(90deg, var(--card) 40%, transparent) left / 40px 100% no-repeat local,
   linear-gradient(270deg, var(--card) 40%, transparent) right / 40px 100% no-repeat local,
   linear-gradient(90deg, var(--soft), transparent) left / 14px 100% no-repeat scroll,
   linear-gradient(270deg, var(--soft), transparent) right / 14px 100% no-repeat scroll, var(--card); }
@@ -65,25 +76,19 @@ ul.list { margin: 0; padding: 10px 14px 10px 30px; } ul.list li { overflow-wrap:
 details summary { cursor: pointer; padding: 10px 14px; color: var(--blue); }
 ul.list summary { padding: 0; color: inherit; }
 footer { color: var(--soft); font-size: .85rem; margin-top: 32px; overflow-wrap: anywhere; }
-svg.chart { display: block; width: 100%; height: auto; }
-svg.chart text { font-family: system-ui, -apple-system, "Segoe UI", sans-serif; }
-svg.chart .hit { fill: transparent; } svg.chart .tip { visibility: hidden; pointer-events: none; }
-svg.chart .spot:hover .tip { visibility: visible; }
-svg.chart .box { fill: var(--ink); opacity: .94; } svg.chart .tip text { fill: var(--card); }
-svg.chart .guide { stroke: var(--soft); stroke-width: .8; }
 /* two or three parts in a row, and no row that is partly empty: the last ones are wider */
-@media (min-width: 770px) { .charts, .columns { grid-template-columns: repeat(6, minmax(0, 1fr)); }
-.charts > *, .columns > * { grid-column: span 3; } figure.wide { grid-column: 1 / -1; } }
+@media (min-width: 770px) { .columns { grid-template-columns: repeat(6, minmax(0, 1fr)); }
+.columns > * { grid-column: span 3; } }
 @media (min-width: 770px) and (max-width: 1139px) {
-.columns > :last-child:nth-child(odd), .charts > :last-child:nth-child(odd):not(:only-child) { grid-column: 1 / -1; } }
-@media (min-width: 1140px) { .charts > :not(.wide), .columns > * { grid-column: span 2; }
-:is(.charts, .columns) > :nth-child(3n+1):is(:nth-last-child(2), :nth-last-child(4)):not(.wide),
-:is(.charts, .columns) > :nth-child(3n+1):is(:nth-last-child(2), :nth-last-child(4)) ~ :not(.wide),
-.charts > :only-child:not(.wide) { grid-column: span 3; } .columns > :only-child { grid-column: 1 / -1; } }
+.columns > :last-child:nth-child(odd) { grid-column: 1 / -1; } }
+@media (min-width: 1140px) { .columns > * { grid-column: span 2; }
+.columns > :nth-child(3n+1):is(:nth-last-child(2), :nth-last-child(4)),
+.columns > :nth-child(3n+1):is(:nth-last-child(2), :nth-last-child(4)) ~ * { grid-column: span 3; }
+.columns > :only-child { grid-column: 1 / -1; } }
 @media (max-width: 600px) { th, td { padding: 5px 7px; } ul.checks li { grid-template-columns: 1.6em 1fr; }
 ul.checks li > :nth-child(3) { grid-column: 2; } }
 @media print { body { background: none; } main { max-width: none; padding: 0; }
-figure.wide svg { min-width: 0; } }
+figure img { min-width: 0; } }
 """
 _ICONS = {
     "green": ("✓", "passed"),
@@ -103,11 +108,19 @@ class Html(str):
 
 def page(title: str, lead: str, body: Iterable[str], footer: str) -> str:
     """Return the document."""
+    light, dark = (
+        "; ".join(f"--{name}: {pair[mode]}" for name, pair in COLORS.items()) for mode in (0, 1)
+    )
+    # paper is always light
+    colors = (
+        f":root {{ color-scheme: light dark; {light} }}\n"
+        f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+    )
     head = (
         '<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<link rel="icon" href="data:,">\n<title>{html.escape(title)}</title>\n'
-        f"<style>{svg.css()}{_STYLE}</style>"
+        f"<style>{colors}{_STYLE}</style>"
     )
     main = "\n".join(
         [
@@ -159,19 +172,12 @@ def tiles(figures: Iterable[tuple[str, str]]) -> str:
     return f'<div class="tiles">{inside}</div>'
 
 
-def pictures(charts: Iterable[Chart]) -> str:
-    inside = "".join(
-        f"<figure{' class=wide' if chart.is_wide else ''}>"
-        f"{_drawn(chart)}"
-        f"<figcaption>{html.escape(chart.alt)}</figcaption></figure>"
-        for chart in charts
-    )
-    return f'<div class="charts">{inside}</div>' if inside else ""
-
-
-def _drawn(chart: Chart) -> str:
-    alt = f"{chart.title}: {chart.alt}"
-    return svg.inline_svg(chart.figure, chart.spots, name=chart.name, alt=alt)
+def picture(png: bytes, about: str) -> str:
+    """A figure, with a caption that also describes it for those who cannot see it."""
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    text = html.escape(about)
+    image = f'<img src="{source}" alt="{text}">'
+    return f"<figure>{image}<figcaption>{text}</figcaption></figure>"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ngsgd.errors import NgsgdError
+from ngsgd.launcher.reports.efficiency import efficiency_of, sites_of
 from ngsgd.launcher.screen import SCREEN, Screen, Status
 from ngsgd.launcher.text import duration
-from ngsgd.launcher.timeline.efficiency import efficiency_of
-from ngsgd.launcher.timeline.sites import sites_of
 from ngsgd.launcher.why.faults import bad_examples
 from ngsgd.object_storage.urls import is_url
 from ngsgd.phase import Phase
@@ -171,8 +170,8 @@ def final_lines(report: FinalReport, output_dir: Path | str | None = None) -> li
         lines = [f"{name}  {value:.4g}" for name, value in report.metrics.items()]
     else:
         interval = f"  95% CI {report.interval['low']:.2f} to {report.interval['high']:.2f}" if report.interval else ""
-        lines = [f"test   {report.wer}{interval}"] if report.wer else []
-        lines += [f"valid  {report.valid_wer}"] if report.valid_wer else []
+        lines = [f"test   {report.test_errors}{interval}"] if report.test_errors else []
+        lines += [f"valid  {report.valid_errors}"] if report.valid_errors else []
         lines += [f"objf   valid {report.valid.objf:.3f}, train {report.train.objf:.3f}; "
                   f"frame accuracy {100 * report.valid.accuracy:.1f}%"]
     lines.append(f"used   {trained}")

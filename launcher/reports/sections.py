@@ -10,14 +10,15 @@ from typing import Any
 
 from ngsgd.asr.decode.scoring import NOTHING, UtteranceErrors, operations, word_form
 from ngsgd.counting import counted
+from ngsgd.launcher.reports import figures
 from ngsgd.launcher.reports import page as html
-from ngsgd.launcher.reports.charts import Chart
 from ngsgd.launcher.reports.checks import Check, Verdict, user_settings
-from ngsgd.launcher.reports.history import LayerRow, RunHistory, errors_by_speaker
+from ngsgd.launcher.reports.efficiency import efficiency_of, sites_of
+from ngsgd.launcher.reports.history import LayerRow, RunHistory
 from ngsgd.launcher.text import duration, masked
-from ngsgd.launcher.timeline.efficiency import efficiency_of
-from ngsgd.launcher.timeline.sites import sites_of
 from ngsgd.launcher.why.faults import bad_examples
+from ngsgd.schedules import JOB_RATE
+from ngsgd.word_errors import WordErrors
 
 _WORST = 10
 _WRONG = ("reference", "hypothesis", "count")
@@ -38,8 +39,8 @@ def summary(run: RunHistory, verdict: Verdict, checks: Sequence[Check]) -> Itera
     yield html.checks((check.level, check.name, check.reason, check.threshold) for check in checks)
     state = run.state
     tiles = (
-        [("WER, test set, final model", f"{run.final['wer_percent']:.2f}%")]
-        if run.final and run.final["wer"]
+        [("WER, test set, final model", f"{run.test_errors.wer:.2f}%")]
+        if run.test_errors
         else []
     )
     if run.iterations:
@@ -62,10 +63,8 @@ def summary(run: RunHistory, verdict: Verdict, checks: Sequence[Check]) -> Itera
     yield html.tiles(tiles)
 
 
-def quality(
-    run: RunHistory, charts: Sequence[Chart], word_errors: Sequence[Sequence[str]]
-) -> Iterator[str]:
-    """Scores of the final model and of the last outer iteration, and the curves."""
+def quality(run: RunHistory, word_errors: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Scores of the final model and of the last outer iteration, and the figure of the run."""
     if not run.iterations:
         return
     yield html.heading("How good is the model?")
@@ -76,15 +75,18 @@ def quality(
             "differ from the ends of the curves."
         )
     if word_errors:
-        yield html.table(
-            ("set", "WER (%)", "95% interval", "errors / words"), word_errors
-        )
-    yield html.pictures(charts)
+        yield html.table(("set", "WER (%)", "95% interval", "errors / words"), word_errors)
+    yield html.picture(
+        figures.png(figures.run_figure(run.curve, run.stops())),
+        "Scores, learning rate, clipped updates and time of the outer iterations. The learning rate "
+        f"is {JOB_RATE}; gain is that of the outer optimizer. A share of clipped updates near 100% "
+        "for long means that the learning rate is too high. Workers train only during jobs.",
+    )
 
 
 def decoding_weights(about: Mapping[str, Any]) -> Iterator[str]:
     """WER on the validation set by acoustic scale and word penalty, from decode/wer.json."""
-    found = {(float(one["acoustic_scale"]), float(one["word_penalty"])): f"{float(str(one['errors']).split()[1]):.2f}"
+    found = {(float(one["acoustic_scale"]), float(one["word_penalty"])): f"{WordErrors.of_json(one['errors']).wer:.2f}"
              for one in about["sweep_on_valid"]}
     if len(found) < 2:
         return
@@ -101,7 +103,7 @@ def decoding_weights(about: Mapping[str, Any]) -> Iterator[str]:
                      ((f"{scale:g}", *(found.get((scale, penalty), "") for penalty in penalties)) for scale in scales))
 
 
-def words(rows: Sequence[UtteranceErrors], per_speaker: str) -> Iterator[str]:
+def words(rows: Sequence[UtteranceErrors], speakers: Mapping[str, WordErrors]) -> Iterator[str]:
     """Wrong words, speakers and utterances of the test set."""
     if not rows:
         return
@@ -117,7 +119,7 @@ def words(rows: Sequence[UtteranceErrors], per_speaker: str) -> Iterator[str]:
         "Deletions": (_WRONG, _pairs(wrong, lambda ref, hyp: hyp == NOTHING)),
         "Insertions": (_WRONG, _pairs(wrong, lambda ref, hyp: ref == NOTHING)),
         "Words": (("word", "in reference", "wrong", "wrong (%)"), _words(found)),
-        "Speakers": (("speaker", "words", "errors", "WER (%)"), _speakers(per_speaker)),
+        "Speakers": (("speaker", "words", "errors", "WER (%)"), _speakers(speakers)),
     }
     shown = {title: part for title, part in tables.items() if part[1]}
     yield html.columns(
@@ -134,7 +136,7 @@ def words(rows: Sequence[UtteranceErrors], per_speaker: str) -> Iterator[str]:
     )
 
 
-def time_spent(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
+def time_spent(run: RunHistory) -> Iterator[str]:
     """Speed, waiting and retries of each worker."""
     rows = run.workers()
     if not rows:
@@ -176,7 +178,6 @@ def time_spent(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
     )
     if len(rows) > _MOST_WORKERS:
         yield html.note(f"The slowest {_MOST_WORKERS} of {counted(len(rows), 'worker')}.")
-    yield html.pictures(charts)
 
 
 def interruptions(run: RunHistory) -> Iterator[str]:
@@ -213,7 +214,7 @@ def interruptions(run: RunHistory) -> Iterator[str]:
         yield html.note(f"The last {_MOST_INCIDENTS} of {len(found)}; all are in events.jsonl.")
 
 
-def natural_gradient(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
+def natural_gradient(run: RunHistory) -> Iterator[str]:
     """Each preconditioned layer at the last outer iteration, with the usual ranges."""
     rows = run.layers()
     if not rows:
@@ -244,7 +245,6 @@ def natural_gradient(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
         "",
     ]
     yield html.table(header, [ranges, *(_layer(row, sides) for row in rows)])
-    yield html.pictures(charts)
 
 
 def settings(run: RunHistory, config_yaml: str) -> Iterator[str]:
@@ -331,11 +331,12 @@ def _words(found: Counter[tuple[str, str]]) -> list[tuple[str, ...]]:
     ]
 
 
-def _speakers(text: str) -> list[tuple[str, ...]]:
-    """The speakers with the most errors."""
+def _speakers(found: Mapping[str, WordErrors]) -> list[tuple[str, ...]]:
+    """The speakers with the most errors: a high WER of a few words is chance."""
+    rows = sorted(found.items(), key=lambda row: (-row[1].num_errors, row[1].num_words, row[0]))
     return [
-        (name, str(said), str(errors), f"{100 * errors / said:.1f}" if said else "no words")
-        for name, errors, said in errors_by_speaker(text)[:_MOST]
+        (name, str(one.num_words), str(one.num_errors), f"{one.wer:.1f}" if one.num_words else "no words")
+        for name, one in rows[:_MOST]
     ]
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 
 from ngsgd.counting import counted
 from ngsgd.exports.source import Source
+from ngsgd.word_errors import WordErrors
 
 # longer vocabularies are counted instead of listed
 _MAX_WORDS = 30
@@ -27,12 +27,12 @@ def _metadata(source: Source) -> str:
     name, corpus = json.dumps(_fact(source, "run")), json.dumps(_fact(source, "corpus"))
     lines = ["---", "library_name: ngsgd", f"license: {json.dumps(source.license_id)}",
              "pipeline_tag: automatic-speech-recognition", "tags: [speech, hybrid-hmm]"]
-    wer = re.match(r"%WER (\d+\.\d+) ", _wer(source, "test"))
-    if wer:
+    errors = _errors(source, "test")
+    if errors and errors.num_words:
         lines += ["model-index:", f"- name: {name}", "  results:",
                   "  - task: {type: automatic-speech-recognition}",
                   f"    dataset: {{name: {corpus}, type: {corpus}, split: test}}",
-                  f"    metrics: [{{type: wer, value: {wer[1]}}}]"]
+                  f"    metrics: [{{type: wer, value: {errors.wer:.2f}}}]"]
     return "\n".join([*lines, "---"])
 
 
@@ -60,8 +60,8 @@ def _results(source: Source) -> str:
     decoding = f"Acoustic scale {weights.acoustic_scale:g} and word penalty {weights.word_penalty:g}"
     if "wer" not in source.bundle.provenance:
         return f"## Results\n\n{decoding} are those of this export. The WER of its words and weights was not measured."
-    rows = [("test", _wer(source, "test"), _wer(source, "test_interval_95")),
-            ("validation", _wer(source, "valid"), "")]
+    rows = [("test", _errors(source, "test") or "", _interval(source)),
+            ("validation", _errors(source, "valid") or "", "")]
     return ("## Results\n\n" + _table(("set", "WER", "95 % interval of WER"), rows)
             + f"\n\n{decoding} were chosen on the validation set. The interval is a bootstrap "
             "over utterances.")
@@ -100,10 +100,20 @@ def _fact(source: Source, name: str) -> str:
     return " ".join(text.split())[:_MAX_CHARACTERS]
 
 
-def _wer(source: Source, name: str) -> str:
-    found = source.bundle.provenance.get("wer")
-    value = found.get(name, "") if isinstance(found, dict) else ""
-    return " ".join(str(value).split())[:_MAX_CHARACTERS]
+def _errors(source: Source, name: str) -> WordErrors | None:
+    """Word errors of a set; None for a bundle that has others, since it may be untrusted."""
+    try:
+        return WordErrors.of_json(source.bundle.provenance["wer"][name])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _interval(source: Source) -> str:
+    try:
+        found = source.bundle.provenance["wer"]["test_interval_95"]
+        return f"{found['low']:.2f} to {found['high']:.2f}"
+    except (KeyError, TypeError, ValueError):
+        return ""
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -91,7 +91,7 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
             known = _known(speech, config.data)
             states, logliks = _align(speech, settings, Path(folder), report, known)
         is_rung = logliks and config.align.num_full_passes
-        errors = word_errors(speech, config.decode, logliks) if is_rung else ("", "")
+        errors = word_errors(speech, config.decode, logliks) if is_rung else (None, None)
         alignments.write(path, states)
         watch.stored(path, errors)
     return path

@@ -63,7 +63,7 @@ def finish(folder: RunFolder, data: PreparedData, spec: SpeechTaskSpec, checkpoi
     files = {"run folder": folder.path, "final model": folder.final,
              **({"recognizer": folder.final / INDEX} if takes_audio else {}), "per-utterance": folder.decode / "test.per_utt.txt",
              "learning curve": folder.learning_curve, "events": folder.events}
-    return FinalReport(str(result.test), result.test.wer, str(result.valid),
+    return FinalReport(result.test, result.valid,
                        score_subset(model, reader.diagnostic("train")), score_subset(model, reader.diagnostic("valid")),
                        end.progress.frames_processed, end.progress.elapsed_s,
                        {label: str(path) for label, path in files.items() if path.exists()},

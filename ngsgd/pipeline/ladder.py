@@ -36,6 +36,7 @@ from ngsgd.pipeline.services import Report, Services
 from ngsgd.runs.run_folder import RunFolder, folder_of_model, run_to_continue
 from ngsgd.runs.rungs import Rung, Stopwatch, stored
 from ngsgd.training.records import FinalReport, Trackers
+from ngsgd.word_errors import WordErrors
 
 # raise it when the same settings would give other labels
 _VERSION = 2
@@ -118,7 +119,8 @@ class Ladder:
         if not labels.exists():
             watch = Stopwatch("first network")
             scores = self._trained_and_realigned(replace(network, name=name), labels)
-            watch.stored(labels, (scores["valid"], scores["test"]))
+            errors = (WordErrors.of_json(scores["valid"]), WordErrors.of_json(scores["test"]))
+            watch.stored(labels, errors)
         self._reached(labels)
         return labels
 

@@ -12,6 +12,9 @@ from ngsgd.config.build import defaults, leaves, merged
 from ngsgd.config.sections.sites import total_jobs
 from ngsgd.errors import ConfigError
 
+# of a recipe's file; no setting
+EXPECTED_WER = "expected_wer"
+
 
 def recipe(name: str, **settings: Any) -> RunConfig:
     """Return the configuration of a recipe with settings on top, like `ngsgd train recipe=NAME`.
@@ -32,15 +35,10 @@ def recipe(name: str, **settings: Any) -> RunConfig:
         >>> recipe("yesno", data={"source": "waves_yesno.tar.gz"}, seed=1).seed
         1
     """
-    import yaml
-
-    folder = Path(__file__).resolve().parents[1] / "conf" / "recipe"
-    known = sorted(file.stem for file in folder.glob("*.yaml"))
-    if name not in known:
-        raise ConfigError(f"{name} is not a recipe; choose one of {', '.join(known)}.")
+    written = _read(name)
+    written.pop(EXPECTED_WER, None)
     values = defaults()
     values["cluster"]["kind"], values["tracking"]["kind"] = "local", "none"
-    written = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
     given = _plain(settings)
     for layer in (_resolved(written, settings), with_kinds(given)):
         values = merged(values, layer)
@@ -52,6 +50,21 @@ def recipe(name: str, **settings: Any) -> RunConfig:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def expected_wer(name: str) -> dict[str, float]:
+    """Return the recorded WER of a recipe in percent, by kind of optimizer."""
+    return dict(_read(name).get(EXPECTED_WER, {}))
+
+
+def _read(name: str) -> dict[str, Any]:
+    import yaml
+
+    folder = Path(__file__).resolve().parents[1] / "conf" / "recipe"
+    known = sorted(file.stem for file in folder.glob("*.yaml"))
+    if name not in known:
+        raise ConfigError(f"{name} is not a recipe; choose one of {', '.join(known)}.")
+    return dict(yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
 from ngsgd.asr.decode import evaluation, scoring, tuning
 from ngsgd.asr.decode.decoding import write_lattices
 from ngsgd.asr.decode.evaluation import DecodingResult, tune_and_decode
-from ngsgd.asr.decode.scoring import write_operations, write_per_speaker, write_per_utterance, write_recogs
+from ngsgd.asr.decode.scoring import by_speaker, write_operations, write_per_speaker, write_per_utterance, write_recogs
 from ngsgd.asr.decode.worst_utterances import as_text, utterance_scores
 from ngsgd.asr.lang import graphs, ngram
 from ngsgd.config import DecodeConfig, EgsConfig, RunConfig
@@ -28,6 +28,7 @@ from ngsgd.models.growing import utterance_logits
 from ngsgd.phase import Phase, Progress
 from ngsgd.pipeline.services import Report
 from ngsgd.runs.run_folder import RunFolder
+from ngsgd.runs.rungs import Errors
 from ngsgd.training.records import SubsetScore
 
 # every which scale and penalty is tried for the errors of a rung
@@ -44,11 +45,14 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
     result = tune_and_decode(corpus.language, config.decode, valid=corpus.valid, valid_logliks=logliks["valid"], test=corpus.test,
                              test_logliks=logliks["test"], report=report)
     frames = {name: score_frames(speech, logliks[name], prior_P) for name, speech in held_out.items()}
+    speakers = by_speaker(result.per_utterance, corpus.test.speakers)
     about = {**asdict(result.setting), "language_model": _language_model(config, corpus), "calibration": asdict(result.calibration),
-             "valid": str(result.valid), "test": str(result.test),
-             "test_interval_95": asdict(result.test_interval), **_oracle(result),
+             "valid": asdict(result.valid), "test": asdict(result.test),
+             "test_interval_95": asdict(result.test_interval),
+             "test_by_speaker": {name: asdict(errors) for name, errors in speakers.items()},
+             **_oracle(result),
              "frames": {name: asdict(score) for name, score in frames.items() if score},
-             "sweep_on_valid": [{**asdict(setting), "errors": str(errors)} for setting, errors in result.sweep]}
+             "sweep_on_valid": [{**asdict(setting), "errors": asdict(errors)} for setting, errors in result.sweep]}
     report(Phase("writing the results of decoding"))
     with new_directory(folder.decode) as temporary:
         write_per_utterance(temporary / "test.per_utt.txt", result.test, result.per_utterance)
@@ -93,7 +97,7 @@ def _oracle(result: DecodingResult) -> dict[str, object]:
     if result.oracle is None:
         return {}
     setting, errors = result.oracle
-    return {"oracle_on_test_as_in_kaldi": {**asdict(setting), "errors": str(errors)}}
+    return {"oracle_on_test_as_in_kaldi": {**asdict(setting), "errors": asdict(errors)}}
 
 
 def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]],
@@ -135,7 +139,7 @@ def computed_log_likelihoods(sets: Sequence[SpeechSet], egs: EgsConfig, model: n
 
 
 def word_errors(corpus: Corpus, config: DecodeConfig,
-                logliks: Mapping[str, npt.NDArray[np.float32]]) -> tuple[str, str]:
+                logliks: Mapping[str, npt.NDArray[np.float32]]) -> Errors:
     """Decode valid and test with some of the scales and penalties, chosen on valid.
 
     Args:
@@ -156,4 +160,4 @@ def word_errors(corpus: Corpus, config: DecodeConfig,
         graph, coarse, valid.texts, valid.frames.utt_ids, of_valid, language.num_pdfs))
     said = evaluation.decode_set(graphs.with_word_penalty(graph, weights.word_penalty), coarse,
                                  weights.acoustic_scale, of_test, language.num_pdfs)
-    return str(errors), str(scoring.score(test.texts, said, test.frames.utt_ids)[0])
+    return errors, scoring.score(test.texts, said, test.frames.utt_ids)[0]

@@ -175,7 +175,7 @@ class TaskRun(BaseRun):
         self.services.plot(folder.events, folder.learning_curve)
         files = {"run folder": folder.path, "final model": folder.final, "metrics": folder.metrics,
                  "learning curve": folder.learning_curve, "events": folder.events}
-        return FinalReport("", 0.0, "", scores.train, scores.valid, end.progress.frames_processed, end.progress.elapsed_s,
+        return FinalReport(None, None, scores.train, scores.valid, end.progress.frames_processed, end.progress.elapsed_s,
                            {label: str(path) for label, path in files.items() if path.exists()}, metrics)
 
     def _final_parameters(self, training: Training, end: Checkpoint, model: nn.Module, layout: FlatLayout) -> Vector:

@@ -35,8 +35,11 @@ def keep_recognizer(
     folder: RunFolder, config: RunConfig, corpus: Corpus, result: DecodingResult
 ) -> None:
     """Write all files for speech recognition to `final/`; the index is written last."""
-    wer = {"valid": str(result.valid), "test": str(result.test),
-           **_interval(asdict(result.test_interval))}
+    wer = {
+        "valid": asdict(result.valid),
+        "test": asdict(result.test),
+        "test_interval_95": asdict(result.test_interval),
+    }
     content_of = _content(folder, config, corpus, result.setting, result.calibration, wer)
     for name, content in content_of.items():
         path = folder.final / name
@@ -83,7 +86,7 @@ def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: 
         scores = read_json(path)
         weights = DecodingWeights(float(scores["acoustic_scale"]), float(scores["word_penalty"]))
         calibration = Calibration(**scores["calibration"])
-        wer = {**{name: str(scores[name]) for name in ("valid", "test")}, **_interval(scores["test_interval_95"])}
+        wer = {name: scores[name] for name in ("valid", "test", "test_interval_95")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} has no scale and penalty ({type(error).__name__}: {error}); decode the run "
@@ -92,17 +95,13 @@ def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: 
     bundle_files.write_file(output, _content(folder, config, corpus, weights, calibration, wer))
 
 
-def _interval(of_test: Mapping[str, float]) -> dict[str, str]:
-    return {"test_interval_95": f"{of_test['low']:.2f} to {of_test['high']:.2f}"}
-
-
 def _content(
     folder: RunFolder,
     config: RunConfig,
     corpus: Corpus,
     weights: DecodingWeights,
     calibration: Calibration,
-    wer: Mapping[str, str],
+    wer: Mapping[str, Any],
 ) -> dict[str, bytes]:
     """Name -> content of every file of a bundle, the index last."""
     model_files = {
@@ -134,7 +133,7 @@ def _all_speech(speech: SpeechSet) -> Stats | None:
 
 
 def _provenance(
-    folder: RunFolder, config: RunConfig, corpus: Corpus, wer: Mapping[str, str]
+    folder: RunFolder, config: RunConfig, corpus: Corpus, wer: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Origin of the model, without paths or addresses of the training machine."""
     train = corpus.train

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd import files
+from ngsgd.word_errors import WordErrors
+
+# on valid and test
+Errors = tuple[WordErrors | None, WordErrors | None]
 
 
 @dataclass(frozen=True)
@@ -20,14 +24,14 @@ class Rung:
     Attributes:
         name: model or labels that the rung makes.
         seconds: time that it took when it was computed.
-        valid: errors on the validation set; empty if they were not measured.
-        test: errors on the test set; empty if they were not measured.
+        valid: errors on the validation set; None if they were not measured.
+        test: errors on the test set; None if they were not measured.
     """
 
     name: str
     seconds: float
-    valid: str = ""
-    test: str = ""
+    valid: WordErrors | None = None
+    test: WordErrors | None = None
 
     def __str__(self) -> str:
         errors = f"; valid {self.valid}, test {self.test}" if self.valid else ""
@@ -40,8 +44,8 @@ class Rung:
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
-        return Rung(str(about["name"]), float(about["seconds"]), str(about["valid"]),
-                    str(about["test"]))
+        errors = (about[name] and WordErrors.of_json(about[name]) for name in ("valid", "test"))
+        return Rung(str(about["name"]), float(about["seconds"]), *errors)
 
 
 def rungs_of(path: Path) -> list[Rung]:
@@ -59,7 +63,7 @@ class Stopwatch:
         self._name = name
         self._begun = time.monotonic()
 
-    def stored(self, path: Path, errors: tuple[str, str] = ("", "")) -> Rung:
+    def stored(self, path: Path, errors: Errors = (None, None)) -> Rung:
         """Store the rung that made the file `path`, with its errors on valid and test."""
         rung = Rung(self._name, round(time.monotonic() - self._begun, 1), *errors)
         files.write_text(_note_of(path), json.dumps(asdict(rung), indent=1))

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
+from ngsgd.word_errors import WordErrors
+
 # reason of a sound result that is not averaged
 NOT_THE_BEST = "only the best job of an early outer iteration is kept (schedule.early_rules)"
 
@@ -174,10 +176,9 @@ class OuterIterationRecord:
 class FinalReport:
     """Final results of a run."""
 
-    # on the test set: "%WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]"
-    wer: str
-    wer_percent: float
-    valid_wer: str
+    # None for a custom task
+    test_errors: WordErrors | None
+    valid_errors: WordErrors | None
     train: SubsetScore
     valid: SubsetScore
     frames_processed: int
@@ -195,7 +196,9 @@ class FinalReport:
         `OuterIterationRecord.from_json`.
         """
         subsets = {name: _from_json(SubsetScore, values[name]) for name in ("train", "valid")}
-        return _from_json(cls, {**values, **subsets})
+        errors = {name: values[name] and WordErrors.of_json(values[name])
+                  for name in ("test_errors", "valid_errors")}
+        return _from_json(cls, {**values, **subsets, **errors})
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,7 @@ _Record = TypeVar("_Record")
 # annotation -> types that JSON returns for it; NaN and integers are accepted for a float
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "SubsetScore": (SubsetScore,),
+    "WordErrors | None": (WordErrors, type(None)),
     "tuple[JobRecord, ...]": (tuple,), "dict[str, float]": (dict,), "dict[str, str]": (dict,)}
 
 

@@ -43,7 +43,7 @@ from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import OptimizerConfig, RunConfig
 from ngsgd.errors import RunInterrupted
 from ngsgd.files import JsonLines, read_json_lines
-from ngsgd.launcher.timeline.efficiency import Efficiency, efficiency_of
+from ngsgd.launcher.reports.efficiency import Efficiency, efficiency_of
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.storage.event_log import read_events
 from tests import judge

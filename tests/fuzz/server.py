@@ -30,9 +30,9 @@ _SPARE_MEMORY = 4 << 30
 _MODULES = (
     "ngsgd.launcher.cli", "ngsgd.launcher.commands.hydra_app", "ngsgd.launcher.commands.train",
     "ngsgd.launcher.commands.align", "ngsgd.launcher.commands.decode",
-    "ngsgd.launcher.commands.report", "ngsgd.launcher.reports.charts",
+    "ngsgd.launcher.commands.report",
     "ngsgd.launcher.commands.cluster.jobs", "ngsgd.launcher.commands.info", "ngsgd.launcher.commands.kaldi",
-    "ngsgd.launcher.help", "ngsgd.launcher.reports.plots", "ngsgd.launcher.config.config_builder",
+    "ngsgd.launcher.help", "ngsgd.launcher.reports.figures", "ngsgd.launcher.config.config_builder",
     "hydra", "hydra.main", "omegaconf", "yaml", "scipy",
     "matplotlib.pyplot", "matplotlib.backends.backend_agg", "kaldi_native_fbank", "kaldifst",
     "kaldi_decoder", "kaldialign", "soxr", "espeakng_loader", "torch._dynamo", "ngsgd.training.storage.audit",

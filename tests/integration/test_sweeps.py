@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from ngsgd.launcher.commands.info import state_of
+from ngsgd.word_errors import WordErrors
 from tests.integration.service import Service
 
 pytestmark = pytest.mark.slow
@@ -59,4 +60,4 @@ def test_optuna_minimizes_the_wer_of_the_held_out_set(service: Service) -> None:
 def _valid_wer(run: Path) -> float:
     import json
 
-    return float(json.loads((run / "decode" / "wer.json").read_text())["valid"].split()[1])
+    return WordErrors.of_json(json.loads((run / "decode" / "wer.json").read_text())["valid"]).wer

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ngsgd.asr.recognizer import Recognizer
 from ngsgd.launcher.cli import main
+from ngsgd.word_errors import WordErrors
 from tests.asr.made_up_speech import write_data
 
 for module in ("kaldi_decoder", "kaldi_native_fbank", "kaldialign", "webrtcvad"):
@@ -26,8 +28,8 @@ ADAPTED = ["data.num_leaves=12", "adaptation.lda_dim=12", "adaptation.fmllr=true
            "data.lm_order=2"]
 
 
-def wer(of: object) -> float:
-    return float(str(of).split()[1])
+def wer(of: Any) -> float:
+    return WordErrors.of_json(of).wer
 
 
 @pytest.fixture(scope="module")

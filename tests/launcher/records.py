@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from ngsgd.training.records import FinalReport, JobRecord, OuterIterationRecord, SubsetScore
+from ngsgd.word_errors import WordErrors
+
+TEST_ERRORS, VALID_ERRORS = WordErrors(1000, 4, 7, 20), WordErrors(500, 2, 3, 9)
 
 
 def job(*, number: int = 0, worker: int = 0, objf: float = -1.8, accepted: bool = True) -> JobRecord:
@@ -21,6 +24,5 @@ def outer_iteration(outer_iter: int = 11, *, num_outer_iters: int = 40, jobs: tu
 
 
 def final_report() -> FinalReport:
-    wer, valid_wer = "%WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]", "%WER 2.80 [ 14 / 500, 2 ins, 3 del, 9 sub ]"
-    return FinalReport(wer, 3.1, valid_wer, SubsetScore(-1.0, 0.7), SubsetScore(-1.1, 0.6), 1280000, 75.0,
+    return FinalReport(TEST_ERRORS, VALID_ERRORS, SubsetScore(-1.0, 0.7), SubsetScore(-1.1, 0.6), 1280000, 75.0,
                        {"run folder": "/r/x"})

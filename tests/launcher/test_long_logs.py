@@ -169,7 +169,7 @@ def test_a_page_of_a_long_log_reports_which_jobs_it_contains(
     monkeypatch.setattr(report, "_JOBS_BYTES", folder.events.stat().st_size // 3)
     with_jobs = [event["outer_iter"] for event in report.history_of(folder).iterations if event["jobs"]]
     page = tmp_path / "page.html"
-    report.write(folder, page, lambda _line: None)
+    report.write(folder, page)
     assert f"after outer iteration {with_jobs[0]}" in page.read_text()
 
 

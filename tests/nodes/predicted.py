@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ngsgd.files import read_json_lines
-from ngsgd.launcher.timeline.efficiency import efficiency_of
+from ngsgd.launcher.reports.efficiency import efficiency_of
 from tests.integration.service import events
 from tests.nodes import lab as labs
 from tests.nodes.lab import Lab, lab

@@ -23,7 +23,7 @@ from typing import Any
 
 from ngsgd.errors import EXIT_OK
 from ngsgd.files import read_json_lines, sha256
-from ngsgd.launcher.timeline.sites import sites_of
+from ngsgd.launcher.reports.efficiency import sites_of
 from ngsgd.training.storage.audit import audit
 from tests.nodes.lab import wait_until
 from tests.nodes.network import Network, missing

@@ -168,9 +168,9 @@ def is_complete(training: Training, bucket: Bucket) -> bool:
 def test_a_command_that_reads_changes_nothing_while_training_goes_on_at_its_requests(
         bucket: Bucket, tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Training begins at each request of the command, and makes commits until its next request."""
-    # pictures take longest, and need no file
-    monkeypatch.setattr("ngsgd.launcher.reports.page.pictures", lambda _charts: "")
-    monkeypatch.setattr("ngsgd.launcher.reports.charts.charts_of", lambda *_arguments: {})
+    # the figure takes longest, and needs no file
+    monkeypatch.setattr("ngsgd.launcher.reports.figures.png", lambda _figure: b"")
+    monkeypatch.setattr("ngsgd.launcher.reports.figures.run_figure", lambda *_arguments: None)
     # more than all requests before the files
     assert [_is_harmless_at(number, bucket, tmp_path / "out", command) for number in range(8)][:3] == [True] * 3
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from ngsgd.asr.bundle import Bundle
-from ngsgd.asr.decode.scoring import NOTHING, WordErrors
+from ngsgd.asr.decode.scoring import NOTHING
 from ngsgd.asr.lang.vocabulary import Vocabulary
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.launcher.cli import main
 from ngsgd.launcher.commands import decode as command
 from ngsgd.pipeline.decoding import decode_data
 from ngsgd.pipeline.decoding.decode_data import DataResult, DecodeRequest
+from ngsgd.word_errors import WordErrors
 from tests.asr import made_up_speech, tiny_recognizer
 
 pytest.importorskip("kaldi_decoder")

@@ -101,7 +101,7 @@ def make_run(folder: Path, model: ModelConfig, config: RunConfig | None = None) 
     log.finished(final_report())
     log.close("FINISHED")
     (folder / "decode").mkdir()
-    (folder / "decode" / "wer.json").write_text(json.dumps({"valid": "", "test": "", "test_interval_95": {"low": 1, "high": 2},
+    (folder / "decode" / "wer.json").write_text(json.dumps({"valid": {}, "test": {}, "test_interval_95": {"low": 1, "high": 2},
                                                             "word_penalty": 0.0, "acoustic_scale": 0.1}))
     return folder
 

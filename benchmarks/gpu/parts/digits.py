@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.gpu import machine
 from benchmarks.gpu.measurement import Failed, Measurement
 from ngsgd.files import read_json_lines
+from ngsgd.word_errors import WordErrors
 
 _NEEDS = (
     "ray",
@@ -129,7 +130,7 @@ def _summary(events: Path | None) -> dict[str, Any]:
     report = next(line for line in reversed(lines) if line["event"] == "finished")
     seconds = sum(step["compute_s"] for step in steps)
     return {
-        "wer": report["wer"],
+        "wer": str(WordErrors.of_json(report["test_errors"])),
         "train_s": round(seconds, 2),
         "outer_iterations": len(steps),
         "frames_per_s": round(report["frames_processed"] / max(seconds, 1e-9)),

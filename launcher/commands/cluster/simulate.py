@@ -131,22 +131,13 @@ class VirtualProgress(ProgressTracker):
 
 
 @dataclass
-class Scores:
+class Scores(Tracker):
     """A tracker that keeps the records for the summary."""
 
     records: list[OuterIterationRecord] = field(default_factory=list)
 
     def outer_iteration(self, record: OuterIterationRecord) -> None:
         self.records.append(record)
-
-    def incident(self, incident: Incident) -> None:
-        pass
-
-    def finished(self, report: FinalReport) -> None:
-        pass
-
-    def close(self, status: str) -> None:
-        pass
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ngsgd.asr.adapt.speakers import FindPath
 from ngsgd.asr.decode import decoding, scoring, tuning, words
 from ngsgd.asr.decode.calibration import Calibration
-from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
+from ngsgd.asr.decode.scoring import Interval, UtteranceErrors
 from ngsgd.asr.decode.streaming import Search
 from ngsgd.asr.decode.tuning import DecodingWeights, Sweep
 from ngsgd.asr.lang import graphs, homophones
@@ -25,6 +25,7 @@ from ngsgd.config import DecodeConfig
 from ngsgd.counting import counted
 from ngsgd.errors import DataError
 from ngsgd.phase import Phase, Progress
+from ngsgd.word_errors import WordErrors
 
 # maximum utterances and frames for the calibration, and the beam of their lattices: it has only two
 # parameters

@@ -12,6 +12,7 @@ from pathlib import Path
 from ngsgd import files
 from ngsgd.asr import extras
 from ngsgd.errors import DataError
+from ngsgd.word_errors import WordErrors
 
 Words = Sequence[str]
 # opposite an inserted or deleted word in pairs; no word is empty
@@ -22,42 +23,6 @@ _SHOWN = "***"
 _NUM_SAMPLES = 1000
 # of a line of compute-wer
 _COUNTS = re.compile(r"%WER (?:\S+|\(no words\)) \[ \d+ / (\d+), (\d+) ins, (\d+) del, (\d+) sub \]$")
-
-
-@dataclass(frozen=True)
-class WordErrors:
-    """Counts over one or more utterances.
-
-    >>> str(WordErrors(num_words=1000, insertions=4, deletions=7, substitutions=20))
-    '%WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]'
-    >>> str(WordErrors(num_words=0, insertions=2, deletions=0, substitutions=0))
-    '%WER (no words) [ 2 / 0, 2 ins, 0 del, 0 sub ]'
-    """
-
-    num_words: int      # of the references
-    insertions: int
-    deletions: int
-    substitutions: int
-
-    @property
-    def num_errors(self) -> int:
-        return self.insertions + self.deletions + self.substitutions
-
-    @property
-    def wer(self) -> float:
-        """WER in percent; above 100 if there are more insertions than reference words, and NaN
-        without reference words.
-        """
-        return 100.0 * self.num_errors / self.num_words if self.num_words else math.nan
-
-    def __add__(self, other: WordErrors) -> WordErrors:
-        return WordErrors(self.num_words + other.num_words, self.insertions + other.insertions,
-                          self.deletions + other.deletions, self.substitutions + other.substitutions)
-
-    def __str__(self) -> str:
-        wer = f"{self.wer:.2f}" if self.num_words else "(no words)"
-        return (f"%WER {wer} [ {self.num_errors} / {self.num_words}, {self.insertions} ins, {self.deletions} del, "
-                f"{self.substitutions} sub ]")
 
 
 @dataclass(frozen=True)
@@ -148,13 +113,19 @@ def read_per_utterance(text: str) -> list[UtteranceErrors]:
 
 def write_per_speaker(path: Path, rows: Sequence[UtteranceErrors], speakers: Sequence[str]) -> None:
     """Write one line of counts for each speaker, in the order of their names, and the total."""
-    by_speaker: dict[str, WordErrors] = {}
-    for row, speaker in zip(rows, speakers, strict=True):
-        by_speaker[speaker] = by_speaker.get(speaker, WordErrors(0, 0, 0, 0)) + row.errors
-    width = max(len(name) for name in ["SUM", *by_speaker])
-    total = sum(by_speaker.values(), WordErrors(0, 0, 0, 0))
-    lines = [f"{name:{width}} {errors}" for name, errors in [*sorted(by_speaker.items()), ("SUM", total)]]
+    found = by_speaker(rows, speakers)
+    width = max(len(name) for name in ["SUM", *found])
+    total = sum(found.values(), WordErrors(0, 0, 0, 0))
+    lines = [f"{name:{width}} {errors}" for name, errors in [*found.items(), ("SUM", total)]]
     files.write_text(path, "\n".join([*lines, ""]))
+
+
+def by_speaker(rows: Sequence[UtteranceErrors], speakers: Sequence[str]) -> dict[str, WordErrors]:
+    """Return the errors of each speaker, in the order of their names."""
+    found = {name: WordErrors(0, 0, 0, 0) for name in sorted(set(speakers))}
+    for row, speaker in zip(rows, speakers, strict=True):
+        found[speaker] += row.errors
+    return found
 
 
 def operations(rows: Iterable[UtteranceErrors]) -> Counter[tuple[str, str]]:

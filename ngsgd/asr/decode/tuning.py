@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ngsgd.asr.decode.scoring import WordErrors
+from ngsgd.word_errors import WordErrors
 
 # weight of a neighbor on one axis relative to the setting; neighbors on both axes have its square
 _NEIGHBOR_WEIGHT = 0.5

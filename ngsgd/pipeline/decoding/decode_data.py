@@ -17,7 +17,7 @@ from ngsgd.asr import test_set
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode import calibration, evaluation, scoring, tuning, word_lattice
 from ngsgd.asr.decode.calibration import Calibration, ReliabilityBin
-from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
+from ngsgd.asr.decode.scoring import Interval, UtteranceErrors
 from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.decode.words import Hypothesis, calibrate, lattice_of, outcomes, recognized
 from ngsgd.asr.lang import arpa, ngram, vocabulary
@@ -30,6 +30,7 @@ from ngsgd.files import new_directory, write_text
 from ngsgd.interface import option
 from ngsgd.phase import Progress
 from ngsgd.user_warnings import warn
+from ngsgd.word_errors import WordErrors
 
 FRAME_S = 0.01
 # lower bounds of the groups of utterances by number of words
@@ -156,13 +157,13 @@ def as_json(result: DataResult) -> dict[str, Any]:
     return {
         **asdict(result.weights),
         "wer": result.total.wer,
-        "errors": str(result.total),
+        "errors": asdict(result.total),
         "interval_95": asdict(result.interval),
-        "tuned": str(result.tuned) if result.tuned else None,
-        "first_pass": str(result.first_pass) if result.first_pass else None,
+        "tuned": asdict(result.tuned) if result.tuned else None,
+        "first_pass": asdict(result.first_pass) if result.first_pass else None,
         "unknown_words": asdict(result.unknown),
-        "by_speaker": {name: str(errors) for name, errors in by_speaker(result).items()},
-        "by_length": {name: str(errors) for name, errors in by_length(result.rows).items()},
+        "by_speaker": {name: asdict(errors) for name, errors in by_speaker(result).items()},
+        "by_length": {name: asdict(errors) for name, errors in by_length(result.rows).items()},
         "calibration": asdict(result.calibration),
         "reliability": [one._asdict() for one in result.reliability],
         "expected_calibration_error": calibration.expected_calibration_error(result.reliability)
@@ -185,9 +186,7 @@ def write(folder: Path, result: DataResult) -> None:
 
 def by_speaker(result: DataResult) -> dict[str, WordErrors]:
     """Return the errors of each speaker, in the order of their names."""
-    return _grouped(
-        dict.fromkeys(sorted(set(result.speakers))), zip(result.speakers, result.rows, strict=True)
-    )
+    return scoring.by_speaker(result.rows, result.speakers)
 
 
 def by_length(rows: Sequence[UtteranceErrors]) -> dict[str, WordErrors]:

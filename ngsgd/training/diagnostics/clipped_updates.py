@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
+from ngsgd.training.records import OuterIterationRecord
+from ngsgd.training.tracking import Tracker
 
 # the report's red limit; good recipes begin with shares up to 0.65
 _TOO_MANY = 0.9
 _IN_A_ROW = 2
 
 
-class ClippedUpdates:
+class ClippedUpdates(Tracker):
     """A tracker that warns once after two outer iterations with nearly all updates shortened."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
@@ -27,12 +28,3 @@ class ClippedUpdates:
             self._warn(f"optimizer.max_change shortened {share:.0%} of the updates of outer iteration {record.outer_iter + 1}, so "
                        "the learning rate has no effect; lower lr (schedule.lr_initial and lr_final), or raise "
                        "optimizer.max_change (0: no limit)")
-
-    def incident(self, incident: Incident) -> None:
-        pass
-
-    def finished(self, report: FinalReport) -> None:
-        pass
-
-    def close(self, status: str) -> None:
-        pass

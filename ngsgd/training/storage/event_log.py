@@ -30,7 +30,7 @@ _OF_SPEECH = {name: own for own, name in _OF_TASK.items()}
 # fields that a task does not have, with the values in its records
 _WITHOUT: dict[str, dict[str, Any]] = {
     "outer_iteration": {"accuracy": 0.0}, "job": {"accuracy": 0.0}, "subset": {"accuracy": 0.0},
-    "finished": {"wer": "", "wer_percent": 0.0, "valid_wer": "", "interval": {}}}
+    "finished": {"test_errors": None, "valid_errors": None, "interval": {}}}
 
 
 class EventLog:

@@ -1,8 +1,8 @@
 import pytest
 
 from ngsgd.asr.decode import tuning
-from ngsgd.asr.decode.scoring import WordErrors
 from ngsgd.asr.decode.tuning import DecodingWeights, Sweep
+from ngsgd.word_errors import WordErrors
 
 SCALES, PENALTIES = (0.1, 0.2, 0.3, 0.4, 0.5), (0.0, 2.0, 4.0)
 

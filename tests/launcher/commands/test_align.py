@@ -8,6 +8,7 @@ import errno
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from ngsgd.models.build import build_model
 from ngsgd.runs import config_file
 from ngsgd.runs.final_model import write_final
 from ngsgd.runs.run_folder import with_digest
+from ngsgd.word_errors import WordErrors
 from tests.asr.made_up_speech import write_data, write_yesno
 
 for module in ("kaldi_decoder", "kaldi_native_fbank", "soundfile", "kaldialign"):
@@ -46,8 +48,8 @@ def results(output: Path) -> dict[str, object]:
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
-def wer(said: object) -> float:
-    return float(str(said).split()[1])
+def wer(said: Any) -> float:
+    return WordErrors.of_json(said).wer
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import ClusterError, ConfigError, DataError, NgsgdError
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose, describe
-from ngsgd.launcher.help import COMMANDS
+from ngsgd.launcher.registry import COMMANDS
 from ngsgd.runs.run_folder import RunFolder, find_run
 from ngsgd.training.records import FinalReport
 from tests.launcher.records import final_report
@@ -69,7 +69,7 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Service:
     return fake
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)],
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([command.name, "--help"] for command in COMMANDS)],
                          ids=lambda arguments: arguments[0])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = ("import sys; from ngsgd.launcher.cli import main; code = main(sys.argv[1:]); "
@@ -278,15 +278,15 @@ def test_continue_starts_a_run_once_and_then_resumes_it(service: Service, tmp_pa
 def test_completion_offers_commands_then_settings(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COMP_LINE", "ngsgd re")
-    assert cli.main(["-sc", "query=bash"]) == 0
+    assert cli.main(["completion", "--words"]) == 0
     assert capsys.readouterr().out.split() == ["resume", "report"]
     for command in ("train", "submit"):
         monkeypatch.setenv("COMP_LINE", f"ngsgd {command} augment=")
-        assert cli.main(["-sc", "query=bash"]) == 0
+        assert cli.main(["completion", "--words"]) == 0
         assert capsys.readouterr().out.split() == ["augment=kaldi", "augment=none", "augment=robust", "augment=rooms",
                                                    "augment=spec"]
     monkeypatch.setenv("COMP_LINE", "ngsgd submit seed=1 --res")
-    assert cli.main(["-sc", "query=bash"]) == 0
+    assert cli.main(["completion", "--words"]) == 0
     assert capsys.readouterr().out.split() == ["--resume"]
 
 
@@ -296,10 +296,10 @@ def test_completion_offers_flags_and_runs(
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "runs" / "first" / "config.yaml").write_text("")
     monkeypatch.setenv("COMP_LINE", "ngsgd resume fi")
-    assert cli.main(["-sc", "query=bash"]) == 0
+    assert cli.main(["completion", "--words"]) == 0
     assert capsys.readouterr().out.split() == ["first"]
     monkeypatch.setenv("COMP_LINE", "ngsgd doctor --o")
-    assert cli.main(["-sc", "query=bash"]) == 0
+    assert cli.main(["completion", "--words"]) == 0
     assert capsys.readouterr().out.split() == ["--output-dir"]
 
 

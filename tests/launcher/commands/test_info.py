@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -147,11 +148,14 @@ def test_an_id_that_was_reused_is_a_lost_run(tmp_path: Path, stranger: subproces
 
 
 def test_stop_ends_the_process_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = ("import pathlib, sys, time; from ngsgd.pipeline.runs.run_folder import RunFolder\n"
+    script = ("import pathlib, sys, time; from ngsgd.runs.run_folder import RunFolder\n"
               "run = RunFolder(pathlib.Path(sys.argv[1]))\n"
               "with run.locked('train', print), run.marked_as_running(): print('up', flush=True); time.sleep(600)")
     run = make_run(tmp_path / "run", {})
-    with subprocess.Popen([sys.executable, "-c", script, str(run)], stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", script, str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process, contextlib.ExitStack() as end:
+        # it would live for ten minutes after a failed assertion
+        end.callback(process.kill)
         assert process.stdout
         process.stdout.readline()
         assert info.state_of(run)["state"] == "RUNNING"

@@ -18,7 +18,7 @@ from ngsgd.launcher import cli
 from ngsgd.launcher.commands.train import train
 from ngsgd.launcher.config import compose, config_builder
 from ngsgd.pipeline import api
-from ngsgd.pipeline.recipes import recipe
+from ngsgd.pipeline.recipes import EXPECTED_WER, recipe
 
 
 def problems_of(*overrides: str, config_dir: Path | None = None) -> list[str]:
@@ -281,6 +281,8 @@ def test_settings_of_a_recipe_are_composed(recipe: str) -> None:
     if composed["data.corpus"] != "digits":
         composed = plain(flatten(compose.compose([f"recipe={recipe}", "data.source=here"])))
     for path, value in leaves_of(compose.conf_dir() / "recipe" / f"{recipe}.yaml").items():
+        if path.startswith(EXPECTED_WER):
+            continue
         wanted = value.replace("${data.source}", "here") if isinstance(value, str) else value
         assert composed[path] == wanted, path
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ngsgd.launcher.reports.plots import draw
+from ngsgd.launcher.reports.figures import draw
 from tests.launcher.records import outer_iteration
 
 

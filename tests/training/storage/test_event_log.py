@@ -70,7 +70,7 @@ def test_a_line_without_its_end_is_written_again(tmp_path: Path, records: list[O
 
 def test_the_log_of_a_task_has_losses_and_examples_and_is_read_as_any_other(tmp_path: Path,
                                                                            records: list[OuterIterationRecord]) -> None:
-    report = FinalReport("", 0.0, "", SubsetScore(-1.5, 0.0), SubsetScore(-2.5, 0.0), 640, 3.0, {}, {"valid/objf": 2.5})
+    report = FinalReport(None, None, SubsetScore(-1.5, 0.0), SubsetScore(-2.5, 0.0), 640, 3.0, {}, {"valid/objf": 2.5})
     silent = [replace(one, train=replace(one.train, accuracy=0.0), valid=replace(one.valid, accuracy=0.0),
                       jobs=tuple(replace(job, accuracy=0.0) for job in one.jobs)) for one in records[:3]]
     log = EventLog(tmp_path / "events.jsonl", is_speech=False)
@@ -100,7 +100,7 @@ def test_a_line_with_a_value_of_another_type_is_skipped(tmp_path: Path, records:
 
 
 @pytest.mark.parametrize("line", [{}, {"event": 5}, {"event": "incident"}, {"event": "incident", "message": 3, "outer_iter": 1},
-                                  {"event": "finished", "wer": 3}, {"event": "closed", "status": None}])
+                                  {"event": "finished", "test_errors": 3}, {"event": "closed", "status": None}])
 def test_events_without_their_fields_are_skipped(line: dict[str, Any]) -> None:
     assert not is_valid(line)
 

@@ -1,4 +1,4 @@
-"""Participation, effective training time and cost, from the outer iterations of a run.
+"""Participation, effective training time, cost and averages over sites, from the log of a run.
 
 - participation: contributions counted / contributions possible
 - effective training time: seconds in minibatches of counted jobs / (wall seconds x workers)
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ngsgd.counting import counted
 from ngsgd.training.records import NOT_THE_BEST, OuterIterationRecord
 
 _FRAME_S = 0.01
@@ -65,13 +66,13 @@ class Efficiency:
 
 def efficiency_of(events: Iterable[Mapping[str, Any]]) -> Efficiency:
     """Sum over the events "outer_iteration" of a run; the others are ignored."""
-    counted = possible = workers = samples = 0
+    accepted = possible = workers = samples = 0
     minibatch_s = wall_s = worker_s = before_s = 0.0
     for event in events:
         if event.get("event") != "outer_iteration":
             continue
         jobs = event["jobs"]
-        counted += event["num_accepted"]
+        accepted += event["num_accepted"]
         possible += event["num_jobs"] - sum(job["reason"] == NOT_THE_BEST for job in jobs)
         minibatch_s += sum(job["seconds"] for job in jobs if job["accepted"])
         samples += sum(job["num_frames"] for job in jobs if job["accepted"])
@@ -80,7 +81,7 @@ def efficiency_of(events: Iterable[Mapping[str, Any]]) -> Efficiency:
         before_s = event["elapsed_s"]
         here = max(event.get("workers_alive", 0), len({job["worker"] for job in jobs}))
         wall_s, worker_s, workers = wall_s + seconds, worker_s + seconds * here, max(workers, here)
-    return Efficiency(counted, possible, minibatch_s, wall_s, workers, samples, worker_s)
+    return Efficiency(accepted, possible, minibatch_s, wall_s, workers, samples, worker_s)
 
 
 def of_record(record: OuterIterationRecord, before_s: float = 0.0) -> Efficiency:
@@ -88,3 +89,38 @@ def of_record(record: OuterIterationRecord, before_s: float = 0.0) -> Efficiency
     one = efficiency_of([{"event": "outer_iteration", **asdict(record)}])
     seconds = record.elapsed_s - (before_s if before_s < record.elapsed_s else 0.0)
     return replace(one, wall_s=seconds, worker_s=seconds * one.num_workers)
+
+
+@dataclass(frozen=True)
+class SiteFigures:
+    """Sums over the averages of one site with the others."""
+
+    num_rounds: int = 0
+    # sites in these averages, and sites of the run in each of them
+    num_counted: int = 0
+    num_possible: int = 0
+    # averages of the other sites without this one
+    num_missed: int = 0
+    sent_mb: float = 0.0
+    received_mb: float = 0.0
+    wait_s: float = 0.0
+
+    @property
+    def participation(self) -> float:
+        """Sites counted / possible, 0 to 1; NaN without an average."""
+        return self.num_counted / self.num_possible if self.num_possible else float("nan")
+
+    @property
+    def text(self) -> str:
+        return (f"{counted(self.num_rounds, 'average')} over sites, participation {100 * self.participation:.4g} %; "
+                f"{self.sent_mb:.3g} MB sent, {self.received_mb:.3g} MB received")
+
+
+def sites_of(events: Iterable[Mapping[str, Any]]) -> SiteFigures:
+    """Sum over the events "outer_iteration" of a run; the others are ignored."""
+    rounds = [event["sites"] for event in events if event.get("event") == "outer_iteration" and event.get("sites")]
+
+    def total(name: str) -> float:
+        return float(sum(one.get(name, 0.0) for one in rounds))
+    return SiteFigures(int(total("averages")), int(total("counted")), int(total("possible")), int(total("missed")),
+                       total("sent_bytes") / 1e6, total("received_bytes") / 1e6, total("wait_s"))

@@ -1,10 +1,8 @@
-"""Participation, effective training time and the trace, against the events of a run."""
+"""Participation, effective training time, cost and averages over sites, from events."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,16 @@ import pytest
 import ngsgd
 from ngsgd.launcher import cli
 from ngsgd.launcher.mlflow.metrics import run_metrics
+from ngsgd.launcher.reports.efficiency import efficiency_of, of_record, sites_of
 from ngsgd.launcher.reports.progress import final_lines
-from ngsgd.launcher.timeline.efficiency import efficiency_of, of_record
 from ngsgd.pipeline.services import Services
-from ngsgd.training.records import NOT_THE_BEST, Incident
-from ngsgd.training.storage.event_log import EventLog, read_events
+from ngsgd.training.records import NOT_THE_BEST, OuterIterationRecord
+from ngsgd.training.storage.event_log import read_events
 from tests.launcher.records import final_report, job, outer_iteration
 from tests.tasks import blobs
 
-_US = 1e6
+FIGURES = {"round": 2.0, "averages": 1.0, "counted": 1.0, "possible": 2.0, "missed": 1.0,
+           "wait_s": 3.0, "sent_bytes": 2e6, "received_bytes": 5e6}
 
 
 def _event(record: Any) -> dict[str, Any]:
@@ -73,56 +72,7 @@ def test_mlflow_has_both_figures_of_each_outer_iteration() -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = ngsgd.train(blobs.make_task, output_dir=tmp_path_factory.mktemp("runs"), services=Services(), num_epochs=1,
                          batch_size=16, cluster="in_process").folder
-    log = EventLog(folder.events, is_speech=False)
-    log.incident(Incident("worker_died", "worker 1 died in the test", 1, 1, 1, elapsed_s=0.25))
-    log.close("FINISHED")
     return folder.path
-
-
-def test_the_trace_has_the_times_of_the_events(run: Path, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    assert cli.main(["report", str(run), "--trace", str(path)]) == 0
-    trace, events = json.loads(path.read_text())["traceEvents"], read_events(run / "events.jsonl")
-    iterations = [event for event in events if event["event"] == "outer_iteration"]
-    names = {one["tid"]: one["args"]["name"] for one in trace if one["name"] == "thread_name"}
-    spans = [one for one in trace if one["ph"] == "X"]
-    jobs = {(names[one["tid"]], one["args"]["outer_iter"], one["args"]["job"]): one for one in spans if "job" in one["args"]}
-    wanted = {(f"worker {job['worker']}", event["outer_iter"], job["job"]): job for event in iterations for job in event["jobs"]}
-    assert jobs.keys() == wanted.keys() and len(jobs) > 8
-    for key, one in jobs.items():
-        assert one["ts"] + one["dur"] == pytest.approx(_US * wanted[key]["ended_s"])
-        assert one["dur"] == pytest.approx(_US * wanted[key]["seconds"])
-    for event in iterations:
-        phases = {one["name"]: one for one in spans if one["tid"] == 0 and one["args"]["outer_iter"] == event["outer_iter"]}
-        assert {name: one["dur"] for name, one in phases.items()} == pytest.approx({
-            "jobs": _US * event["compute_s"], "averaging": _US * event["average_s"], "evaluation": _US * event["diagnostics_s"],
-            "checkpoint": _US * event["checkpoint_s"]})
-        assert phases["checkpoint"]["ts"] == pytest.approx(_US * event["elapsed_s"])
-
-
-def test_spans_of_a_track_do_not_overlap_and_jobs_lie_in_their_phase(run: Path, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    assert cli.main(["report", str(run), "--trace", str(path)]) == 0
-    spans = [one for one in json.loads(path.read_text())["traceEvents"] if one["ph"] == "X"]
-    # clocks of different resolution: 1 ms
-    slack_us = 1000.0
-    for track in {one["tid"] for one in spans}:
-        mine = sorted((one for one in spans if one["tid"] == track), key=lambda one: float(one["ts"]))
-        assert all(before["ts"] + before["dur"] <= after["ts"] + slack_us for before, after in pairwise(mine))
-    phases = {one["args"]["outer_iter"]: one for one in spans if one["name"] == "jobs"}
-    for one in spans:
-        if "job" in one["args"]:
-            phase = phases[one["args"]["outer_iter"]]
-            assert one["ts"] >= phase["ts"] - slack_us and one["ts"] + one["dur"] <= phase["ts"] + phase["dur"] + slack_us
-
-
-def test_faults_are_instants_of_their_worker(run: Path, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    assert cli.main(["report", str(run), "--trace", str(path)]) == 0
-    instants = {one["name"]: one for one in json.loads(path.read_text())["traceEvents"] if one["ph"] == "i"}
-    died = instants["worker_died"]
-    assert died["tid"] == 2 and died["ts"] == pytest.approx(0.25 * _US) and died["s"] == "t"
-    assert instants.keys() >= {"opened", "closed"}
 
 
 def test_the_console_summary_and_the_report_have_both_figures(run: Path) -> None:
@@ -132,3 +82,25 @@ def test_the_console_summary_and_the_report_have_both_figures(run: Path) -> None
     assert cli.main(["report", str(run), "--quiet"]) == 0
     page = (run / "report.html").read_text()
     assert "participation" in page and f"{100 * found.effective_share:.3g}%" in page
+
+
+def test_figures_are_summed_over_the_averages() -> None:
+    plain, other = outer_iteration(0), replace(outer_iteration(1), sites=FIGURES)
+    last = replace(outer_iteration(2), sites={**FIGURES, "counted": 2.0, "missed": 0.0})
+    found = sites_of([_event(plain), _event(other), {"event": "incident"}, _event(last)])
+    assert (found.num_rounds, found.num_counted, found.num_possible, found.num_missed) == (2, 3, 4, 1)
+    assert (found.sent_mb, found.received_mb, found.wait_s) == pytest.approx((4.0, 10.0, 6.0))
+    assert found.participation == pytest.approx(0.75) and "10 MB" in found.text
+    assert sites_of([_event(plain)]).num_rounds == 0
+
+
+def test_mlflow_has_the_figures_of_iterations_with_an_average_only() -> None:
+    assert not [name for name in run_metrics(outer_iteration(0)) if name.startswith("sites/")]
+    found = run_metrics(replace(outer_iteration(1), sites=FIGURES))
+    assert {name: value for name, value in found.items() if name.startswith("sites/")} == {
+        "sites/counted": 1.0, "sites/missed": 1.0, "sites/wait_s": 3.0, "sites/sent_mb": 2.0, "sites/received_mb": 5.0}
+
+
+def test_records_are_read_back() -> None:
+    record = replace(outer_iteration(1), sites=FIGURES)
+    assert OuterIterationRecord.from_json(asdict(record)).sites == FIGURES

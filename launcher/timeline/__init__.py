@@ -1,1 +1,0 @@
-"""Use of time in a run: participation, effective training time, and a trace."""

@@ -1,0 +1,61 @@
+"""Counts of word errors, as numbers; their text is made where it is shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class WordErrors:
+    """Counts over one or more utterances.
+
+    >>> str(WordErrors(num_words=1000, insertions=4, deletions=7, substitutions=20))
+    '%WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]'
+    >>> str(WordErrors(num_words=0, insertions=2, deletions=0, substitutions=0))
+    '%WER (no words) [ 2 / 0, 2 ins, 0 del, 0 sub ]'
+    """
+
+    # of the references
+    num_words: int
+    insertions: int
+    deletions: int
+    substitutions: int
+
+    @staticmethod
+    def of_json(values: Mapping[str, Any]) -> WordErrors:
+        """Read the values of `asdict`.
+
+        Raises:
+            KeyError, TypeError, ValueError: they are something else.
+        """
+        found = {spec.name: values[spec.name] for spec in fields(WordErrors)}
+        if not all(type(count) is int and count >= 0 for count in found.values()):
+            raise ValueError(f"{found} are no counts of word errors")
+        return WordErrors(**found)
+
+    @property
+    def num_errors(self) -> int:
+        return self.insertions + self.deletions + self.substitutions
+
+    @property
+    def wer(self) -> float:
+        """WER in percent; above 100 if there are more insertions than reference words, and NaN
+        without reference words.
+        """
+        return 100.0 * self.num_errors / self.num_words if self.num_words else math.nan
+
+    def __add__(self, other: WordErrors) -> WordErrors:
+        return WordErrors(
+            self.num_words + other.num_words,
+            self.insertions + other.insertions,
+            self.deletions + other.deletions,
+            self.substitutions + other.substitutions,
+        )
+
+    def __str__(self) -> str:
+        wer = f"{self.wer:.2f}" if self.num_words else "(no words)"
+        counts = f"{self.insertions} ins, {self.deletions} del, {self.substitutions} sub"
+        return f"%WER {wer} [ {self.num_errors} / {self.num_words}, {counts} ]"
