@@ -57,8 +57,12 @@ def check_disjoint(listed: Mapping[str, Sequence[UtteranceEntry]]) -> None:
         for group in _equal(hashes):
             for u, v in pairwise(group):
                 first, second = at(u), at(v)
+                names_of_both = first.utt_id, second.utt_id
                 is_apart = set_U[u] != set_U[v] and not (is_training[set_U[u]] and is_training[set_U[v]])
-                if is_copied and is_apart and _are_twins(first.utt_id, second.utt_id):
+                source = original(first.utt_id)
+                are_twins = source == original(second.utt_id) and (
+                    source in names_of_both or all(map(_AT_OTHER_SPEED.search, names_of_both)))
+                if is_copied and is_apart and are_twins:
                     raise DataError(f"{second.where}: {second.utt_id} and {first.utt_id} of another set ({first.where}) "
                                     "are copies of one utterance, so a result would be too good; remove one of them.")
                 if not is_copied and first.utt_id == second.utt_id:
@@ -74,19 +78,8 @@ def _equal(hashes: array[int]) -> Iterable[list[int]]:
     return (part.tolist() for part in np.split(order_N, begins) if len(part) > 1)
 
 
-def _are_twins(first: str, second: str) -> bool:
-    source = original(first)
-    is_marked = all(map(_AT_OTHER_SPEED.search, (first, second)))
-    return source == original(second) and (source in (first, second) or is_marked)
-
-
 def check_unchanged(listed: Sequence[UtteranceEntry], changes: AugmentConfig) -> None:
-    """Raise DataError for a copy of the kind that the settings make.
-
-    Args:
-        listed: the training utterances.
-        changes: the section `augment`.
-    """
+    """Raise DataError for a copy, among training utterances, of the kind that the settings make."""
     is_used = {"speed": changes.speed != "none", "num_copies": changes.num_copies > 1, "voice": changes.voice}
     for option, pattern in _OWN.items():
         found = next((one for one in listed if pattern.search(one.utt_id)), None) if is_used[option] else None

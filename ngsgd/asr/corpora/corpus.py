@@ -36,9 +36,8 @@ import numpy.typing as npt
 from ngsgd import shared_work
 from ngsgd.asr import speech_set
 from ngsgd.asr.corpora import added, alignments, an4, cache, copies, kaldi_dirs, label_paths, yesno
-from ngsgd.asr.corpora.alignments import Alignment
 from ngsgd.asr.corpora.digits import labels, synthesis, utterances
-from ngsgd.asr.corpora.fsdd import recordings, source, synthetic
+from ngsgd.asr.corpora.fsdd import recordings, source
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
 from ngsgd.asr.features import augment, cmvn, filterbank, noise
 from ngsgd.asr.features.noise import FisherSample
@@ -150,12 +149,7 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
             augment_config: AugmentConfig | None = None) -> Corpus:
     """Return the corpus, from the cache if possible; damaged files are prepared again.
 
-    Args:
-        data: the section `data`.
-        feature_config: the section `features`.
-        cache_root: folder of prepared corpora.
-        report: receives progress messages.
-        augment_config: changes of the training set. Default: none.
+    `augment_config` changes the training set.
 
     Raises:
         DataError: the data are missing, damaged or inconsistent.
@@ -170,7 +164,9 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
             return _complete(_load(data.corpus, folder), data, report)
         except cache.DamagedError as damage:
             report(f"{damage}; preparing it again.")
-            cache.invalidate(folder)
+            # `store` replaces a folder without a manifest
+            with contextlib.suppress(OSError):
+                (folder / cache.MANIFEST).unlink()
     report(Phase(f"preparing the {data.corpus} corpus: audio, features, labels"))
     work = folder.with_name(f"{folder.name}.shards")
     with shared_work.work_directory(work) if data.corpus in _SHARDED else contextlib.nullcontext():
@@ -183,26 +179,19 @@ def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
     """Prepare the corpus in the folder, with intermediate results in the folder `work`."""
     sets, language = _MAKERS[data.corpus](data, feature_config, changes, work, report)
     added.check_names(data, sets["train"])
-    _check_not_silent(sets["train"])
+    train_TD = sets["train"].frames.features_TD
+    if not any((block_TD != train_TD[0]).any() for block_TD in mapped.blocks(train_TD)):
+        raise DataError("all training audio is silent: no feature of its frames varies; check the "
+                        "recordings, and that they have been converted with their sound.")
     if feature_config.cmvn == "online" and data.corpus not in _SHARDED:
-        all_speech = cmvn.statistics(sets["train"].frames.features_TD)
-        sets = {name: speech_set.normalized_online(speech, all_speech) for name, speech in sets.items()}
+        all_speech = cmvn.statistics(train_TD)
+        sets = {name: speech_set.normalized_online(speech, all_speech)
+                for name, speech in sets.items()}
     for name, speech in sets.items():
         report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {counted(len(speech.texts), 'utterance')}, "
                f"{counted(speech.num_words, 'word')}, {counted(len(set(speech.speakers)), 'voice')}")
     report(Phase("storing the prepared corpus"))
     cache.store(folder, sets, language, made_from=key)
-
-
-def _check_not_silent(train: SpeechSet) -> None:
-    """Raise DataError if no feature of the training set varies."""
-    first_D = None
-    for block_TD in mapped.blocks(train.frames.features_TD):
-        first_D = block_TD[0].copy() if first_D is None else first_D
-        if (block_TD != first_D).any():
-            return
-    raise DataError("all training audio is silent: no feature of its frames varies; check the recordings, and that "
-                    "they have been converted with their sound.")
 
 
 def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_root: Path,
@@ -217,10 +206,10 @@ def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_roo
         # enough to align other speech; the same noise makes the two alike
         data = replace(data, style="connected", valid_minutes=1.0, test_minutes=1.0,
                        snr_db_low=10.0, snr_db_high=20.0, train_minutes=min(data.train_minutes, _MINUTES_FOR_ALIGNMENT))
-    # a single word has too few frames for normalization
     elif data.corpus == "fsdd":
-        data, feature_config = replace(data, style="isolated"), replace(feature_config,
-                                                                        cmvn="speaker")
+        # a single word has too few frames for normalization
+        data = replace(data, style="isolated")
+        feature_config = replace(feature_config, cmvn="speaker")
     return prepare(data, feature_config, cache_root, report)
 
 
@@ -236,13 +225,16 @@ def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, 
     made_with += ["espeakng-loader"] if is_generated else []
     made_with += ["soxr"] if is_generated or feature_config.resample else []
     made_with += ["soundfile"] if data.corpus in _SHARDED or data.added_dirs else []
-    content = {"an4": lambda: an4.fingerprint(data), "yesno": lambda: yesno.fingerprint(data),
-               "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
-               "lhotse": lambda: kaldi_dirs.fingerprint(data, feature_config),
-               "fsdd": lambda: {**_content_of_alignment(data), **added.fingerprint(data)},
-               "digits": lambda: {**added.fingerprint(data), **_content_of_alignment(data)} if data.added_dirs else {},
-               }.get(data.corpus, dict)()
-    return {"version": RECIPE_VERSION, "data": settings, "features": asdict(feature_config), "content": content,
+    if data.corpus in _SHARDED:
+        content = kaldi_dirs.fingerprint(data, feature_config)
+    elif data.corpus in ("an4", "yesno"):
+        content = (an4 if data.corpus == "an4" else yesno).fingerprint(data)
+    else:
+        content = added.fingerprint(data)
+        if data.corpus == "fsdd" or data.added_dirs:
+            content |= _content_of_alignment(data)
+    return {"version": RECIPE_VERSION, "data": settings, "features": asdict(feature_config),
+            "content": content,
             "packages": {package: metadata.version(package) for package in made_with}}
 
 
@@ -316,23 +308,19 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
             report(f"{name}: {counted(len(missing), 'utterance is', 'utterances are')} skipped, because {alignment.path} has "
                    "no states for them: "
                    f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
-    _check_paths(corpus, alignment, sets.values(), data)
+    language = corpus.language
+    known = language.given.words if language.given else language.topology.lexicon
+    said = label_paths.labelled(alignment, sets.values(), data.oov_word, dict.fromkeys(known))
+    if language.given:
+        step = max(1, len(alignment.pdf_T) // label_paths.NUM_IN_GRAPH)
+        label_paths.check_in_graph(said, language.given, alignment.path, step=step)
+    else:
+        label_paths.check(said, language.topology, alignment.path)
     digest = hashlib.sha256(corpus.digest.encode())
     for speech in sets.values():
         for block_T in mapped.blocks(speech.frames.pdf_T):
             digest.update(np.ascontiguousarray(block_T).data)
     return replace(corpus, **sets, content=digest.hexdigest())
-
-
-def _check_paths(corpus: Corpus, alignment: Alignment, sets: Iterable[SpeechSet], data: DataConfig) -> None:
-    language = corpus.language
-    known = dict.fromkeys(language.given.words) if language.given else language.topology.lexicon
-    utterances = label_paths.labelled(alignment, sets, data.oov_word, known)
-    if language.given:
-        step = max(1, len(alignment.pdf_T) // label_paths.NUM_IN_GRAPH)
-        label_paths.check_in_graph(utterances, language.given, alignment.path, step=step)
-    else:
-        label_paths.check(utterances, language.topology, alignment.path)
 
 
 def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
@@ -392,19 +380,18 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
     samples = source.read_recordings(place, catalogue.segments)
     topology = catalogue.topology
     if data.synthetic_minutes or data.added_dirs:
-        topology = synthetic.with_pronunciations(topology)
+        topology = recordings.with_pronunciations(topology)
     more = _added(data, feature_config, changes, topology)
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
-        pool = recordings.Pool(segments=pools[name], babble=pools["train"], samples=samples,
-                               pdf_T=catalogue.pdf_T)
+        pool = recordings.Pool(pools[name], pools["train"], samples, catalogue.pdf_T)
         said: Iterable[Utterance] = (recordings.recordings(pool) if data.style == "isolated" else
                                      recordings.utterances(name, data, pool, minutes=minutes,
                                                            is_clean=_is_clean(name, changes)))
         if name == "train" and data.synthetic_minutes:
             made = utterances.utterances(name, data, minutes=data.synthetic_minutes, num_at_once=os.cpu_count() or 1,
                                          is_clean=_is_clean(name, changes))
-            said = itertools.chain(said, synthetic.relabeled(made, topology))
+            said = itertools.chain(said, recordings.relabeled(made, topology))
         said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF])
         every = itertools.chain(said, more if name == "train" else ())
         sets[name] = speech_set.build(Progress(report, f"preparing {name}").each(every), feature_config)
@@ -412,34 +399,16 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
 
 
 def _is_clean(set_name: str, changes: AugmentConfig) -> Callable[[str], bool]:
-    """Return a predicate for utterances of a generated set without noise; none of valid and
-    test.
-    """
+    """Return whether an utterance of a generated set has no noise; those of valid and test have."""
     return functools.partial(augment.is_clean, config=changes if set_name == "train" else AugmentConfig())
 
 
-def _make_an4(data: DataConfig, feature_config: FeatureConfig, _changes: AugmentConfig,
-              _work: Path, _report: Report) -> Made:
-    return an4.make(data, feature_config)
-
-
-def _make_yesno(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
-                _work: Path, _report: Report) -> Made:
-    return yesno.make(data, feature_config, changes)
-
-
-def _make_kaldi_dirs(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
-                     work: Path, report: Report) -> Made:
-    return kaldi_dirs.make(data, feature_config, changes, work, report)
-
-
 _MAKERS: dict[str, Callable[[DataConfig, FeatureConfig, AugmentConfig, Path, Report], Made]] = {
-    "digits": _make_digits, "fsdd": _make_fsdd, "an4": _make_an4,
-    "yesno": _make_yesno, "kaldi": _make_kaldi_dirs, "lhotse": _make_kaldi_dirs,
+    "digits": _make_digits, "fsdd": _make_fsdd, "kaldi": kaldi_dirs.make, "lhotse": kaldi_dirs.make,
+    "an4": lambda data, feature_config, *_: an4.make(data, feature_config),
+    "yesno": lambda data, feature_config, changes, *_: yesno.make(data, feature_config, changes),
 }
 
 
 def _minutes_of_sets(data: DataConfig) -> dict[str, float]:
-    return {"train": data.train_minutes, "valid": data.valid_minutes, "test": data.test_minutes}
-
-
+    return {name: getattr(data, f"{name}_minutes") for name in utterances.SETS}
