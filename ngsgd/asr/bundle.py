@@ -39,7 +39,7 @@ from ngsgd.asr.bundle_files import (
 )
 from ngsgd.asr.decode import evaluation
 from ngsgd.asr.decode.calibration import Calibration
-from ngsgd.asr.decode.streaming import Search
+from ngsgd.asr.decode.decoding import Search
 from ngsgd.asr.decode.tuning import DecodingWeights
 from ngsgd.asr.features import cmvn
 from ngsgd.asr.features.cmvn import Stats

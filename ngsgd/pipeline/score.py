@@ -14,7 +14,7 @@ from torch import nn
 
 from ngsgd.asr.align.forced_alignment import Computed, Scores
 from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
-from ngsgd.asr.decode.decoding import write_lattices
+from ngsgd.asr.decode.decoding import Search, write_lattices
 from ngsgd.asr.decode.evaluation import DecodingResult, tune_and_decode
 from ngsgd.asr.decode.scoring import write_operations, write_per_speaker, write_per_utterance, write_recogs
 from ngsgd.asr.decode.worst_utterances import as_text, utterance_scores
@@ -54,8 +54,9 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
         write_operations(temporary / "test.ops.txt", result.per_utterance)
         write_recogs(temporary / "test.recogs.txt", result.per_utterance)
         if config.decode.lattices:
-            write_lattices(temporary / "lattices", result.graph, corpus.test.frames.utt_ids, logliks["test"], config.decode,
-                           acoustic_scale=result.setting.acoustic_scale)
+            search = Search(result.setting.acoustic_scale, config.decode.beam, config.decode.max_active)
+            write_lattices(temporary / "lattices", result.graph, corpus.test.frames.utt_ids, logliks["test"],
+                           search, lattice_beam=config.decode.lattice_beam)
         write_text(temporary / "wer.json", json.dumps(about, indent=1))
     return result
 

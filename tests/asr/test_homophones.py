@@ -74,7 +74,7 @@ def test_a_new_homophone_of_another_lexicon_loses_to_the_word_of_training(tmp_pa
     changed = vocabulary.of_model(language, Vocabulary(lexicon=tmp_path / "lexicon"))
     graph = evaluation.build_graph(changed, MADE)
     loglik_TP = spell(TOPOLOGY, ["O"], frames_per_state=4)
-    assert decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=30.0, max_active=1000).words == ("O",)
+    assert decoding.best_path(graph, loglik_TP, decoding.Search(1.0, 30.0, 1000)).words == ("O",)
 
 
 def test_words_are_counted_and_stored() -> None:

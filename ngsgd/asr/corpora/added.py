@@ -62,14 +62,9 @@ def utterances(listed: Sequence[UtteranceEntry], data: DataConfig, feature_confi
     """Yield `data.added_copies` copies of each utterance, augmented independently.
 
     Args:
-        listed: the utterances.
-        data: the section `data`.
-        feature_config: the section `features`.
-        changes: the section `augment`.
-        labels: HMM states of the frames; utterances without are omitted. Default: the utterances
-            have no labels.
-        num_pdfs: number of HMM states, for a check of `labels`.
-        silence_pdfs: states of silence.
+        listed, data, feature_config, changes: the utterances, and sections of the settings.
+        labels: HMM states of the frames; utterances without are omitted. Default: none has labels.
+        num_pdfs, silence_pdfs: number of HMM states, and those of silence.
         mix: adds the noise of a generated corpus, except to the clean fraction.
 
     Raises:
@@ -82,7 +77,7 @@ def utterances(listed: Sequence[UtteranceEntry], data: DataConfig, feature_confi
             raise DataError(f"{labels.path} has no states for {len(missing)} of the {len(listed)} "
                             f"utterances of data.added_dirs, the first is {missing[0]}; use an "
                             "alignment of this data, or leave data.alignment empty.")
-        said = _labelled(said, labels, num_pdfs)
+        said = (_labelled(one, labels, num_pdfs) for one in said if one.utt_id in labels.pdf_T)
     changes = replace(changes, num_copies=changes.num_copies * data.added_copies)
     if not mix and not changes.changes_audio:
         return said
@@ -90,12 +85,10 @@ def utterances(listed: Sequence[UtteranceEntry], data: DataConfig, feature_confi
                              silence_pdfs=silence_pdfs, mix=mix)
 
 
-def _labelled(said: Iterable[Utterance], labels: Alignment, num_pdfs: int) -> Iterator[Utterance]:
-    for one in said:
-        if one.utt_id in labels.pdf_T:
-            pdf_T = labels.pdf_T[one.utt_id]
-            alignments.check(pdf_T, one.utt_id, len(one.pdf_T), num_pdfs, labels.path)
-            yield replace(one, pdf_T=pdf_T)
+def _labelled(one: Utterance, labels: Alignment, num_pdfs: int) -> Utterance:
+    pdf_T = labels.pdf_T[one.utt_id]
+    alignments.check(pdf_T, one.utt_id, len(one.pdf_T), num_pdfs, labels.path)
+    return replace(one, pdf_T=pdf_T)
 
 
 def check_words(listed: Sequence[UtteranceEntry], topology: Topology, corpus: str) -> None:

@@ -53,11 +53,7 @@ class UtteranceEntry:
 
 
 class Listing(Column[UtteranceEntry]):
-    """Utterances in an unnamed temporary file; they are created when they are read.
-
-    Args:
-        entries: the utterances; read once.
-    """
+    """Utterances in an unnamed temporary file; they are created when they are read."""
 
     def __init__(self, entries: Iterable[UtteranceEntry]) -> None:
         self._records = Spool(json.dumps(to_json(one)).encode() for one in entries)
@@ -94,8 +90,15 @@ def read(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntry]:
     source = folder / ("feats.scp" if given_features else "segments" if (folder / "segments").exists() else "wav.scp")
     contents = tables.read_table(source)
     content_of = _contents(folder, source.name, contents)
-    _same_keys(texts, speakers, folder / "utt2spk")
-    _same_keys(texts, contents, source)
+    for others, path in ((speakers, folder / "utt2spk"), (contents, source)):
+        for utt_id, text in texts.items():
+            if utt_id not in others:
+                raise DataError(f"{text.where}: {utt_id} has a transcript but no line in {path}; add it, "
+                                "or remove the transcript.")
+        for utt_id, other in others.items():
+            if utt_id not in texts:
+                raise DataError(f"{other.where}: {utt_id} has no transcript in text; add it, or remove "
+                                "the line.")
     for utt_id, speaker in speakers.items():
         if len(speaker.value.split()) != 1:
             raise DataError(f"{speaker.where}: {utt_id} has no speaker, or a name with spaces; "
@@ -105,16 +108,18 @@ def read(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntry]:
                    for utt_id, text in texts.items())
 
 
-def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object], path: Path) -> None:
-    """Raise DataError for an empty transcript or a word that is not in the lexicon."""
+def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object] | None,
+                path: Path) -> None:
+    """Raise DataError for an empty transcript, or a word that is not in the lexicon `known`."""
     for one in utterances:
         if not one.words:
-            raise DataError(f"{one.where}: the transcript of {one.utt_id} is empty; write its words, or remove the utterance.")
-        for word in one.words:
+            raise DataError(f"{one.where}: the transcript of {one.utt_id} is empty; write its words, "
+                            "or remove the utterance.")
+        for word in one.words if known is not None else ():
             if word not in known:
-                raise DataError(f"{one.where}: the word {word} of {one.utt_id} is not in the "
-                                f"lexicon {path}{lexicon.alike(word, known)}; add it there, or set data.oov_word to the "
-                                "word that replaces unknown ones.")
+                raise DataError(f"{one.where}: the word {word} of {one.utt_id} is not in the lexicon "
+                                f"{path}{lexicon.alike(word, known)}; add it there, or set "
+                                "data.oov_word to the word that replaces unknown ones.")
 
 
 def identity(one: UtteranceEntry, folder: Path) -> str:
@@ -170,25 +175,17 @@ def given_cmvn(utterances: Sequence[UtteranceEntry], folder: Path, dim: int) -> 
 
 def spoken(utterances: Sequence[UtteranceEntry], config: FeatureConfig,
            reader: audio.Reader | None = None) -> Iterator[Utterance]:
-    """Read the audio of the utterances, without alignment.
-
-    Args:
-        utterances: the utterances.
-        config: the section `features`.
-        reader: keeps its last recording open. Default: a new one, which is closed at the end.
-    """
-    is_own = reader is None
-    reader = reader or audio.Reader(config.sample_rate_hz, resample=config.resample)
+    """Read the audio of the utterances, without alignment; `reader` keeps its last one open."""
+    own = audio.Reader(config.sample_rate_hz, resample=config.resample)
     for one in utterances:
         assert isinstance(one.content, Piece)
-        samples = reader.read(one.content)
-        num = num_frames(len(samples), config.sample_rate_hz)
+        samples = (reader or own).read(one.content)
         if len(samples) < config.sample_rate_hz // 100:
             raise DataError(f"{one.content.where}: {one.utt_id} has {len(samples)} samples, less "
                             "than a frame of 10 ms; remove it.")
-        yield Utterance(one.utt_id, one.speaker, one.words, samples, unaligned(num))
-    if is_own:
-        reader.close()
+        pdf_T = unaligned(num_frames(len(samples), config.sample_rate_hz))
+        yield Utterance(one.utt_id, one.speaker, one.words, samples, pdf_T)
+    own.close()
 
 
 def _contents(folder: Path, source: str, contents: Table) -> Callable[[str, Entry], Piece | Entry]:
@@ -197,7 +194,12 @@ def _contents(folder: Path, source: str, contents: Table) -> Callable[[str, Entr
         return lambda _utt_id, entry: entry
     recordings = contents if source == "wav.scp" else tables.read_table(folder / "wav.scp")
     for entry in recordings.values():
-        _check_is_file(entry)
+        if entry.value.endswith("|") or entry.value.startswith("|"):
+            raise DataError(f"{entry.where}: {entry.value[:40]!r} is a command, which ngsgd never runs "
+                            "from data files; convert the audio to wav or flac and write the name of "
+                            "the file.")
+        if "\0" in entry.value:
+            raise DataError(f"{entry.where}: the file name has a zero byte; write the name of the audio file.")
     sides = _sides(folder / "reco2file_and_channel")
     if source == "wav.scp":
         return lambda utt_id, entry: Piece(named_in(folder, entry.value), entry.where, side=sides.get(utt_id))
@@ -207,23 +209,12 @@ def _contents(folder: Path, source: str, contents: Table) -> Callable[[str, Entr
 
 
 def _sides(path: Path) -> dict[str, int]:
-    """Channels of lines "recording file A" (or 1), from 0; others are ignored, as mono recordings
-    need none.
-    """
+    """Channels of lines "recording file A" (or 1), from 0; other lines are ignored."""
     if not path.is_file():
         return {}
     rows = (line.split() for _, line in lines.read(path))
     return {words[0]: int(words[2]) - 1 if words[2].isdigit() else ord(words[2].upper()) - ord("A")
             for words in rows if len(words) == 3 and re.fullmatch("[A-Za-z]|[1-9][0-9]?", words[2])}
-
-
-def _check_is_file(entry: Entry) -> None:
-    if entry.value.endswith("|") or entry.value.startswith("|"):
-        raise DataError(f"{entry.where}: {entry.value[:40]!r} is a command, which ngsgd never runs "
-                        "from data files; convert the audio to wav or flac and write the name of "
-                        "the file.")
-    if "\0" in entry.value:
-        raise DataError(f"{entry.where}: the file name has a zero byte; write the name of the audio file.")
 
 
 def _segment(utt_id: str, entry: Entry, recordings: Table, find: Callable[[str], Path], sides: Mapping[str, int],
@@ -243,12 +234,3 @@ def _segment(utt_id: str, entry: Entry, recordings: Table, find: Callable[[str],
                         "increasing times from 0.")
     channel = int(channels[0]) if channels else None
     return Piece(find(recording), entry.where, start_s, end_s, channel, sides.get(recording))
-
-
-def _same_keys(texts: Table, others: Table, path: Path) -> None:
-    for utt_id, text in texts.items():
-        if utt_id not in others:
-            raise DataError(f"{text.where}: {utt_id} has a transcript but no line in {path}; add it, or remove the transcript.")
-    for utt_id, other in others.items():
-        if utt_id not in texts:
-            raise DataError(f"{other.where}: {utt_id} has no transcript in text; add it, or remove the line.")

@@ -5,7 +5,7 @@ Letters: T frames, D feature dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,13 +84,12 @@ def restored(frames_TD: Features, stats: Stats) -> Features:
     return (frames_TD * deviation_D + mean_D).astype(np.float32)
 
 
-def units(features: Sequence[Features], names: Sequence[str]) -> CmvnStats:
-    """Compute the statistics of utterances, grouped by the names of their units."""
+def units(found: Iterable[Stats], names: Sequence[str]) -> CmvnStats:
+    """Add the statistics of utterances, grouped by the names of their units."""
     stats: dict[str, Stats] = {}
-    for frames_TD, name in zip(features, names, strict=True):
-        found = statistics(frames_TD)
-        stats[name] = stats[name] + found if name in stats else found
-    return CmvnStats(stats, tuple(names))
+    for one, name in zip(found, names, strict=True):
+        stats[name] = stats[name] + one if name in stats else one
+    return CmvnStats(stats, names)
 
 
 # So far -------------------------------------------------------------------------------------------
@@ -113,7 +112,6 @@ class OnlineMean:
     """
 
     def __init__(self, all_speech: Stats, before: CmnState | None = None) -> None:
-        self._window, self._most_before, self._most_global = WINDOW, SPEAKER_FRAMES, GLOBAL_FRAMES
         self._global_mean_D = mean_and_deviation(all_speech)[0]
         self._before = before or CmnState(np.zeros_like(self._global_mean_D))
         # sums over the utterance up to each of its last frames
@@ -129,19 +127,16 @@ class OnlineMean:
         first = self._num_frames + 1 - len(self._sums_WD)
         heard_T = np.arange(self._num_frames + 1, self._num_frames + 1 + len(frames_TD))
         # frames that have left the window
-        gone_T = np.maximum(heard_T - self._window, 0)
+        gone_T = np.maximum(heard_T - WINDOW, 0)
         sum_TD = sums_TD - history[np.maximum(gone_T - first, 0)] * (gone_T > 0)[:, None]
         self._num_frames += len(frames_TD)
-        self._sums_WD = history[-self._window - 1:]
-        return self._smoothed(sum_TD, (heard_T - gone_T).astype(np.float64))
-
-    def _smoothed(self, sum_TD: Vector, count_T: Vector) -> Vector:
-        before = self._before
-        lent_T = np.minimum(self._window - count_T, min(self._most_before, before.count))
+        self._sums_WD = history[-WINDOW - 1:]
+        count_T, before = (heard_T - gone_T).astype(np.float64), self._before
+        lent_T = np.minimum(WINDOW - count_T, min(SPEAKER_FRAMES, before.count))
         if before.count:
             sum_TD = sum_TD + (lent_T / before.count)[:, None] * before.sum_D
         count_T = count_T + lent_T
-        lent_T = np.minimum(self._window - count_T, self._most_global)
+        lent_T = np.minimum(WINDOW - count_T, GLOBAL_FRAMES)
         return np.asarray((sum_TD + lent_T[:, None] * self._global_mean_D) / (count_T + lent_T)[:, None])
 
     def heard(self) -> CmnState:

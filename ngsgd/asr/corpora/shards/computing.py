@@ -38,12 +38,7 @@ def compute(shards: Sequence[Shard], config: FeatureConfig, folder: Path, *,
             num_processes: int = 0, report: Callable[[str], None] = lambda _line: None) -> None:
     """Compute all shards that do not exist in the folder.
 
-    Args:
-        shards: the shards.
-        config: the section `features`.
-        folder: folder of the files.
-        num_processes: number of processes. Default: one per core, and none for a single shard.
-        report: receives progress messages.
+    `num_processes` is by default one per core, and none for a single shard.
 
     Raises:
         DataError: audio or features are missing, damaged or inconsistent.
