@@ -19,7 +19,7 @@ from ngsgd import files
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.ivectors import model as extractor_file
 from ngsgd.asr.ivectors.model import IvectorModel
-from ngsgd.asr.ivectors.training import TRAIN_UTTERANCES, extract_each, train
+from ngsgd.asr.ivectors.training import TRAIN_UTTERANCES, extract, train
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import RunConfig
 from ngsgd.data import mapped
@@ -78,7 +78,7 @@ def _store(folder: Path, corpus: Corpus, model: IvectorModel) -> None:
             speech: SpeechSet = getattr(corpus, name)
             num_rows = int(_num_rows(speech, model.front.config.period).sum())
             mapped.write_rows(new / f"{name}.npy", (num_rows, model.front.config.dim),
-                              extract_each(speech, model, most_utterances=_UTTERANCES[name]))
+                              extract(speech, model, most_utterances=_UTTERANCES[name]))
         index = files.sealed({"sha256": {name: files.sha256(new / f"{name}.npy") for name in _SETS}})
         (new / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 

@@ -87,11 +87,6 @@ def test_an_invalid_model_is_rejected_with_the_next_step(
     folder_of(run / "final", {name: data for name, data in content.items() if name != bundle_files.INDEX})
     with pytest.raises(CheckpointError, match="ngsgd resume"):
         Bundle.load(run)
-    # a run of a version before bundles
-    (run / "decode").mkdir()
-    (run / "decode" / "wer.json").touch()
-    with pytest.raises(CheckpointError, match="export --format bundle"):
-        Bundle.load(run)
 
 
 @pytest.mark.parametrize("name", ["model.json", "model.safetensors", bundle_files.INDEX])

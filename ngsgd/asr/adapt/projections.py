@@ -14,6 +14,8 @@ Matrix = npt.NDArray[np.float64]
 
 # classes with fewer frames have no covariance for MLLT
 _MIN_FRAMES = 50
+# passes of MLLT over all rows
+_MLLT_ITERS = 20
 
 
 def splice(x_TD: npt.NDArray[np.floating], context: int) -> Matrix:
@@ -23,11 +25,6 @@ def splice(x_TD: npt.NDArray[np.floating], context: int) -> Matrix:
 
 def lda(x_TS: Matrix, class_T: npt.NDArray[np.integer], dim: int) -> Matrix:
     """Return the directions that separate classes best.
-
-    Args:
-        x_TS: features.
-        class_T: class of each frame, from 0.
-        dim: number of directions, at most S.
 
     Returns:
         D x S matrix. The within-class covariance of projected features is the identity.
@@ -48,18 +45,10 @@ def lda_of_moments(within_SS: Matrix, mean_CS: Matrix, count_C: Matrix, dim: int
     return np.asarray(axes_SS[:, ::-1][:, :dim].T @ whitening_SS)
 
 
-def mllt(x_TD: Matrix, class_T: npt.NDArray[np.integer], *, num_iters: int = 20) -> Matrix:
-    """Return the square transform under which classes have the most nearly diagonal covariances.
+def mllt(x_TD: Matrix, class_T: npt.NDArray[np.integer]) -> Matrix:
+    """Return the D x D transform under which classes have the most nearly diagonal covariances.
 
     Rows are updated in turn, each to the maximum of the likelihood with the others fixed.
-
-    Args:
-        x_TD: features.
-        class_T: class of each frame, from 0.
-        num_iters: passes over all rows.
-
-    Returns:
-        D x D matrix.
 
     Source: Gales, "Semi-tied covariance matrices for hidden Markov models" (1999).
     """
@@ -67,15 +56,14 @@ def mllt(x_TD: Matrix, class_T: npt.NDArray[np.integer], *, num_iters: int = 20)
     x_TD = x_TD - mean_CD[class_T]
     kept = frequent(count_C)
     covariance_CDD = np.stack([_second_moment(x_TD[class_T == c]) / count_C[c] for c in kept])
-    return mllt_of_covariances(covariance_CDD, count_C[kept], num_iters=num_iters)
+    return mllt_of_covariances(covariance_CDD, count_C[kept])
 
 
-def mllt_of_covariances(covariance_CDD: Matrix, count_C: Matrix, *, num_iters: int = 20) -> Matrix:
+def mllt_of_covariances(covariance_CDD: Matrix, count_C: Matrix) -> Matrix:
     """Return `mllt` from the covariances and numbers of frames of the classes."""
     transform_DD = np.eye(covariance_CDD.shape[1])
-    for _ in range(num_iters):
-        variance_CD = np.einsum("da,cab,db->cd", transform_DD, covariance_CDD, transform_DD,
-                                optimize=True)
+    for _ in range(_MLLT_ITERS):
+        variance_CD = np.einsum("da,cab,db->cd", transform_DD, covariance_CDD, transform_DD, optimize=True)
         for row in range(len(transform_DD)):
             weight_C = count_C / variance_CD[:, row]
             moment_DD = np.tensordot(weight_C, covariance_CDD, axes=1)

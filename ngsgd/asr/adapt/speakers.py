@@ -81,10 +81,7 @@ class SpeakerAdaptation:
               find_path: FindPath) -> tuple[Features, FmllrStats | None]:
         """Return the adapted features of a speaker's next utterance, and the speaker's sums.
 
-        Args:
-            x_TD: normalized features.
-            before: sums of the speaker's earlier utterances; None if there are none.
-            find_path: first pass of recognition.
+        `before` are the sums of the speaker's earlier utterances.
         """
         z_TD = self.project(x_TD)
         if self.prior is None:
@@ -96,10 +93,7 @@ class SpeakerAdaptation:
                       scores: NetworkScores) -> list[Features]:
         """Return the adapted features of all utterances of one speaker.
 
-        Args:
-            utterances: normalized features.
-            find_path: first pass of recognition, which also searches the scores of the network.
-            scores: the network, which was trained on adapted features.
+        `find_path` also searches the scores of the network, which was trained on adapted features.
         """
         z = [self.project(x_TD) for x_TD in utterances]
         if self.prior is None:
@@ -128,12 +122,7 @@ class SpeakerAdaptation:
                     scores: NetworkScores | None = None) -> FmllrStats:
         """Return the sums of projected utterances, added to those of earlier ones.
 
-        Args:
-            utterances: projected features.
-            before: sums of the speaker's earlier utterances, which replace `transform`.
-            find_path: finds the states.
-            transform: the speaker's transform so far.
-            scores: the network; None scores with the mixtures.
+        The sums `before` replace the transform so far. Without `scores` the mixtures score.
         """
         assert self.first is not None and self.adapted is not None
         stats = FmllrStats.zero(self.dim) if before is None else before
@@ -189,10 +178,8 @@ def train_projection(utterances: Sequence[npt.NDArray[np.floating]], pdf_T: Pdfs
 
     Args:
         utterances: T x D normalized features of each training utterance.
-        pdf_T: pdfs of all their frames, one after another.
-        context: frames spliced on each side.
-        dim: number of projected features.
-        num_silence: number of pdfs of silence, which are the first.
+        pdf_T: pdfs of all their frames, one after another; those of silence are the first.
+        context, dim, num_silence: frames spliced on each side, projected features, pdfs of silence.
 
     Raises:
         DataError: `dim` is larger than the number of spliced features.
@@ -233,11 +220,8 @@ def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matr
                 num_pdfs: int) -> tuple[SpeakerAdaptation, dict[str, Matrix]]:
     """Train mixtures and the transforms of training speakers by turns (SAT).
 
-    Args:
-        plain: the projection.
-        by_speaker: projected features of each speaker's utterances; read several times.
-        pdfs: pdfs of their frames.
-        num_pdfs: number of pdfs.
+    `by_speaker` are the projected features of each speaker's utterances, which are read several
+    times, and `pdfs` those of their frames.
 
     Returns:
         The adaptation with mixtures, and each training speaker's transform.

@@ -70,7 +70,7 @@ def silence_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
         is_silence[utt_id] = (frame_T < width) | (frame_T >= len(pdf_T) - width)
     train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in starts]
     for _ in range(NUM_SILENCE_PASSES):
-        fitted = Gaussians.fit_pieces(lambda: x_TK.pieces(
+        fitted = Gaussians.fit(lambda: x_TK.pieces(
             (utt_id, (~is_silence[utt_id]).astype(np.int32)) for utt_id in train), 2)
         for utt_id in starts:
             loglik_T2 = fitted.log_likelihood(x_TK[utt_id])
@@ -112,8 +112,7 @@ def score_by_gaussians(corpus: Corpus, states: States) -> Scores:
     """T x P scores of every utterance from Gaussians of the training set; computed when read."""
     x_TK = Decorrelated(corpus)
     train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in states]
-    fitted = Gaussians.fit_pieces(
-        lambda: x_TK.pieces((utt_id, states[utt_id]) for utt_id in train), corpus.num_pdfs)
+    fitted = Gaussians.fit(lambda: x_TK.pieces((utt_id, states[utt_id]) for utt_id in train), corpus.num_pdfs)
     return Computed(list(x_TK), lambda utt_id: fitted.log_likelihood(x_TK[utt_id]))
 
 
@@ -153,7 +152,7 @@ def realign(corpus: Corpus, states: States, logliks: Scores, oov: str,
     """Find the best path of each utterance in `states` through the graph of its transcript.
 
     Args:
-        corpus: the speech.
+        corpus: has the transcripts.
         states: the utterances to align, and the states of those without a path.
         logliks: scores of each of these utterances, which are read once.
         oov: word that replaces words missing in the lexicon.

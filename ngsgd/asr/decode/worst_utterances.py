@@ -29,13 +29,8 @@ def utterance_scores(frames: FrameSet, logliks: Sequence[npt.NDArray[np.float32]
                      prior_P: npt.NDArray[np.float64]) -> list[UtteranceScore]:
     """Return all utterances sorted by objf, worst first, then by name.
 
-    Frames of unknown class (negative) are ignored, and an utterance without labeled frames is
-    omitted.
-
-    Args:
-        frames: labels and offsets of the utterances.
-        logliks: T x P log posteriors minus log priors, as in decoding.
-        prior_P: prior of each class.
+    `logliks` are T x P log posteriors minus log priors. Frames of unknown class (negative) are
+    ignored, and an utterance without labeled frames is omitted.
     """
     scores = []
     for utt_id, first, end, loglik_TP in zip(frames.utt_ids, frames.offsets[:-1], frames.offsets[1:], logliks, strict=True):

@@ -79,9 +79,8 @@ def read(path: Path, config: IvectorConfig) -> IvectorModel:
     try:
         return of_arrays(_checked_arrays(path), config)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise DataError(f"{path} cannot be read as an i-vector extractor ({error}); restore it, or "
-                        "remove it and train again.") \
-            from error
+        raise DataError(f"{path} cannot be read as an i-vector extractor ({error}); restore it, or remove it "
+                        "and train again.") from error
 
 
 def of_arrays(a: Mapping[str, Tensor], config: IvectorConfig) -> IvectorModel:

@@ -57,11 +57,7 @@ def read(path: Path, of_lexicon: Sequence[str], report: Callable[[str], None],
          effect: str = "cannot be recognized") -> str:
     """Read a language model, plain or gzip-compressed, and compare its words with the lexicon.
 
-    Args:
-        path: the file.
-        of_lexicon: its words.
-        report: receives a line if the model lacks some of them.
-        effect: the consequence for these.
+    `report` receives a line, with the `effect`, if the model lacks some of its words.
 
     Returns:
         The text from `\\data\\` to `\\end\\`, with lines that end at a line feed.
@@ -92,11 +88,7 @@ def words(text: str) -> set[str]:
 
 
 class Reader:
-    """Reads the lines of a model and checks them.
-
-    Args:
-        name: of the model, for messages.
-    """
+    """Reads the lines of a model and checks them."""
 
     def __init__(self, name: str = "the language model") -> None:
         # the longest n-grams with a section
@@ -114,9 +106,6 @@ class Reader:
         """Yield each line from `\\data\\` to `\\end\\`, with its n-gram if it has one.
 
         Sentence marks of the n-grams become lower case.
-
-        Args:
-            numbered: place and text of each nonempty line.
 
         Raises:
             DataError: the text is damaged or incomplete. Counts are compared after the last line.
@@ -143,7 +132,11 @@ class Reader:
             self._is_finished = line == "\\end\\"
         elif section := _SECTION.fullmatch(line):
             self._end_section()
-            self._begin_section(int(section[1]), where)
+            order = int(section[1])
+            if order <= self.order or order not in self._counts:
+                raise self._error(where, f"the section of {order}-grams is repeated, not in order, or has no count")
+            self._section = self.order = order
+            self._found[order] = 0
         elif self._section:
             return self._gram(line, where)
         elif count := _COUNT.fullmatch(line):
@@ -166,12 +159,6 @@ class Reader:
         for mark in (BEGIN, END):
             if mark not in self.unigrams:
                 raise self._error(self._name, f"it has no unigram {mark}")
-
-    def _begin_section(self, order: int, where: str) -> None:
-        if order <= self.order or order not in self._counts:
-            raise self._error(where, f"the section of {order}-grams is repeated, not in order, or has no count")
-        self._section, self._found[order] = order, 0
-        self.order = order
 
     def _end_section(self) -> None:
         hash_N = np.sort(np.array(self._hashes, np.int64))

@@ -50,12 +50,8 @@ def locate(given: str, source: Path) -> Path:
 def read(path: Path, num_silence_states: int, report: Callable[[str], None] = warn) -> Topology:
     """Read words and phones of the file, phones in alphabetical order.
 
-    Further pronunciations have separate lines, with or without WORD(2).
-
-    Args:
-        path: the file.
-        num_silence_states: number of HMM states of silence.
-        report: receives a line if probabilities are omitted. Default: a warning.
+    Further pronunciations have separate lines, with or without WORD(2). `report` receives a line if
+    probabilities are omitted. Default: a warning.
 
     Raises:
         DataError: a line has no phones, is a duplicate, or has a number or a comment as phone.
@@ -144,14 +140,9 @@ def _code_points(word: str) -> str:
 
 def require_shared(words: Sequence[str], known: Collection[str], source: str,
                    report: Callable[[str], None], effect: str = "cannot be recognized") -> None:
-    """Compare the words of the lexicon with those of a language model or a graph.
+    """Compare the words of the lexicon with those that a language model or graph `source` has.
 
-    Args:
-        words: of the lexicon.
-        known: of the language model.
-        source: its name.
-        report: receives a line if some words of the lexicon are missing.
-        effect: the consequence for them.
+    `report` receives a line, with the `effect`, if some words of the lexicon are missing.
 
     Raises:
         DataError: none is known.

@@ -108,30 +108,26 @@ def estimate(texts: Iterable[Sequence[str]], *, order: int, vocabulary: Iterable
                 context = tuple(tokens[at - length : at])
                 follows.setdefault(context, Counter())[tokens[at]] += 1
     targets = (*words, *([UNKNOWN] if UNKNOWN in follows.get((), ()) else []), END)
-    probs = _unigram_probs(follows.get((), Counter()), targets)
+    unigrams = follows.get((), Counter())
+    if not (num := unigrams.total()):
+        raise DataError("The text of the language model has no words; give another data.lm_text.")
+    probs: dict[tuple[str, ...], float] = {
+        (w,): (unigrams[w] + len(unigrams) / len(targets)) / (num + len(unigrams)) for w in targets}
     for context in sorted(follows, key=len):
         for word, count in follows[context].items() if context else ():
             num, kinds = follows[context].total(), len(follows[context])
-            lower = _backed_off(probs, follows, context[1:], word)
+            # the probability after the shorter history, of any that the texts have or lack
+            lower, shorter = 1.0, context[1:]
+            while (*shorter, word) not in probs:
+                lower *= _backoff_weight(follows.get(shorter))
+                shorter = shorter[1:]
+            lower *= probs[*shorter, word]
             probs[*context, word] = (count + kinds * lower) / (num + kinds)
-    return NgramModel(order, _entries(probs, follows))
-
-
-def _unigram_probs(count: Counter[str], targets: Sequence[str]) -> dict[tuple[str, ...], float]:
-    num, kinds = count.total(), len(count)
-    if not num:
-        raise DataError("The text of the language model has no words; give another data.lm_text.")
-    return {(w,): (count[w] + kinds / len(targets)) / (num + kinds) for w in targets}
-
-
-def _backed_off(probs: Mapping[tuple[str, ...], float], follows: Mapping[tuple[str, ...], Counter[str]],
-                context: tuple[str, ...], word: str) -> float:
-    """The probability of a word after a context, of any that the texts have or lack."""
-    factor = 1.0
-    while (*context, word) not in probs:
-        factor *= _backoff_weight(follows.get(context))
-        context = context[1:]
-    return factor * probs[*context, word]
+    entries = {gram: (math.log(prob), math.log(_backoff_weight(follows.get(gram))))
+               for gram, prob in probs.items()}
+    # no text has it as a following word, but histories begin with it; -99 stands for never in ARPA
+    entries[(BEGIN,)] = (-_UNSEEN_COST, math.log(_backoff_weight(follows.get((BEGIN,)))))
+    return NgramModel(order, dict(sorted(entries.items(), key=lambda item: len(item[0]))))
 
 
 def _backoff_weight(following: Counter[str] | None) -> float:
@@ -139,25 +135,8 @@ def _backoff_weight(following: Counter[str] | None) -> float:
     return len(following) / (following.total() + len(following)) if following else 1.0
 
 
-def _entries(probs: Mapping[tuple[str, ...], float],
-             follows: Mapping[tuple[str, ...], Counter[str]]) -> dict[tuple[str, ...], tuple[float, float]]:
-    entries = {gram: (math.log(prob), math.log(_backoff_weight(follows.get(gram))))
-               for gram, prob in probs.items()}
-    # no text has it as a following word, but histories begin with it; -99 stands for never in ARPA
-    entries[(BEGIN,)] = (-_UNSEEN_COST, math.log(_backoff_weight(follows.get((BEGIN,)))))
-    return dict(sorted(entries.items(), key=lambda item: len(item[0])))
-
-
 def parse(text: str, name: str = "the language model") -> NgramModel:
-    """Parse a model.
-
-    Args:
-        text: the model in ARPA format.
-        name: of the model, for messages.
-
-    Raises:
-        DataError: the text is not in ARPA format, or incomplete.
-    """
+    """Parse a model in ARPA format; raise DataError for a damaged or incomplete text."""
     entries: dict[tuple[str, ...], tuple[float, float]] = {}
     reader = arpa.Reader(name)
     for _, gram in reader.grams(text):

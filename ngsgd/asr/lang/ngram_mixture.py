@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from ngsgd.asr.lang.arpa import BEGIN, END
 from ngsgd.asr.lang.ngram import NgramModel
@@ -24,23 +23,24 @@ _NEVER = -99.0
 
 
 def best_weight(first: NgramModel, second: NgramModel, texts: Iterable[Sequence[str]]) -> float:
-    """Return the weight of `first` for which the mixture has the lowest perplexity.
+    """Return the weight of `first`, 0 to 1, for which the mixture has the lowest perplexity.
 
     It is found by expectation maximization from a half; the perplexity has one minimum. Words that
-    a model lacks do not count. Without texts the weight is a half.
-
-    Args:
-        first: a model.
-        second: a model over the same words.
-        texts: word sequences that neither model is estimated from.
-
-    Returns:
-        A weight from 0 to 1. That of `second` is the rest.
+    a model lacks do not count. Without texts the weight is a half. Neither model, over the same
+    words, is estimated from the texts.
 
     Source: Jelinek and Mercer, "Interpolated estimation of Markov source parameters from sparse
     data" (1980).
     """
-    prob_2N = _probabilities((first, second), texts)
+    rows = []
+    for text in texts:
+        history = [BEGIN]
+        for word in (*text, END):
+            if all((word,) in model.entries for model in (first, second)):
+                rows.append([math.exp(-model.cost(history, word)) for model in (first, second)])
+            history.append(word)
+    # the probability of each word that both models know
+    prob_2N = np.array(rows).reshape(-1, 2).T
     weight = 0.5
     for _ in range(_MAX_ITERATIONS if prob_2N.shape[1] else 0):
         share_N = weight * prob_2N[0] / (weight * prob_2N[0] + (1.0 - weight) * prob_2N[1])
@@ -56,11 +56,6 @@ def interpolate(first: NgramModel, second: NgramModel, weight: float) -> NgramMo
     N-grams of either model get the interpolated probability. The back-off weight of a history gives
     the remaining probability to all other words, in proportion to the shorter history. So
     probabilities sum to 1, and only those of n-grams in neither model differ from the mixture.
-
-    Args:
-        first: a model.
-        second: a model over the same words.
-        weight: of `first`, 0 to 1.
 
     Source: `ngram -mix-lm` of SRILM; Stolcke, "SRILM - an extensible language modeling toolkit"
     (2002).
@@ -79,27 +74,13 @@ def interpolate(first: NgramModel, second: NgramModel, weight: float) -> NgramMo
         entries[gram] = (math.log(mixed), 0.0)
         followers.setdefault(history, []).append(word)
     result = NgramModel(max(first.order, second.order), entries)
+    # the back-off weights of shorter histories are in the model
     for context in sorted(followers, key=len):
         if context in entries:
-            entries[context] = (entries[context][0], _backoff(result, context, followers[context]))
+            words = followers[context]
+            left = 1.0 - sum(math.exp(entries[*context, word][0]) for word in words)
+            lower = 1.0 - sum(math.exp(-result.cost(context[1:], word)) for word in words)
+            # 0 where the history has all words
+            backoff = math.log(max(left, _LEAST) / lower) if lower > _LEAST else 0.0
+            entries[context] = (entries[context][0], backoff)
     return result
-
-
-def _backoff(model: NgramModel, history: tuple[str, ...], words: Sequence[str]) -> float:
-    """The log back-off weight of a history; those of shorter histories are in the model."""
-    left = 1.0 - sum(math.exp(model.entries[*history, word][0]) for word in words)
-    lower = 1.0 - sum(math.exp(-model.cost(history[1:], word)) for word in words)
-    # 0 where the history has all words
-    return math.log(max(left, _LEAST) / lower) if lower > _LEAST else 0.0
-
-
-def _probabilities(models: Sequence[NgramModel], texts: Iterable[Sequence[str]]) -> npt.NDArray[np.float64]:
-    """The probability of each word that all models know, by model."""
-    rows = []
-    for text in texts:
-        history = [BEGIN]
-        for word in (*text, END):
-            if all((word,) in model.entries for model in models):
-                rows.append([math.exp(-model.cost(history, word)) for model in models])
-            history.append(word)
-    return np.array(rows).reshape(-1, len(models)).T

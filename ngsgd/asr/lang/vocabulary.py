@@ -26,14 +26,7 @@ _NUM_SHOWN = 10
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Replacements for the words of a model; empty: none.
-
-    Attributes:
-        lexicon: file of pronunciations.
-        words: file of the words that may be recognized, one on a line.
-        arpa: n-gram language model in ARPA format.
-        grammar: grammar in the subset of JSGF of `ngsgd.asr.lang.grammar`.
-    """
+    """Files that replace the words of a model: words one on a line, an n-gram model in ARPA format."""
 
     lexicon: Path | None = None
     words: Path | None = None
@@ -57,13 +50,10 @@ class UnknownWords:
 
 def of_model(language: Language, vocabulary: Vocabulary,
              report: Callable[[str], None] = warn) -> Language:
-    """Return the language for decoding.
+    """Return the language of a model for decoding with these replacements.
 
-    Args:
-        language: of the model.
-        vocabulary: the replacements.
-        report: receives lines about probabilities that are not used, and about words that the
-            language model lacks. Default: a warning.
+    `report` receives lines about probabilities that are not used, and about words that the language
+    model lacks. Default: a warning.
 
     Raises:
         ConfigError: a grammar and a language model.
@@ -76,14 +66,15 @@ def of_model(language: Language, vocabulary: Vocabulary,
         raise ConfigError("a grammar replaces the language model; use either a grammar or language models.")
     topology = language.topology
     if not language.tree and language.num_pdfs != topology.num_pdfs:
-        raise DataError(
-            f"the model has {language.num_pdfs} tied HMM states, but a graph of other words "
-            f"requires the {topology.num_pdfs} untied states of phones; train without data.graph "
-            "to change words at decoding time."
-        )
+        raise DataError(f"the model has {language.num_pdfs} tied HMM states, but a graph of other words "
+                        f"requires the {topology.num_pdfs} untied states of phones; train without "
+                        "data.graph to change words at decoding time.")
     if vocabulary.lexicon:
         read = lexicon.read(vocabulary.lexicon, topology.num_silence_states, report)
-        _require_phones(read.phones, topology.phones, vocabulary.lexicon)
+        known = (*topology.phones, SILENCE_PHONE)
+        if missing := [phone for phone in read.phones if phone not in known]:
+            raise DataError(f"the lexicon {vocabulary.lexicon} uses phones that the model does not have: "
+                            f"{lexicon.listed(missing)}; use only {' '.join(topology.phones)}.")
         topology = replace(topology, lexicon=read.lexicon)
     # a list of words keeps the grammar of the model; a new language model replaces it
     own = None if vocabulary.arpa else language.grammar
@@ -132,18 +123,8 @@ def _word_list(path: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _require_phones(phones: Sequence[str], known: Sequence[str], path: Path) -> None:
-    if missing := [phone for phone in phones if phone not in known and phone != SILENCE_PHONE]:
-        raise DataError(
-            f"the lexicon {path} uses phones that the model does not have: {lexicon.listed(missing)}; use "
-            f"only {' '.join(known)}."
-        )
-
-
 def _require_pronunciations(words: Sequence[str], known: Collection[str], source: str) -> None:
     if missing := sorted(set(words) - set(known)):
-        raise DataError(
-            f"{source} has words without a pronunciation: {lexicon.listed(missing)}"
-            f"{lexicon.alike(missing[0], known)}; add them to a lexicon "
-            f"({option('lexicon', 'FILE')})."
-        )
+        raise DataError(f"{source} has words without a pronunciation: {lexicon.listed(missing)}"
+                        f"{lexicon.alike(missing[0], known)}; add them to a lexicon "
+                        f"({option('lexicon', 'FILE')}).")
