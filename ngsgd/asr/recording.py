@@ -59,13 +59,13 @@ class Recording:
     num_channels: int
     _read: Any
 
-    def blocks(self) -> Iterator[Samples]:
+    def blocks(self, seconds: float = _BLOCK_S) -> Iterator[Samples]:
         """Yield N x C samples at 16-bit scale, in order.
 
         Raises:
             DataError: the recording is damaged or truncated.
         """
-        size = round(_BLOCK_S * self.sample_rate_hz)
+        size = max(1, round(seconds * self.sample_rate_hz))
         while len(block_NC := self._read(size)):
             yield scaled(block_NC, self.name)
 

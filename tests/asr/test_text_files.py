@@ -93,7 +93,7 @@ REGISTRY = [
     Table("reco2file_and_channel", "u1 a A\nu2 b B\n", _directory, _tables),
     Table("feats.scp", "u1 a.ark:3\nu2 a.ark:9\n", _directory, _tables),
     Table("cmvn.scp", "s1 a.ark:3\ns2 a.ark:9\n", lambda folder: [(key, one.value) for key, one in
-                                                                 tables.read_table(folder / "cmvn.scp").items()]),
+                                                                 tables.Table(folder / "cmvn.scp").items()]),
     Table("lexicon.txt", "YES Y Y\nNO N N\n", lambda folder: lexicon.read(folder / "lexicon.txt", 1)),
     Table("words", "YES\nNO\n", lambda folder: vocabulary.of_model(tiny_recognizer.LANGUAGE, Vocabulary(words=folder / "words"))),
     Table("sentences", "YES YES\nNO NO\n", _lm_text),

@@ -40,12 +40,7 @@ class _Moments:
 
 
 def projection(pieces: Callable[[], Iterable[Piece]], num_classes: int, dim: int) -> tuple[Matrix, Matrix]:
-    """Estimate LDA and MLLT, scaled to unit variance.
-
-    Args:
-        pieces: returns the frames and their classes; called twice.
-        num_classes: number of classes.
-        dim: number of projected features.
+    """Estimate LDA and MLLT, scaled to unit variance; `pieces` is called twice.
 
     Returns:
         D x S matrix, and the mean of the S features.

@@ -168,10 +168,7 @@ class _Growing:
 
     def find_split(self, questions_QV: npt.NDArray[np.bool_], keys: Sequence[int],
                    min_count: float) -> None:
-        """Find the question about one of `keys` that gains the most log-likelihood.
-
-        The gain is 0 if there is none.
-        """
+        """Find the question about one of `keys` with the most gain in log-likelihood; 0: none."""
         total_K = self.table_NK.sum(axis=0)
         for key in keys:
             by_phone_VK = np.zeros((questions_QV.shape[1], len(total_K)))
@@ -214,9 +211,9 @@ def _numbered(roots: dict[tuple[int, int], _Growing], num_phones: int,
 
 
 def _log_likelihood(table: Matrix) -> Matrix:
-    """The log-likelihood of frames under their own diagonal Gaussian; rows of count, sums, squares.
+    """The log-likelihood of frames under their own diagonal Gaussian; 0 for no frames.
 
-    Rows without frames have 0.
+    Rows of `table` are count, sums and squares.
     """
     num_features = (table.shape[-1] - 1) // 2
     count = table[..., 0]

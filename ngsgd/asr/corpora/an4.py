@@ -98,8 +98,8 @@ def released_checksums() -> Mapping[str, str]:
 
 def _read_set(folder: Path, name: str, *, is_labeled: bool) -> list[FramedUtterance]:
     features = tables.read_ark(folder / f"feats_{name}.ark")
-    texts = tables.read_table(folder / f"text_{name}")
-    speakers = tables.read_table(folder / f"utt2spk_{name}")
+    texts = tables.Table(folder / f"text_{name}")
+    speakers = tables.Table(folder / f"utt2spk_{name}")
     pdfs = alignments.read(folder / f"ali_{name}.npz").pdf_T if is_labeled \
         else {utt_id: unaligned(len(features[utt_id])) for utt_id in texts}
     return [FramedUtterance(utt_id, speakers[utt_id].value, tuple(text.value.split()),

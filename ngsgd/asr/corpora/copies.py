@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -54,8 +54,11 @@ def check_disjoint(listed: Mapping[str, Sequence[UtteranceEntry]]) -> None:
     for is_copied in (False, True):
         hashes = array("q", (hash(original(one.utt_id) if is_copied else one.utt_id)
                              for name in names for one in listed[name]))
-        for group in _equal(hashes):
-            for u, v in pairwise(group):
+        hash_N = np.array(hashes, np.int64)
+        order_N = np.argsort(hash_N, kind="stable")
+        begins = np.flatnonzero(np.diff(hash_N[order_N]) != 0) + 1
+        for group in np.split(order_N, begins):
+            for u, v in pairwise(group.tolist()):
                 first, second = at(u), at(v)
                 names_of_both = first.utt_id, second.utt_id
                 is_apart = set_U[u] != set_U[v] and not (is_training[set_U[u]] and is_training[set_U[v]])
@@ -68,14 +71,6 @@ def check_disjoint(listed: Mapping[str, Sequence[UtteranceEntry]]) -> None:
                 if not is_copied and first.utt_id == second.utt_id:
                     raise DataError(f"{second.where}: {second.utt_id} is also in another set ({first.where}); give "
                                     "every utterance a unique name, or remove it from one of them.")
-
-
-def _equal(hashes: array[int]) -> Iterable[list[int]]:
-    """Yield the positions of equal hashes, in their order."""
-    hash_N = np.array(hashes, np.int64)
-    order_N = np.argsort(hash_N, kind="stable")
-    begins = np.flatnonzero(np.diff(hash_N[order_N]) != 0) + 1
-    return (part.tolist() for part in np.split(order_N, begins) if len(part) > 1)
 
 
 def check_unchanged(listed: Sequence[UtteranceEntry], changes: AugmentConfig) -> None:

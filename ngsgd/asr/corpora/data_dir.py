@@ -86,9 +86,9 @@ def read(folder: Path, *, given_features: bool) -> Sequence[UtteranceEntry]:
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; create it, or set data.source to another "
                         "folder.")
-    texts, speakers = tables.read_table(folder / "text"), tables.read_table(folder / "utt2spk")
+    texts, speakers = tables.Table(folder / "text"), tables.Table(folder / "utt2spk")
     source = folder / ("feats.scp" if given_features else "segments" if (folder / "segments").exists() else "wav.scp")
-    contents = tables.read_table(source)
+    contents = tables.Table(source)
     content_of = _contents(folder, source.name, contents)
     for others, path in ((speakers, folder / "utt2spk"), (contents, source)):
         for utt_id, text in texts.items():
@@ -161,7 +161,7 @@ def given(utterances: Sequence[UtteranceEntry], folder: Path) -> Iterator[Framed
 
 def given_cmvn(utterances: Sequence[UtteranceEntry], folder: Path, dim: int) -> CmvnStats:
     """Read the statistics in cmvn.scp of the folder, by utterance or by speaker."""
-    table = tables.read_table(folder / "cmvn.scp")
+    table = tables.Table(folder / "cmvn.scp")
     unit_of = []
     for one in utterances:
         unit = one.utt_id if one.utt_id in table else one.speaker
@@ -192,7 +192,7 @@ def _contents(folder: Path, source: str, contents: Table) -> Callable[[str, Entr
     """Return a function of the name and the entry of an utterance in the file `source`."""
     if source == "feats.scp":
         return lambda _utt_id, entry: entry
-    recordings = contents if source == "wav.scp" else tables.read_table(folder / "wav.scp")
+    recordings = contents if source == "wav.scp" else tables.Table(folder / "wav.scp")
     for entry in recordings.values():
         if entry.value.endswith("|") or entry.value.startswith("|"):
             raise DataError(f"{entry.where}: {entry.value[:40]!r} is a command, which ngsgd never runs "

@@ -40,14 +40,11 @@ def hold_out(train: Sequence[SomeUtterance], *, share: float) -> tuple[Sequence[
     """
     by_speaker = len({copies.original(one.speaker) for one in train}) >= _FEWEST_SPEAKERS
     units = Strings(copies.original(one.speaker if by_speaker else one.utt_id) for one in train)
-    count = Counter(units)
-    held: set[str] = set()
-    num_held = 0
+    count, held, num_held = Counter(units), set[str](), 0
     for name in sorted(count, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        if num_held >= share * len(train):
-            break
-        held.add(name)
-        num_held += count[name]
+        if num_held < share * len(train):
+            held.add(name)
+            num_held += count[name]
     if num_held >= len(train):
         raise DataError(f"The training set has {len(train)} utterance(s), too few to hold any out "
                         "for validation; add data, or a validation set.")

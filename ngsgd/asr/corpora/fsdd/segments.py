@@ -90,8 +90,7 @@ def load_catalogue(folder: Traversable | None = None) -> Catalogue:
                      topology=Topology(tuple(description["phones"][1:]), lexicon))
 
 
-def split(segments: Sequence[Segment], kind: str,
-          held_out: str = "") -> dict[str, tuple[Segment, ...]]:
+def split(segments: Sequence[Segment], kind: str, held_out: str = "") -> dict[str, tuple[Segment, ...]]:
     """Return the recordings of train, valid and test.
 
     Args:

@@ -56,7 +56,14 @@ def compute(shards: Sequence[Shard], config: FeatureConfig, folder: Path, *,
         while pending:
             answers = _parallel(pending, idle, num_processes) if num_processes > 1 else \
                 [Answer.FAILED] * len(pending)
-            left = _left(pending, answers, config, folder)
+            left = []
+            with contextlib.closing(Reader(config.sample_rate_hz, resample=config.resample)) as reader:
+                for shard, answer in zip(pending, answers, strict=True):
+                    # a failed one is computed here, for the error
+                    if answer is Answer.FAILED and shard_file.compute(shard, config, folder, reader):
+                        continue
+                    if answer is not Answer.DONE:
+                        left.append(shard)
             if len(left) == len(pending):
                 time.sleep(_WAIT_S)
             pending = left
@@ -73,7 +80,11 @@ def _parallel(pending: Sequence[Shard], idle: Processes, num_threads: int) -> li
         if stop.is_set():
             return Answer.BUSY
         process = idle.get()
-        found = _ask(process, shard)
+        assert process.stdout is not None
+        _send(process, json.dumps(shard.to_json()))
+        line = process.stdout.readline().decode().strip()
+        # an empty line: it died
+        found = Answer(line) if line else Answer.FAILED
         idle.put(process)
         if found is Answer.FAILED:
             stop.set()
@@ -87,19 +98,6 @@ def _parallel(pending: Sequence[Shard], idle: Processes, num_threads: int) -> li
             stop.set()
 
 
-def _left(pending: Sequence[Shard], answers: Sequence[Answer], config: FeatureConfig,
-          folder: Path) -> list[Shard]:
-    """Compute the failed shards in this process, for the error; return the busy ones."""
-    left = []
-    with contextlib.closing(Reader(config.sample_rate_hz, resample=config.resample)) as reader:
-        for shard, answer in zip(pending, answers, strict=True):
-            if answer is Answer.FAILED and shard_file.compute(shard, config, folder, reader):
-                continue
-            if answer is not Answer.DONE:
-                left.append(shard)
-    return left
-
-
 @contextmanager
 def _processes(config: FeatureConfig, folder: Path, number: int) -> Iterator[Processes]:
     """Start processes, which end with the context."""
@@ -108,8 +106,7 @@ def _processes(config: FeatureConfig, folder: Path, number: int) -> Iterator[Pro
     idle: Processes = queue.SimpleQueue()
     try:
         for _ in range(number):
-            process = subprocess.Popen([sys.executable, "-m", _MODULE], stdin=subprocess.PIPE,
-                                       stdout=subprocess.PIPE)
+            process = subprocess.Popen([sys.executable, "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             started.append(process)
             _send(process, about)
             idle.put(process)
@@ -118,14 +115,6 @@ def _processes(config: FeatureConfig, folder: Path, number: int) -> Iterator[Pro
         for process in started:
             process.kill()
             process.communicate()
-
-
-def _ask(process: subprocess.Popen[bytes], shard: Shard) -> Answer:
-    assert process.stdout is not None
-    _send(process, json.dumps(shard.to_json()))
-    line = process.stdout.readline().decode().strip()
-    # an empty line: it died
-    return Answer(line) if line else Answer.FAILED
 
 
 def _send(process: subprocess.Popen[bytes], line: str) -> None:
