@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr import arrays
-from ngsgd.asr.adapt import accumulation, fmllr, speakers
+from ngsgd.asr.adapt import fmllr, projections, speakers
 from ngsgd.asr.adapt.speakers import Features, Matrix, NetworkScores, SpeakerAdaptation
 from ngsgd.asr.align.tied_states import with_tied_states
 from ngsgd.asr.corpora.corpus import Corpus
@@ -120,7 +120,7 @@ def _trained(config: RunConfig,
     if not settings.fmllr:
         return found, {}
     projected: Mapping[str, Sequence[Matrix]] = _Projected(found, train)
-    if train.frames.num_frames <= accumulation.FRAMES_AT_ONCE:
+    if train.frames.num_frames <= projections.FRAMES_AT_ONCE:
         projected = dict(projected)
     found, of_train = speakers.train_fmllr(found, projected, _by_speaker(train, train.split_pdfs()),
                                            corpus.num_pdfs)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr.adapt import accumulation, fmllr, projections
+from ngsgd.asr.adapt import fmllr, projections
 from ngsgd.asr.adapt.fmllr import FmllrStats
 from ngsgd.asr.adapt.mixtures import StateMixtures
 from ngsgd.data import mapped
@@ -189,8 +189,8 @@ def train_projection(utterances: Sequence[npt.NDArray[np.floating]], pdf_T: Pdfs
         raise DataError(f"adaptation.lda_dim is {dim}, and {2 * context + 1} frames have "
                         f"{num_spliced} features; give a smaller adaptation.lda_dim or a larger "
                         "adaptation.context.")
-    if len(pdf_T) > accumulation.FRAMES_AT_ONCE:
-        matrix_DS, mean_S = accumulation.projection(
+    if len(pdf_T) > projections.FRAMES_AT_ONCE:
+        matrix_DS, mean_S = projections.projection(
             lambda: _spliced(utterances, pdf_T, context), int(pdf_T.max()) + 1, dim)
         return SpeakerAdaptation(context, _affine(matrix_DS, mean_S), num_silence)
     x_TS = np.concatenate([projections.splice(x_TD, context) for x_TD in utterances])
@@ -227,7 +227,7 @@ def train_fmllr(plain: SpeakerAdaptation, by_speaker: Mapping[str, Sequence[Matr
         The adaptation with mixtures, and each training speaker's transform.
     """
     names, counts = list(by_speaker), [sum(map(len, pdfs[speaker])) for speaker in by_speaker]
-    chosen = dict(zip(names, _spread(counts, accumulation.FRAMES_AT_ONCE), strict=True))
+    chosen = dict(zip(names, _spread(counts, projections.FRAMES_AT_ONCE), strict=True))
     transforms: dict[str, Matrix] = {}
 
     def frames_of(speaker: str) -> tuple[Matrix, Matrix, Pdfs]:

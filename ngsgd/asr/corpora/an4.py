@@ -19,7 +19,7 @@ import numpy as np
 from ngsgd import files
 from ngsgd.asr import speech_set
 from ngsgd.asr.corpora import alignments
-from ngsgd.asr.corpora.held_out import hold_out
+from ngsgd.asr.corpora.copies import hold_out
 from ngsgd.asr.kaldi_io import tables
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology

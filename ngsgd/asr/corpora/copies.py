@@ -1,4 +1,4 @@
-"""Augmented copies of utterances by their names.
+"""Augmented copies of utterances by their names, and validation sets that leave no copy in train.
 
 Forms: of ngsgd sp0.9-NAME, cp1-NAME, vc3x0.9124-NAME; of Kaldi rvb1_NAME, NAME-noise; of lhotse
 NAME_sp0.9, NAME_vp2.0.
@@ -6,15 +6,20 @@ NAME_sp0.9, NAME_vp2.0.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
 from ngsgd.asr.corpora.data_dir import UtteranceEntry
+from ngsgd.asr.utterance import FramedUtterance, Utterance
 from ngsgd.config import AugmentConfig
+from ngsgd.data.columns import Selected, Strings
 from ngsgd.errors import DataError
 
 _SPEED = r"[st]p\d+\.\d+"
@@ -81,3 +86,36 @@ def check_unchanged(listed: Sequence[UtteranceEntry], changes: AugmentConfig) ->
         if found:
             raise DataError(f"{found.where}: {found.utt_id} is a copy, and augment.{option} would change it again; "
                             "remove the copies, or set data.labels=one_step (data.labels=ladder has augment.speed=all).")
+
+
+# Held-out sets ------------------------------------------------------------------------------------
+
+# with fewer speakers, holding out a speaker removes too much training data
+_FEWEST_SPEAKERS = 4
+SomeUtterance = TypeVar("SomeUtterance", UtteranceEntry, Utterance, FramedUtterance)
+
+
+def hold_out(train: Sequence[SomeUtterance], *,
+             share: float) -> tuple[Sequence[SomeUtterance], Sequence[SomeUtterance]]:
+    """Split into (train, valid): complete speakers until `share` of the utterances is reached.
+
+    With few speakers, single utterances are held out. The selection depends on the names alone, in
+    the order of their SHA-256. It is therefore independent of the order of the files, and nearly
+    independent of added or removed speakers. The copies of a held-out utterance are in neither set.
+    """
+    by_speaker = len({original(one.speaker) for one in train}) >= _FEWEST_SPEAKERS
+    units = Strings(original(one.speaker if by_speaker else one.utt_id) for one in train)
+    count, held, num_held = Counter(units), set[str](), 0
+    for name in sorted(count, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        if num_held < share * len(train):
+            held.add(name)
+            num_held += count[name]
+    if num_held >= len(train):
+        raise DataError(f"The training set has {len(train)} utterance(s), too few to hold any out "
+                        "for validation; add data, or a validation set.")
+    is_held = array("b", (unit in held for unit in units))
+    originals = {one.utt_id for one, flag in zip(train, is_held, strict=True)
+                 if flag and original(one.utt_id) == one.utt_id}
+    valid = (u for u, (one, flag) in enumerate(zip(train, is_held, strict=True))
+             if flag and (one.utt_id in originals or original(one.utt_id) not in originals))
+    return Selected(train, (u for u, flag in enumerate(is_held) if not flag)), Selected(train, valid)

@@ -42,7 +42,7 @@ from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
 from ngsgd.asr.features import augment, cmvn, filterbank, noise
 from ngsgd.asr.features.noise import FisherSample
 from ngsgd.asr.kaldi_io import lines
-from ngsgd.asr.lang import graphs, homophones, ngram, ngram_mixture
+from ngsgd.asr.lang import graphs, homophones, ngram
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
 from ngsgd.asr.speech_set import SpeechSet
@@ -286,8 +286,8 @@ def ngrams_of(corpus: Corpus, data: DataConfig) -> tuple[ngram.NgramModel, str]:
     if not data.lm_mix:
         return model, of_text
     transcripts = estimate(corpus.train.texts)
-    weight = ngram_mixture.best_weight(transcripts, model, corpus.valid.texts)
-    return (ngram_mixture.interpolate(transcripts, model, weight),
+    weight = ngram.best_weight(transcripts, model, corpus.valid.texts)
+    return (ngram.interpolate(transcripts, model, weight),
             f"{of_transcripts} (weight {weight:.3f}) and {of_text}")
 
 

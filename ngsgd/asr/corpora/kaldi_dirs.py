@@ -15,8 +15,8 @@ from typing import Any
 
 from ngsgd import files
 from ngsgd.asr.corpora import added, alignments, copies, data_dir, manifests
+from ngsgd.asr.corpora.copies import hold_out
 from ngsgd.asr.corpora.data_dir import UtteranceEntry
-from ngsgd.asr.corpora.held_out import hold_out
 from ngsgd.asr.corpora.shards import assembly, computing
 from ngsgd.asr.corpora.shards import plan as shards
 from ngsgd.asr.corpora.shards.plan import Part, Shard

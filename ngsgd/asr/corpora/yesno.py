@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ngsgd.asr import speech_set
+from ngsgd.asr.corpora.copies import hold_out
 from ngsgd.asr.corpora.fsdd import source
-from ngsgd.asr.corpora.held_out import hold_out
 from ngsgd.asr.features import augment
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import Topology

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from ngsgd.asr.adapt.speakers import FindPath
 from ngsgd.asr.decode import decoding, scoring, tuning, words
 from ngsgd.asr.decode.calibration import Calibration
@@ -20,6 +23,7 @@ from ngsgd.asr.lang.language import Language
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import DecodeConfig
 from ngsgd.counting import counted
+from ngsgd.data.frames import FrameSet
 from ngsgd.errors import DataError
 from ngsgd.phase import Phase, Progress
 
@@ -161,3 +165,44 @@ def sweep(graph: Graph, config: DecodeConfig, texts: Sequence[Sequence[str]], ut
             errors = scoring.score(texts, hypotheses, utt_ids)[0]
             tried.append((DecodingWeights(acoustic_scale=scale, word_penalty=penalty), errors))
     return tuple(tried)
+
+
+# Worst utterances, for finding wrong labels, wrong transcripts and bad audio ----------------------
+
+
+@dataclass(frozen=True)
+class UtteranceScore:
+    """Score of the model on one utterance."""
+
+    utt_id: str
+    num_frames: int    # labeled frames
+    objf: float        # nats per frame
+    # frame accuracy, 0 to 1
+    accuracy: float
+
+
+def utterance_scores(frames: FrameSet, logliks: LogLikelihoods,
+                     prior_P: npt.NDArray[np.float64]) -> list[UtteranceScore]:
+    """Return all utterances sorted by objf, worst first, then by name.
+
+    `logliks` are T x P log posteriors minus log priors. Frames of unknown class (negative) are
+    ignored, and an utterance without labeled frames is omitted.
+    """
+    scores = []
+    for utt_id, first, end, loglik_TP in zip(frames.utt_ids, frames.offsets[:-1], frames.offsets[1:], logliks, strict=True):
+        pdf_T = frames.pdf_T[first:end]
+        known = np.flatnonzero(pdf_T >= 0)
+        if len(known):
+            log_posterior_TP = loglik_TP[known] + np.log(prior_P)
+            of_class_T = log_posterior_TP[np.arange(len(known)), pdf_T[known]]
+            is_right_T = log_posterior_TP.argmax(axis=1) == pdf_T[known]
+            scores.append(UtteranceScore(utt_id, len(known), float(of_class_T.mean()), float(is_right_T.mean())))
+    return sorted(scores, key=lambda score: (score.objf, score.utt_id))
+
+
+def scores_as_text(scores: Sequence[UtteranceScore]) -> str:
+    """Format a table with one line per utterance."""
+    width = max([len("utterance"), *(len(score.utt_id) for score in scores)])
+    lines = [f"{'utterance':{width}} {'objf':>9} {'accuracy':>9} {'frames':>7}"]
+    lines += [f"{s.utt_id:{width}} {s.objf:9.3f} {100 * s.accuracy:8.1f}% {s.num_frames:7}" for s in scores]
+    return "\n".join(lines) + "\n"
