@@ -33,8 +33,8 @@ _MAX_CHUNKS = 1000
 # shorter files are not compared with the content of a header
 _SHORTEST_HEADER = 12
 # chunks that may follow those of the samples in a wav without samples
-_AFTER_SAMPLES = (b"LIST", b"id3 ", b"ID3 ", b"cue ", b"smpl", b"bext", b"fact", b"PEAK", b"JUNK", b"PAD ", b"iXML", b"_PMX",
-                  b"afsp")
+_TAGS = b"LISTid3 ID3 cue smplbextfactPEAKJUNKPAD iXML_PMXafsp"
+_AFTER_SAMPLES = [_TAGS[at:at + 4] for at in range(0, len(_TAGS), 4)]
 # code of a wav whose real code follows, and the rest of that code
 _EXTENSIBLE, _REST_OF_CODE = 0xFFFE, bytes.fromhex("000000001000800000aa00389b71")
 # code (integers or floating point) and bits of a sample -> type

@@ -29,8 +29,8 @@ MAX_RATIO = 64
 MAX_MEMBER_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 # exceptions of tarfile, zipfile and the decompressors for damaged or hostile content
-_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, ValueError, KeyError, IndexError,
-           NotImplementedError, RuntimeError, RecursionError, MemoryError)
+_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, ValueError, LookupError,
+           RuntimeError, MemoryError)
 
 
 class UnpackError(OSError):

@@ -56,33 +56,32 @@ def fingerprint(data: DataConfig) -> dict[str, Any]:
     return {"added": {"speech": seen.hexdigest(), "copies": data.added_copies}}
 
 
-def utterances(listed: Sequence[UtteranceEntry], data: DataConfig, feature_config: FeatureConfig,
-               changes: AugmentConfig, *, labels: Alignment | None = None, num_pdfs: int = 0,
-               silence_pdfs: Sequence[int] = (), mix: Mix | None = None) -> Iterable[Utterance]:
+def utterances(listed: Sequence[UtteranceEntry], data: DataConfig, features: FeatureConfig,
+               changes: AugmentConfig, topology: Topology, *, labels: Alignment | None = None,
+               mix: Mix | None = None) -> Iterable[Utterance]:
     """Yield `data.added_copies` copies of each utterance, augmented independently.
 
     Args:
-        listed, data, feature_config, changes: the utterances, and sections of the settings.
+        listed, data, features, changes, topology: utterances, sections of the settings, states.
         labels: HMM states of the frames; utterances without are omitted. Default: none has labels.
-        num_pdfs, silence_pdfs: number of HMM states, and those of silence.
         mix: adds the noise of a generated corpus, except to the clean fraction.
 
     Raises:
         DataError: most utterances have no labels.
     """
-    said: Iterable[Utterance] = data_dir.spoken(listed, feature_config)
+    said: Iterable[Utterance] = data_dir.spoken(listed, features)
     if labels:
         missing = [one.utt_id for one in listed if one.utt_id not in labels.pdf_T]
         if len(missing) > alignments.MOST_MISSING * len(listed):
             raise DataError(f"{labels.path} has no states for {len(missing)} of the {len(listed)} "
                             f"utterances of data.added_dirs, the first is {missing[0]}; use an "
                             "alignment of this data, or leave data.alignment empty.")
-        said = (_labelled(one, labels, num_pdfs) for one in said if one.utt_id in labels.pdf_T)
+        said = (_labelled(one, labels, topology.num_pdfs) for one in said if one.utt_id in labels.pdf_T)
     changes = replace(changes, num_copies=changes.num_copies * data.added_copies)
     if not mix and not changes.changes_audio:
         return said
-    return augment.augmented(said, changes, sample_rate_hz=feature_config.sample_rate_hz,
-                             silence_pdfs=silence_pdfs, mix=mix)
+    return augment.augmented(said, changes, sample_rate_hz=features.sample_rate_hz,
+                             silence_pdfs=topology.silence_pdfs, mix=mix)
 
 
 def _labelled(one: Utterance, labels: Alignment, num_pdfs: int) -> Utterance:

@@ -175,15 +175,15 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
 
 
 def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
-          feature_config: FeatureConfig, changes: AugmentConfig, report: Report) -> None:
+          features: FeatureConfig, changes: AugmentConfig, report: Report) -> None:
     """Prepare the corpus in the folder, with intermediate results in the folder `work`."""
-    sets, language = _MAKERS[data.corpus](data, feature_config, changes, work, report)
+    sets, language = _MAKERS[data.corpus](data, features, changes, work, report)
     added.check_names(data, sets["train"])
     train_TD = sets["train"].frames.features_TD
     if not any((block_TD != train_TD[0]).any() for block_TD in mapped.blocks(train_TD)):
         raise DataError("all training audio is silent: no feature of its frames varies; check the "
                         "recordings, and that they have been converted with their sound.")
-    if feature_config.cmvn == "online" and data.corpus not in _SHARDED:
+    if features.cmvn == "online" and data.corpus not in _SHARDED:
         all_speech = cmvn.statistics(train_TD)
         sets = {name: speech_set.normalized_online(speech, all_speech)
                 for name, speech in sets.items()}
@@ -305,9 +305,9 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
         sets[name], missing = alignments.attach(alignment, name, getattr(corpus, name),
                                                 corpus.num_pdfs)
         if missing:
-            report(f"{name}: {counted(len(missing), 'utterance is', 'utterances are')} skipped, because {alignment.path} has "
-                   "no states for them: "
-                   f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
+            some = f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
+            report(f"{name}: {counted(len(missing), 'utterance is', 'utterances are')} skipped, because "
+                   f"{alignment.path} has no states for them: {some}")
     language = corpus.language
     known = language.given.words if language.given else language.topology.lexicon
     said = label_paths.labelled(alignment, sets.values(), data.oov_word, dict.fromkeys(known))
@@ -323,10 +323,10 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
     return replace(corpus, **sets, content=digest.hexdigest())
 
 
-def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
+def _make_digits(data: DataConfig, features: FeatureConfig, changes: AugmentConfig,
                  _work: Path, report: Report) -> Made:
     mix = _noise_of(data)
-    more = _added(data, feature_config, changes, labels.TOPOLOGY)
+    more = _added(data, features, changes, labels.TOPOLOGY)
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
         # noise that is there before the voice changes would change with it
@@ -337,7 +337,7 @@ def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: Augme
         made = augment.for_set(name, made, changes, silence_pdfs=[SILENCE_PDF],
                                mix=mix if is_late else None)
         every = itertools.chain(made, more if name == "train" else ())
-        sets[name] = speech_set.build(Progress(report, f"preparing {name}").each(every), feature_config)
+        sets[name] = speech_set.build(Progress(report, f"preparing {name}").each(every), features)
     return sets, Language(labels.TOPOLOGY)
 
 
@@ -352,7 +352,7 @@ def _noise_of(data: DataConfig) -> augment.Mix:
     return mix
 
 
-def _added(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
+def _added(data: DataConfig, features: FeatureConfig, changes: AugmentConfig,
            topology: Topology) -> Iterable[Utterance]:
     """Return the added utterances of a generated corpus: aligned and noisy, or to be aligned."""
     listed = added.read(data)
@@ -360,28 +360,28 @@ def _added(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConf
     copies.check_unchanged(listed, changes)
     given = alignments.read(Path(data.alignment)) if data.alignment and listed else None
     if given:
-        label_paths.check(((one.utt_id, one.words, given.pdf_T[one.utt_id]) for one in listed if one.utt_id in given.pdf_T),
-                          topology, given.path)
-    return added.utterances(listed, data, feature_config, changes, mix=_noise_of(data), labels=given,
-                            num_pdfs=topology.num_pdfs, silence_pdfs=topology.silence_pdfs)
+        known = (one for one in listed if one.utt_id in given.pdf_T)
+        said = ((one.utt_id, one.words, given.pdf_T[one.utt_id]) for one in known)
+        label_paths.check(said, topology, given.path)
+    return added.utterances(listed, data, features, changes, topology, labels=given, mix=_noise_of(data))
 
 
-def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
+def _make_fsdd(data: DataConfig, features: FeatureConfig, changes: AugmentConfig,
                work: Path, report: Report) -> Made:
     catalogue = load_catalogue()
     if data.alignment not in ("", "flat"):
         given = alignments.read(Path(data.alignment))
         if not data.added_dirs or any(one.utt_id in given.pdf_T for one in catalogue.segments):
             catalogue = catalogue.realigned(given)
-            label_paths.check(((one.utt_id, [one.word], given.pdf_T[one.utt_id]) for one in catalogue.segments),
-                              catalogue.topology, given.path)
+            labelled = ((one.utt_id, [one.word], given.pdf_T[one.utt_id]) for one in catalogue.segments)
+            label_paths.check(labelled, catalogue.topology, given.path)
     pools = split(catalogue.segments, data.split, data.held_out)
     place = source.locate(data.source) if data.source else source.download(work.parent / "downloads", report)
     samples = source.read_recordings(place, catalogue.segments)
     topology = catalogue.topology
     if data.synthetic_minutes or data.added_dirs:
         topology = recordings.with_pronunciations(topology)
-    more = _added(data, feature_config, changes, topology)
+    more = _added(data, features, changes, topology)
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
         pool = recordings.Pool(pools[name], pools["train"], samples, catalogue.pdf_T)
@@ -394,7 +394,7 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
             said = itertools.chain(said, recordings.relabeled(made, topology))
         said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF])
         every = itertools.chain(said, more if name == "train" else ())
-        sets[name] = speech_set.build(Progress(report, f"preparing {name}").each(every), feature_config)
+        sets[name] = speech_set.build(Progress(report, f"preparing {name}").each(every), features)
     return sets, Language(topology, is_one_word=data.style == "isolated")
 
 

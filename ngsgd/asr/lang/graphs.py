@@ -11,13 +11,9 @@ L lexicon (phones to words), G grammar (words), H states (pdfs to phones).
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,8 +34,6 @@ EPSILON = 0
 # tolerance of equal costs; the default of the tools, 1/1024, accumulates over the words of an
 # utterance
 _PRECISION = 1e-5
-# on the input side of the back-off arcs of G, so that HCLG can be determinized
-_BACKOFF = "#0"
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,8 @@ def build(language: Language, *, silence_prob: float) -> Graph:
     if language.grammar:
         grammar = language.grammar.acceptor(topology.word_labels)
     else:
-        grammar = _arpa_grammar(language.arpa, topology) if language.arpa else _loop(topology, language.is_one_word)
+        grammar = arpa.acceptor(language.arpa, topology.word_labels) if language.arpa \
+            else _loop(topology, language.is_one_word)
     kaldifst = _kaldifst()
     # the tools crash without any path
     kept = grammar.copy()
@@ -298,7 +293,7 @@ class _Lexicon:
                 state, output = following, EPSILON
             _add(fst, Arc(state, loop, symbols[-1], output, no_silence_cost))
             _add(fst, Arc(state, silence, symbols[-1], output, silence_cost))
-        # the label of #0 in `_arpa_grammar`
+        # the label of #0 in `arpa.acceptor`
         backoff_label = len(self.topology.words) + 1
         _add(fst, Arc(loop, loop, self.backoff, backoff_label, 0.0))
         fst.set_final(loop, 0.0)
@@ -354,53 +349,6 @@ def _loop(topology: Topology, is_one_word: bool) -> Any:
         _add(fst, Arc(fst.start, end, label, label, math.log(len(topology.words))))
     fst.set_final(end, 0.0)
     return fst
-
-
-def _arpa_grammar(text: str, topology: Topology) -> Any:
-    """G of an n-gram model, without n-grams of words that the lexicon lacks."""
-    extras.load("kaldilm", extra="asr", purpose="A graph from an ARPA file")
-    labels = topology.word_labels
-    # no word of the lexicon can be taken for one of the other symbols
-    symbols = ["<eps>", *map(str, labels.values()), _BACKOFF, arpa.BEGIN, arpa.END]
-    with tempfile.TemporaryDirectory() as folder:
-        model, table = Path(folder) / "lm.arpa", Path(folder) / "words.txt"
-        with model.open("w", encoding="utf-8") as file:
-            file.writelines(_numbered(text, labels))
-        table.write_text("".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols)),
-                         encoding="utf-8")
-        # kaldilm ends the process on some invalid files
-        done = subprocess.run([sys.executable, "-P", "-c", _ARPA_TO_FST, str(model), str(table),
-                               _BACKOFF, f"{folder}/G.txt"],
-                              capture_output=True, text=True, errors="replace", check=False)
-        if done.returncode:
-            raise DataError(f"The language model is not in ARPA format ({_reason(done.stderr)}); "
-                            "check the file.")
-        text = (Path(folder) / "G.txt").read_text(encoding="utf-8")
-    return _kaldifst().compile(text)
-
-
-def _numbered(text: str, labels: Mapping[str, int]) -> Iterator[str]:
-    """Yield the lines of a model in ARPA format with numbers as words; sentence marks stay."""
-    names = {**{word: str(label) for word, label in labels.items()}, arpa.BEGIN: arpa.BEGIN, arpa.END: arpa.END}
-    for line, gram in arpa.Reader().grams(text):
-        words = " ".join(names.get(word, arpa.UNKNOWN) for word in gram.words) if gram else ""
-        fields = (gram.log_prob, words, gram.backoff) if gram else (line,)
-        yield "\t".join(field for field in fields if field) + "\n"
-
-
-_ARPA_TO_FST = """
-import sys, kaldilm
-model, table, symbol, output = sys.argv[1:]
-text = kaldilm.arpa2fst(input_arpa=model, disambig_symbol=symbol, read_symbol_table=table, max_arpa_warnings=0)
-open(output, "w", encoding="utf-8").write(text)
-"""
-
-
-def _reason(said: str) -> str:
-    """The line of the message that kaldilm marks as an error, else the last one."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["kaldilm could not read it"]
-    marked = next((line for line in lines if line.startswith("[E]")), lines[-1])
-    return "".join(char if char.isprintable() else "?" for char in marked)[:200]
 
 
 # Transducers --------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from ngsgd.asr.lang.topology import SILENCE_PDF, STATES_PER_PHONE, Pronunciation
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, PdfIds, frame_centers
 from ngsgd.errors import DataError
 
+_PHONES = "z i@ r oU w V 0 n t u: T t[ i: f o@ O@ aI v s I k E @ eI"
 TOPOLOGY = Topology(
-    phones=("z", "i@", "r", "oU", "w", "V", "0", "n", "t", "u:", "T", "t[", "i:", "f", "o@", "O@",
-            "aI", "v", "s", "I", "k", "E", "@", "eI"),
+    phones=tuple(_PHONES.split()),
     lexicon={
         "zero": (("z", "i@", "r", "oU"),),
         "one": (("w", "V", "n"), ("w", "0", "n")),

@@ -37,11 +37,11 @@ NOISES = (*noise.COLOURS, "babble")
 SETS = ("train", "valid", "test")
 # phones of the synthesizer -> phones of FSDD; accents differ in the vowels of one and four and in
 # the first sound of three
-PHONES = {
-    "z": "Z", "i@": "IH", "r": "R", "oU": "OW", "w": "W", "V": "AH", "0": "AH", "n": "N", "t": "T", "u:": "UW",
-    "T": "TH", "t[": "TH", "i:": "IY", "f": "F", "o@": "AO", "O@": "AO", "aI": "AY", "v": "V", "s": "S", "I": "IH",
-    "k": "K", "E": "EH", "@": "AH", "eI": "EY",
-}
+_PHONES = """
+z=Z i@=IH r=R oU=OW w=W V=AH 0=AH n=N t=T u:=UW T=TH t[=TH i:=IY f=F o@=AO O@=AO aI=AY v=V s=S
+I=IH k=K E=EH @=AH eI=EY
+"""
+PHONES = dict(pair.split("=") for pair in _PHONES.split())
 
 
 @dataclass(frozen=True)
