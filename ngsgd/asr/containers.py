@@ -140,7 +140,8 @@ def lengths(name: str, file: BinaryIO, kind: str) -> dict[int, bytes]:
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    if missing := {"ogg": _ogg_is_cut, "mp3": _mp3_is_cut}.get(kind, lambda *_: "")(file, size):
+    missing = _ogg_is_cut(file, size) if kind == "ogg" else _mp3_is_cut(file, size) if kind == "mp3" else ""
+    if missing:
         raise DataError(f"{name} is truncated: {missing}; copy it again.")
     found = find_samples(file, kind)
     if found is None:

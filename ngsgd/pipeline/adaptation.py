@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ngsgd.asr import arrays
 from ngsgd.asr.adapt import fmllr, projections, speakers
 from ngsgd.asr.adapt.speakers import Features, Matrix, NetworkScores, SpeakerAdaptation
-from ngsgd.asr.align.tied_states import with_tied_states
+from ngsgd.asr.align.tree_building import with_tied_states
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation
 from ngsgd.asr.speech_set import SpeechSet

@@ -11,8 +11,7 @@ import torch
 
 from ngsgd.asr.adapt import fmllr, projections, speakers
 from ngsgd.asr.adapt.fmllr import FmllrStats
-from ngsgd.asr.adapt.mixtures import StateMixtures
-from ngsgd.asr.adapt.speakers import SpeakerAdaptation
+from ngsgd.asr.adapt.speakers import SpeakerAdaptation, StateMixtures
 from ngsgd.errors import DataError
 from tests.reference import fmllr as reference
 

@@ -245,7 +245,7 @@ def test_there_is_one_reader_of_text() -> None:
     allowed = {"kaldi_io/lines.py": (), "corpora/an4.py": ("read_text", "splitlines"),
                "corpora/fsdd/segments.py": ("read_text",),
                "decode/decoding.py": ("splitlines",), "decode/word_lattice.py": ("splitlines",),
-               "lang/arpa.py": ("read_text", "splitlines"), "align/tied_states.py": ("read_regular_text",),
+               "lang/arpa.py": ("read_text", "splitlines"), "align/tree_building.py": ("read_regular_text",),
                "corpora/cache.py": ("read_regular_text",)}
     for path in sorted((ROOT / "ngsgd/asr").rglob("*.py")):
         used = {word for word in ("read_text", "splitlines", "read_regular_text") if f"{word}(" in path.read_text()}

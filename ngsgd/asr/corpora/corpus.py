@@ -42,7 +42,7 @@ from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
 from ngsgd.asr.features import augment, cmvn, filterbank, noise
 from ngsgd.asr.features.noise import FisherSample
 from ngsgd.asr.kaldi_io import lines
-from ngsgd.asr.lang import graphs, homophones, ngram
+from ngsgd.asr.lang import graphs, lexicon, ngram
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
 from ngsgd.asr.speech_set import SpeechSet
@@ -257,7 +257,7 @@ def _load(name: str, folder: Path) -> Corpus:
 
 def _complete(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
     """The corpus with the labels, word counts and language model of the settings."""
-    counts = homophones.count_words(corpus.train.texts)
+    counts = lexicon.count_words(corpus.train.texts)
     corpus = replace(corpus, language=replace(corpus.language, word_counts=counts))
     return _with_ngrams(_labelled(corpus, data, report), data, report)
 

@@ -17,7 +17,7 @@ from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.decoding import Scores, Search
 from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
 from ngsgd.asr.decode.tuning import DecodingWeights, Sweep
-from ngsgd.asr.lang import graphs, homophones
+from ngsgd.asr.lang import graphs, lexicon
 from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.speech_set import SpeechSet
@@ -116,7 +116,7 @@ def calibration_set(num_frames: Sequence[int]) -> range:
 def build_graph(language: Language, config: DecodeConfig) -> Graph:
     """Return the decoding graph: that of the data, or one built from lexicon and grammar.
 
-    Words with the same pronunciation have small additional costs (`ngsgd.asr.lang.homophones`).
+    Words with the same pronunciation have small additional costs (`lexicon.homophone_costs`).
 
     Raises:
         DataError: decode.graph does not match the data.
@@ -133,7 +133,7 @@ def build_graph(language: Language, config: DecodeConfig) -> Graph:
                         "alignment; set decode.graph=given.")
     else:
         graph = graphs.build(language, silence_prob=config.silence_prob)
-    costs = homophones.costs(language.topology.lexicon, language.word_counts)
+    costs = lexicon.homophone_costs(language.topology.lexicon, language.word_counts)
     return graphs.with_word_costs(graph, costs) if costs else graph
 
 

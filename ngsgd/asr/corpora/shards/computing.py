@@ -2,6 +2,10 @@
 
 Several computers can share the work: the same command on each of them, with `data.cache_dir` on a
 common file system, computes every shard once. Files are locked while they are computed.
+
+A process is this module: it reads lines of JSON, the settings and then one shard at a time, and
+replies to each shard with an `Answer`. It ends with its standard input, and therefore soon after the
+process that started it. It is not a fork, because the caller may run threads.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import json
 import math
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -19,19 +24,29 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 
 from ngsgd import files
 from ngsgd.asr.corpora.shards import shard_file
 from ngsgd.asr.corpora.shards.plan import SHARD_S, Shard
-from ngsgd.asr.corpora.shards.process import Answer
 from ngsgd.asr.features.audio import Reader
 from ngsgd.config import FeatureConfig
 from ngsgd.counting import counted
 
 # between two questions whether the shards of other processes are complete
 _WAIT_S = 0.5
-_MODULE = "ngsgd.asr.corpora.shards.process"
+_MODULE = "ngsgd.asr.corpora.shards.computing"
+
+
+class Answer(StrEnum):
+    """Result of a shard."""
+
+    DONE = "done"
+    # another process computes it
+    BUSY = "busy"
+    # the caller computes it again, for the error
+    FAILED = "failed"
 
 
 def compute(shards: Sequence[Shard], config: FeatureConfig, folder: Path, *,
@@ -123,3 +138,26 @@ def _send(process: subprocess.Popen[bytes], line: str) -> None:
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(line.encode() + b"\n")
         process.stdin.flush()
+
+
+def main() -> None:
+    """Compute the shards of standard input, in a process."""
+    # Ctrl-C reaches all processes; the caller ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    about = json.loads(sys.stdin.readline())
+    config, folder = FeatureConfig(**about["features"]), Path(about["folder"])
+    reader = Reader(config.sample_rate_hz, resample=config.resample)
+    for line in sys.stdin:
+        try:
+            is_done = shard_file.compute(Shard.of_json(json.loads(line)), config, folder, reader)
+            answer = Answer.DONE if is_done else Answer.BUSY
+        except Exception:
+            # the caller reports it
+            answer = Answer.FAILED
+        # the caller was killed: the file remains for the next one
+        with contextlib.suppress(BrokenPipeError):
+            print(answer, flush=True)
+
+
+if __name__ == "__main__":
+    main()
