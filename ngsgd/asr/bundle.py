@@ -254,9 +254,7 @@ def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
     scales = DecodingWeights(float(index["weights"]["acoustic_scale"]), float(index["weights"]["word_penalty"]))
     if any(vocabulary.weight_problems(scales.acoustic_scale, scales.word_penalty)):
         raise ValueError(f"its decoding weights are {scales}")
-    calibration = Calibration()
-    if (fitted := index.get("calibration")) is not None:
-        calibration = Calibration(float(fitted["slope"]), float(fitted["offset"]))
+    calibration = Calibration(float(index["calibration"]["slope"]), float(index["calibration"]["offset"]))
     if not (0.0 <= calibration.slope <= _MAX_CALIBRATION and abs(calibration.offset) <= _MAX_CALIBRATION):
         raise ValueError(f"its calibration is {calibration}")
     return Bundle(path, model, prior_P, window, config.features, all_speech, ivectors, adaptation, language,

@@ -65,10 +65,7 @@ class SpeechSet:
         rows = slice(*self.frames.offsets[utterance:utterance + 2])
         if self.raw_TD is not None:
             return self.raw_TD[rows]
-        if self.cmvn is None:
-            raise DataError("the prepared data is of an older version of ngsgd, which did not keep "
-                            "statistics of the normalization; remove its folder under "
-                            "data.cache_dir (or output_dir/data) and run again.")
+        assert self.cmvn is not None
         features_TD = self.frames.features_TD[rows]
         if not self.cmvn.stats:
             return features_TD

@@ -117,7 +117,7 @@ def test_another_version_is_named(tmp_path: Path, content: dict[str, bytes]) -> 
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        (None, Calibration()),
+        (None, None),
         ({"slope": 0.5, "offset": -1.0}, Calibration(0.5, -1.0)),
         ({"slope": -1.0, "offset": 0.0}, None),
         ({"slope": 1e300, "offset": 0.0}, None),

@@ -204,8 +204,9 @@ class SpeakerAdaptation:
         for z_TD in utterances:
             if stats.count > _MAX_FRAMES:
                 break
-            y_TD = z_TD if transform is None else fmllr.apply(transform, z_TD)
-            mixtures = self.first if transform is None else self.adapted
+            y_TD, mixtures = z_TD, self.first
+            if transform is not None:
+                y_TD, mixtures = fmllr.apply(transform, z_TD), self.adapted
             pdf_T = find_path(scores(y_TD.astype(np.float32)) if scores else mixtures.log_likelihood(y_TD))
             stats = stats.plus(_sums(self.adapted, z_TD, y_TD, pdf_T, self.num_silence))
         return stats

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,30 +19,13 @@ from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
-from ngsgd.data.columns import Index
 from ngsgd.errors import DataError
 
 
 def read(data: DataConfig) -> Sequence[UtteranceEntry]:
-    """Read the tables of all directories.
-
-    Raises:
-        DataError: a table is missing or damaged, or an utterance is in two directories.
-    """
-    hashes = array("q")
-
-    def every() -> Iterator[UtteranceEntry]:
-        for folder in data.added_dirs:
-            for one in data_dir.read(Path(folder).expanduser(), given_features=False):
-                hashes.append(hash(one.utt_id))
-                yield one
-
-    listed = data_dir.Listing(every())
-    if twice := Index(hashes, lambda at: listed[at].utt_id).duplicate():
-        first, second = (listed[at] for at in twice)
-        raise DataError(f"{second.where}: {second.utt_id} is also in {first.where}; "
-                        "give every utterance of data.added_dirs a unique name.")
-    return listed
+    """Read the tables of all directories, whose utterances must have unique names."""
+    return data_dir.Listing(one for folder in data.added_dirs
+                            for one in data_dir.read(Path(folder).expanduser(), given_features=False))
 
 
 def fingerprint(data: DataConfig) -> dict[str, Any]:

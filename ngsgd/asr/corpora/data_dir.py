@@ -17,6 +17,7 @@ import functools
 import json
 import math
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from ngsgd.asr.kaldi_io.tables import Entry
 from ngsgd.asr.lang import lexicon
 from ngsgd.asr.utterance import FramedUtterance, Utterance, num_frames, unaligned
 from ngsgd.config import FeatureConfig
-from ngsgd.data.columns import Column, Spool
+from ngsgd.data.columns import Column, Index, Spool
 from ngsgd.errors import DataError
 from ngsgd.files import named_in
 
@@ -53,10 +54,25 @@ class UtteranceEntry:
 
 
 class Listing(Column[UtteranceEntry]):
-    """Utterances in an unnamed temporary file; they are created when they are read."""
+    """Utterances in an unnamed temporary file; they are created when they are read.
+
+    Raises:
+        DataError: two have one name.
+    """
 
     def __init__(self, entries: Iterable[UtteranceEntry]) -> None:
-        self._records = Spool(json.dumps(to_json(one)).encode() for one in entries)
+        hashes = array("q")
+
+        def records() -> Iterator[bytes]:
+            for one in entries:
+                hashes.append(hash(one.utt_id))
+                yield json.dumps(to_json(one)).encode()
+
+        self._records = Spool(records())
+        if twice := Index(hashes, lambda at: self[at].utt_id).duplicate():
+            first, second = (self[at] for at in twice)
+            raise DataError(f"{second.where}: {second.utt_id} is also in {first.where}; give every utterance a "
+                            "unique name, or remove one of them.")
 
     def __len__(self) -> int:
         return len(self._records)

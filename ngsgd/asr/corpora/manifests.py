@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import operator
-from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 from ngsgd.asr.corpora.data_dir import Listing, UtteranceEntry
 from ngsgd.asr.features.audio import Piece
 from ngsgd.asr.kaldi_io import lines
-from ngsgd.data.columns import Index
 from ngsgd.errors import DataError
 from ngsgd.files import named_in, parse_json
 
@@ -69,18 +67,7 @@ def _find(source: Path, kind: str, names: tuple[str, ...]) -> Path | None:
 
 def _read_set(recordings: Path, supervisions: Path) -> Sequence[UtteranceEntry]:
     files = {str(item["id"]): _recording(item, where, recordings.parent) for where, item in _lines(recordings)}
-    hashes = array("q")
-
-    def every() -> Iterator[UtteranceEntry]:
-        for where, item in _lines(supervisions):
-            yield _utterance(item, where, files, recordings)
-            hashes.append(hash(str(item["id"])))
-
-    found = Listing(every())
-    if twice := Index(hashes, lambda at: found[at].utt_id).duplicate():
-        first, second = (found[at] for at in twice)
-        raise DataError(f"{second.where}: {second.utt_id} is a duplicate, first in "
-                        f"{first.where}; remove one of them.")
+    found = Listing(_utterance(item, where, files, recordings) for where, item in _lines(supervisions))
     if not found:
         raise DataError(f"{supervisions} is empty; add utterances, or remove it.")
     return found

@@ -95,4 +95,4 @@ class Language:
         context = ContextTree.from_text(files["tree.txt"].decode()) if "tree.txt" in files else None
         rules = grammars.parse(files[GRAMMAR].decode(), Path(GRAMMAR)) if GRAMMAR in files else None
         return Language(Topology.from_json(tree["topology"]), files.get("lm.arpa", b"").decode(),
-                        tree["is_one_word"], given, context, tree.get("word_counts", {}), rules)
+                        tree["is_one_word"], given, context, tree["word_counts"], rules)
