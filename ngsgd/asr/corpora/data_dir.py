@@ -131,11 +131,10 @@ def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object
         if not one.words:
             raise DataError(f"{one.where}: the transcript of {one.utt_id} is empty; write its words, "
                             "or remove the utterance.")
-        for word in one.words if known is not None else ():
-            if word not in known:
-                raise DataError(f"{one.where}: the word {word} of {one.utt_id} is not in the lexicon "
-                                f"{path}{lexicon.alike(word, known)}; add it there, or set "
-                                "data.oov_word to the word that replaces unknown ones.")
+        if known is not None and (unknown := next((word for word in one.words if word not in known), None)):
+            raise DataError(f"{one.where}: the word {unknown} of {one.utt_id} is not in the lexicon "
+                            f"{path}{lexicon.alike(unknown, known)}; add it there, or set data.oov_word to "
+                            "the word that replaces unknown ones.")
 
 
 def identity(one: UtteranceEntry, folder: Path) -> str:

@@ -5,7 +5,7 @@ Letters: T frames, D feature dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,6 +76,26 @@ def normalized(frames_TD: Features, stats: Stats) -> Features:
     """Normalize to zero mean and unit variance over the statistics (apply-cmvn --norm-vars)."""
     mean_D, deviation_D = mean_and_deviation(stats)
     return np.asarray((frames_TD - mean_D.astype(np.float32)) / deviation_D.astype(np.float32), dtype=np.float32)
+
+
+def by_unit(features: Callable[[], Iterable[Features]], units: Sequence[object], dim: int) -> Iterator[Features]:
+    """Normalize utterances to zero mean and unit variance per unit; `features` is called three times.
+
+    The sums are bitwise those of all frames of a unit at once.
+    """
+    place = {unit: s for s, unit in enumerate(dict.fromkeys(units))}
+    unit_U = np.fromiter((place[unit] for unit in units), np.int32, len(units))
+    count_S1, (sum_SD, square_SD) = np.zeros((len(place), 1)), np.zeros((2, len(place), dim))
+    for s, raw_TD in zip(unit_U, features(), strict=True):
+        count_S1[s] += len(raw_TD)
+        sum_SD[s] = added(sum_SD[s], raw_TD)
+    mean_SD = sum_SD / count_S1
+    for s, raw_TD in zip(unit_U, features(), strict=True):
+        square_SD[s] = added(square_SD[s], np.square(raw_TD - mean_SD[s]))
+    deviation_SD = np.maximum(np.sqrt(square_SD / count_S1), SMALLEST_DEVIATION)
+    shift_SD, scale_SD = mean_SD.astype(np.float32), deviation_SD.astype(np.float32)
+    for s, raw_TD in zip(unit_U, features(), strict=True):
+        yield (raw_TD - shift_SD[s]) / scale_SD[s]
 
 
 def restored(frames_TD: Features, stats: Stats) -> Features:

@@ -135,7 +135,7 @@ def assemble(name: str, found: ShardedSet, config: FeatureConfig, folder: Path, 
     elif config.cmvn in ("utterance", "speaker"):
         is_own = config.cmvn == "utterance"
         units = found.units(found.utt_ids if is_own else found.speakers)
-        normal = _by_speaker(found) if not is_own else (
+        normal = cmvn.by_unit(found.features, found.speakers, found.dim) if not is_own else (
             one for raw in found.features() for one in filterbank.normalize([raw], [""], config))
     elif given:
         normal = (cmvn.normalized(raw, given.stats[unit])
@@ -147,21 +147,3 @@ def assemble(name: str, found: ShardedSet, config: FeatureConfig, folder: Path, 
                                map(unaligned, np.diff(found.offsets).tolist()), np.dtype(np.int32))
     frames = FrameSet(features_TD, pdf_T, found.offsets, found.utt_ids)
     return SpeechSet(frames, found.texts, found.speakers, units, raw_TD)
-
-
-def _by_speaker(found: ShardedSet) -> Iterator[Features]:
-    """Normalize to zero mean and unit variance per speaker; three passes over the shards."""
-    place = {speaker: s for s, speaker in enumerate(dict.fromkeys(found.speakers))}
-    speaker_U = np.fromiter((place[speaker] for speaker in found.speakers), np.int32, len(found.speakers))
-    count_S1 = np.zeros((len(place), 1))
-    sum_SD, square_SD = np.zeros((2, len(place), found.dim))
-    for s, raw in zip(speaker_U, found.features(), strict=True):
-        count_S1[s] += len(raw)
-        sum_SD[s] = cmvn.added(sum_SD[s], raw)
-    mean_SD = sum_SD / count_S1
-    for s, raw in zip(speaker_U, found.features(), strict=True):
-        square_SD[s] = cmvn.added(square_SD[s], np.square(raw - mean_SD[s]))
-    deviation_SD = np.maximum(np.sqrt(square_SD / count_S1), cmvn.SMALLEST_DEVIATION)
-    shift_SD, scale_SD = mean_SD.astype(np.float32), deviation_SD.astype(np.float32)
-    for s, raw in zip(speaker_U, found.features(), strict=True):
-        yield (raw - shift_SD[s]) / scale_SD[s]
