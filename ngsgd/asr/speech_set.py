@@ -41,10 +41,6 @@ class SpeechSet:
                             "again.")
 
     @property
-    def num_words(self) -> int:
-        return sum(map(len, self.texts))
-
-    @property
     def is_aligned(self) -> bool:
         """Whether the state of every frame is known."""
         return not any((block_T == UNALIGNED).any() for block_T in mapped.blocks(self.frames.pdf_T))

@@ -60,7 +60,7 @@ def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Re
 def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root: Path, report: Report = print) -> Corpus:
     """Add an i-vector to every frame of the corpus; its digest identifies the extractor."""
     folder = cache_root / cache_name("ivectors", version=RECIPE_VERSION, corpus=corpus.digest,
-                                     extractor=extractor_file.digest(extractor), settings=asdict(config.ivectors))
+                                     extractor=files.sha256(extractor), settings=asdict(config.ivectors))
     if not _is_there(folder, corpus, config, report):
         # shared_directory keeps a directory that has an index
         (folder / _INDEX).unlink(missing_ok=True)

@@ -189,7 +189,7 @@ def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
                 for name, speech in sets.items()}
     for name, speech in sets.items():
         report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {counted(len(speech.texts), 'utterance')}, "
-               f"{counted(speech.num_words, 'word')}, {counted(len(set(speech.speakers)), 'voice')}")
+               f"{counted(sum(map(len, speech.texts)), 'word')}, {counted(len(set(speech.speakers)), 'voice')}")
     report(Phase("storing the prepared corpus"))
     cache.store(folder, sets, language, made_from=key)
 

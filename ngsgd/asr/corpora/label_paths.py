@@ -58,7 +58,7 @@ def labelled(alignment: Alignment, sets: Iterable[SpeechSet], oov_word: str, kno
 
 
 def check(utterances: Iterable[Labelled], topology: Topology, path: Path) -> None:
-    """Raise DataError for labels, states of phones, that no pronunciation of the transcript gives."""
+    """Raise DataError for labels that no pronunciation of the transcript gives."""
     spelled: dict[str, list[list[int]]] = {}
     num, without = 0, []
     for utt_id, words, pdf_T in utterances:

@@ -79,7 +79,7 @@ def normalized(frames_TD: Features, stats: Stats) -> Features:
 
 
 def by_unit(features: Callable[[], Iterable[Features]], units: Sequence[object], dim: int) -> Iterator[Features]:
-    """Normalize utterances to zero mean and unit variance per unit; `features` is called three times.
+    """Normalize to zero mean and unit variance per unit; `features` is called three times.
 
     The sums are bitwise those of all frames of a unit at once.
     """

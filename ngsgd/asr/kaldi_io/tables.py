@@ -111,7 +111,7 @@ def place_of(entry: Entry) -> Place:
 
 
 def read_matrix(entry: Entry, folder: Path) -> npt.NDArray[np.float32]:
-    """Read the frames of a .scp entry "file:offset[first:last]"; relative names start in `folder`."""
+    """Read the frames of a .scp entry; relative names start in `folder`."""
     matrix = _matrix(entry, folder)
     if not len(matrix):
         raise DataError(f"{entry.where}: {entry.value} contains no frames; correct the entry.")

@@ -168,8 +168,8 @@ def listed(words: Sequence[str]) -> str:
 # Homophones ---------------------------------------------------------------------------------------
 
 # If a language model gives homophones the same probability, their paths have equal costs, and the
-# order of the search or rounding decides. The costs here decide for the word that is more frequent in
-# the training transcripts. They are about 0.01 at most and rarely change another decision.
+# order of the search or rounding decides. The costs here decide for the word that is more frequent
+# in the training transcripts. They are about 0.01 at most and rarely change another decision.
 # share of the negative log probability in the training transcripts
 _HOMOPHONE_SCALE = 1e-3
 

@@ -100,7 +100,7 @@ def _string(source: Source) -> str:
 
 
 def _vector(source: Source, start: int, num_states: int) -> Fst:
-    """Read each state with its arcs; a file from a pipe has -1 states and ends after the last one."""
+    """Read each state with its arcs; a file from a pipe has -1 states and ends after them."""
     finals: list[np.float32] = []
     arcs: list[npt.NDArray[Any]] = []
     while len(finals) != num_states and not (num_states == -1 and not source.left):

@@ -26,16 +26,12 @@ _NUM_SHOWN = 10
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Files that replace the words of a model: words one on a line, an n-gram model in ARPA format."""
+    """Files that replace the words of a model: words are one on a line, `arpa` is an n-gram model."""
 
     lexicon: Path | None = None
     words: Path | None = None
     arpa: Path | None = None
     grammar: Path | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.lexicon or self.words or self.arpa or self.grammar)
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ def of_model(language: Language, vocabulary: Vocabulary,
         DataError: the model lacks a phone, a word lacks a pronunciation, states are tied, or the
             language model has none of the words.
     """
-    if vocabulary.is_empty:
+    if vocabulary == Vocabulary():
         return language
     if vocabulary.grammar and vocabulary.arpa:
         raise ConfigError("a grammar replaces the language model; use either a grammar or language models.")

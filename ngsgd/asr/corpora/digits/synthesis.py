@@ -60,10 +60,6 @@ def require() -> None:
     extras.load("soxr", extra="asr", purpose="The embedded corpus, data.corpus=digits,")
 
 
-def version() -> str:
-    return metadata.version("espeakng-loader")
-
-
 def speak(sentences: Sequence[Sentence], *, seed: int) -> list[SynthesizedUtterance]:
     """Synthesize the sentences in a new process; bitwise reproducible."""
     plan = {"seed": seed, "utterances": [asdict(sentence) for sentence in sentences]}
@@ -79,7 +75,7 @@ def speak(sentences: Sequence[Sentence], *, seed: int) -> list[SynthesizedUttera
     if done.returncode != 0:
         reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit status {done.returncode}"
         raise DataError(f"The speech synthesizer failed ({reason}); reinstall it with: pip install "
-                        f"--force-reinstall espeakng-loader=={version()}")
+                        f"--force-reinstall espeakng-loader=={metadata.version('espeakng-loader')}")
     first_line, _, pcm = done.stdout.partition(b"\n")
     header = json.loads(first_line)
     samples = np.frombuffer(pcm, dtype="<i2")
