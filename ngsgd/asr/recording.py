@@ -295,7 +295,10 @@ def of_stream(stream: io.BufferedReader, raw_rate_hz: int) -> Recording:
         return Recording("-", raw_rate_hz, 1, lambda size: _numbers(source.read(2 * size), "<i2", 1))
     containers.require_readable(_STREAM, kind)
     live = _live_wav(source) if kind == "wav" and head[:4] == b"RIFF" else None
-    return live or _copied(source)
+    if live:
+        return live
+    audio = AudioFile(_STREAM, source.copied())
+    return Recording(_STREAM, audio.sample_rate_hz, audio.num_channels, audio.read)
 
 
 class _Stream:
@@ -347,11 +350,6 @@ class _Stream:
             raise DataError(f"{_STREAM} cannot be copied to a temporary file ({error.strerror or error}); "
                             "free disk space, or set TMPDIR to another folder.") from error
         return copy
-
-
-def _copied(source: _Stream) -> Recording:
-    audio = AudioFile(_STREAM, source.copied())
-    return Recording(_STREAM, audio.sample_rate_hz, audio.num_channels, audio.read)
 
 
 def _live_wav(source: _Stream) -> Recording | None:

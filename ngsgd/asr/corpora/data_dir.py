@@ -220,7 +220,25 @@ def _contents(folder: Path, source: str, contents: Table) -> Callable[[str, Entr
         return lambda utt_id, entry: Piece(named_in(folder, entry.value), entry.where, side=sides.get(utt_id))
     # segments of a recording follow each other
     find = functools.lru_cache(1)(lambda recording: named_in(folder, recordings[recording].value))
-    return lambda utt_id, entry: _segment(utt_id, entry, recordings, find, sides, folder)
+
+    def segment(utt_id: str, entry: Entry) -> Piece:
+        try:
+            recording, start, end, *channels = entry.value.split()
+            start_s, end_s = lines.as_float(start), lines.as_float(end)
+            if len(channels) > 1 or any(lines.as_int(one) < 0 for one in channels):
+                raise ValueError("several channels, or one below 0")
+        except ValueError as error:
+            raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording, two times and at most a channel from 0; "
+                            "write \"utterance recording start end\", or \"utterance recording start end channel\".") from error
+        if recording not in recordings:
+            raise DataError(f"{entry.where}: the recording {recording} of {utt_id} is not in {folder / 'wav.scp'}; add it there.")
+        if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
+            raise DataError(f"{entry.where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write "
+                            "increasing times from 0.")
+        channel = int(channels[0]) if channels else None
+        return Piece(find(recording), entry.where, start_s, end_s, channel, sides.get(recording))
+
+    return segment
 
 
 def _sides(path: Path) -> dict[str, int]:
@@ -230,22 +248,3 @@ def _sides(path: Path) -> dict[str, int]:
     rows = (line.split() for _, line in lines.read(path))
     return {words[0]: int(words[2]) - 1 if words[2].isdigit() else ord(words[2].upper()) - ord("A")
             for words in rows if len(words) == 3 and re.fullmatch("[A-Za-z]|[1-9][0-9]?", words[2])}
-
-
-def _segment(utt_id: str, entry: Entry, recordings: Table, find: Callable[[str], Path], sides: Mapping[str, int],
-             folder: Path) -> Piece:
-    try:
-        recording, start, end, *channels = entry.value.split()
-        start_s, end_s = lines.as_float(start), lines.as_float(end)
-        if len(channels) > 1 or any(lines.as_int(one) < 0 for one in channels):
-            raise ValueError("several channels, or one below 0")
-    except ValueError as error:
-        raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording, two times and at most a channel from 0; "
-                        "write \"utterance recording start end\", or \"utterance recording start end channel\".") from error
-    if recording not in recordings:
-        raise DataError(f"{entry.where}: the recording {recording} of {utt_id} is not in {folder / 'wav.scp'}; add it there.")
-    if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
-        raise DataError(f"{entry.where}: {utt_id} ranges from {start_s:g} to {end_s:g} s; write "
-                        "increasing times from 0.")
-    channel = int(channels[0]) if channels else None
-    return Piece(find(recording), entry.where, start_s, end_s, channel, sides.get(recording))
