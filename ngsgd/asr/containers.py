@@ -284,21 +284,15 @@ def _mp3_is_cut(file: BinaryIO, size: int) -> str:
     at = max(frame.find(b"Xing"), frame.find(b"Info"))
     # flags: 1 number of frames, 2 number of bytes
     if at < 0 or not mp3_frame_bytes(frame) or len(frame) < at + 16 or not frame[at + 7] & 2:
-        return _last_frame_is_cut(file, begin, size)
+        # without a number of bytes, the frames are followed; something else may come after them
+        file.seek(begin)
+        while begin <= size and (length := mp3_frame_bytes(file.read(4))):
+            begin += length
+            file.seek(begin)
+        return "its last frame is incomplete" if begin > size else ""
     position = at + 8 + 4 * (frame[at + 7] & 1)
     promised = int.from_bytes(frame[position:position + 4], "big")
     return f"{size - begin} of the {promised} bytes in its header" if size - begin < promised else ""
-
-
-def _last_frame_is_cut(file: BinaryIO, begin: int, size: int) -> str:
-    """Follow the frames of an mp3 without a number of bytes; something else may follow them."""
-    file.seek(begin)
-    while length := mp3_frame_bytes(file.read(4)):
-        begin += length
-        if begin > size:
-            return "its last frame is incomplete"
-        file.seek(begin)
-    return ""
 
 
 class Patched:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from ngsgd.asr.features import augment
 from ngsgd.asr.features.augment import Mix
 from ngsgd.asr.lang import lexicon
 from ngsgd.asr.lang.topology import Topology
-from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError
@@ -81,12 +79,3 @@ def check_words(listed: Sequence[UtteranceEntry], topology: Topology, corpus: st
             raise DataError(f"{one.where}: {one.utt_id} has {reason}, but the words of data.corpus={corpus} are "
                             f"{', '.join(topology.words)}; correct or remove the utterance, or train with "
                             "recipe=kaldi and a lexicon.")
-
-
-def check_names(data: DataConfig, train: SpeechSet) -> None:
-    """Raise DataError if an added utterance has the name of another one."""
-    utt_ids = train.frames.utt_ids
-    if data.added_dirs and len(set(utt_ids)) < len(utt_ids):
-        twice = next(utt_id for utt_id, number in Counter(utt_ids).items() if number > 1)
-        raise DataError(f"data.added_dirs has the utterance {twice}, and so has data.corpus="
-                        f"{data.corpus}; rename it in text, utt2spk and wav.scp.")

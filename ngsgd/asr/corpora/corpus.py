@@ -24,6 +24,7 @@ import hashlib
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -178,8 +179,11 @@ def _make(folder: Path, work: Path, key: Mapping[str, Any], data: DataConfig,
           features: FeatureConfig, changes: AugmentConfig, report: Report) -> None:
     """Prepare the corpus in the folder, with intermediate results in the folder `work`."""
     sets, language = _MAKERS[data.corpus](data, features, changes, work, report)
-    added.check_names(data, sets["train"])
-    train_TD = sets["train"].frames.features_TD
+    train_TD, utt_ids = sets["train"].frames.features_TD, sets["train"].frames.utt_ids
+    if data.added_dirs and len(set(utt_ids)) < len(utt_ids):
+        twice = next(utt_id for utt_id, number in Counter(utt_ids).items() if number > 1)
+        raise DataError(f"data.added_dirs has the utterance {twice}, and so has data.corpus={data.corpus}; "
+                        "rename it in text, utt2spk and wav.scp.")
     if not any((block_TD != train_TD[0]).any() for block_TD in mapped.blocks(train_TD)):
         raise DataError("all training audio is silent: no feature of its frames varies; check the "
                         "recordings, and that they have been converted with their sound.")
@@ -231,20 +235,14 @@ def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, 
         content = (an4 if data.corpus == "an4" else yesno).fingerprint(data)
     else:
         content = added.fingerprint(data)
-        if data.corpus == "fsdd" or data.added_dirs:
-            content |= _content_of_alignment(data)
+        # strings are spliced from labels: other labels give other data
+        if (data.corpus == "fsdd" or data.added_dirs) and data.alignment not in ("", "flat"):
+            pdf_T = alignments.read(Path(data.alignment)).pdf_T
+            labels_of = (utt_id.encode() + pdf_T[utt_id].tobytes() for utt_id in sorted(pdf_T))
+            content["alignment"] = hashlib.sha256(b"".join(labels_of)).hexdigest()
     return {"version": RECIPE_VERSION, "data": settings, "features": asdict(feature_config),
             "content": content,
             "packages": {package: metadata.version(package) for package in made_with}}
-
-
-def _content_of_alignment(data: DataConfig) -> dict[str, Any]:
-    """Return the content of labels from which strings are spliced: other labels give other data."""
-    if data.alignment in ("", "flat"):
-        return {}
-    pdf_T = alignments.read(Path(data.alignment)).pdf_T
-    content = b"".join(utt_id.encode() + pdf_T[utt_id].tobytes() for utt_id in sorted(pdf_T))
-    return {"alignment": hashlib.sha256(content).hexdigest()}
 
 
 def _load(name: str, folder: Path) -> Corpus:

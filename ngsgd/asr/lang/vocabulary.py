@@ -75,7 +75,15 @@ def of_model(language: Language, vocabulary: Vocabulary,
     # a list of words keeps the grammar of the model; a new language model replaces it
     own = None if vocabulary.arpa else language.grammar
     rules = grammar.read(vocabulary.grammar) if vocabulary.grammar else own
-    wanted = _word_list(vocabulary.words) if vocabulary.words else rules.words() if rules else ()
+    wanted = rules.words() if rules else ()
+    if vocabulary.words:
+        listed = list(lines.read(vocabulary.words))
+        for where, line in listed:
+            if len(line.split()) != 1:
+                raise DataError(f"{where}: {line[:40]!r} is not one word; write one word per line.")
+        if not listed:
+            raise DataError(f"{vocabulary.words} contains no words; write one per line.")
+        wanted = tuple(dict.fromkeys(line for _, line in listed))
     if wanted:
         source = vocabulary.words or vocabulary.grammar or "the grammar of the model"
         _require_pronunciations(wanted, topology.lexicon, f"{source}")
@@ -106,17 +114,6 @@ def unknown_words(texts: Iterable[Sequence[str]], language: Language) -> Unknown
     unknown = Counter({word: count for word, count in counts.items() if word not in known})
     order = sorted(unknown.items(), key=lambda one: (-one[1], one[0]))
     return UnknownWords(counts.total(), unknown.total(), tuple(order[:_NUM_SHOWN]))
-
-
-def _word_list(path: Path) -> tuple[str, ...]:
-    found: dict[str, None] = {}
-    for where, line in lines.read(path):
-        if len(line.split()) != 1:
-            raise DataError(f"{where}: {line[:40]!r} is not one word; write one word per line.")
-        found[line] = None
-    if not found:
-        raise DataError(f"{path} contains no words; write one per line.")
-    return tuple(found)
 
 
 def _require_pronunciations(words: Sequence[str], known: Collection[str], source: str) -> None:
