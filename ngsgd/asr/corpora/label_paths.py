@@ -68,7 +68,7 @@ def check(utterances: Iterable[Labelled], topology: Topology, path: Path) -> Non
         at = _around_silence({0}, runs)
         for word in words:
             if word not in spelled:
-                spelled[word] = [_runs(np.array(topology.pdfs_of(phones)), topology.num_silence_states)
+                spelled[word] = [_runs(np.array(topology.pdfs_of(phones), np.int32), topology.num_silence_states)
                                  for phones in topology.lexicon.get(word, ())]
             at = _around_silence({begin + len(one) for begin in at for one in spelled[word]
                                   if runs[begin:begin + len(one)] == one}, runs)
